@@ -1,0 +1,23 @@
+"""Run a language model larger than its device's memory, exactly, at the speed of the link."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from offload_rt.api import LLM, Output, Piece, Stats
+    from offload_rt.config import SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "Output", "Piece", "SamplingParams", "Stats"]
+
+
+def __getattr__(name: str) -> Any:
+    # On demand: `--help` and a wrong flag answer at once instead of after the seconds torch takes to load.
+    if name == "SamplingParams":
+        from offload_rt.config import SamplingParams
+
+        return SamplingParams
+    if name in __all__:
+        from offload_rt import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module 'offload_rt' has no attribute {name!r}")

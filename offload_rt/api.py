@@ -1,0 +1,285 @@
+"""The public Python surface: `LLM`, what it returns, and how a run is measured."""
+
+import time
+from collections.abc import Iterator
+from collections.abc import Sequence as Several
+from dataclasses import dataclass
+from types import TracebackType
+
+from transformers import PreTrainedTokenizerBase
+
+from offload_rt.build import Engine, Progress, draw_up, load, pick_drafter
+from offload_rt.config import EngineConfig, SamplingParams
+from offload_rt.engine.loop import Clock, Live, Loop
+from offload_rt.engine.sequence import Sequence
+from offload_rt.errors import CapacityError, PromptError, SettingsError
+from offload_rt.text import TextStream, encode, load_tokenizer
+from offload_rt.tiers._placement import Plan
+from offload_rt.trace import Trace
+from offload_rt.weights._checkpoint import end_ids, locate, open_checkpoint
+
+Prompt = str | Several[int]
+
+
+@dataclass(frozen=True)
+class Stats:
+    """How a run went. Sequences of a batch share their passes, so seconds and bytes are those of the whole batch.
+
+    link_busy  share of the seconds in which the link moved bytes
+    """
+
+    n_tokens: int
+    n_passes: int
+    tokens_per_pass: float
+    seconds: float
+    seconds_per_token: float
+    prefill_seconds: float
+    draft_seconds: float
+    verify_seconds: float
+    link_bytes: int
+    link_gbps: float
+    link_busy: float
+
+
+@dataclass(frozen=True)
+class Output:
+    """What became of one prompt; `text` is empty where there is no tokenizer."""
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+    stats: Stats
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one pass added; `output` is there with the last piece."""
+
+    text: str
+    token_ids: list[int]
+    output: Output | None = None
+
+
+class LLM:
+    """A model larger than its memory budget, ready to generate. A context manager; `close()` releases everything."""
+
+    def __init__(
+        self,
+        model: str,
+        draft_model: str | None = None,
+        device: str = "auto",
+        dtype: str = "auto",
+        device_memory: str | int | None = None,
+        host_memory: str | int | None = None,
+        max_model_len: int | None = None,
+        drafter: str = "auto",
+        rule: str = "auto",
+        tree_size: int | None = None,
+        tree_depth: int | None = None,
+        revision: str | None = None,
+        offline: bool = False,
+    ) -> None:
+        """The arguments are the fields of `EngineConfig`. Raises an OffloadError if the model cannot be served."""
+        config = EngineConfig(
+            model,
+            draft_model,
+            device,
+            dtype,
+            device_memory,
+            host_memory,
+            max_model_len,
+            drafter,
+            rule,
+            tree_size,
+            tree_depth,
+            revision,
+            offline,
+        )
+        self._prepare(config, Trace(on=False), None)
+
+    @classmethod
+    def from_config(cls, config: EngineConfig, trace: Trace | None = None, progress: Progress | None = None) -> "LLM":
+        """Build from settings; `trace` collects the timeline, `progress` is told (bytes so far, bytes in all) while loading."""
+        llm = cls.__new__(cls)
+        llm._prepare(config, trace or Trace(on=False), progress)
+        return llm
+
+    def _prepare(self, config: EngineConfig, trace: Trace, progress: Progress | None) -> None:
+        self._engine: Engine | None = None
+        drafter, rule = pick_drafter(config)
+        directory = locate(config.model, config.revision, config.offline)
+        checkpoint = open_checkpoint(directory)
+        self._end_ids = end_ids(directory)
+        self.tokenizer: PreTrainedTokenizerBase | None = load_tokenizer(directory)
+        self._blueprint = draw_up(config, checkpoint, drafter)
+        self._drafter, self._rule = drafter, rule
+        try:
+            self._engine = load(self._blueprint, trace, progress)
+        except BaseException:
+            self._blueprint.disk.close()
+            raise
+        self._loop = Loop(self._engine.runner, drafter, rule, trace)
+
+    @property
+    def plan(self) -> Plan:
+        """What lies where."""
+        return self._blueprint.plan
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt and answer together."""
+        return self._blueprint.max_model_len
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all transfers, join the threads, release the memory; may be called again."""
+        if self._engine is not None:
+            self._engine.streamer.close()
+            self._engine.host.close()
+            self._engine.resident.close()
+            self._blueprint.disk.close()
+            self._engine = None
+
+    def generate(
+        self, prompts: Prompt | Several[Prompt], params: SamplingParams | Several[SamplingParams] | None = None
+    ) -> list[Output]:
+        """Continue one prompt or several; texts, or lists of token ids.
+
+        params  for all prompts, or one for each
+        Raises PromptError for a prompt that cannot be continued, before anything runs.
+        """
+        several = _several(prompts)
+        wanted = list(params) if isinstance(params, list | tuple) else [params or SamplingParams()] * len(several)
+        if len(wanted) != len(several):
+            raise SettingsError("generate", need=f"one SamplingParams or {len(several)}", have=str(len(wanted)))
+        sequences = [self._sequence(prompt, one) for prompt, one in zip(several, wanted, strict=True)]
+        outputs: list[Output] = []
+        for wave in self._waves(sequences):
+            run = _Run(self._running(), wave, self._drafter.max_nodes)
+            for _ in run.steps(self._loop):
+                pass
+            outputs += [run.output(one) for one in run.batch]
+        return outputs
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
+        """Continue one prompt and yield what each pass adds; see `generate`."""
+        sequence = self._sequence(prompt, params or SamplingParams())
+        run = _Run(self._running(), [sequence], self._drafter.max_nodes)
+        n_taken = sequence.n_prompt
+        for _ in run.steps(self._loop):
+            ended = sequence.finish_reason is not None
+            text = sequence.text.take(final=ended) if sequence.text else ""
+            new, n_taken = sequence.tokens[n_taken:], len(sequence.tokens)
+            yield Piece(text, new, run.output(run.batch[0]) if ended else None)
+
+    def encode(self, text: str, chat: bool = False) -> list[int]:
+        """Token ids of a text, as it is or as the user's turn of a chat. Raises PromptError without a tokenizer."""
+        if self.tokenizer is None:
+            raise PromptError("the checkpoint has no tokenizer", change="give the prompt as a list of token ids")
+        return encode(self.tokenizer, text, chat)
+
+    def _running(self) -> Engine:
+        if self._engine is None:
+            raise SettingsError("this LLM is closed", change="make a new one")
+        return self._engine
+
+    def _sequence(self, prompt: Prompt, params: SamplingParams) -> Sequence:
+        engine = self._running()
+        ids = self.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+        _check_prompt(ids, engine.runner.spec.vocab_size, self.max_model_len)
+        if params.stop and self.tokenizer is None:
+            raise PromptError("stop strings", need="a tokenizer", have="a checkpoint without one")
+        text = TextStream(self.tokenizer, ids, params.stop) if self.tokenizer is not None else None
+        return Sequence(ids, params, self.max_model_len, self._end_ids, text)
+
+    def _waves(self, sequences: list[Sequence]) -> Iterator[list[Sequence]]:
+        """Cut a batch into runs whose caches fit into the plan together."""
+        wave, n_rows = [], 0
+        for sequence in sequences:
+            need = _cache_rows(sequence, self._drafter.max_nodes)
+            if wave and n_rows + need > self._blueprint.cache_rows:
+                yield wave
+                wave, n_rows = [], 0
+            wave.append(sequence)
+            n_rows += need
+        if wave:
+            yield wave
+
+
+class _Run:
+    """A batch under way, and what it costs."""
+
+    def __init__(self, engine: Engine, sequences: list[Sequence], max_nodes: int) -> None:
+        self._engine, self._clock = engine, Clock()
+        self.batch = [Live(one, engine.runner.new_cache(_cache_rows(one, max_nodes))) for one in sequences]
+        self._started = time.perf_counter()
+        self._nbytes, self._busy_s = engine.streamer.meter.read()
+
+    def steps(self, loop: Loop) -> Iterator[None]:
+        """Run the batch to its end; yields after each pass."""
+        return loop.run(self.batch, self._clock)
+
+    def output(self, one: Live) -> Output:
+        """The result of a sequence that has ended."""
+        sequence = one.sequence
+        text = sequence.text.text if sequence.text else ""
+        ids, n = sequence.tokens, sequence.n_prompt
+        return Output(ids[:n], ids[n:], text, sequence.finish_reason or "", self._stats(one))
+
+    def _stats(self, one: Live) -> Stats:
+        n_new, n_passes = one.sequence.n_new, one.n_passes
+        seconds = time.perf_counter() - self._started
+        nbytes, busy_s = self._engine.streamer.meter.read()
+        nbytes, busy_s = nbytes - self._nbytes, busy_s - self._busy_s
+        return Stats(
+            n_tokens=n_new,
+            n_passes=n_passes,
+            tokens_per_pass=n_new / n_passes,
+            seconds=seconds,
+            seconds_per_token=seconds / n_new,
+            prefill_seconds=self._clock.prefill_s,
+            draft_seconds=self._clock.draft_s,
+            verify_seconds=self._clock.verify_s,
+            link_bytes=nbytes,
+            link_gbps=nbytes / busy_s / 1e9 if busy_s else 0.0,
+            link_busy=busy_s / seconds,
+        )
+
+
+def _several(prompts: Prompt | Several[Prompt]) -> list[Prompt]:
+    """A list of prompts, whether one was given or several."""
+    one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    return [prompts] if one else list(prompts)
+
+
+def _check_prompt(ids: list[int], vocab_size: int, max_model_len: int) -> None:
+    if not ids:
+        raise PromptError("the prompt is empty", need="at least one token", change="give it some text")
+    wrong = [token for token in ids if not 0 <= token < vocab_size]
+    if wrong:
+        raise PromptError(
+            f"token id {wrong[0]} in the prompt",
+            need=f"ids from 0 to {vocab_size - 1}",
+            change="use this model's tokenizer",
+        )
+    if len(ids) >= max_model_len:
+        raise CapacityError(
+            "the prompt is too long",
+            need=f"at most {max_model_len - 1} tokens, one fewer than --max-model-len",
+            have=str(len(ids)),
+            change="shorten it, or raise --max-model-len and --device-memory",
+        )
+
+
+def _cache_rows(sequence: Sequence, max_nodes: int) -> int:
+    """Rows a sequence's cache needs: every token but the last, and the nodes of a tree."""
+    longest = min(sequence.n_prompt + sequence.sampling.max_new_tokens, sequence.max_tokens)
+    return longest - 1 + max_nodes

@@ -1,0 +1,184 @@
+"""Frozen settings. The command line is generated from their fields; an unknown key is refused."""
+
+import argparse
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from difflib import get_close_matches
+from typing import Any, TypeVar
+
+from offload_rt.errors import SettingsError
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", re.IGNORECASE)
+
+Settings = TypeVar("Settings")
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes from `"22GiB"`, `"1.5 GB"`, `"800M"` or a number of bytes.
+
+    Raises SettingsError for anything else.
+    """
+    if isinstance(text, int) and not isinstance(text, bool):
+        return text
+    match = _SIZE.fullmatch(str(text))
+    unit = match.group(2).lower() if match else None
+    factor = {**_UNITS, **_BINARY}.get(unit)
+    if match is None or factor is None:
+        raise SettingsError(f"{text!r} is not a size", change='write it like "22GiB" or "800MB"')
+    return int(float(match.group(1)) * factor)
+
+
+def format_size(nbytes: float) -> str:
+    """`"1.50 GiB"` for people."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(nbytes) >= size:
+            return f"{nbytes / size:.2f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def setting(default: Any, text: str, *, parse: type | None = None, choices: tuple[str, ...] = ()) -> Any:
+    """A field with what its command-line flag needs: help text, type, choices."""
+    return field(default=default, metadata={"help": text, "parse": parse, "choices": choices})
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What the engine is built from; the arguments of `LLM` and the flags of the command line."""
+
+    model: str = setting(MISSING, "directory of a checkpoint, or a hub id")
+    draft_model: str | None = setting(None, "directory or hub id of a draft model with the same tokenizer")
+    device: str = setting("auto", "where the model computes", choices=("auto", "cpu", "cuda"))
+    dtype: str = setting(
+        "auto",
+        "dtype of the computation; auto: the checkpoint's",
+        choices=("auto", "bfloat16", "float16", "float32", "float64"),
+    )
+    device_memory: str | int | None = setting(
+        None,
+        'memory budget on the device, like "22GiB"; on a CPU, of the whole run; default: what is free, less a margin',
+    )
+    host_memory: str | int | None = setting(
+        None, "pinned CPU memory for weights, with a GPU; default: what is free, less a margin"
+    )
+    max_model_len: int | None = setting(
+        None,
+        "most tokens of prompt and answer together; default: the model's limit, or what an eighth of the budget caches",
+        parse=int,
+    )
+    drafter: str = setting("auto", "who drafts the tree; auto: the best that the given models allow")
+    rule: str = setting("auto", "how a drafted tree is verified; auto: the drafter's best")
+    tree_size: int | None = setting(None, "nodes of the drafted tree; default: chosen from measurements", parse=int)
+    tree_depth: int | None = setting(None, "levels of the drafted tree; default: chosen from measurements", parse=int)
+    revision: str | None = setting(None, "branch, tag or commit on the hub")
+    offline: bool = setting(False, "use only what the hub cache already holds")
+
+    def __post_init__(self) -> None:
+        _check_choices(self)
+        for name in ("device_memory", "host_memory"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, parse_size(value))
+                _check_positive(name, getattr(self, name))
+        for name in ("max_model_len", "tree_size", "tree_depth"):
+            _check_positive(name, getattr(self, name))
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are chosen; the filters apply in the order of the fields, as in transformers."""
+
+    max_new_tokens: int = setting(64, "most tokens to produce", parse=int)
+    temperature: float = setting(0.0, "0 takes the most probable token", parse=float)
+    top_p: float = setting(1.0, "keep the most probable tokens that together reach this probability", parse=float)
+    top_k: int = setting(0, "keep this many of the most probable tokens; 0: all", parse=int)
+    min_p: float = setting(0.0, "keep tokens at least this share of the most probable one's probability", parse=float)
+    repetition_penalty: float = setting(1.0, "above 1: make tokens that occurred already less probable", parse=float)
+    seed: int | None = setting(None, "makes sampling repeatable", parse=int)
+    stop: tuple[str, ...] = setting((), "end before this text (may be given several times)")
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        _check_range("max_new_tokens", self.max_new_tokens, self.max_new_tokens >= 1, "at least 1")
+        _check_range("temperature", self.temperature, 0 <= self.temperature < float("inf"), "at least 0")
+        _check_range("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1")
+        _check_range("top_k", self.top_k, self.top_k >= 0, "at least 0")
+        _check_range("min_p", self.min_p, 0 <= self.min_p <= 1, "between 0 and 1")
+        _check_range(
+            "repetition_penalty", self.repetition_penalty, 0 < self.repetition_penalty < float("inf"), "above 0"
+        )
+        _check_range("stop", self.stop, all(self.stop), "texts that are not empty")
+        _check_range("seed", self.seed, self.seed is None or 0 <= self.seed < 2**63, "between 0 and 2**63 - 1")
+
+
+def _check_range(name: str, value: Any, holds: bool, need: str) -> None:
+    if not holds:
+        raise SettingsError(f"{name} is {value!r}", need=need, change=f"set {name} accordingly")
+
+
+def _check_positive(name: str, value: int | None) -> None:
+    if value is not None and value < 1:
+        raise SettingsError(f"{flag_of(name)} is {value}", need="at least 1", change=f"raise {flag_of(name)}")
+
+
+def _check_choices(settings: Any) -> None:
+    for item in fields(settings):
+        choices, value = item.metadata.get("choices"), getattr(settings, item.name)
+        if choices and value not in choices:
+            raise SettingsError(
+                f"{flag_of(item.name)} is {value!r}", need="one of " + ", ".join(choices), change="use one of these"
+            )
+
+
+def flag_of(name: str) -> str:
+    """The command-line flag of a field: `max_model_len` is `--max-model-len`."""
+    return "--" + name.replace("_", "-")
+
+
+def from_mapping(cls: type[Settings], values: Mapping[str, Any]) -> Settings:
+    """Build settings from a mapping.
+
+    Raises SettingsError for a key that is no field, naming the closest one.
+    """
+    known = [item.name for item in fields(cls)]
+    for key in values:
+        if key not in known:
+            close = get_close_matches(key, known, n=1)
+            raise SettingsError(
+                f"unknown setting {key!r}",
+                change=f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}",
+            )
+    return cls(**values)
+
+
+def add_flags(parser: argparse.ArgumentParser, cls: type) -> None:
+    """One flag for each field of a settings class."""
+    for item in fields(cls):
+        _add_flag(parser, item)
+
+
+def _add_flag(parser: argparse.ArgumentParser, item: Field) -> None:
+    flag, text = flag_of(item.name), item.metadata["help"]
+    if isinstance(item.default, bool):
+        parser.add_argument(flag, action="store_true", help=text)
+    elif isinstance(item.default, tuple):
+        parser.add_argument(flag, action="append", metavar="TEXT", help=text)
+    else:
+        parser.add_argument(
+            flag,
+            default=None if item.default is MISSING else item.default,
+            required=item.default is MISSING,
+            type=item.metadata["parse"],
+            choices=item.metadata["choices"] or None,
+            help=text,
+        )
+
+
+def from_flags(cls: type[Settings], namespace: argparse.Namespace) -> Settings:
+    """Build settings from parsed flags. Raises SettingsError as the class's own checks do."""
+    values = {item.name: getattr(namespace, item.name) for item in fields(cls)}
+    return cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items() if v is not None})

@@ -1,0 +1,101 @@
+"""What a person sees: the loading bar, the plan as a table, the closing report. All of it goes to stderr or where asked."""
+
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
+from rich.table import Table
+
+from offload_rt.api import Stats
+from offload_rt.build import Blueprint
+from offload_rt.config import format_size
+from offload_rt.machine import MachineProfile, PassBytes, pass_time
+
+_SECONDS_BETWEEN_DRAWS = 0.1
+
+
+class LoadingBar:
+    """A progress bar with GB and GB/s; a context manager, called with (bytes so far, bytes in all)."""
+
+    def __init__(self, console: Console) -> None:
+        columns = (TextColumn("loading"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeElapsedColumn())
+        self._console = console
+        # In a log file a bar is noise: one line at the end says the same.
+        self._bar = Progress(*columns, console=console, disable=not console.is_terminal)
+        self._task = self._bar.add_task("loading", total=None)
+        self._started = self._drawn = time.perf_counter()
+
+    def __enter__(self) -> "LoadingBar":
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def __call__(self, done: int, total: int) -> None:
+        """Draw it anew, now and then and at the end; not drawn where nobody watches."""
+        now = time.perf_counter()
+        if done >= total or now - self._drawn > _SECONDS_BETWEEN_DRAWS:
+            self._drawn = now
+            self._bar.update(self._task, completed=done, total=total)
+        if done >= total and not self._console.is_terminal:
+            seconds = now - self._started
+            self._console.print(
+                f"loaded {total / 1e9:.2f} GB in {seconds:.1f} s, {total / seconds / 1e9:.2f} GB/s", highlight=False
+            )
+
+
+def plan_table(blueprint: Blueprint, profile: MachineProfile) -> Table:
+    """What lies where, what a pass moves, and what it should cost."""
+    plan = blueprint.plan
+    table = Table(
+        title=f"{blueprint.checkpoint.directory} on {blueprint.device.type}, {blueprint.dtype}".replace("torch.", "")
+    )
+    table.add_column("what")
+    table.add_column("where")
+    table.add_column("size", justify="right")
+    table.add_row("embedding, last norm, head", "device", format_size(plan.need.outer))
+    table.add_row(f"cache of {blueprint.cache_rows} tokens", "device", format_size(plan.need.cache))
+    table.add_row("activations", "device", format_size(plan.need.scratch))
+    if plan.n_slots:
+        table.add_row(f"{plan.n_slots} slots", "device", format_size(plan.n_slots * plan.slot_nbytes))
+    for tier in ("device", "host", "disk"):
+        if plan.count(tier):
+            table.add_row(f"{plan.count(tier)} of {len(plan.tiers)} layers", tier, format_size(plan.on(tier)))
+    table.add_row(
+        "used of the budget",
+        "device",
+        f"{format_size(plan.device_nbytes)} of {format_size(plan.budgets.device)}",
+        end_section=True,
+    )
+    for tier, nbytes in plan.pass_bytes.streamed:
+        if nbytes:
+            table.add_row(
+                f"bytes per pass at {profile.link(tier):.2f} GB/s (measured)", f"{tier} to device", format_size(nbytes)
+            )
+    seconds = pass_time(profile, plan.pass_bytes)
+    table.add_row(
+        f"predicted, weights read at {profile.memory_gbps:.1f} GB/s", profile.source, f"{seconds:.3f} s per token"
+    )
+    return table
+
+
+def report(stats: Stats, moved: PassBytes) -> str:
+    """The closing report, two lines."""
+    lines = [
+        f"{stats.n_tokens} tokens in {stats.seconds:.2f} s ({stats.prefill_seconds:.2f} s of it the first pass): "
+        f"{stats.seconds_per_token:.3f} s per token, {stats.tokens_per_pass:.2f} tokens per pass"
+    ]
+    streamed = sum(nbytes for _, nbytes in moved.streamed)
+    if streamed and stats.link_gbps:
+        floor = streamed / (stats.link_gbps * 1e9) / stats.tokens_per_pass
+        lines.append(
+            f"{streamed / 1e9:.2f} GB per pass at {stats.link_gbps:.2f} GB/s, link busy {stats.link_busy:.0%} of the time; "
+            f"floor at this rate {floor:.3f} s per token"
+        )
+    else:
+        lines.append("all weights resident: nothing crossed a link")
+    return "\n".join(lines)

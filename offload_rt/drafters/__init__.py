@@ -1,0 +1,1 @@
+"""Who drafts the tree: one file each."""

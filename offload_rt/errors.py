@@ -1,0 +1,58 @@
+"""Failures a user can cause or meet: one class each, one clear sentence, one exit code.
+
+Every message says what was needed, what there is, and what to change.
+"""
+
+
+class OffloadError(Exception):
+    """The machine could not: memory, disk, driver, numbers.
+
+    problem  what failed
+    need     what was needed, have  what there is, change  which setting or file to change
+    """
+
+    exit_code = 3
+
+    def __init__(self, problem: str, *, need: str = "", have: str = "", change: str = "") -> None:
+        self.problem, self.need, self.have, self.change = problem, need, have, change
+        facts = ", ".join(f"{verb} {fact}" for verb, fact in (("needs", need), ("has", have)) if fact)
+        sentence = f"{problem}: {facts}" if facts else problem
+        super().__init__(f"{sentence}; {change}" if change else sentence)
+
+
+class UserError(OffloadError):
+    """The user's input or settings."""
+
+    exit_code = 2
+
+
+class SettingsError(UserError):
+    """A setting that is unknown, malformed or contradicts another."""
+
+
+class UnsupportedModelError(UserError):
+    """A config.json that is not understood."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint that is missing, incomplete or damaged."""
+
+
+class PromptError(UserError):
+    """A prompt that cannot be continued."""
+
+
+class CapacityError(UserError):
+    """A memory budget or context length that is too small for what was asked."""
+
+
+class LinkError(OffloadError):
+    """Weights could not be moved: a read failed or came up short."""
+
+
+class DeviceError(OffloadError):
+    """The device is missing, or its driver or memory refused."""
+
+
+class NumericsError(OffloadError):
+    """The model computed something that is not a number."""

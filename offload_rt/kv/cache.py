@@ -1,0 +1,88 @@
+"""Keys and values of one sequence: committed rows, and the pending rows of the pass under way."""
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from offload_rt.errors import CapacityError
+from offload_rt.models._spec import ModelSpec
+
+
+class KVCache:
+    """Rows [0, n_committed) hold the tokens in `committed`; the rows behind them are pending, or unused.
+
+    keys, values  (n_layers, n_kv_heads, capacity, head_dim)
+    """
+
+    def __init__(self, spec: ModelSpec, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
+        shape = (spec.n_layers, spec.n_kv_heads, capacity, spec.head_dim)
+        self.capacity = capacity
+        self.keys = torch.empty(shape, dtype=dtype, device=device)
+        self.values = torch.empty(shape, dtype=dtype, device=device)
+        self.committed: list[int] = []
+        self._pending: list[int] = []
+
+    @property
+    def n_committed(self) -> int:
+        """Rows that hold committed tokens."""
+        return len(self.committed)
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        """Make room for one pending row for each token, behind the committed ones.
+
+        Raises CapacityError if there is not enough.
+        """
+        need = self.n_committed + len(tokens)
+        if need > self.capacity:
+            raise CapacityError(
+                "the cache",
+                need=f"{need} rows",
+                have=str(self.capacity),
+                change="raise --max-model-len or lower --tree-size",
+            )
+        self._pending = list(tokens)
+
+    def write(self, layer: int, start: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep the keys and values of pending rows [start, start + n) and return all rows up to them.
+
+        k, v  (n, n_kv_heads, head_dim)
+        Returns keys and values, each (n_kv_heads, n_committed + start + n, head_dim), as views.
+        """
+        first = self.n_committed + start
+        last = first + k.shape[0]
+        self.keys[layer, :, first:last] = k.transpose(0, 1)
+        self.values[layer, :, first:last] = v.transpose(0, 1)
+        return self.keys[layer, :, :last], self.values[layer, :, :last]
+
+    def commit(self, rows: Sequence[int]) -> None:
+        """Keep these pending rows, in order, and forget the others.
+
+        rows  ascending indices into the pending rows
+        """
+        assert all(a < b for a, b in itertools.pairwise(rows)), "rows ascend"
+        start = self.n_committed
+        n_in_place = next((i for i, row in enumerate(rows) if row != i), len(rows))
+        moved = rows[n_in_place:]
+        if moved:
+            source = torch.tensor(moved, device=self.keys.device) + start
+            target = slice(start + n_in_place, start + len(rows))
+            for store in (self.keys, self.values):
+                store[:, :, target] = store.index_select(2, source)
+        self.committed += [self._pending[row] for row in rows]
+        self._pending = []
+
+    def discard(self) -> None:
+        """Forget all pending rows, as when a pass failed."""
+        self._pending = []
+
+    def rewind_to(self, tokens: Sequence[int]) -> int:
+        """Keep the longest common prefix of the committed tokens and `tokens`; return its length."""
+        n = 0
+        for have, want in zip(self.committed, tokens, strict=False):
+            if have != want:
+                break
+            n += 1
+        del self.committed[n:]
+        return n

@@ -1,0 +1,127 @@
+"""What the machine can do: memory it may use, bandwidths it has, and what a pass costs on it.
+
+`pass_time` is the only cost model: placement, the choice of trees and the simulator all ask it.
+"""
+
+import resource
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+_CGROUP_V2 = Path("/sys/fs/cgroup")
+_CGROUP_V1 = Path("/sys/fs/cgroup/memory")
+
+
+@dataclass(frozen=True)
+class MachineProfile:
+    """Bandwidths of one machine and, once calibrated, what its passes cost.
+
+    source       what was measured or simulated, in words
+    measured     False for a simulated machine
+    link_gbps    GB/s at which streamed layers arrive: tier name -> rate, as pairs
+    memory_gbps  GB/s at which the device reads weights while computing one token
+    fixed_s      seconds a pass takes besides its layers: embedding, head, sampling
+    """
+
+    source: str
+    measured: bool
+    link_gbps: tuple[tuple[str, float], ...]
+    memory_gbps: float
+    fixed_s: float = 0.0
+
+    def link(self, tier: str) -> float:
+        """GB/s at which a tier delivers."""
+        return dict(self.link_gbps)[tier]
+
+
+@dataclass(frozen=True)
+class PassBytes:
+    """Bytes one pass over the weights moves.
+
+    streamed  bytes that cross each link: tier name -> bytes, as pairs
+    computed  bytes of weights the device reads while computing, resident ones included
+    """
+
+    streamed: tuple[tuple[str, int], ...]
+    computed: int
+
+
+def pass_time(profile: MachineProfile, moved: PassBytes) -> float:
+    """Seconds of one pass of one token: the slower of link and compute, and what neither hides.
+
+    Tiers share no link: a layer from the disk crosses the disk's link and is not counted on another.
+    """
+    links = [nbytes / (profile.link(tier) * 1e9) for tier, nbytes in moved.streamed if nbytes]
+    compute = moved.computed / (profile.memory_gbps * 1e9)
+    return max([*links, compute]) + profile.fixed_s
+
+
+def memory_limit() -> int:
+    """Bytes of memory this process may use: the machine's, its container's, or its address-space limit."""
+    limits = [psutil.virtual_memory().total, *_cgroup_limits()]
+    for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA):
+        soft, _ = resource.getrlimit(kind)
+        if soft != resource.RLIM_INFINITY:
+            limits.append(soft)
+    return min(limits)
+
+
+def memory_free() -> int:
+    """Bytes this process may still take without swapping or being killed by its container."""
+    process = psutil.Process()
+    free = min(psutil.virtual_memory().available, memory_limit() - process.memory_info().rss)
+    for folder, limit_name, usage_name in _cgroup_files():
+        limit, usage = _read_number(folder / limit_name), _read_number(folder / usage_name)
+        if limit is not None and usage is not None:
+            # Page cache counts as usage and is given back on demand.
+            free = min(free, limit - usage + _cgroup_page_cache(folder))
+    return max(free, 0)
+
+
+def peak_rss() -> int:
+    """Largest resident memory of this process so far, bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _cgroup_limits() -> list[int]:
+    limits = (_read_number(folder / limit) for folder, limit, _ in _cgroup_files())
+    return [limit for limit in limits if limit is not None]
+
+
+def _cgroup_files() -> list[tuple[Path, str, str]]:
+    """Each cgroup folder above this process with the names of its limit and usage files."""
+    found = []
+    for line in _lines(Path("/proc/self/cgroup")):
+        hierarchy, controllers, path = line.split(":", 2)
+        if hierarchy == "0" and not controllers:
+            found += [(folder, "memory.max", "memory.current") for folder in _ancestors(_CGROUP_V2, path)]
+        elif "memory" in controllers.split(","):
+            found += [
+                (folder, "memory.limit_in_bytes", "memory.usage_in_bytes") for folder in _ancestors(_CGROUP_V1, path)
+            ]
+    return found
+
+
+def _ancestors(root: Path, path: str) -> list[Path]:
+    parts = [part for part in path.split("/") if part]
+    return [root.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1)]
+
+
+def _cgroup_page_cache(folder: Path) -> int:
+    stat = dict(line.split(" ", 1) for line in _lines(folder / "memory.stat") if " " in line)
+    return int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _read_number(path: Path) -> int | None:
+    text = "".join(_lines(path)).strip()
+    return int(text) if text.isdigit() else None

@@ -1,0 +1,84 @@
+"""Rotary position embeddings, with the frequencies of transformers' own initialisation."""
+
+from copy import copy
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from offload_rt.errors import UnsupportedModelError
+
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+KEYS = {
+    "rope_type",
+    "type",
+    "rope_theta",
+    "factor",
+    "original_max_position_embeddings",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+    "partial_rotary_factor",
+    "finetuned",
+}
+
+
+class Rope:
+    """Turns positions into the cosines and sines that rotate queries and keys.
+
+    With `dynamic` scaling the frequencies depend on how long the sequence was when a token was computed, so each row
+    brings that length along; a drafted token then gets what plain decoding would have given it.
+    """
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        parameters = config.rope_parameters
+        _check(config, parameters)
+        self._config = copy(config)
+        if parameters["rope_type"] == "default":
+            # transformers keeps the plain rope inside each model; linear scaling by one is the same law.
+            self._config.rope_parameters = {**parameters, "rope_type": "linear", "factor": 1.0}
+        self._init = ROPE_INIT_FUNCTIONS[self._config.rope_parameters["rope_type"]]
+        self._is_dynamic = parameters["rope_type"] == "dynamic"
+        self._frequencies, self._scale = self._init(self._config, torch.device("cpu"))
+
+    def cos_sin(self, positions: Tensor, lengths: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, each (n, head_dim) in `dtype`.
+
+        positions  (n,) int64
+        lengths    (n,) int64, tokens in the sequence when each row is computed in plain decoding
+        """
+        angles = positions[:, None].float() * self._rows(lengths).to(positions.device)
+        angles = torch.cat((angles, angles), dim=-1)
+        return (angles.cos() * self._scale).to(dtype), (angles.sin() * self._scale).to(dtype)
+
+    def _rows(self, lengths: Tensor) -> Tensor:
+        """Inverse frequencies of each row, (n or 1, head_dim / 2) float32."""
+        limit = self._config.max_position_embeddings
+        if not self._is_dynamic or int(lengths.max()) <= limit:
+            return self._frequencies[None]
+        rows = self._frequencies.repeat(len(lengths), 1)
+        for length in lengths.unique().tolist():
+            if length > limit:
+                rows[lengths.cpu() == length] = self._init(self._config, torch.device("cpu"), seq_len=length)[0]
+        return rows
+
+
+def _check(config: PreTrainedConfig, parameters: dict[str, object]) -> None:
+    kind = parameters.get("rope_type")
+    if kind not in KINDS:
+        raise UnsupportedModelError(f"config.json: rope type {kind!r} is not understood", have=", ".join(KINDS))
+    unknown = sorted(set(parameters) - KEYS)
+    if unknown:
+        raise UnsupportedModelError(f"config.json: rope setting {unknown[0]!r} is not understood")
+    if parameters.get("partial_rotary_factor") not in (None, 1, 1.0):
+        raise UnsupportedModelError("config.json: partial_rotary_factor other than 1 is not understood")
+    if config.head_dim % 2:
+        raise UnsupportedModelError(
+            f"config.json: head_dim is {config.head_dim}, and rotary embeddings need an even one"
+        )

@@ -1,0 +1,1 @@
+"""How a drafted tree is verified: one file for each rule."""

@@ -1,0 +1,194 @@
+"""`python -m offload_rt.run`: generate from a checkpoint larger than its memory budget.
+
+Text goes to stdout as it is produced; progress and the report go to stderr. Exit codes: 0 done, 2 the user's input or
+settings, 3 the machine could not (memory, disk, driver), 130 interrupted.
+"""
+
+import argparse
+import json
+import os
+import signal
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from offload_rt.config import EngineConfig, SamplingParams, add_flags, from_flags, setting
+from offload_rt.errors import DeviceError, OffloadError, PromptError
+
+if TYPE_CHECKING:
+    from offload_rt.api import LLM, Output
+
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What the command line does beyond building an engine and sampling."""
+
+    prompt: str | None = setting(None, "text to continue")
+    prompt_file: str | None = setting(None, "file with the text to continue; - is stdin")
+    chat: bool = setting(False, "take the prompt as the user's turn, through the model's chat template")
+    plan: bool = setting(False, "print what would lie where and what a token would cost, and end")
+    json: bool = setting(False, "print one JSON object with text, token ids and stats instead of text")
+    quiet: bool = setting(False, "no progress bar and no report")
+    trace: str | None = setting(None, "file for the timeline of the run, as a Chrome trace")
+
+    def __post_init__(self) -> None:
+        if self.plan:
+            return
+        if (self.prompt is None) == (self.prompt_file is None):
+            have = "neither" if self.prompt is None else "both"
+            raise PromptError("the prompt", need="--prompt or --prompt-file", have=have, change="give one of them")
+
+
+@dataclass
+class _Progress:
+    """What has come out so far, for the case that the run ends early."""
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns its exit code."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    so_far, as_json = _Progress(), False
+    try:
+        flags = _parser().parse_args(arguments)
+        as_json = flags.json and not flags.plan
+        settings, config = from_flags(RunSettings, flags), from_flags(EngineConfig, flags)
+        _run(settings, config, from_flags(SamplingParams, flags), so_far)
+        code = 0
+    except KeyboardInterrupt:
+        code = _end_early("interrupted", INTERRUPTED, so_far, as_json)
+    except BrokenPipeError:
+        # Whoever read stdout has had enough. Python would complain once more when it flushes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    except OffloadError as error:
+        code = _end_early(str(error), error.exit_code, so_far, as_json)
+    except (MemoryError, OSError, RuntimeError) as error:
+        code = _end_early(str(_machine_error(error)), DeviceError.exit_code, so_far, as_json)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m offload_rt.run",
+        description="Generate from a model larger than the memory of its device.",
+        allow_abbrev=False,
+    )
+    for cls in (EngineConfig, RunSettings, SamplingParams):
+        add_flags(parser, cls)
+    return parser
+
+
+def _run(settings: RunSettings, config: EngineConfig, params: SamplingParams, so_far: _Progress) -> None:
+    # Not at the top: a wrong flag is told before the seconds that torch takes to load.
+    from rich.console import Console
+
+    from offload_rt.api import LLM
+    from offload_rt.console import LoadingBar, report
+    from offload_rt.trace import Trace
+
+    prompt = None if settings.plan else _prompt(settings)
+    if settings.plan:
+        return _print_plan(config, settings.json)
+    console = Console(stderr=True, quiet=settings.quiet)
+    trace = Trace(on=settings.trace is not None)
+    with LoadingBar(console) as bar:
+        llm = LLM.from_config(config, trace, bar)
+    with llm:
+        try:
+            output = _generate(llm, llm.encode(prompt, settings.chat), params, so_far, settings.json)
+        finally:
+            if settings.trace is not None:
+                trace.write(Path(settings.trace))
+        if settings.json:
+            _print_json(output.text, output.token_ids, output.finish_reason, asdict(output.stats))
+        console.print(report(output.stats, llm.plan.pass_bytes), highlight=False)
+
+
+def _generate(llm: "LLM", ids: list[int], params: SamplingParams, so_far: _Progress, as_json: bool) -> "Output":
+    for piece in llm.stream(ids, params):
+        so_far.text += piece.text
+        so_far.token_ids += tuple(piece.token_ids)
+        if not as_json:
+            print(piece.text, end="", flush=True)
+    if not as_json:
+        print(flush=True)
+    return piece.output
+
+
+def _prompt(settings: RunSettings) -> str:
+    if settings.prompt is not None:
+        return settings.prompt
+    try:
+        raw = sys.stdin.buffer.read() if settings.prompt_file == "-" else Path(settings.prompt_file).read_bytes()
+        return raw.decode("utf-8")
+    except OSError as error:
+        raise PromptError(
+            f"--prompt-file {settings.prompt_file}: {error.strerror}", change="give a file that can be read"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise PromptError(f"--prompt-file {settings.prompt_file} is not UTF-8 text", change="convert it") from error
+
+
+def _print_plan(config: EngineConfig, as_json: bool) -> None:
+    from rich.console import Console
+
+    from offload_rt import calibrate
+    from offload_rt.build import draw_up, pick_drafter
+    from offload_rt.console import plan_table
+    from offload_rt.machine import pass_time
+    from offload_rt.weights._checkpoint import locate, open_checkpoint
+
+    drafter, _ = pick_drafter(config)
+    checkpoint = open_checkpoint(locate(config.model, config.revision, config.offline))
+    blueprint = draw_up(config, checkpoint, drafter)
+    profile = calibrate.profile(blueprint.disk, checkpoint.spec.n_layers, blueprint.dtype, blueprint.device)
+    blueprint.disk.close()
+    if as_json:
+        seconds = pass_time(profile, blueprint.plan.pass_bytes)
+        print(
+            json.dumps(
+                {"plan": asdict(blueprint.plan), "profile": asdict(profile), "predicted_seconds_per_token": seconds}
+            )
+        )
+    else:
+        Console().print(plan_table(blueprint, profile))
+
+
+def _print_json(text: str, token_ids: list[int], finish_reason: str, stats: dict[str, Any] | None) -> None:
+    print(
+        json.dumps({"text": text, "token_ids": token_ids, "finish_reason": finish_reason, "stats": stats}), flush=True
+    )
+
+
+def _end_early(message: str, code: int, so_far: _Progress, as_json: bool) -> int:
+    """Say why the run ended, after what it had produced."""
+    if as_json and so_far.token_ids:
+        _print_json(so_far.text, list(so_far.token_ids), "interrupted" if code == INTERRUPTED else "error", None)
+    elif so_far.text:
+        print(flush=True)
+    print(message if code == INTERRUPTED else f"error: {message}", file=sys.stderr)
+    return code
+
+
+def _machine_error(error: Exception) -> OffloadError:
+    """A failure of the machine in one sentence. Raises anything that is a fault of this program again."""
+    text = " ".join(str(error).split())
+    if isinstance(error, MemoryError) or "can't allocate memory" in text or "out of memory" in text:
+        return DeviceError(
+            "out of memory", have=text[:200], change="lower --device-memory, --host-memory or --max-model-len"
+        )
+    if isinstance(error, OSError):
+        return DeviceError(
+            f"{error.filename or 'the machine'}: {error.strerror or text}", change="check the disk and its free space"
+        )
+    raise error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""From logits to the law a token is drawn from. Temperature 0 is a one-hot law, so no caller has a greedy branch."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from offload_rt.config import SamplingParams
+from offload_rt.errors import NumericsError
+
+
+def probs(logits: Tensor, params: SamplingParams, contexts: Sequence[Sequence[int]]) -> Tensor:
+    """The law of the next token at each of n places, rows summing to one.
+
+    logits    (n, vocabulary), any float dtype
+    contexts  per place the tokens before it, which a penalty looks back on
+    Returns (n, vocabulary) float32, or float64 if the logits are.
+    Raises NumericsError if a logit is not a number or plus infinity.
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if not bool((logits < torch.inf).all()):
+        raise NumericsError(
+            "the model's logits are not all numbers", change="check the checkpoint, or try --dtype float32"
+        )
+    if params.repetition_penalty != 1.0:
+        logits = _penalise(logits, params.repetition_penalty, contexts)
+    if params.temperature == 0.0:
+        return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).to(logits.dtype)
+    law = torch.softmax(logits / params.temperature, -1)
+    return _filter(law, params)
+
+
+def draw(law: Tensor, generator: torch.Generator) -> int:
+    """One token from a law, (vocabulary,), by inverting its distribution function in float64."""
+    cumulative = law.double().cumsum(0)
+    at = torch.rand((), dtype=torch.float64, generator=generator) * cumulative[-1]
+    # A draw of exactly the total, possible through rounding, must not fall behind the last token of positive probability.
+    token = int(torch.searchsorted(cumulative, at, right=True))
+    return min(token, int(law.nonzero()[-1]))
+
+
+def _penalise(logits: Tensor, penalty: float, contexts: Sequence[Sequence[int]]) -> Tensor:
+    logits = logits.clone()
+    for row, context in zip(logits, contexts, strict=True):
+        seen = torch.tensor(sorted(set(context)), device=row.device)
+        row[seen] = torch.where(row[seen] > 0, row[seen] / penalty, row[seen] * penalty)
+    return logits
+
+
+def _filter(law: Tensor, params: SamplingParams) -> Tensor:
+    keep = torch.ones_like(law, dtype=torch.bool)
+    if params.top_k:
+        kth = law.topk(min(params.top_k, law.shape[-1])).values[:, -1:]
+        keep &= law >= kth
+    if params.top_p < 1.0:
+        ordered, order = (law * keep).sort(-1, descending=True)
+        ordered = ordered / ordered.sum(-1, keepdim=True)
+        # A token stays while what stands before it has not reached top_p: the first always does.
+        stays = ordered.cumsum(-1) - ordered < params.top_p
+        keep &= torch.zeros_like(keep).scatter(-1, order, stays)
+    if params.min_p:
+        keep &= law >= params.min_p * law.max(-1, keepdim=True).values
+    law = law * keep
+    return law / law.sum(-1, keepdim=True)

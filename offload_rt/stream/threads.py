@@ -1,0 +1,152 @@
+"""The streamer of a CPU: threads fill slots by blocking reads that release the interpreter lock."""
+
+import threading
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from offload_rt.stream._meter import LinkMeter
+from offload_rt.stream._streamer import Block, Supply
+from offload_rt.tiers._tier import Read
+from offload_rt.trace import Trace
+from offload_rt.weights._image import host_block
+
+
+class _Fetch:
+    """One layer on its way into a slot."""
+
+    def __init__(self, parts: list[Read]) -> None:
+        self.parts = parts[::-1]
+        self.n_missing = len(parts)
+
+
+class ThreadStreamer:
+    """Slots refilled in a circle: fetch k brings layer order[k mod m] into slot k mod n_slots.
+
+    Fetch k may start once the compute of fetch k - n_slots has finished, whichever pass either belongs to, so the link goes
+    on through the head, the sampling and the drafting between two passes. Reads are handed out part by part across the
+    border of two layers: there are always `n_parallel` requests under way while a slot is free.
+    """
+
+    def __init__(self, supply: Supply, trace: Trace) -> None:
+        self.meter, self._trace = LinkMeter(), trace
+        self._supply, self._order = supply, supply.order
+        self._slots: list[Tensor] = [
+            host_block(supply.slot_nbytes) for _ in range(supply.n_slots if self._order else 0)
+        ]
+        self._changed = threading.Condition()
+        self._closed = False
+        self._rewind()
+        n_threads = max((tier.n_parallel for tier in supply.streamed if tier is not None), default=0)
+        self._threads = [threading.Thread(target=self._work, name=f"read-{i}", daemon=True) for i in range(n_threads)]
+        for thread in self._threads:
+            thread.start()
+
+    def sweep(self) -> Iterator[Block]:
+        """Yield every layer once, in order; see `Streamer`."""
+        finished = False
+        try:
+            for i, tier in enumerate(self._supply.streamed):
+                if tier is None:
+                    image = self._supply.resident.image(i)
+                    yield Block(i, image.layout, image.block)
+                else:
+                    slot = self._wait_for_next()
+                    yield Block(i, tier.layout(i), self._slots[slot])
+                    self._release()
+            finished = True
+        finally:
+            # A sweep left half-way (an error, Ctrl-C) would leave the next one in the middle of the circle.
+            if not finished:
+                self._restart()
+
+    def close(self) -> None:
+        """Join the threads and release the slots."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+        self._slots.clear()
+
+    def _rewind(self) -> None:
+        self._n_consumed = 0  # fetches whose compute has finished
+        self._n_started = 0
+        self._under_way: dict[int, _Fetch] = {}
+        self._error: BaseException | None = None
+        self._n_reading = 0
+
+    def _wait_for_next(self) -> int:
+        """Wait until the next fetch has arrived; returns its slot."""
+        k = self._n_consumed
+        with self._changed:
+            while self._error is None and not self._has_arrived(k):
+                self._changed.wait()
+            if self._error is not None:
+                raise self._error
+        return k % len(self._slots)
+
+    def _has_arrived(self, k: int) -> bool:
+        return k < self._n_started and k not in self._under_way
+
+    def _release(self) -> None:
+        with self._changed:
+            self._n_consumed += 1
+            self._changed.notify_all()
+
+    def _restart(self) -> None:
+        with self._changed:
+            for fetch in self._under_way.values():
+                fetch.parts.clear()
+            self._n_started = self._n_consumed + len(self._slots)  # no new fetch while the last parts come in
+            while self._n_reading:
+                self._changed.wait()
+            self._rewind()
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not self._closed and (job := self._next_part()) is None:
+                    self._changed.wait()
+                if self._closed:
+                    return
+                k, part = job
+                self._n_reading += 1
+            self._run(k, part)
+
+    def _next_part(self) -> tuple[int, Read] | None:
+        """The next read to do, or None while all slots are full or a read has failed. Called with the lock held."""
+        if self._error is not None:
+            return None
+        for k, fetch in self._under_way.items():
+            if fetch.parts:
+                return k, fetch.parts.pop()
+        if not self._slots or self._n_started >= self._n_consumed + len(self._slots):
+            return None
+        k = self._n_started
+        i = self._order[k % len(self._order)]
+        fetch = _Fetch(self._supply.streamed[i].reads(i, self._slots[k % len(self._slots)]))
+        self._under_way[k] = fetch
+        self._n_started += 1
+        return k, fetch.parts.pop()
+
+    def _run(self, k: int, part: Read) -> None:
+        nbytes, error = 0, None
+        self.meter.begin()
+        try:
+            with self._trace.span(threading.current_thread().name, f"layer {self._order[k % len(self._order)]}"):
+                nbytes = part()
+        except BaseException as caught:  # whatever it is, it belongs to the caller of sweep
+            error = caught
+        self.meter.end(nbytes)
+        with self._changed:
+            self._n_reading -= 1
+            fetch = self._under_way[k]
+            fetch.n_missing -= 1
+            self._error = self._error or error
+            if fetch.n_missing == 0 and error is None:
+                del self._under_way[k]
+            # The caller waits for whole fetches; a finished part is news only when something else could wait for it.
+            if k not in self._under_way or error is not None or self._n_reading == 0:
+                self._changed.notify_all()

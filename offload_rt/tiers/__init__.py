@@ -1,0 +1,1 @@
+"""Where weights lie: one file for each tier of memory."""

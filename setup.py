@@ -1,0 +1,34 @@
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+# Bounded above: an unbounded torch fetches gigabytes of CUDA on a machine that has a CPU build at hand.
+TORCH = "torch>=2.11,<2.14"
+
+setup(
+    name="offload-rt",
+    version="0.1.0",
+    description="Run a language model larger than its device's memory, exactly, at the speed of the link",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11,<3.13",
+    packages=find_packages(include=["offload_rt", "offload_rt.*"]),
+    install_requires=[
+        TORCH,
+        "transformers>=5.17,<6",
+        "safetensors>=0.7,<1",
+        "tokenizers>=0.22,<1",
+        "huggingface-hub>=1.5,<3",
+        "numpy>=2.1,<3",
+        "numba>=0.62,<1",
+        "psutil>=6,<8",
+        "nvidia-ml-py>=12.560,<15",
+        "rich>=13.9,<16",
+    ],
+    extras_require={
+        "dev": ["pytest>=8.3,<10", "hypothesis>=6.120,<7", "ruff>=0.12,<1"],
+        "compare": ["accelerate>=1.10,<2"],
+        "train": ["tqdm>=4.66,<5"],
+    },
+)
