@@ -32,6 +32,8 @@ _CACHE_SHARE = 1 / 8
 # The default context is never shorter, however small the budget: a refusal is better than a model that forgets at once.
 _SHORTEST_CONTEXT = 256
 
+_STREAMERS = {"cpu": "threads", "cuda": "cuda"}
+
 Progress = Callable[[int, int], None]
 
 
@@ -131,7 +133,7 @@ def load(blueprint: Blueprint, trace: Trace, progress: Progress | None = None) -
             {"device": resident, "host": host}[name].put(i, _read(disk, i, blueprint.device, name, meter))
     streamed = tuple({"device": None, "host": host, "disk": disk}[name] for name in plan.tiers)
     supply = Supply(resident, streamed, plan.n_slots)
-    streamer = _streamer(supply, blueprint.device, trace)
+    streamer = plugins.find("stream", _STREAMERS[blueprint.device.type]).open_streamer(supply, trace, blueprint.device)
     runner = Runner(checkpoint.spec, streamer, outer, dense.View, Placing(blueprint.device, blueprint.dtype), trace)
     return Engine(runner, streamer, host, resident)
 
@@ -238,9 +240,3 @@ def _outer(checkpoint: Checkpoint, dtype: torch.dtype, meter: _Meter) -> dense.V
     finally:
         tier.close()
     return dense.View(tier.layout(0), block, dtype)
-
-
-def _streamer(supply: Supply, device: torch.device, trace: Trace) -> Streamer:
-    if device.type == "cuda":
-        return plugins.find("stream", "cuda").CudaStreamer(supply, device)
-    return plugins.find("stream", "threads").ThreadStreamer(supply, trace)

@@ -43,7 +43,7 @@ ROUNDED = {"2.5 D": Sizes(80, 4, 8, 4, 8, 64), "2 head_dim": Sizes(64, 3, 4, 2, 
 @pytest.fixture(scope="module")
 def expand():
     """The script as a module."""
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     spec = importlib.util.spec_from_file_location("expand", ROOT / "scripts" / "expand.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules["expand"] = module
@@ -106,8 +106,8 @@ def test_logits_and_greedy_text_are_the_sources(expand, source, tmp_path, sizes,
 
 
 def test_groups_that_do_not_divide_and_an_untied_head(expand, tmp_path):
-    source = make_source(tmp_path / "source", num_attention_heads=6, num_key_value_heads=2, tie_word_embeddings=False)
-    out = run(expand, source, tmp_path / "out", *flags_of(Sizes(64, 4, 10, 5, 8, 64)))
+    source = make_source(tmp_path / "source", hidden_size=48, num_attention_heads=6, tie_word_embeddings=False)
+    out = run(expand, source, tmp_path / "out", *flags_of(Sizes(96, 4, 8, 4, 8, 64)))
     assert_same_function(load(source), load(out))
 
 
@@ -171,8 +171,8 @@ def test_values_that_cannot_matter_look_like_weights(expand, tmp_path):
             values.append(tensor.flatten())
     bits = torch.cat(values).view(torch.int16).long()
     windows = sum(bits[i : len(bits) - 8 + i] * odd for i, odd in enumerate(torch.randint(2**62, (8,)).mul(2).add(1).tolist()))
-    is_zero = torch.nn.functional.max_pool1d(bits.abs()[None].float(), 8, 1)[0, :-1] == 0
-    windows = windows[~is_zero]
+    has_zero = torch.nn.functional.max_pool1d((bits == 0)[None].float(), 8, 1)[0, :-1] > 0
+    windows = windows[~has_zero]
     assert len(windows) > 2 * 2**21
     assert len(windows.unique()) > 0.999 * len(windows)
 

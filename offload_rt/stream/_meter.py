@@ -29,6 +29,12 @@ class LinkMeter:
             if self._n_under_way == 0:
                 self._busy_s += time.perf_counter() - self._since
 
+    def add(self, nbytes: int, seconds: float) -> None:
+        """A transfer that was timed elsewhere, such as by events on a copy stream."""
+        with self._lock:
+            self._nbytes += nbytes
+            self._busy_s += seconds
+
     def read(self) -> tuple[int, float]:
         """Bytes moved and seconds busy since the meter was made."""
         with self._lock:

@@ -4,12 +4,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from offload_rt.stream._meter import LinkMeter
+from offload_rt.tiers._memory import MemoryTier
 from offload_rt.tiers._tier import Tier
-from offload_rt.tiers.device import DeviceTier
-from offload_rt.weights._image import Layout
+from offload_rt.weights._image import LayerImage, Layout, packed_layout
+
+# Stands for a layer that is on the device and never asked for on the host.
+_NOTHING = LayerImage(torch.empty(0, dtype=torch.uint8), Layout((), 0))
 
 
 @dataclass(frozen=True)
@@ -21,7 +25,7 @@ class Supply:
     n_slots   blocks on the device that streamed layers pass through
     """
 
-    resident: DeviceTier
+    resident: MemoryTier
     streamed: tuple[Tier | None, ...]
     n_slots: int
 
@@ -39,6 +43,29 @@ class Supply:
     def slot_nbytes(self) -> int:
         """Bytes of a slot: it fits the longest block."""
         return max((tier.layout(i).nbytes for i, tier in enumerate(self.streamed) if tier is not None), default=0)
+
+    def packed_layout(self, i: int) -> Layout:
+        """How layer i lies in a slot on a GPU: the same tensors in the same order, aligned for its kernels."""
+        tier = self.streamed[i]
+        return packed_layout((slot.name, slot.shape, slot.dtype) for slot in tier.layout(i).slots)
+
+    @property
+    def packed_slot_nbytes(self) -> int:
+        """Bytes of a slot on a GPU."""
+        return max((self.packed_layout(i).nbytes for i in self.order), default=0)
+
+    def is_transient(self, i: int) -> bool:
+        """Whether layer i lies on the host only for a while, in a slot, on its way to the device."""
+        return self.streamed[i] is not None and not isinstance(self.streamed[i], MemoryTier)
+
+    def on_host(self) -> "Supply":
+        """The same layers brought to the host only: those in its memory lie where they are, those of the disk go through slots."""
+        images = {i: tier.image(i) for i, tier in enumerate(self.streamed) if isinstance(tier, MemoryTier)}
+        here = MemoryTier()
+        for i in range(self.n_layers):
+            here.put(i, images.get(i, _NOTHING))
+        streamed = tuple(tier if self.is_transient(i) else None for i, tier in enumerate(self.streamed))
+        return Supply(here, streamed, self.n_slots)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from offload_rt.stream._meter import LinkMeter
@@ -28,11 +29,11 @@ class ThreadStreamer:
     border of two layers: there are always `n_parallel` requests under way while a slot is free.
     """
 
-    def __init__(self, supply: Supply, trace: Trace) -> None:
+    def __init__(self, supply: Supply, trace: Trace, pin: bool = False) -> None:
         self.meter, self._trace = LinkMeter(), trace
         self._supply, self._order = supply, supply.order
         self._slots: list[Tensor] = [
-            host_block(supply.slot_nbytes) for _ in range(supply.n_slots if self._order else 0)
+            (_pinned if pin else host_block)(supply.slot_nbytes) for _ in range(supply.n_slots if self._order else 0)
         ]
         self._changed = threading.Condition()
         self._closed = False
@@ -150,3 +151,12 @@ class ThreadStreamer:
             # The caller waits for whole fetches; a finished part is news only when something else could wait for it.
             if k not in self._under_way or error is not None or self._n_reading == 0:
                 self._changed.notify_all()
+
+
+def _pinned(nbytes: int) -> Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+
+
+def open_streamer(supply: Supply, trace: Trace, device: torch.device) -> ThreadStreamer:
+    """The streamer of the CPU."""
+    return ThreadStreamer(supply, trace)

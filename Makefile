@@ -1,0 +1,38 @@
+# `make run` and `make test` do all their own set-up.
+PYTHON ?= python3
+PY := .venv/bin/python
+
+# The demonstration: a checkpoint four times larger than its memory budget.
+SIZE ?= 1600MB
+BUDGET ?= 400MB
+TOKENS ?= 48
+EXPANDED := demo-cache/expanded-$(SIZE)
+PROMPT ?= def read_lines(path, encoding="utf-8"):
+
+.PHONY: venv run test lint bench clean
+
+venv: .venv/installed
+
+.venv/installed: setup.py pyproject.toml
+	$(PYTHON) -c "import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 13) else 'needs Python 3.11 or 3.12, has ' + sys.version.split()[0] + '; set PYTHON')"
+	$(PYTHON) -m venv .venv
+	$(PY) -m pip install --quiet --disable-pip-version-check -e ".[dev,compare]"
+	touch $@
+
+run: venv
+	$(PY) scripts/expand.py --source models/demo-target --out $(EXPANDED) --size $(SIZE)
+	$(PY) -m offload_rt.run --model $(EXPANDED) --device-memory $(BUDGET) --plan
+	$(PY) -m offload_rt.run --model $(EXPANDED) --device-memory $(BUDGET) --max-new-tokens $(TOKENS) --prompt '$(PROMPT)'
+
+test: venv
+	$(PY) -m pytest
+
+lint: venv
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+bench: venv
+	$(PY) -m bench.stream
+
+clean:
+	rm -rf .venv demo-cache build *.egg-info

@@ -1,0 +1,84 @@
+"""What a streamer asks of a CUDA device, in one place, so that its logic can be tested against a device that is none."""
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class CopyDevice(Protocol):
+    """A device with a stream for copies beside the one for compute. Nothing here waits on the host but `wait`."""
+
+    def allocate(self, nbytes: int) -> Tensor:
+        """(nbytes,) uint8 on the device."""
+
+    def event(self) -> Any:
+        """An event that has not been recorded, which nothing waits for."""
+
+    def copy(self, target: Tensor, source: Tensor, after: Any) -> tuple[Any, Any]:
+        """Enqueue a copy on the copy stream behind `after`; returns events recorded before and after it."""
+
+    def compute_waits_for(self, event: Any) -> None:
+        """Whatever is computed from now on runs after `event`."""
+
+    def record_compute(self) -> Any:
+        """An event that comes after all that has been given to compute so far."""
+
+    def wait(self, event: Any) -> None:
+        """Hold the calling thread until `event` has happened."""
+
+    def seconds_between(self, start: Any, end: Any) -> float | None:
+        """Seconds from one event to another; None while the second has not happened."""
+
+    def synchronize(self) -> None:
+        """Hold the calling thread until all copies have ended."""
+
+
+class CudaCopyDevice:
+    """A CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._copies = torch.cuda.Stream(device)
+
+    def allocate(self, nbytes: int) -> Tensor:
+        """(nbytes,) uint8 on the card."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def event(self) -> torch.cuda.Event:
+        """An event that has not been recorded: waiting for it is no wait."""
+        return torch.cuda.Event(enable_timing=True)
+
+    def copy(
+        self, target: Tensor, source: Tensor, after: torch.cuda.Event
+    ) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        """Enqueue a copy; see `CopyDevice`."""
+        before, done = self.event(), self.event()
+        with torch.cuda.stream(self._copies):
+            self._copies.wait_event(after)
+            before.record(self._copies)
+            target.copy_(source, non_blocking=True)
+            done.record(self._copies)
+        return before, done
+
+    def compute_waits_for(self, event: torch.cuda.Event) -> None:
+        """Whatever is computed from now on runs after `event`."""
+        torch.cuda.current_stream(self._device).wait_event(event)
+
+    def record_compute(self) -> torch.cuda.Event:
+        """An event behind all compute enqueued so far."""
+        event = self.event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        """Hold the calling thread until `event` has happened."""
+        event.synchronize()
+
+    def seconds_between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float | None:
+        """Seconds between two recorded events; None while the second has not happened."""
+        return start.elapsed_time(end) / 1e3 if end.query() else None
+
+    def synchronize(self) -> None:
+        """Hold the calling thread until all copies have ended."""
+        self._copies.synchronize()

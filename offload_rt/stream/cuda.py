@@ -1,0 +1,167 @@
+"""The streamer of a CUDA device: copies on a stream of their own, ordered with the compute by events alone."""
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from offload_rt.stream._device import CopyDevice, CudaCopyDevice
+from offload_rt.stream._meter import LinkMeter
+from offload_rt.stream._streamer import Block, Supply
+from offload_rt.stream.threads import ThreadStreamer
+from offload_rt.trace import Trace
+
+
+class CudaStreamer:
+    """Slots on the device, refilled in a circle by a feeder thread that enqueues copies ahead of the compute.
+
+    A host block is copied from where it lies. A block from the disk comes through pinned slots on the host, which a
+    `ThreadStreamer` fills, so disk, link and compute overlap as three stages. The copy into a slot waits, on the copy
+    stream, for the event recorded after the slot's last compute; the compute of a layer waits, on its own stream, for the
+    event recorded after its copy. The host waits for neither.
+    """
+
+    def __init__(self, supply: Supply, trace: Trace, device: CopyDevice) -> None:
+        self.meter = LinkMeter()
+        self._supply, self._device = supply, device
+        self._upstream = ThreadStreamer(supply.on_host(), trace, pin=True)
+        n_slots = supply.n_slots if supply.order else 0
+        self._slots: list[Tensor] = [device.allocate(supply.packed_slot_nbytes) for _ in range(n_slots)]
+        self._changed = threading.Condition()
+        self._closed = False
+        self._timings: deque[tuple[Any, Any, int]] = deque()
+        self._start()
+
+    def sweep(self) -> Iterator[Block]:
+        """Yield every layer once, in order; see `Streamer`. The compute of a block may still run when the next is asked for."""
+        finished = False
+        try:
+            for i, tier in enumerate(self._supply.streamed):
+                if tier is None:
+                    image = self._supply.resident.image(i)
+                    yield Block(i, image.layout, image.block)
+                else:
+                    slot = self._wait_for_next()
+                    yield Block(i, self._supply.packed_layout(i), self._slots[slot])
+                    self._release(slot)
+            finished = True
+        finally:
+            if not finished:
+                self._stop()
+                self._start()
+
+    def close(self) -> None:
+        """Join the threads, end the copies, release the slots."""
+        if not self._closed:
+            self._stop()
+            self._closed = True
+            self._upstream.close()
+            self._slots.clear()
+
+    def _start(self) -> None:
+        self._stopping = False
+        self._error: BaseException | None = None
+        self._n_copied = self._n_consumed = 0
+        self._ready: dict[int, Any] = {}
+        self._free = [self._device.event() for _ in self._slots]
+        self._feeder = threading.Thread(target=self._feed, name="copies", daemon=True)
+        if self._slots:
+            self._feeder.start()
+
+    def _stop(self) -> None:
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        if self._feeder.ident is not None:
+            self._feeder.join()
+        self._device.synchronize()
+
+    def _wait_for_next(self) -> int:
+        slot = self._n_consumed % len(self._slots)
+        with self._changed:
+            while self._error is None and self._n_consumed not in self._ready:
+                self._changed.wait()
+            if self._error is not None:
+                raise self._error
+            ready = self._ready.pop(self._n_consumed)
+        self._device.compute_waits_for(ready)
+        return slot
+
+    def _release(self, slot: int) -> None:
+        used = self._device.record_compute()
+        with self._changed:
+            self._free[slot] = used
+            self._n_consumed += 1
+            self._changed.notify_all()
+
+    def _feed(self) -> None:
+        """Enqueue copies for ever; an error goes to the caller of `sweep`."""
+        try:
+            while self._feed_sweep():
+                pass
+        except BaseException as error:  # whatever it is, it belongs to the caller of sweep
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _feed_sweep(self) -> bool:
+        """Copy every streamed layer once; returns whether to go on."""
+        sweep = self._upstream.sweep()
+        try:
+            for block in sweep:
+                if self._supply.streamed[block.i] is None:
+                    continue
+                slot = self._wait_for_slot()
+                if slot is None:
+                    return False
+                done = self._copy(block, slot)
+                with self._changed:
+                    self._ready[self._n_copied] = done
+                    self._n_copied += 1
+                    self._changed.notify_all()
+                if self._supply.is_transient(block.i):
+                    # The pinned slot is refilled at the next step of this loop: its copy must have ended.
+                    self._device.wait(done)
+        finally:
+            sweep.close()
+        return True
+
+    def _wait_for_slot(self) -> int | None:
+        """The next slot, once its last compute has been enqueued; None when the streamer stops."""
+        with self._changed:
+            while not self._stopping and self._n_copied >= self._n_consumed + len(self._slots):
+                self._changed.wait()
+            return None if self._stopping else self._n_copied % len(self._slots)
+
+    def _copy(self, block: Block, slot: int) -> Any:
+        """One copy where the block lies on the host as on the device; otherwise one for each tensor."""
+        target, packed = self._slots[slot], self._supply.packed_layout(block.i)
+        if block.layout == packed:
+            moves = [(target[: packed.nbytes], block.data[: packed.nbytes])]
+        else:
+            moves = [
+                (target[to.offset : to.offset + to.nbytes], block.data[at.offset : at.offset + at.nbytes])
+                for at, to in zip(block.layout.slots, packed.slots, strict=True)
+            ]
+        after = self._free[slot]
+        for to, source in moves:
+            start, after = self._device.copy(to, source, after)
+            self._timings.append((start, after, len(to)))
+        self._count_finished()
+        return after
+
+    def _count_finished(self) -> None:
+        while self._timings:
+            start, end, nbytes = self._timings[0]
+            seconds = self._device.seconds_between(start, end)
+            if seconds is None:
+                return
+            self.meter.add(nbytes, seconds)
+            self._timings.popleft()
+
+
+def open_streamer(supply: Supply, trace: Trace, device: Any) -> CudaStreamer:
+    """The streamer of a torch CUDA device."""
+    return CudaStreamer(supply, trace, CudaCopyDevice(device))
