@@ -127,6 +127,13 @@ class LLM:
         return self._blueprint.plan
 
     @property
+    def engine(self) -> Engine:
+        """The loaded parts. Raises SettingsError once closed."""
+        if self._engine is None:
+            raise SettingsError("this LLM is closed", change="make a new one")
+        return self._engine
+
+    @property
     def max_model_len(self) -> int:
         """Most tokens of prompt and answer together."""
         return self._blueprint.max_model_len
@@ -163,7 +170,7 @@ class LLM:
         sequences = [self._sequence(prompt, one) for prompt, one in zip(several, wanted, strict=True)]
         outputs: list[Output] = []
         for wave in self._waves(sequences):
-            run = _Run(self._running(), wave, self._drafter.max_nodes)
+            run = _Run(self.engine, wave, self._drafter.max_nodes)
             for _ in run.steps(self._loop):
                 pass
             outputs += [run.output(one) for one in run.batch]
@@ -172,7 +179,7 @@ class LLM:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
         """Continue one prompt and yield what each pass adds; see `generate`."""
         sequence = self._sequence(prompt, params or SamplingParams())
-        run = _Run(self._running(), [sequence], self._drafter.max_nodes)
+        run = _Run(self.engine, [sequence], self._drafter.max_nodes)
         n_taken = sequence.n_prompt
         for _ in run.steps(self._loop):
             ended = sequence.finish_reason is not None
@@ -186,13 +193,8 @@ class LLM:
             raise PromptError("the checkpoint has no tokenizer", change="give the prompt as a list of token ids")
         return encode(self.tokenizer, text, chat)
 
-    def _running(self) -> Engine:
-        if self._engine is None:
-            raise SettingsError("this LLM is closed", change="make a new one")
-        return self._engine
-
     def _sequence(self, prompt: Prompt, params: SamplingParams) -> Sequence:
-        engine = self._running()
+        engine = self.engine
         ids = self.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
         _check_prompt(ids, engine.runner.spec.vocab_size, self.max_model_len)
         if params.stop and self.tokenizer is None:

@@ -102,19 +102,23 @@ def draw_up(config: EngineConfig, checkpoint: Checkpoint, drafter: Drafter) -> B
         )
     dtype = _pick_dtype(config.dtype, checkpoint)
     names = [name for name, _ in spec.layer_tensors()]
-    disk = DiskTier(checkpoint.layers, names)
     budgets = _budgets(config, device)
+    disk = DiskTier(checkpoint.layers, names)
     layer_nbytes = [disk.layout(i).nbytes for i in range(spec.n_layers)]
 
     def need(max_len: int) -> Need:
         return _need(checkpoint, dtype, max_len, drafter.max_nodes)
 
-    max_len = _max_model_len(
-        config, spec, dtype.itemsize, budgets.device, lambda n: least_budget(layer_nbytes, need(n))
-    )
-    plan = place(layer_nbytes, need(max_len), budgets)
-    if plan.count("disk") and len(plan.tiers) > plan.count("device"):
-        disk = _tuned(disk, checkpoint, names)
+    try:
+        max_len = _max_model_len(
+            config, spec, dtype.itemsize, budgets.device, lambda n: least_budget(layer_nbytes, need(n))
+        )
+        plan = place(layer_nbytes, need(max_len), budgets)
+        if plan.count("disk") and len(plan.tiers) > plan.count("device"):
+            disk = _tuned(disk, checkpoint, names)
+    except BaseException:
+        disk.close()
+        raise
     return Blueprint(checkpoint, device, dtype, disk, plan, max_len, _cache_rows(max_len, drafter.max_nodes))
 
 

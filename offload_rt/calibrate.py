@@ -73,11 +73,13 @@ def _measure_settings(layers: Sequence[Sequence[TensorRecord]], names: Sequence[
     tiers = [(settings, DiskTier(layers, names, settings)) for settings in _CANDIDATES]
     block = host_block(max(tier.layout(i).nbytes for _, tier in tiers for i in range(len(layers))))
     rates: dict[ReadSettings, list[float]] = {settings: [] for settings in _CANDIDATES}
-    for _ in range(_ROUNDS):
-        for settings, tier in tiers:
-            rates[settings].append(_rate(tier, len(layers), block))
-    for _, tier in tiers:
-        tier.close()
+    try:
+        for _ in range(_ROUNDS):
+            for settings, tier in tiers:
+                rates[settings].append(_rate(tier, len(layers), block))
+    finally:
+        for _, tier in tiers:
+            tier.close()
     best = max(rates, key=lambda settings: median(rates[settings]))
     return best if median(rates[best]) > _MARGIN * median(rates[_CANDIDATES[0]]) else _CANDIDATES[0]
 

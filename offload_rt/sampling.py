@@ -15,18 +15,20 @@ def probs(logits: Tensor, params: SamplingParams, contexts: Sequence[Sequence[in
     logits    (n, vocabulary), any float dtype
     contexts  per place the tokens before it, which a penalty looks back on
     Returns (n, vocabulary) float32, or float64 if the logits are.
-    Raises NumericsError if a logit is not a number or plus infinity.
+    Raises NumericsError if a logit is not a number or plus infinity, or if all of a place are minus infinity.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if not bool((logits < torch.inf).all()):
+    if params.repetition_penalty != 1.0:
+        logits = _penalise(logits, params.repetition_penalty, contexts)
+    best = logits.amax(-1, keepdim=True)
+    if not bool(best.isfinite().all()):
         raise NumericsError(
             "the model's logits are not all numbers", change="check the checkpoint, or try --dtype float32"
         )
-    if params.repetition_penalty != 1.0:
-        logits = _penalise(logits, params.repetition_penalty, contexts)
     if params.temperature == 0.0:
         return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).to(logits.dtype)
-    law = torch.softmax(logits / params.temperature, -1)
+    # The best logit becomes 0 first: then a temperature close to 0 can overflow only downwards, to probability 0.
+    law = torch.softmax((logits - best) / max(params.temperature, torch.finfo(logits.dtype).tiny), -1)
     return _filter(law, params)
 
 

@@ -28,6 +28,7 @@ class TextStream:
         self._ids = list(prompt)
         # The window begins a few tokens back, so that the first new token is not taken for the beginning of a text.
         self._from, self._done = max(len(self._ids) - 6, 0), len(self._ids)
+        self._n_known = len(_whole(self._window()))
         self._held = max((len(text) for text in self._stop), default=1) - 1
         self._text = ""
         self._n_taken = 0
@@ -41,14 +42,16 @@ class TextStream:
     def add(self, token: int) -> bool:
         """Take one token; returns whether a stop string is complete."""
         self._ids.append(token)
-        before = self._decoder.decode(self._ids[self._from : self._done], skip_special_tokens=True)
-        after = self._decoder.decode(self._ids[self._from :], skip_special_tokens=True)
-        # A replacement character at the end is the beginning of a character whose bytes are still to come.
-        if after.endswith("\ufffd") or len(after) <= len(before):
+        window = self._window()
+        whole = _whole(window)
+        if len(whole) <= self._n_known:
             return False
-        self._from, self._done = self._done, len(self._ids)
         searched = max(len(self._text) - self._held, 0)
-        self._text += after[len(before) :]
+        self._text += whole[self._n_known :]
+        self._n_known = len(whole)
+        if whole == window:
+            self._from, self._done = self._done, len(self._ids)
+            self._n_known = len(self._window())
         found = [at for at in (self._text.find(stop, searched) for stop in self._stop) if at >= 0]
         if found:
             self._text, self._stopped = self._text[: min(found)], True
@@ -60,6 +63,14 @@ class TextStream:
         piece = self._text[self._n_taken : end]
         self._n_taken = max(end, self._n_taken)
         return piece
+
+    def _window(self) -> str:
+        return self._decoder.decode(self._ids[self._from :], skip_special_tokens=True)
+
+
+def _whole(text: str) -> str:
+    """The text without replacement characters at its end: the beginning of a character whose bytes are still to come."""
+    return text.rstrip("\ufffd")
 
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase | None:

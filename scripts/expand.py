@@ -1,8 +1,9 @@
 """Write a checkpoint of a larger Llama shape that computes the same function as a small one.
 
-The small model's weights stand in the large ones; what cannot change the output is filled with random values of ordinary
-size, so that bytes, work and compressibility are those of a real model of that shape. Where the large width is a multiple
-of the small one and the large head is 1, 4 or 16 small ones wide, weights are only copied and scaled by powers of two.
+The small model's weights stand in the large ones; what cannot change the output is filled with random values of
+ordinary size, so that bytes, work and compressibility are those of a real model of that shape. Where the large width
+is a multiple of the small one and the large head 1, 4 or 16 small ones, weights are only copied and scaled by powers of
+two.
 """
 
 import argparse
@@ -13,7 +14,6 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,14 @@ from offload_rt.config import format_size, parse_size
 from offload_rt.errors import CapacityError, CheckpointError, OffloadError, SettingsError, UnsupportedModelError
 from offload_rt.models._spec import ModelSpec, spec_of
 from offload_rt.weights._checkpoint import Checkpoint, locate, open_checkpoint, read_json
+from offload_rt.weights._header import TensorRecord
 
 VERSION, RECIPE = 1, "expansion.json"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-COMPANIONS = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
-              "*.jinja")  # fmt: skip
+COMPANIONS = (
+    "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+    "*.jinja",
+)  # fmt: skip
 CHUNK, POOL = 2**20, 2**25
 # Upper bound of what one tensor adds to the header of a safetensors file.
 HEADER_ENTRY = 512
@@ -60,7 +63,7 @@ LLAMAS = {
 
 @dataclass(frozen=True)
 class Residual:
-    """How the wide residual holds the narrow one: `width` values for each of `scales`, the rest zero; the first scale is 1."""
+    """How the wide residual holds the narrow: `width` values for each of `scales`, the first of them 1; then zeros."""
 
     width: int
     scales: tuple[float, ...]
@@ -117,44 +120,45 @@ class Noise:
         self._pool = torch.randn(min(max(n_values, 2 * CHUNK), POOL), generator=torch.Generator().manual_seed(seed))
 
     def fill(self, name: str, shape: tuple[int, ...], sigma: float, dtype: torch.dtype) -> Tensor:
-        """A normal tensor of mean zero and deviation about `sigma`."""
+        """A normal tensor of mean zero and deviation `sigma`."""
         digest = hashlib.sha256(f"{self._seed} {name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
         out = torch.empty(shape, dtype=dtype)
         chunks = out.view(-1).split(CHUNK)
-        starts = torch.randint(len(self._pool) - CHUNK, (len(chunks),), generator=generator).tolist()
-        # Drawing each value anew takes ten times as long. A chunk's own factor rounds the pool's values to other bits, so that
-        # no compressor finds the same stretch twice.
-        factors = (sigma * (0.9 + 0.2 * torch.rand(len(chunks), generator=generator))).tolist()
-        for chunk, start, factor in zip(chunks, starts, factors, strict=True):
-            torch.mul(self._pool[start : start + len(chunk)], factor, out=chunk)
+        starts = torch.randint(len(self._pool) - CHUNK, (len(chunks), 2), generator=generator).tolist()
+        # Drawing each value anew takes several times as long; the sum of two stretches of one pool is as normal, and a
+        # compressor finds no stretch of it twice, since the same two would have to meet at the same distance again.
+        for chunk, (first, second) in zip(chunks, starts, strict=True):
+            total = self._pool[first : first + len(chunk)] + self._pool[second : second + len(chunk)]
+            torch.mul(total, sigma * math.sqrt(0.5), out=chunk)
         return out
 
 
 class Expansion:
     """The target's tensors, made one at a time from the source's."""
 
-    def __init__(self, source: Checkpoint, target: ModelSpec, residual: Residual, dtype: torch.dtype, seed: int) -> None:
+    def __init__(
+        self, source: Checkpoint, target: ModelSpec, residual: Residual, dtype: torch.dtype, seed: int
+    ) -> None:
         n_layers = source.spec.n_layers
         self._source, self._residual, self._dtype = source, residual, dtype
         self._origin = {i * target.n_layers // n_layers: i for i in range(n_layers)}
-        self._placements, self._idle = placements(source.spec, target), idle_placements(target)
+        self._placements = placements(source.spec, target)
         self._noise = Noise(seed, sum(math.prod(piece.shape) for group in pieces(target) for piece in group))
 
     def tensor(self, piece: Piece) -> Tensor:
         """The tensor of the given shape, in the target's dtype."""
         if piece.layer is None:
             return self._outer(piece)
-        is_real = piece.layer in self._origin
-        origin = self._origin[max(i for i in self._origin if i <= piece.layer)]
         names = [name for name, _ in self._source.spec.layer_tensors()]
-        weight = _read(self._source.layers[origin][names.index(piece.kind)])
+        nearest = max(i for i in self._origin if i <= piece.layer)
+        weight = _read(self._source.layers[self._origin[nearest]][names.index(piece.kind)])
+        is_real = nearest == piece.layer
         if len(piece.shape) == 1:
             return self._norm(piece, weight if is_real else None)
-        out = self._random(piece, weight)
-        place = (self._placements if is_real else self._idle)[piece.kind]
-        write = self._place_writer if piece.kind in ("self_attn.o_proj.weight", "mlp.down_proj.weight") else self._place_reader
-        write(out, weight, place)
+        out, part = self._random(piece, weight), piece.kind.split(".")[1]
+        place = self._placements[part] if is_real else _idle(self._placements[part], part)
+        (self._place_writer if part in ("o_proj", "down_proj") else self._place_reader)(out, weight, place)
         return out
 
     def _outer(self, piece: Piece) -> Tensor:
@@ -192,13 +196,19 @@ class Expansion:
         out[: self._residual.live, place.rows] = self._residual.spread(weight[:, place.origin], dim=0).to(out.dtype)
 
 
-def _read(record: Any) -> Tensor:
+def _idle(place: Placement, part: str) -> Placement:
+    """The same part of an added layer: values and up projection read nothing, hence the layer adds exactly zero."""
+    none = place.rows[:0]
+    return Placement(none, none, place.silent if part in ("v_proj", "up_proj") else none)
+
+
+def _read(record: TensorRecord) -> Tensor:
     with safe_open(record.path, "pt") as file:
         return file.get_tensor(record.name).float()
 
 
 def residual_of(source: ModelSpec, target: ModelSpec) -> Residual:
-    """Copies of the residual that make the ratio of mean squares a power of a quarter, so that the norms scale by one of two.
+    """Copies that make the ratio of mean squares a power of a quarter, so that the norms are scaled by a power of two.
 
     A width ratio n 4^k with 1 <= n < 4 needs squared scales that sum to n: the base-4 digits of the ratio count them.
     """
@@ -214,7 +224,7 @@ def residual_of(source: ModelSpec, target: ModelSpec) -> Residual:
 
 
 def kv_copies(source: ModelSpec, n_heads: int, n_kv_heads: int) -> int:
-    """In how many of the target's key-value heads one of the source's must stand, for all its queries to find a place."""
+    """In how many of the target's key-value heads one of the source's must stand, for its queries to find a place."""
     return math.ceil(source.n_heads // source.n_kv_heads / (n_heads // n_kv_heads))
 
 
@@ -239,32 +249,26 @@ def placements(source: ModelSpec, target: ModelSpec) -> dict[str, Placement]:
         return (heads[:, None] * head_dim + within).flatten()
 
     q_origin, kv_origin = dims(heads, plain, source.head_dim), dims(kv_slots // copies, plain, source.head_dim)
-    k_rows, mlp = dims(kv_slots, rotary), torch.arange(source.intermediate_size)
-    idle = idle_placements(target)
+    q_rows, k_rows, mlp = dims(slots, rotary), dims(kv_slots, rotary), torch.arange(source.intermediate_size)
+    all_kv, all_mlp = torch.arange(target.n_kv_heads * target.head_dim), torch.arange(target.intermediate_size)
     return {
-        "self_attn.q_proj.weight": Placement(
-            dims(slots, rotary), q_origin, dims(slots, every), math.sqrt(target.head_dim / source.head_dim)
-        ),
-        "self_attn.k_proj.weight": Placement(k_rows, kv_origin, k_rows),
-        "self_attn.v_proj.weight": Placement(dims(kv_slots, plain), kv_origin, idle["self_attn.v_proj.weight"].silent),
-        "self_attn.o_proj.weight": Placement(dims(slots, plain), q_origin, dims(readable, plain)),
-        "mlp.gate_proj.weight": Placement(mlp, mlp, mlp),
-        "mlp.up_proj.weight": Placement(mlp, mlp, idle["mlp.up_proj.weight"].silent),
-        "mlp.down_proj.weight": Placement(mlp, mlp, mlp),
-    }  # fmt: skip
-
-
-def idle_placements(target: ModelSpec) -> dict[str, Placement]:
-    """An added layer: its values and its up projection read nothing, hence it adds exactly zero."""
-    none = torch.arange(0)
-    silent = {kind: torch.arange(shape[0]) for kind, shape in target.layer_tensors() if kind.split(".")[1] in ("v_proj", "up_proj")}
-    return {kind: Placement(none, none, silent.get(kind, none)) for kind, _ in target.layer_tensors()}
+        "q_proj": Placement(q_rows, q_origin, dims(slots, every), math.sqrt(target.head_dim / source.head_dim)),
+        "k_proj": Placement(k_rows, kv_origin, k_rows),
+        "v_proj": Placement(dims(kv_slots, plain), kv_origin, all_kv),
+        "o_proj": Placement(dims(slots, plain), q_origin, dims(readable, plain)),
+        "gate_proj": Placement(mlp, mlp, mlp),
+        "up_proj": Placement(mlp, mlp, all_mlp),
+        "down_proj": Placement(mlp, mlp, mlp),
+    }
 
 
 def pieces(target: ModelSpec) -> list[list[Piece]]:
     """The target's tensors in the order of their use; those of one list stay in one file where they fit."""
     embed, *last = (Piece(None, name, name, shape) for name, shape in target.outer_tensors())
-    layers = [[Piece(i, kind, target.layer_prefix(i) + kind, shape) for kind, shape in target.layer_tensors()] for i in range(target.n_layers)]
+    layers = (
+        [Piece(i, kind, target.layer_prefix(i) + kind, shape) for kind, shape in target.layer_tensors()]
+        for i in range(target.n_layers)
+    )
     return [[embed], *layers, last]
 
 
@@ -279,8 +283,9 @@ def shards(target: ModelSpec, itemsize: int, limit: int) -> list[list[Piece]]:
             nbytes = piece.nbytes(itemsize)
             if nbytes > limit:
                 raise CapacityError(
-                    f"{piece.name} does not fit a shard", need=format_size(nbytes), have=format_size(limit), change="raise --shard-size"
-                )
+                    f"{piece.name} does not fit a shard", need=format_size(nbytes), have=format_size(limit),
+                    change="raise --shard-size",
+                )  # fmt: skip
             if nbytes > room:
                 files, room = [*files, []], limit
             files[-1].append(piece)
@@ -289,13 +294,14 @@ def shards(target: ModelSpec, itemsize: int, limit: int) -> list[list[Piece]]:
 
 
 def shape_for(nbytes: int, source: ModelSpec, itemsize: int) -> Shape:
-    """The widest Llama of about `nbytes` that is deep enough to look like one. Raises CapacityError if none is that small."""
+    """The widest Llama of about `nbytes` that is as deep as real ones. Raises CapacityError if none is that small."""
     widths = sorted({source.hidden_size * factor * 2**j for factor in (1, 3) for j in range(8)}, reverse=True)
     for width in widths:
         shape = _shape_of_width(width, nbytes // itemsize - 2 * source.vocab_size * width, source)
         if shape is not None:
             return shape
-    raise CapacityError(f"no model of {format_size(nbytes)} holds the source", change="raise --size, or give the sizes themselves")
+    problem = f"no model of {format_size(nbytes)} holds the source"
+    raise CapacityError(problem, change="raise --size, or give the sizes themselves")
 
 
 def _shape_of_width(width: int, n_weights: int, source: ModelSpec) -> Shape | None:
@@ -313,7 +319,7 @@ def _shape_of_width(width: int, n_weights: int, source: ModelSpec) -> Shape | No
 
 
 def _heads_of_width(width: int, source: ModelSpec) -> tuple[int, int, int] | None:
-    """(heads, key-value heads, head_dim): the widest exact heads up to 128 and the largest groups up to 4 that hold the source's."""
+    """(heads, key-value heads, head_dim) to hold the source's: the widest exact heads up to 128, in large groups."""
     head_dims = [source.head_dim * 4**j for j in range(4) if j == 0 or source.head_dim * 4**j <= 128]
     for head_dim in reversed(head_dims):
         n_heads = width // head_dim
@@ -326,16 +332,20 @@ def _heads_of_width(width: int, source: ModelSpec) -> tuple[int, int, int] | Non
 
 
 def check(source: ModelSpec, target: ModelSpec) -> None:
-    """Raises UnsupportedModelError for a source that cannot be expanded, SettingsError for a target that cannot hold it."""
-    if source.family != "llama" or source.qkv_bias or source.o_bias or source.mlp_bias:
-        raise UnsupportedModelError("the source cannot be expanded", need="a llama without biases", have=f"a {source.family} model with or without them")
-    for flag, name in (("--hidden-size", "hidden_size"), ("--layers", "n_layers"), ("--intermediate-size", "intermediate_size"),
-                       ("--max-position-embeddings", "max_positions")):  # fmt: skip
+    """Raises UnsupportedModelError for a source that cannot be expanded, SettingsError for a target too small."""
+    has_biases = source.qkv_bias or source.o_bias or source.mlp_bias
+    if source.family != "llama" or has_biases:
+        have = f"a {source.family}" + " with biases" * has_biases
+        raise UnsupportedModelError("the source cannot be expanded", need="a llama without biases", have=have)
+    names = {"--hidden-size": "hidden_size", "--layers": "n_layers", "--intermediate-size": "intermediate_size",
+             "--max-position-embeddings": "max_positions"}  # fmt: skip
+    for flag, name in names.items():
         need, have = getattr(source, name), getattr(target, name)
         if have < need:
-            raise SettingsError(f"{flag} is smaller than the source's", need=f"at least {need}", have=str(have), change=f"raise {flag}")
+            raise SettingsError(f"{flag} is too small", need=f"at least {need}", have=str(have), change=f"raise {flag}")
     if target.head_dim % source.head_dim:
-        raise SettingsError(f"--head-dim is {target.head_dim}", need=f"a multiple of the source's {source.head_dim}", change="change --head-dim")
+        need = f"a multiple of the source's {source.head_dim}"
+        raise SettingsError(f"--head-dim is {target.head_dim}", need=need, change="change --head-dim")
     need = kv_copies(source, target.n_heads, target.n_kv_heads) * source.n_kv_heads
     if need > target.n_kv_heads:
         group = target.n_heads // target.n_kv_heads
@@ -442,11 +452,12 @@ def _write_weights(expansion: Expansion, files: list[list[Piece]], itemsize: int
         try:
             save_file(tensors, directory / name, metadata={"format": "pt"})
         except SafetensorError as error:
-            raise OffloadError(f"{name} could not be written ({error})", change="free some space or give another --out") from error
+            raise OffloadError(f"{name} could not be written ({error})", change="give another --out") from error
         del tensors  # else the next shard is made while this one is still held
         _sync(directory / name)
         where |= dict.fromkeys((piece.name for piece in file), name)
-        print(f"expand: {i + 1} of {len(files)} shards written, {time.monotonic() - begun:.1f} s", file=sys.stderr, flush=True)
+        elapsed_s = time.monotonic() - begun
+        print(f"expand: {i + 1} of {len(files)} shards written, {elapsed_s:.1f} s", file=sys.stderr, flush=True)
     total = sum(math.prod(piece.shape) * itemsize for file in files for piece in file)
     _write_json(directory / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": where})
 
@@ -464,14 +475,12 @@ def _sync(path: Path) -> None:
 def chosen_shape(args: argparse.Namespace, source: ModelSpec, itemsize: int) -> Shape:
     """The shape that the flags ask for; single sizes change the one of --like, or the source's own."""
     given = {item.name: getattr(args, item.name) for item in fields(Shape) if getattr(args, item.name) is not None}
-    for name, value in given.items():
-        if value < 1:
-            raise SettingsError(f"{name} is {value}", need="at least 1")
     if args.size is not None:
         if given:
             raise SettingsError("--size chooses the shape by itself", change="give either --size or single sizes")
         return shape_for(parse_size(args.size), source, itemsize)
-    own = Shape(source.hidden_size, source.n_layers, source.n_heads, source.n_kv_heads, source.head_dim, source.intermediate_size)
+    names = ("hidden_size", "n_layers", "n_heads", "n_kv_heads", "head_dim", "intermediate_size")
+    own = Shape(*(getattr(source, name) for name in names))
     return replace(LLAMAS[args.like] if args.like else own, **given)
 
 
@@ -485,8 +494,10 @@ def expand(args: argparse.Namespace) -> None:
     config = target_config(source, shape, dtype, args.max_position_embeddings)
     target, out = spec_of(config), Path(args.out).expanduser().resolve()
     check(source.spec, target)
-    recipe = {"version": VERSION, "source": fingerprint(source), **asdict(shape), "max_position_embeddings": target.max_positions,
-              "dtype": dtype, "seed": args.seed, "shard_nbytes": parse_size(args.shard_size)}  # fmt: skip
+    recipe = {
+        "version": VERSION, "source": fingerprint(source), **asdict(shape), "dtype": dtype, "seed": args.seed,
+        "max_position_embeddings": target.max_positions, "shard_nbytes": parse_size(args.shard_size),
+    }  # fmt: skip
     if is_there(out, recipe, source.directory):
         print(f"expand: {out} is already there", file=sys.stderr)
         return
@@ -499,7 +510,8 @@ def _tell(shape: Shape, source: ModelSpec, residual: Residual) -> None:
     factors = (math.sqrt(residual.mean_square), math.sqrt(shape.head_dim / source.head_dim))
     is_exact = all(math.frexp(factor)[0] == 0.5 for factor in factors)
     sizes = ", ".join(f"{name} {value}" for name, value in asdict(shape).items())
-    print(f"expand: {sizes}; {'weights scaled by powers of two only' if is_exact else 'some weights rounded'}", file=sys.stderr)
+    how = "weights scaled by powers of two only" if is_exact else "norms or queries rounded"
+    print(f"expand: {sizes}; {how}", file=sys.stderr)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -510,9 +522,9 @@ def parser() -> argparse.ArgumentParser:
     shape = flags.add_mutually_exclusive_group()
     shape.add_argument("--like", choices=LLAMAS, help="take the shape of this model")
     shape.add_argument("--size", help='choose a shape of about this size, like "1.5GB"')
-    for flag, name in (("--hidden-size", "hidden_size"), ("--layers", "num_hidden_layers"), ("--heads", "num_attention_heads"),
-                       ("--kv-heads", "num_key_value_heads"), ("--head-dim", "head_dim"), ("--intermediate-size", "intermediate_size")):  # fmt: skip
-        flags.add_argument(flag, dest=name, type=int, metavar="N", help=f"{name}; default: that of --like, or the source's")
+    sizes = ("--hidden-size", "--layers", "--heads", "--kv-heads", "--head-dim", "--intermediate-size")
+    for flag, item in zip(sizes, fields(Shape), strict=True):
+        flags.add_argument(flag, dest=item.name, type=int, metavar="N", help="default: that of --like, or the source's")
     flags.add_argument("--max-position-embeddings", type=int, metavar="N", help="default: the source's")
     flags.add_argument("--shard-size", default="1GiB", help="most bytes of one file, and about what is held in memory")
     flags.add_argument("--seed", type=int, default=0, help="of the values that cannot matter")

@@ -110,7 +110,7 @@ class Runner:
         self, spec: ModelSpec, streamer: Streamer, outer: OuterWeights, view: Viewer, place: Placing, trace: Trace
     ) -> None:
         self.spec, self.streamer, self.dtype, self.device = spec, streamer, place.dtype, place.device
-        self._outer, self._view, self._trace = outer, view, trace
+        self.outer, self._view, self._trace = outer, view, trace
 
     @torch.inference_mode()
     def forward(self, steps: Sequence[Step]) -> list[Tensor]:
@@ -121,7 +121,7 @@ class Runner:
         """
         for step in steps:
             step.cache.begin(step.tokens.tolist())
-        hidden = self._outer.rows(torch.cat([step.tokens for step in steps]).to(self.device), EMBED)
+        hidden = self.outer.rows(torch.cat([step.tokens for step in steps]).to(self.device), EMBED)
         chunks = self._chunks(steps)
         with closing(self.streamer.sweep()) as sweep:
             for block in sweep:
@@ -181,6 +181,6 @@ class Runner:
     def _logits(self, hidden: Tensor, steps: Sequence[Step]) -> list[Tensor]:
         ends = torch.tensor([len(step.tokens) for step in steps]).cumsum(0).tolist()
         wanted = torch.cat([hidden[end - step.n_wanted : end] for end, step in zip(ends, steps, strict=True)])
-        normed = ops.rms_norm(wanted, self._outer.vector(NORM), self.spec.eps)
-        logits = self._outer.linear(normed, EMBED if self.spec.tied else HEAD)
+        normed = ops.rms_norm(wanted, self.outer.vector(NORM), self.spec.eps)
+        logits = self.outer.linear(normed, EMBED if self.spec.tied else HEAD)
         return list(logits.split([step.n_wanted for step in steps]))

@@ -1,5 +1,6 @@
 """Rotary position embeddings, with the frequencies of transformers' own initialisation."""
 
+import math
 from copy import copy
 
 import torch
@@ -27,6 +28,7 @@ KEYS = {
     "partial_rotary_factor",
     "finetuned",
 }
+_NOT_NUMBERS = {"rope_type", "type", "truncate", "finetuned"}
 
 
 class Rope:
@@ -45,7 +47,14 @@ class Rope:
             self._config.rope_parameters = {**parameters, "rope_type": "linear", "factor": 1.0}
         self._init = ROPE_INIT_FUNCTIONS[self._config.rope_parameters["rope_type"]]
         self._is_dynamic = parameters["rope_type"] == "dynamic"
-        self._frequencies, self._scale = self._init(self._config, torch.device("cpu"))
+        try:
+            self._frequencies, self._scale = self._init(self._config, torch.device("cpu"))
+        except Exception as error:  # transformers computes with whatever stands there and raises anything
+            raise UnsupportedModelError(
+                f"config.json: the rope settings are not understood: {' '.join(str(error).split())}"
+            ) from error
+        if not bool(self._frequencies.isfinite().all()):
+            raise UnsupportedModelError("config.json: the rope settings give frequencies that are not numbers")
 
     def cos_sin(self, positions: Tensor, lengths: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines, each (n, head_dim) in `dtype`.
@@ -76,6 +85,10 @@ def _check(config: PreTrainedConfig, parameters: dict[str, object]) -> None:
     unknown = sorted(set(parameters) - KEYS)
     if unknown:
         raise UnsupportedModelError(f"config.json: rope setting {unknown[0]!r} is not understood")
+    for name in sorted(set(parameters) - _NOT_NUMBERS):
+        value = parameters[name]
+        if value is not None and not (type(value) in (int, float) and abs(value) < math.inf):
+            raise UnsupportedModelError(f"config.json: {name} is {value!r}", need="a number")
     if parameters.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise UnsupportedModelError("config.json: partial_rotary_factor other than 1 is not understood")
     if config.head_dim % 2:

@@ -54,6 +54,19 @@ _COMMON = {
     "unsloth_version",
     "num_parameters",
 }
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
+# No size of any model comes near; lists and tables are made of these lengths before the weights are looked at.
+_MOST = 2**24
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
 # Keys that say how weights are coded or which code runs: never to be taken for harmless.
 _REFUSED = {"quantization_config", "compression_config", "per_layer_config"}
 
@@ -151,7 +164,7 @@ def common_spec(
         max_positions=config.max_position_embeddings,
         tied=config.tie_word_embeddings,
         windows=windows or (None,) * config.num_hidden_layers,
-        dtype_name=None if config.dtype is None else str(config.dtype).removeprefix("torch."),
+        dtype_name=_dtype_name(config),
         rope=Rope(config),
         **{"qkv_bias": False, "o_bias": False, "mlp_bias": False, "qk_norm": False, **habits},
     )
@@ -191,6 +204,9 @@ def _check_keys(raw: dict[str, Any], family: ModuleType) -> None:
     for key in (*_REQUIRED, *family.REQUIRED):
         if raw.get(key) is None:
             raise UnsupportedModelError(f"config.json: key {key!r} is missing")
+    for key in _SIZES:
+        if type(raw.get(key)) is int and raw[key] > _MOST:
+            raise UnsupportedModelError(f"config.json: {key} is {raw[key]}", need=f"at most {_MOST}")
     # Every config.json may carry what transformers writes for any model, generation defaults included.
     harmless = set(PreTrainedConfig().to_dict()) | set(GenerationConfig().to_dict())
     known = (_COMMON | harmless | family.KEYS) - _REFUSED
@@ -208,18 +224,17 @@ def _parse(raw: dict[str, Any], config_class: Callable[..., PreTrainedConfig]) -
         raise UnsupportedModelError(f"config.json is not understood: {' '.join(str(error).split())}") from error
 
 
+def _dtype_name(config: PreTrainedConfig) -> str | None:
+    name = None if config.dtype is None else str(config.dtype).removeprefix("torch.")
+    if name not in (None, *_DTYPES):
+        raise UnsupportedModelError(
+            f"config.json: dtype {name!r} is not supported", need="one of " + ", ".join(_DTYPES)
+        )
+    return name
+
+
 def _check_sizes(config: PreTrainedConfig) -> None:
-    sizes = (
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "max_position_embeddings",
-    )
-    for name in sizes:
+    for name in _SIZES:
         value = getattr(config, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise UnsupportedModelError(f"config.json: {name} is {value!r}", need="a whole number of at least 1")

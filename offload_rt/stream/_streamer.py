@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from offload_rt.errors import LinkError
 from offload_rt.stream._meter import LinkMeter
 from offload_rt.tiers._memory import MemoryTier
 from offload_rt.tiers._tier import Tier
@@ -77,6 +78,12 @@ class Block:
     data: Tensor
 
 
+def refuse_closed(is_closed: bool) -> None:
+    """Raises LinkError: whoever still sweeps over a closed streamer would wait for ever."""
+    if is_closed:
+        raise LinkError("the weights were released while in use", change="close the model after the last token")
+
+
 class Streamer(Protocol):
     """Brings every layer to the device, the next ones while the present one is computed."""
 
@@ -85,7 +92,7 @@ class Streamer(Protocol):
     def sweep(self) -> Iterator[Block]:
         """Yield every layer once, in order; a block dies at the next yield.
 
-        Raises LinkError in the caller if a read failed; the sweep after that starts afresh.
+        Raises LinkError in the caller if a read failed or the streamer is closed; the sweep after a failed one starts afresh.
         """
 
     def close(self) -> None:

@@ -36,6 +36,8 @@ class CudaStreamer:
 
     def sweep(self) -> Iterator[Block]:
         """Yield every layer once, in order; see `Streamer`. The compute of a block may still run when the next is asked for."""
+        if self._is_parked:
+            self._start()
         finished = False
         try:
             for i, tier in enumerate(self._supply.streamed):
@@ -50,7 +52,6 @@ class CudaStreamer:
         finally:
             if not finished:
                 self._stop()
-                self._start()
 
     def close(self) -> None:
         """Join the threads, end the copies, release the slots."""
@@ -61,7 +62,7 @@ class CudaStreamer:
             self._slots.clear()
 
     def _start(self) -> None:
-        self._stopping = False
+        self._stopping = self._is_parked = False
         self._error: BaseException | None = None
         self._n_copied = self._n_consumed = 0
         self._ready: dict[int, Any] = {}
@@ -77,6 +78,9 @@ class CudaStreamer:
         if self._feeder.ident is not None:
             self._feeder.join()
         self._device.synchronize()
+        self._count_finished()
+        # No copies before the next sweep asks: what made this one fail would fail again behind its back.
+        self._is_parked = True
 
     def _wait_for_next(self) -> int:
         slot = self._n_consumed % len(self._slots)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from offload_rt.stream._meter import LinkMeter
-from offload_rt.stream._streamer import Block, Supply
+from offload_rt.stream._streamer import Block, Supply, refuse_closed
 from offload_rt.tiers._tier import Read
 from offload_rt.trace import Trace
 from offload_rt.weights._image import host_block
@@ -36,7 +36,7 @@ class ThreadStreamer:
             (_pinned if pin else host_block)(supply.slot_nbytes) for _ in range(supply.n_slots if self._order else 0)
         ]
         self._changed = threading.Condition()
-        self._closed = False
+        self._closed = self._parked = False
         self._rewind()
         n_threads = max((tier.n_parallel for tier in supply.streamed if tier is not None), default=0)
         self._threads = [threading.Thread(target=self._work, name=f"read-{i}", daemon=True) for i in range(n_threads)]
@@ -45,6 +45,8 @@ class ThreadStreamer:
 
     def sweep(self) -> Iterator[Block]:
         """Yield every layer once, in order; see `Streamer`."""
+        refuse_closed(self._closed)
+        self._go_on()
         finished = False
         try:
             for i, tier in enumerate(self._supply.streamed):
@@ -70,6 +72,11 @@ class ThreadStreamer:
             thread.join()
         self._slots.clear()
 
+    def _go_on(self) -> None:
+        with self._changed:
+            self._parked = False
+            self._changed.notify_all()
+
     def _rewind(self) -> None:
         self._n_consumed = 0  # fetches whose compute has finished
         self._n_started = 0
@@ -81,8 +88,9 @@ class ThreadStreamer:
         """Wait until the next fetch has arrived; returns its slot."""
         k = self._n_consumed
         with self._changed:
-            while self._error is None and not self._has_arrived(k):
+            while self._error is None and not self._closed and not self._has_arrived(k):
                 self._changed.wait()
+            refuse_closed(self._closed)
             if self._error is not None:
                 raise self._error
         return k % len(self._slots)
@@ -103,7 +111,8 @@ class ThreadStreamer:
             while self._n_reading:
                 self._changed.wait()
             self._rewind()
-            self._changed.notify_all()
+            # Nothing is fetched before the next sweep asks: what made this one fail would fail again behind its back.
+            self._parked = True
 
     def _work(self) -> None:
         while True:
@@ -118,7 +127,7 @@ class ThreadStreamer:
 
     def _next_part(self) -> tuple[int, Read] | None:
         """The next read to do, or None while all slots are full or a read has failed. Called with the lock held."""
-        if self._error is not None:
+        if self._error is not None or self._parked:
             return None
         for k, fetch in self._under_way.items():
             if fetch.parts:

@@ -74,8 +74,8 @@ class Plan:
 
 
 def least_budget(layer_nbytes: Sequence[int], need: Need) -> int:
-    """The smallest device budget that would do: two slots, or all layers where there are fewer."""
-    return need.total + min(len(layer_nbytes), _LEAST_SLOTS) * max(layer_nbytes)
+    """The smallest device budget that would do: two slots, or all layers where they are smaller than that."""
+    return need.total + min(sum(layer_nbytes), _LEAST_SLOTS * max(layer_nbytes))
 
 
 def place(layer_nbytes: Sequence[int], need: Need, budgets: Budgets) -> Plan:

@@ -44,12 +44,16 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Part:
-    """Bytes [start, start + nbytes) of a file, which belong at `offset` of a block."""
+    """Bytes [start, start + nbytes) of a file, which belong at `offset` of a block.
+
+    phased  the block keeps the file's phase, so whole pages may be read into it without touching another tensor
+    """
 
     path: Path
     start: int
     nbytes: int
     offset: int
+    phased: bool
 
 
 class DiskTier:
@@ -66,9 +70,15 @@ class DiskTier:
         """layers: per block its tensors' records; names: what each tensor is called in a block."""
         self._settings = settings or ReadSettings()
         self.n_parallel = self._settings.n_parallel
-        self._files = {path: _open(path) for path in sorted({record.path for records in layers for record in records})}
-        self._blocks = [_plan(records, names, self._settings.request_nbytes) for records in layers]
+        self._files: dict[Path, int] = {}
         self._bounce = threading.local()
+        self._blocks = [_plan(records, names, self._settings.request_nbytes) for records in layers]
+        try:
+            for path in sorted({record.path for records in layers for record in records}):
+                self._files[path] = _open(path)
+        except LinkError:
+            self.close()
+            raise
 
     def layout(self, i: int) -> Layout:
         """How block i lies in memory after it has been read."""
@@ -85,7 +95,7 @@ class DiskTier:
         self._files.clear()
 
     def _read(self, part: _Part, into: Tensor) -> Read:
-        in_phase = (into.data_ptr() + part.offset - part.start) % PAGE == 0
+        in_phase = part.phased and (into.data_ptr() + part.offset - part.start) % PAGE == 0
 
         def read() -> int:
             first = part.start // PAGE * PAGE
@@ -122,7 +132,8 @@ def _plan(
     """The layout of a block, and the requests that fill it."""
     runs = _runs(records)
     layout = _phased_layout(runs, dict(zip(records, names, strict=True)))
-    if any(slot.offset % slot.dtype.itemsize for slot in layout.slots):
+    phased = not any(slot.offset % slot.dtype.itemsize for slot in layout.slots)
+    if not phased:
         layout = packed_layout(
             (name, record.shape, record.torch_dtype()) for record, name in zip(records, names, strict=True)
         )
@@ -131,7 +142,7 @@ def _plan(
     name_of = dict(zip(records, names, strict=True))
     parts: list[_Part] = []
     for run in runs:
-        parts += _parts(run, offset_of[name_of[run.records[0]]], request_nbytes)
+        parts += _parts(run, offset_of[name_of[run.records[0]]], request_nbytes, phased)
     return layout, tuple(parts)
 
 
@@ -160,10 +171,10 @@ def _phased_layout(runs: Sequence[_Run], name_of: dict[TensorRecord, str]) -> La
     return Layout(tuple(slots), align_up(end, PAGE))
 
 
-def _parts(run: _Run, offset: int, request_nbytes: int) -> list[_Part]:
+def _parts(run: _Run, offset: int, request_nbytes: int, phased: bool) -> list[_Part]:
     """Cut a run where requests end, at multiples of the request size in the file."""
     cuts = [run.start, *range(align_up(run.start + 1, request_nbytes), run.stop, request_nbytes), run.stop]
-    return [_Part(run.path, a, b - a, offset + a - run.start) for a, b in itertools.pairwise(cuts)]
+    return [_Part(run.path, a, b - a, offset + a - run.start, phased) for a, b in itertools.pairwise(cuts)]
 
 
 def _open(path: Path) -> int:

@@ -34,7 +34,8 @@ _WANTED_FILES = (
 )
 # Old Llama checkpoints carry the rotary frequencies, which follow from the config.
 _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+# A number of more digits is no layer's; Python refuses to convert thousands of them.
+_LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
 
 @dataclass(frozen=True)
@@ -61,10 +62,14 @@ def locate(model: str, revision: str | None = None, offline: bool = False) -> Pa
 
     Raises CheckpointError if there is none.
     """
-    path = Path(model).expanduser()
-    if path.is_dir():
+    try:
+        path = Path(model).expanduser()
+        is_directory, exists = path.is_dir(), path.exists()
+    except (OSError, RuntimeError) as error:  # a name too long, a folder that may not be entered, the home of nobody
+        raise CheckpointError(f"{model}: {error}", change="give the directory of a checkpoint") from error
+    if is_directory:
         return path
-    if path.exists():
+    if exists:
         raise CheckpointError(
             f"{model} is a file", need="the directory of a checkpoint", change="give the directory it lies in"
         )
@@ -150,7 +155,8 @@ def _sharded(directory: Path) -> dict[str, TensorRecord]:
     if not isinstance(where, dict) or not where:
         raise CheckpointError(f"{_INDEX} has no weight_map", change="download it again")
     for name, shard in where.items():
-        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+        plain = isinstance(shard, str) and shard.isprintable() and Path(shard).name == shard
+        if not plain or not shard.endswith(".safetensors"):
             raise CheckpointError(
                 f"{_INDEX}: {shard!r}, given for {name!r}, is no safetensors file name", change="download it again"
             )

@@ -3,6 +3,7 @@
 import json
 import math
 import struct
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from offload_rt.errors import CheckpointError
 
 # The safetensors library's own bound on a header.
 _MAX_HEADER = 100_000_000
+# Larger than any file, smaller than what Python refuses to print.
+_MOST, _MOST_DIMENSIONS = 2**63, 64
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -69,8 +72,7 @@ def _header_bytes(prefix: bytes, size: int, read: Any, path: Path) -> bytes:
 
 def _parse(raw: bytes, path: Path) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        repeated = {key for key in keys if keys.count(key) > 1} if len(set(keys)) < len(keys) else ()
+        repeated = [key for key, n in Counter(key for key, _ in pairs).items() if n > 1]
         if repeated:
             raise CheckpointError(f"{path.name}: key {min(repeated)!r} stands twice in the header")
         return dict(pairs)
@@ -106,7 +108,7 @@ def _records(header: dict[str, Any], path: Path, data_start: int, size: int) -> 
 def _record(name: str, entry: Any, path: Path, data_start: int) -> TensorRecord:
     try:
         dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        whole = all(type(n) is int and n >= 0 for n in (*shape, begin, end))
+        whole = len(shape) <= _MOST_DIMENSIONS and all(type(n) is int and 0 <= n < _MOST for n in (*shape, begin, end))
     except (TypeError, KeyError, ValueError):
         whole = False
     if not whole or not isinstance(dtype, str) or begin > end:

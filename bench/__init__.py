@@ -1,0 +1,1 @@
+"""Benchmarks: one file per question, each with the physical floor measured in the same run."""

@@ -1,0 +1,95 @@
+"""What every benchmark says: the machine it ran on, medians with their spread, one JSON line at the end."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Least, median and largest of several measurements."""
+
+    least: float
+    median: float
+    largest: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        """The spread of at least one value."""
+        return cls(min(values), median(values), max(values))
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} ({self.least:.3f} to {self.largest:.3f})"
+
+
+def machine() -> str:
+    """The machine in a line: processor, cores, memory, system, torch."""
+    import torch
+
+    gib = psutil.virtual_memory().total / 2**30
+    return f"{_processor()}, {os.cpu_count()} cores, {gib:.0f} GiB, {platform.system()} {platform.release()}, torch {torch.__version__}"
+
+
+def commit() -> str:
+    """The commit that was measured, marked if the tree had changes."""
+    told = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return told.stdout.strip() or "unknown"
+
+
+def expanded_model(size: str) -> Path:
+    """The demo target at another size, written on first use."""
+    out = ROOT / "demo-cache" / f"expanded-{size}"
+    command = [sys.executable, "scripts/expand.py", "--source", "models/demo-target", "--out", str(out), "--size", size]
+    subprocess.run(command, cwd=ROOT, check=True)
+    return out
+
+
+def drop_from_page_cache(directory: Path) -> None:
+    """Make the weights of a checkpoint cold again."""
+    for path in directory.glob("*.safetensors"):
+        file = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(file)
+
+
+@dataclass(frozen=True)
+class ProcessRun:
+    """A process that ended well: the object on its last line of stdout, its wall time, its peak resident memory."""
+
+    result: dict[str, Any]
+    seconds: float
+    peak_rss: int
+
+
+def run_json(arguments: Sequence[str]) -> ProcessRun:
+    """Run `python <arguments>` in the repository. Raises RuntimeError with its stderr if it fails."""
+    started = time.perf_counter()
+    with subprocess.Popen(
+        [sys.executable, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        out, err = process.stdout.read(), process.stderr.read()
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(arguments)} failed: {err.strip()[-2000:]}")
+    lines = out.strip().splitlines()
+    return ProcessRun(json.loads(lines[-1]) if lines else {}, time.perf_counter() - started, usage.ru_maxrss * 1024)
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or "unknown processor"

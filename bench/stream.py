@@ -1,0 +1,212 @@
+"""Does streaming a checkpoint four times larger than its memory cost more than reading it?
+
+`python -m bench.stream` asks, in one run and interleaved: the time of a pass of one token against the floor (the same bytes
+by the same direct reads, and nothing else); peak memory against the budget; seconds per token against Accelerate's disk
+offload, both cold; overlap over a link of a set speed; and how long a small resident model takes to its first token. The
+last line is one JSON object.
+"""
+
+import argparse
+import json
+import sys
+import time
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from bench._measure import Spread, commit, drop_from_page_cache, expanded_model, machine, run_json
+from offload_rt.api import LLM
+from offload_rt.config import SamplingParams, format_size, parse_size
+from offload_rt.engine.runner import Placing, Runner, Step
+from offload_rt.stream._streamer import Streamer, Supply
+from offload_rt.stream.threads import ThreadStreamer
+from offload_rt.tiers.device import DeviceTier
+from offload_rt.tiers.paced import PacedTier
+from offload_rt.trace import Trace
+from offload_rt.tree.topology import Topology
+from offload_rt.weights import dense
+
+PASSES = 3  # in each measurement; the circle is full before and after, so each moves exactly its own bytes
+PROMPT = [0, 300, 17, 511, 42]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to measure."""
+
+    model: Path
+    budget: int
+    rounds: int
+    tokens: int
+
+
+def pass_against_floor(settings: Settings) -> dict[str, object]:
+    """Seconds of a one-token pass, and of a sweep that computes nothing, in turn."""
+    floors, passes, busy = [], [], []
+    with LLM(str(settings.model), device_memory=settings.budget) as llm:
+        streamer, plan = llm.engine.streamer, llm.plan
+        params = SamplingParams(max_new_tokens=PASSES)
+        for _ in range(settings.rounds + 1):
+            floors.append(_timed_sweeps(streamer))
+            started = time.perf_counter()
+            output = llm.generate([PROMPT], params)[0]
+            passes.append((time.perf_counter() - started) / output.stats.n_passes)
+            busy.append(output.stats.link_busy)
+        moved = sum(nbytes for _, nbytes in plan.pass_bytes.streamed)
+        where = {tier: plan.count(tier) for tier in ("device", "disk")}
+    floors, passes, busy = floors[1:], passes[1:], busy[1:]  # the first round warms up
+    ratio = Spread.of([one / floor for one, floor in zip(passes, floors, strict=True)])
+    floor = Spread.of(floors)
+    print(f"\n## A pass of one token over {moved / 1e9:.2f} GB from the disk ({where['device']} layers resident, {where['disk']} streamed)")
+    print(f"floor, the same reads and nothing else   {floor} s, {moved / floor.median / 1e9:.2f} GB/s")
+    print(f"pass                                     {Spread.of(passes)} s, link busy {Spread.of(busy).median:.1%}")
+    print(f"pass / floor, pair by pair               {ratio}")
+    return {"moved_bytes": moved, "floor_s": asdict(floor), "pass_s": asdict(Spread.of(passes)), "pass_over_floor": asdict(ratio)}
+
+
+def _timed_sweeps(streamer: Streamer) -> float:
+    started = time.perf_counter()
+    for _ in range(PASSES):
+        with closing(streamer.sweep()) as sweep:
+            for _ in sweep:
+                pass
+    return (time.perf_counter() - started) / PASSES
+
+
+def peak_memory(settings: Settings) -> dict[str, object]:
+    """Peak resident memory of a run on the command line, beyond what importing takes."""
+    imports = run_json(["-c", "import torch, transformers, offload_rt.api, offload_rt.console"])
+    ids = ["--model", str(settings.model), "--device-memory", str(settings.budget), "--max-new-tokens", "3", "--json"]
+    run = run_json(["-m", "offload_rt.run", *ids, "--prompt", "def main():"])
+    above = run.peak_rss - imports.peak_rss
+    print("\n## Peak resident memory of the process")
+    print(f"importing torch and transformers  {format_size(imports.peak_rss)}")
+    print(f"the run beyond that               {format_size(above)}; budget {format_size(settings.budget)}")
+    return {"imports_bytes": imports.peak_rss, "beyond_imports_bytes": above, "budget_bytes": settings.budget}
+
+
+def against_accelerate(settings: Settings) -> dict[str, object] | None:
+    """Seconds per token after the first, both cold, in turn."""
+    if find_spec("accelerate") is None:
+        print('\n## Accelerate is not installed: pip install -e ".[compare]"')
+        return None
+    with LLM(str(settings.model), device_memory=settings.budget) as llm:
+        n_resident = llm.plan.count("device")
+    ours, theirs, same = [], [], True
+    for _ in range(max(settings.rounds // 3, 2)):
+        drop_from_page_cache(settings.model)
+        mine = run_json([
+            "-m", "bench._offload_rt", "--model", str(settings.model), "--budget", str(settings.budget), "--tokens", str(settings.tokens),
+            "--prompt-ids", json.dumps(PROMPT),
+        ])  # fmt: skip
+        peer = run_json([
+            "-m", "bench._accelerate", "--model", str(settings.model), "--resident-layers", str(n_resident), "--tokens", str(settings.tokens),
+            "--prompt-ids", json.dumps(PROMPT),
+        ])  # fmt: skip
+        ours += mine.result["seconds"][1:]
+        theirs += peer.result["seconds"][1:]
+        same &= mine.result["token_ids"] == peer.result["token_ids"]
+    ratio = Spread.of(theirs).median / Spread.of(ours).median
+    print(f"\n## Seconds per token, cold, {n_resident} layers resident in both")
+    print(f"offload_rt               {Spread.of(ours)}")
+    print(f"Accelerate disk offload  {Spread.of(theirs)}")
+    print(f"ratio of medians {ratio:.2f}; the same tokens: {'yes' if same else 'no (bf16, sums in another order)'}")
+    return {"offload_rt_s": asdict(Spread.of(ours)), "accelerate_s": asdict(Spread.of(theirs)), "ratio": ratio, "same_tokens": same}
+
+
+def paced_overlap(settings: Settings) -> dict[str, object]:
+    """A pass whose compute and link take equally long, over a link of a set speed."""
+    n_layers, n_rows = 8, 48
+    with LLM(str(settings.model)) as llm:  # all resident: the source of the paced link, and the compute to be hidden
+        spec, runner = llm.engine.runner.spec, llm.engine.runner
+        images = [llm.engine.resident.image(i) for i in range(n_layers)]
+        source = DeviceTier()
+        for i, image in enumerate(images):
+            source.put(i, image)
+        moved = sum(image.layout.nbytes for image in images)
+        resident = _Passes(runner, Supply(source, (None,) * n_layers, 0), n_rows)
+        compute = Spread.of([resident.seconds() for _ in range(5)][1:]).median
+        tier = PacedTier(source, moved / compute / 1e9)
+        both = _Passes(runner, Supply(DeviceTier(), (tier,) * n_layers, 3), n_rows)
+        link_only = ThreadStreamer(Supply(DeviceTier(), (tier,) * n_layers, 3), Trace(on=False))
+        ratios = []
+        for _ in range(settings.rounds):
+            longer = max(_timed_sweeps(link_only), resident.seconds())
+            ratios.append(both.seconds() / longer)
+        link_only.close()
+        resident.close()
+        both.close()
+    print(f"\n## Overlap: {spec.hidden_size} wide, {n_layers} layers, {n_rows} tokens a pass, link paced to {moved / compute / 1e9:.2f} GB/s")
+    print(f"pass / the longer of link and compute  {Spread.of(ratios)}")
+    return {"compute_s": compute, "link_gbps": moved / compute / 1e9, "pass_over_longer": asdict(Spread.of(ratios))}
+
+
+class _Passes:
+    """Passes of a fixed number of tokens over some layers."""
+
+    def __init__(self, like: Runner, supply: Supply, n_rows: int) -> None:
+        self._streamer = ThreadStreamer(supply, Trace(on=False))
+        self._runner = Runner(like.spec, self._streamer, like.outer, dense.View, Placing(like.device, like.dtype), Trace(on=False))
+        self._n_rows = n_rows
+
+    def seconds(self) -> float:
+        """Mean time of a pass."""
+        tokens = torch.arange(self._n_rows) % self._runner.spec.vocab_size
+        started = time.perf_counter()
+        for _ in range(PASSES):
+            cache = self._runner.new_cache(self._n_rows)
+            self._runner.forward([Step(cache, tokens, Topology.chain(self._n_rows), 1, self._n_rows)])
+        return (time.perf_counter() - started) / PASSES
+
+    def close(self) -> None:
+        """Join the threads."""
+        self._streamer.close()
+
+
+def first_token() -> dict[str, object]:
+    """From the start of a process to the first token of a small resident model, beyond its imports."""
+    imports, runs = [], []
+    for _ in range(5):
+        imports.append(run_json(["-c", "import torch, transformers, offload_rt.api, offload_rt.console"]).seconds)
+        run = ["-m", "offload_rt.run", "--model", "models/demo-target", "--prompt", "import", "--max-new-tokens", "1", "--json"]
+        runs.append(run_json(run).seconds)
+    beyond = Spread.of([run - base for run, base in zip(runs, imports, strict=True)])
+    print("\n## Start to first token, small resident model")
+    print(f"imports {Spread.of(imports)} s; beyond imports {beyond} s")
+    return {"imports_s": asdict(Spread.of(imports)), "beyond_imports_s": asdict(beyond)}
+
+
+def main() -> None:
+    """Run the sections and print one JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="a checkpoint; default: the demo target expanded to --size")
+    parser.add_argument("--size", default="3GB")
+    parser.add_argument("--budget", type=parse_size, help="default: a quarter of the weights")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--tokens", type=int, default=6, help="for each process of the comparison")
+    parser.add_argument("--sections", default="pass,memory,accelerate,paced,first", help="some of these")
+    flags = parser.parse_args()
+    model = flags.model or expanded_model(flags.size)
+    nbytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    settings = Settings(model, flags.budget or nbytes // 4, flags.rounds, flags.tokens)
+    print(f"{machine()}\n{model.name}: {format_size(nbytes)}, budget {format_size(settings.budget)}; commit {commit()}")
+    results: dict[str, object] = {"machine": machine(), "commit": commit(), "model_bytes": nbytes, "budget_bytes": settings.budget}
+    sections = {
+        "pass": lambda: pass_against_floor(settings),
+        "memory": lambda: peak_memory(settings),
+        "accelerate": lambda: against_accelerate(settings),
+        "paced": lambda: paced_overlap(settings),
+        "first": first_token,
+    }
+    for name in flags.sections.split(","):
+        if name not in sections:
+            sys.exit(f"no section {name!r}; there are {', '.join(sections)}")
+        results[name] = sections[name]()
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

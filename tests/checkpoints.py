@@ -1,0 +1,155 @@
+"""Builders of tiny checkpoints, byte by byte, so that a test can spoil any one of them."""
+
+import json
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+
+WORDS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int8: "I8"}
+ALPHABET = 256 + 40  # tokens of the tokenizer below
+
+Entries = dict[str, dict[str, Any]]
+
+
+def llama_config(**changes: Any) -> dict[str, Any]:
+    """The config.json of a Llama of a few kilobytes; None takes a key out."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 40,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 4,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 64,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "rope_theta": 10000.0,
+        "eos_token_id": 2,
+    }
+    return {key: value for key, value in (config | changes).items() if value is not None}
+
+
+def llama_tensors(config: Mapping[str, Any], dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Tensor]:
+    """Random weights under the names that transformers gives them; the scale keeps activations near one."""
+    d, m, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], d)}
+    for i in range(config["num_hidden_layers"]):
+        layer = {
+            "self_attn.q_proj": (q, d), "self_attn.k_proj": (kv, d), "self_attn.v_proj": (kv, d), "self_attn.o_proj": (d, q),
+            "mlp.gate_proj": (m, d), "mlp.up_proj": (m, d), "mlp.down_proj": (d, m),
+            "input_layernorm": (d,), "post_attention_layernorm": (d,),
+        }  # fmt: skip
+        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
+    shapes["model.norm.weight"] = (d,)
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (config["vocab_size"], d)
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: (torch.randn(shape, generator=generator) / shape[-1] ** 0.5 + (len(shape) == 1)).to(dtype)
+        for name, shape in shapes.items()
+    }
+
+
+def raw_bytes(tensor: Tensor) -> bytes:
+    """The bytes of a tensor as a file holds them."""
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def entries_of(tensors: Mapping[str, Tensor]) -> tuple[Entries, bytes]:
+    """The header entries of tensors laid one behind the other, and their bytes."""
+    entries, data = {}, b""
+    for name, tensor in tensors.items():
+        block = raw_bytes(tensor)
+        entries[name] = {
+            "dtype": WORDS[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [len(data), len(data) + len(block)],
+        }
+        data += block
+    return entries, data
+
+
+def file_bytes(header: Any, data: bytes, odd: int = 0) -> bytes:
+    """A safetensors file.
+
+    header  JSON content, or the text itself
+    odd     the data starts at a file offset of so much modulo 8
+    """
+    text = (header if isinstance(header, str) else json.dumps(header)).encode()
+    text += b" " * ((odd - len(text)) % 8)
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def write_file(path: Path, tensors: Mapping[str, Tensor], odd: int = 0) -> None:
+    """A safetensors file of these tensors, in this order."""
+    entries, data = entries_of(tensors)
+    path.write_bytes(file_bytes({"__metadata__": {"format": "pt"}, **entries}, data, odd))
+
+
+def write_checkpoint(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], odd: int = 0) -> Path:
+    """A checkpoint of one file."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    write_file(directory / "model.safetensors", tensors, odd)
+    return directory
+
+
+def write_sharded(
+    directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], parts: Sequence[Iterable[str]]
+) -> Path:
+    """A checkpoint of several shards.
+
+    parts  per shard the names of its tensors, in the order in which they lie in it
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    where = {}
+    for n, names in enumerate(parts, 1):
+        shard = f"model-{n:05}-of-{len(parts):05}.safetensors"
+        picked = {name: tensors[name] for name in names}
+        write_file(directory / shard, picked)
+        where |= dict.fromkeys(picked, shard)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    return directory
+
+
+def dealt(names: Iterable[str], n_parts: int) -> list[list[str]]:
+    """Names dealt out like cards, so that every layer lies in every part."""
+    names = list(names)
+    return [names[i::n_parts] for i in range(n_parts)]
+
+
+def add_tokenizer(directory: Path) -> None:
+    """A byte-level BPE tokenizer of ALPHABET tokens at most."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=ALPHABET, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(["the quick brown fox jumps over the lazy dog; the end of the story"] * 4, trainer)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+
+
+def speaking_checkpoint(directory: Path, **changes: Any) -> Path:
+    """A checkpoint with a tokenizer, and no end token, so that it goes on until it is stopped."""
+    wanted = {
+        "vocab_size": ALPHABET, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16,
+        "num_hidden_layers": 6, "max_position_embeddings": 8192, "eos_token_id": None,
+    }  # fmt: skip
+    config = llama_config(**wanted | changes)
+    write_checkpoint(directory, config, llama_tensors(config))
+    add_tokenizer(directory)
+    return directory

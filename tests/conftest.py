@@ -1,0 +1,25 @@
+"""What holds for every test: one thread, no network, and a cache folder that is not the user's."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from tiny import Zoo
+
+
+@pytest.fixture(autouse=True, scope="session")
+def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Measurements are written to a folder of this run, and nothing asks the hub."""
+    # Threads that wait for each other at matrices this small cost a hundredfold where another program uses the cores.
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setenv("TOKENIZERS_PARALLELISM", "false")
+        yield
+
+
+@pytest.fixture(scope="session")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
+    """Tiny checkpoints of every family, made when they are first asked for."""
+    return Zoo(tmp_path_factory.mktemp("zoo"))

@@ -1,0 +1,622 @@
+"""Everything about a checkpoint is checked before a weight moves, and each fault is told in one sentence that names the thing."""
+
+import copy
+import functools
+import json
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import (
+    Entries,
+    dealt,
+    entries_of,
+    file_bytes,
+    llama_config,
+    llama_tensors,
+    raw_bytes,
+    write_checkpoint,
+    write_file,
+    write_sharded,
+)
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from offload_rt import build
+from offload_rt.api import LLM
+from offload_rt.errors import CheckpointError, LinkError, OffloadError, UnsupportedModelError
+from offload_rt.tiers.disk import DiskTier, ReadSettings
+from offload_rt.weights._checkpoint import end_ids, locate, open_checkpoint
+from offload_rt.weights._header import read_header
+from offload_rt.weights._image import host_block
+
+DOWN, LAST = "model.layers.1.mlp.down_proj.weight", "model.layers.2.input_layernorm.weight"
+SHARD_1, SHARD_2 = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+INDEX = "model.safetensors.index.json"
+
+FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@functools.cache
+def _sound() -> tuple[dict[str, Any], dict[str, Tensor]]:
+    config = llama_config()
+    return config, llama_tensors(config)
+
+
+def _single(directory: Path, **changes: Any) -> Path:
+    config, tensors = _sound()
+    return write_checkpoint(directory, {**config, **changes}, tensors)
+
+
+def _sharded(directory: Path) -> Path:
+    config, tensors = _sound()
+    return write_sharded(directory, config, tensors, dealt(tensors, 2))
+
+
+def _refused(directory: Path, kind: type[OffloadError], *words: str) -> None:
+    with pytest.raises(OffloadError) as caught:
+        open_checkpoint(directory)
+    assert type(caught.value) is kind
+    assert caught.value.exit_code == 2
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message, message
+
+
+# What is sound opens.
+
+
+@pytest.mark.parametrize("make", [_single, _sharded])
+def test_a_sound_checkpoint_opens_with_every_tensor_in_its_place(make: Callable[[Path], Path], tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(make(tmp_path))
+    _, tensors = _sound()
+    assert checkpoint.nbytes == sum(tensor.nbytes for tensor in tensors.values())
+    for i, layer in enumerate(checkpoint.layers):
+        wanted = [f"model.layers.{i}.{name}" for name, _ in checkpoint.spec.layer_tensors()]
+        assert [record.name for record in layer] == wanted
+    assert [record.name for record in checkpoint.outer] == [
+        "model.embed_tokens.weight",
+        "model.norm.weight",
+        "lm_head.weight",
+    ]
+    for record in (*(record for layer in checkpoint.layers for record in layer), *checkpoint.outer):
+        assert record.path.read_bytes()[record.start : record.stop] == raw_bytes(tensors[record.name]), record.name
+
+
+def test_rotary_frequencies_of_old_checkpoints_are_tolerated(tmp_path: Path) -> None:
+    config, tensors = _sound()
+    old = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(2) for i in range(3)}
+    assert open_checkpoint(write_checkpoint(tmp_path, config, {**tensors, **old})).spec.n_layers == 3
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_tied_checkpoint_may_store_its_head(stored: bool, tmp_path: Path) -> None:
+    config, tensors = _sound()
+    kept = {name: tensor for name, tensor in tensors.items() if stored or name != "lm_head.weight"}
+    checkpoint = open_checkpoint(write_checkpoint(tmp_path, {**config, "tie_word_embeddings": True}, kept))
+    assert [record.name for record in checkpoint.outer] == ["model.embed_tokens.weight", "model.norm.weight"]
+
+
+def test_auto_map_is_ignored_and_its_code_not_run(tmp_path: Path) -> None:
+    _single(tmp_path, auto_map={"AutoModelForCausalLM": "evil.Model", "AutoConfig": "evil.Config"})
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    with LLM(str(tmp_path), device="cpu") as llm:
+        assert llm.plan.count("device") == 3
+    assert not (tmp_path / "ran").exists()
+
+
+def test_safetensors_are_taken_where_pickles_lie_beside_them(tmp_path: Path) -> None:
+    _single(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"not looked at")
+    assert open_checkpoint(tmp_path).spec.n_layers == 3
+
+
+# config.json
+
+
+def _config_text(text: str) -> Callable[[Path], None]:
+    return lambda directory: (directory / "config.json").write_text(text) and None
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda directory: (directory / "config.json").unlink(), ["config.json", "No such file"]),
+        (_config_text("{"), ["config.json", "not JSON"]),
+        (_config_text("[" * 100_000), ["config.json", "not JSON"]),
+        (_config_text("[1]"), ["config.json", "object"]),
+        (lambda directory: (directory / "config.json").write_bytes(b"\xff\xfe\x00"), ["config.json", "not JSON"]),
+    ],
+    ids=["missing", "cut", "deep", "list", "binary"],
+)
+def test_a_config_that_cannot_be_read_is_refused(
+    spoil: Callable[[Path], None], words: list[str], tmp_path: Path
+) -> None:
+    _single(tmp_path)
+    spoil(tmp_path)
+    _refused(tmp_path, CheckpointError, *words)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"frobnicate": 1}, ["'frobnicate'"]),
+        ({"model_type": "gpt_neox"}, ["'gpt_neox'", "llama"]),
+        ({"model_type": None}, ["model_type"]),
+        ({"model_type": ["llama"]}, ["model_type"]),
+        ({"model_type": "_spec"}, ["'_spec'"]),
+        ({"architectures": ["LlamaForSequenceClassification"]}, ["LlamaForSequenceClassification"]),
+        ({"quantization_config": {"quant_method": "gptq"}}, ["'quantization_config'"]),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, ["rope"]),
+        ({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, ["spiral"]),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "wobble": 1}}, ["wobble"]),
+        ({"rope_scaling": {"rope_type": "linear"}}, ["factor"]),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["rope"]),
+        ({"rope_theta": "big"}, ["rope_theta"]),
+        ({"hidden_act": "gelu"}, ["gelu", "silu"]),
+        ({"num_hidden_layers": None}, ["'num_hidden_layers'"]),
+        ({"num_hidden_layers": 0}, ["num_hidden_layers"]),
+        ({"num_hidden_layers": "3"}, ["num_hidden_layers"]),
+        ({"num_key_value_heads": 3}, ["num_key_value_heads"]),
+        ({"head_dim": 3}, ["head_dim"]),
+        ({"head_dim": 10**12}, ["head_dim"]),
+        ({"num_hidden_layers": 10**12}, ["num_hidden_layers"]),
+        ({"rms_norm_eps": float("nan")}, ["rms_norm_eps"]),
+        ({"torch_dtype": "int8"}, ["int8"]),
+        ({"torch_dtype": "float7"}, ["float7"]),
+    ],
+    ids=lambda value: "-".join(f"{k}={v}"[:40] for k, v in value.items()) if isinstance(value, dict) else "",
+)
+def test_a_config_that_is_not_understood_is_refused(changes: dict[str, Any], words: list[str], tmp_path: Path) -> None:
+    _single(tmp_path, **changes)
+    _refused(tmp_path, UnsupportedModelError, *words)
+
+
+# Which files there are.
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        ((), ["no weights at all"]),
+        (("pytorch_model.bin",), ["pytorch_model.bin", "safetensors"]),
+        (("x.gguf",), ["x.gguf"]),
+    ],
+)
+def test_a_directory_without_safetensors_is_refused(names: tuple[str, ...], words: list[str], tmp_path: Path) -> None:
+    _single(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    for name in names:
+        (tmp_path / name).write_bytes(b"\x80\x04.")
+    _refused(tmp_path, CheckpointError, *words)
+
+
+def _edit_index(directory: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
+    index = json.loads((directory / INDEX).read_text())
+    edit(index)
+    (directory / INDEX).write_text(json.dumps(index))
+
+
+def _swap(index: dict[str, Any]) -> None:
+    where = index["weight_map"]
+    where[DOWN] = SHARD_1 if where[DOWN] == SHARD_2 else SHARD_2
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (_swap, [DOWN, "lies in", SHARD_1, SHARD_2]),
+        (lambda index: index["weight_map"].update({"model.layers.0.ghost.weight": SHARD_1}), ["ghost", SHARD_1]),
+        (lambda index: index["weight_map"].pop(DOWN), [DOWN, "does not list it"]),
+        (lambda index: index["weight_map"].update({DOWN: "model-00003-of-00002.safetensors"}), ["model-00003-of-00002", "missing"]),
+        (lambda index: index.pop("weight_map"), ["weight_map"]),
+        (lambda index: index["weight_map"].clear(), ["weight_map"]),
+        (lambda index: index.update(weight_map=[1]), ["weight_map"]),
+        (lambda index: index["weight_map"].update({DOWN: 7}), [DOWN]),
+        (lambda index: index["weight_map"].update({DOWN: "a\nb.safetensors"}), [DOWN]),
+        *(
+            (lambda index, shard=shard: index["weight_map"].update({DOWN: shard}), [DOWN, "no safetensors file name"])
+            for shard in ("../outside.safetensors", "/etc/outside.safetensors", "sub/inside.safetensors", "..", "", "w.bin")
+        ),
+    ],
+)  # fmt: skip
+def test_an_index_that_lies_is_refused(edit: Callable[[dict[str, Any]], Any], words: list[str], tmp_path: Path) -> None:
+    _sharded(tmp_path / "model")
+    for place in (tmp_path, tmp_path / "model"):
+        (place / "sub").mkdir(exist_ok=True)
+        write_file(place / "sub" / "inside.safetensors", {})
+        write_file(place / "outside.safetensors", {})
+    _edit_index(tmp_path / "model", edit)
+    _refused(tmp_path / "model", CheckpointError, *words)
+
+
+def test_a_missing_shard_is_refused(tmp_path: Path) -> None:
+    _sharded(tmp_path)
+    (tmp_path / SHARD_2).unlink()
+    _refused(tmp_path, CheckpointError, SHARD_2, "missing")
+
+
+def test_a_shard_that_is_a_directory_is_refused(tmp_path: Path) -> None:
+    _sharded(tmp_path)
+    (tmp_path / SHARD_2).unlink()
+    (tmp_path / SHARD_2).mkdir()
+    _refused(tmp_path, CheckpointError, SHARD_2)
+
+
+# Which tensors there are.
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda tensors: tensors.pop(DOWN), [DOWN, "missing"]),
+        (lambda tensors: tensors.pop("lm_head.weight"), ["lm_head.weight", "missing"]),
+        (lambda tensors: tensors.update({"model.layers.1.extra.weight": torch.ones(2)}), ["model.layers.1.extra.weight"]),
+        (lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(16)}), ["q_proj.bias"]),
+        (lambda tensors: tensors.update({DOWN: torch.ones(16, 23)}), [DOWN, "misshapen", "[16, 24]", "[16, 23]"]),
+        (lambda tensors: tensors.update({DOWN: torch.ones(24, 16)}), [DOWN, "misshapen"]),
+        (lambda tensors: tensors.update({LAST: torch.ones(1, 16)}), [LAST, "misshapen"]),
+        (lambda tensors: tensors.update({DOWN: torch.ones(16, 24, dtype=torch.int8)}), [DOWN, "I8"]),
+        (lambda tensors: [tensors.pop(name) for name in list(tensors) if ".2." in name], ["num_hidden_layers", "3", "2"]),
+        (lambda tensors: tensors.update({LAST.replace("2", "3"): torch.ones(16)}), ["num_hidden_layers", "3", "4"]),
+        (lambda tensors: [tensors.pop(name) for name in list(tensors) if ".1." in name], ["model.layers.1", "missing"]),
+        (lambda tensors: tensors.update({f"model.layers.{'9' * 5000}.x": torch.ones(1)}), ["model.layers.999"]),
+    ],
+    ids=[
+        "missing", "no head", "extra", "extra bias", "misshapen", "transposed", "rank", "dtype", "fewer layers", "more layers",
+        "layer missing in the middle", "endless layer number",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("n_shards", [1, 2])
+def test_tensors_that_do_not_belong_to_the_config_are_refused(
+    n_shards: int, edit: Callable[[dict[str, Tensor]], Any], words: list[str], tmp_path: Path
+) -> None:
+    config, tensors = _sound()
+    tensors = dict(tensors)
+    edit(tensors)
+    if n_shards == 1:
+        write_checkpoint(tmp_path, config, tensors)
+    else:
+        write_sharded(tmp_path, config, tensors, dealt(tensors, n_shards))
+    _refused(tmp_path, CheckpointError, *words)
+
+
+# The header of a file.
+
+
+def _spoilt(directory: Path, edit: Callable[[Entries], Any], tail: bytes = b"") -> Path:
+    """A checkpoint whose header went through `edit`, which returns a new one or None."""
+    config, tensors = _sound()
+    entries, data = entries_of(tensors)
+    header = edit(entries) or entries
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "model.safetensors").write_bytes(file_bytes(header, data + tail))
+    return directory
+
+
+def _twice(entries: Entries) -> str:
+    text = json.dumps(entries)
+    return f"{text[:-1]}, {json.dumps(DOWN)}: {json.dumps(entries[DOWN])}}}"
+
+
+def _shift(name: str, begin: int, end: int) -> Callable[[Entries], None]:
+    def edit(entries: Entries) -> None:
+        a, b = entries[name]["data_offsets"]
+        entries[name]["data_offsets"] = [a + begin, b + end]
+
+    return edit
+
+
+def _set(name: str, **values: Any) -> Callable[[Entries], None]:
+    return lambda entries: entries[name].update(values)
+
+
+LONG = 10**4200  # JSON may carry it, and Python refuses to print a product of two
+
+
+@pytest.mark.parametrize(
+    ("edit", "tail", "words"),
+    [
+        (_twice, b"", [DOWN, "twice"]),
+        (_shift(DOWN, -4, -4), b"", ["overlaps"]),
+        (_shift("lm_head.weight", 4, 4), b"\0\0\0\0", ["hole"]),
+        (_shift(DOWN, 0, 4), b"", [DOWN]),
+        (_set(DOWN, data_offsets=[8, 4]), b"", [DOWN, "malformed"]),
+        (_set(DOWN, data_offsets=[-4, 4]), b"", [DOWN, "malformed"]),
+        (_set(DOWN, data_offsets=[0.0, 4.0]), b"", [DOWN, "malformed"]),
+        (_set(DOWN, data_offsets=[0]), b"", [DOWN, "malformed"]),
+        (_set(DOWN, data_offsets=None), b"", [DOWN, "malformed"]),
+        (_set(DOWN, shape=[True, 24]), b"", [DOWN, "malformed"]),
+        (_set(DOWN, shape=[-16, -24]), b"", [DOWN, "malformed"]),
+        (_set(DOWN, shape="16"), b"", [DOWN, "malformed"]),
+        (_set(DOWN, shape=[LONG, LONG]), b"", [DOWN]),
+        (_set(DOWN, shape=[2**62] * 400), b"", [DOWN]),
+        (_set("lm_head.weight", dtype="I8", data_offsets=[0, 10**4300 - 1]), b"", ["lm_head.weight"]),
+        (_set(DOWN, dtype=32), b"", [DOWN, "malformed"]),
+        (_set(DOWN, dtype="F16"), b"", [DOWN, "bytes"]),
+        (_set(DOWN, dtype="F9"), b"", [DOWN, "F9"]),
+        (lambda entries: entries.update({DOWN: 7}), b"", [DOWN, "malformed"]),
+        (lambda entries: entries[DOWN].pop("dtype") and None, b"", [DOWN, "malformed"]),
+        (lambda entries: "[1, 2]", b"", ["not a JSON object"]),
+        (lambda entries: "{" * 200_000, b"", ["not JSON"]),
+        (lambda entries: json.dumps(entries)[:-1], b"", ["not JSON"]),
+        (lambda entries: None, b"\0", ["longer"]),
+    ],
+    ids=[
+        "duplicate key", "overlap", "hole", "size", "backwards", "negative", "float", "one offset", "no offsets", "bool shape",
+        "negative shape", "text shape", "endless shape", "many dimensions", "endless offset", "number for dtype", "dtype size",
+        "unknown dtype", "number for entry", "no dtype", "list", "deep", "cut", "longer",
+    ],
+)  # fmt: skip
+def test_a_header_that_is_damaged_is_refused(
+    edit: Callable[[Entries], Any], tail: bytes, words: list[str], tmp_path: Path
+) -> None:
+    _refused(_spoilt(tmp_path, edit, tail), CheckpointError, *words)
+
+
+@pytest.mark.parametrize("n_lost", [1, 4, 4096, 10**9])
+@pytest.mark.parametrize("make", [_single, _sharded])
+def test_a_file_that_is_cut_short_is_refused(make: Callable[[Path], Path], n_lost: int, tmp_path: Path) -> None:
+    path = max(make(tmp_path).glob("*.safetensors"))
+    os.truncate(path, max(path.stat().st_size - n_lost, 0))
+    _refused(tmp_path, CheckpointError, path.name)
+
+
+@pytest.mark.parametrize("length", [0, 10**8, 10**8 + 1, 2**63, 2**64 - 1])
+def test_a_header_of_an_impossible_length_is_refused_without_reading_it(length: int, tmp_path: Path) -> None:
+    path = _single(tmp_path) / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", length) + path.read_bytes()[8:])
+    _refused(tmp_path, CheckpointError, path.name)
+
+
+def test_a_repeated_key_in_a_long_header_is_found_at_once(tmp_path: Path) -> None:
+    n = 60_000  # a search of every key for every key would take minutes
+    header = "{" + ",".join(f'"t{i}":0' for i in range(n)) + ',"t5":0}'
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(file_bytes(header, b""))
+    with pytest.raises(CheckpointError, match="'t5' stands twice"):
+        read_header(path)
+
+
+def _outcome(directory: Path) -> None:
+    """A checkpoint opens, or is refused for a reason; then all of it can be read. Anything else is a fault of ours."""
+    try:
+        checkpoint = open_checkpoint(directory)
+    except (CheckpointError, UnsupportedModelError) as error:
+        assert "\n" not in str(error)
+        return
+    _check_bytes(checkpoint.layers, [name for name, _ in checkpoint.spec.layer_tensors()])
+
+
+def _check_bytes(layers: Any, names: list[str], settings: ReadSettings | None = None, backwards: bool = False) -> None:
+    """What the disk tier reads is what lies in the files, in whatever order it is read."""
+    tier = DiskTier(layers, names, settings)
+    for i, records in enumerate(layers):
+        layout = tier.layout(i)
+        block = host_block(layout.nbytes)
+        block.fill_(0xA5)
+        for read in tier.reads(i, block)[:: -1 if backwards else 1]:
+            read()
+        views = layout.views(block)
+        for name, record in zip(names, records, strict=True):
+            assert raw_bytes(views[name]) == record.path.read_bytes()[record.start : record.stop], (i, name)
+    tier.close()
+
+
+@FUZZ
+@given(raw=st.binary(max_size=200))
+def test_random_bytes_are_refused(raw: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    for content in (raw, struct.pack("<Q", len(raw)) + raw):
+        path.write_bytes(content)
+        try:
+            read_header(path)
+        except CheckpointError as error:
+            assert "\n" not in str(error)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.integers(0, 4000) | st.floats() | st.text(max_size=5)
+    | st.sampled_from(["F32", "BF16", "I8", [0, 64], [16, 16], 2**70, LONG, "\ud800", "a\nb"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=4,
+)  # fmt: skip
+
+
+@st.composite
+def _edits(draw: st.DrawFn, paths: list[tuple[Any, ...]]) -> list[tuple[tuple[Any, ...], str, Any]]:
+    one = st.tuples(st.sampled_from(paths), st.sampled_from(["set", "drop", "rename"]), VALUES)
+    return draw(st.lists(one, min_size=1, max_size=3))
+
+
+def _paths(value: Any, depth: int) -> list[tuple[Any, ...]]:
+    """The ways to everything inside a JSON value."""
+    if depth == 0 or not isinstance(value, dict | list):
+        return [()]
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    return [()] + [(key, *rest) for key, inner in items for rest in _paths(inner, depth - 1)]
+
+
+def _apply(value: Any, edits: list[tuple[tuple[Any, ...], str, Any]]) -> Any:
+    value = copy.deepcopy(value)
+    for (*way, key), action, new in edits:
+        try:
+            parent = functools.reduce(lambda inner, step: inner[step], way, value)
+            if action == "rename":
+                parent[str(new)] = parent.pop(key)
+            elif action == "drop":
+                del parent[key]
+            else:
+                parent[key] = new
+        except (KeyError, IndexError, TypeError, AttributeError):
+            continue  # an edit before took the place away
+    return value
+
+
+@FUZZ
+@given(edits=_edits([path for path in _paths(entries_of(_sound()[1])[0], 3) if path]))
+def test_a_header_edited_at_random_is_refused_or_read_right(edits: Any, tmp_path: Path) -> None:
+    _outcome(_spoilt(tmp_path, lambda entries: _apply(entries, edits)))
+
+
+@FUZZ
+@given(
+    edits=_edits(
+        [path for path in _paths({**_sound()[0], "rope_scaling": {"rope_type": "linear", "factor": 2.0}}, 2) if path]
+    )
+)
+def test_a_config_edited_at_random_is_refused_or_understood(edits: Any, tmp_path: Path) -> None:
+    config, tensors = _sound()
+    config = {**config, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    if not (tmp_path / "model.safetensors").exists():
+        write_checkpoint(tmp_path, config, tensors)
+    (tmp_path / "config.json").write_text(json.dumps(_apply(config, edits)))
+    _outcome(tmp_path)
+
+
+@FUZZ
+@given(edits=_edits([("weight_map", name) for name in _sound()[1]] + [("weight_map",)]))
+def test_an_index_edited_at_random_is_refused_or_right(edits: Any, tmp_path: Path) -> None:
+    if not (tmp_path / "sound.json").exists():
+        _sharded(tmp_path)
+        (tmp_path / INDEX).rename(tmp_path / "sound.json")
+    index = _apply(json.loads((tmp_path / "sound.json").read_text()), edits)
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    _outcome(tmp_path)
+
+
+# Nothing moves before all is checked.
+
+
+@pytest.mark.parametrize("name", ["model.layers.2.mlp.down_proj.weight", "lm_head.weight"])
+def test_no_weight_is_read_from_a_faulty_checkpoint(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, tensors = _sound()
+    write_checkpoint(tmp_path, config, {key: tensor for key, tensor in tensors.items() if key != name})
+
+    def touched(*args: object) -> None:
+        raise AssertionError("a weight was about to move")
+
+    monkeypatch.setattr(build, "DiskTier", touched)
+    with pytest.raises(CheckpointError, match=name):
+        LLM(str(tmp_path), device="cpu")
+
+
+def test_a_file_lost_between_check_and_load_is_an_error_of_the_link(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(_single(tmp_path))
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(LinkError, match=r"model\.safetensors"):
+        DiskTier(checkpoint.layers, [name for name, _ in checkpoint.spec.layer_tensors()])
+
+
+# Data that starts anywhere.
+
+
+@pytest.mark.parametrize("request_nbytes", [4096, 1 << 20])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("odd", range(8))
+def test_data_at_odd_offsets_is_read_right(odd: int, dtype: torch.dtype, request_nbytes: int, tmp_path: Path) -> None:
+    config = llama_config(hidden_size=32, intermediate_size=160)
+    checkpoint = open_checkpoint(write_checkpoint(tmp_path, config, llama_tensors(config, dtype), odd))
+    assert {record.start % 8 for record in checkpoint.layers[0]} == {odd}
+    names = [name for name, _ in checkpoint.spec.layer_tensors()]
+    _check_bytes(checkpoint.layers, names, ReadSettings(request_nbytes, 2))
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize("phase", [256, 2304, 3840])
+def test_a_packed_tensor_that_happens_to_lie_in_phase_spoils_no_other(
+    phase: int, backwards: bool, tmp_path: Path
+) -> None:
+    """Read by whole pages, a tensor that lies at the same place of a page in file and block would spoil its neighbours."""
+    before, between = 4096 + 2, (phase - 4096 - 2 - phase) % 4096
+    tensors = {
+        "first": torch.zeros(1, dtype=torch.bfloat16),
+        "crooked": torch.arange(phase // 4, dtype=torch.float32),
+        "between": torch.ones(between // 2, dtype=torch.bfloat16),
+        "in phase": torch.arange(1000).to(torch.bfloat16),
+        "behind": torch.arange(300).to(torch.bfloat16),
+    }
+    entries, data = entries_of(tensors)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(file_bytes(json.dumps(entries).ljust(4096 - 8), data))
+    records = read_header(path)
+    assert records["crooked"].start == before
+    assert records["in phase"].start % 4096 == phase
+    names = ["crooked", "in phase", "behind"]
+    _check_bytes([[records[name] for name in names]], names, backwards=backwards)
+
+
+def test_a_checkpoint_at_odd_offsets_generates_what_an_even_one_does(tmp_path: Path) -> None:
+    config, tensors = _sound()
+    ids = []
+    for odd in (0, 3):
+        directory = write_checkpoint(tmp_path / str(odd), config, tensors, odd)
+        with LLM(str(directory), device="cpu") as llm:
+            ids.append(llm.generate([[1, 5, 9]])[0].token_ids)
+    assert ids[0] == ids[1]
+
+
+# Where a checkpoint is looked for.
+
+
+@pytest.mark.parametrize(
+    "model", ["/no/such/place", "./no-such-place", "~/no-such-place", "~no-such-user/x", "a/b/c", "a\0b", "x" * 5000]
+)
+def test_a_path_that_is_not_there_is_refused_without_asking_the_hub(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(CheckpointError):
+        locate(model)
+
+
+def test_a_file_given_for_a_directory_is_refused(tmp_path: Path) -> None:
+    path = _single(tmp_path) / "model.safetensors"
+    with pytest.raises(CheckpointError, match="is a file"):
+        locate(str(path))
+
+
+@pytest.mark.parametrize("model", ["org/name", "name", "not a hub id!"])
+def test_a_hub_id_that_is_not_cached_is_refused_offline(
+    model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=model):
+        locate(model, offline=True)
+
+
+def test_a_directory_is_taken_as_it_is(tmp_path: Path) -> None:
+    assert locate(str(tmp_path)) == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "wanted"),
+    [
+        (None, 2, {2}),
+        (None, [2, 5], {2, 5}),
+        ([7, 8], 2, {7, 8}),
+        (9, [2], {9}),
+        (None, None, set()),
+    ],
+)
+def test_every_end_id_counts_and_the_generation_config_goes_first(
+    generation: Any, config: Any, wanted: set[int], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": config}))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    assert end_ids(tmp_path) == wanted
+
+
+@pytest.mark.parametrize("ids", ["2", [2.0], [True], {"a": 1}])
+def test_end_ids_that_are_no_ids_are_refused(ids: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": ids}))
+    with pytest.raises(CheckpointError, match="eos_token_id"):
+        end_ids(tmp_path)

@@ -1,0 +1,225 @@
+"""Settings: sizes as people write them, flags made of fields, ranges, and no unknown key."""
+
+import argparse
+from dataclasses import MISSING, FrozenInstanceError, fields
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from offload_rt.config import (
+    EngineConfig,
+    SamplingParams,
+    add_flags,
+    flag_of,
+    format_size,
+    from_flags,
+    from_mapping,
+    parse_size,
+)
+from offload_rt.errors import OffloadError, PromptError, SettingsError
+from offload_rt.run import RunSettings
+
+CLASSES = (EngineConfig, SamplingParams, RunSettings)
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+
+# A value of each field that is not its default, as a flag takes it and as the settings hold it.
+EXAMPLES: dict[str, tuple[list[str], Any]] = {
+    "model": (["some/dir"], "some/dir"),
+    "draft_model": (["org/draft"], "org/draft"),
+    "device": (["cpu"], "cpu"),
+    "dtype": (["float32"], "float32"),
+    "device_memory": (["22GiB"], 22 * 2**30),
+    "host_memory": (["1.5GB"], 1_500_000_000),
+    "max_model_len": (["4096"], 4096),
+    "drafter": (["ngram"], "ngram"),
+    "rule": (["match"], "match"),
+    "tree_size": (["64"], 64),
+    "tree_depth": (["8"], 8),
+    "revision": (["main"], "main"),
+    "offline": ([], True),
+    "max_new_tokens": (["7"], 7),
+    "temperature": (["0.7"], 0.7),
+    "top_p": (["0.9"], 0.9),
+    "top_k": (["40"], 40),
+    "min_p": (["0.05"], 0.05),
+    "repetition_penalty": (["1.1"], 1.1),
+    "seed": (["0"], 0),
+    "stop": (["a", "b c"], ("a", "b c")),
+    "prompt": (["hello"], "hello"),
+    "prompt_file": (["-"], "-"),
+    "chat": ([], True),
+    "plan": ([], True),
+    "json": ([], True),
+    "quiet": ([], True),
+    "trace": (["out.json"], "out.json"),
+}
+NEEDED = {EngineConfig: ["--model", "m"], SamplingParams: [], RunSettings: ["--prompt", "p"]}
+
+
+# Sizes
+
+
+@given(number=st.integers(0, 10**6), unit=st.sampled_from(sorted(UNITS)), b=st.sampled_from(["", "B", "b"]))
+def test_a_size_is_its_number_times_its_unit(number: int, unit: str, b: str) -> None:
+    for text in (f"{number}{unit}{b}", f" {number} {unit.upper()}{b} ", f"{number}{unit.lower()}{b}", f"{number}.0{unit}{b}"):
+        assert parse_size(text) == number * UNITS[unit]
+
+
+@pytest.mark.parametrize(("text", "nbytes"), [("1.5GiB", 3 * 2**29), ("0.5k", 500), ("22GiB", 22 * 2**30), (123, 123)])
+def test_sizes_may_be_fractions_and_numbers(text: str | int, nbytes: int) -> None:
+    assert parse_size(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "GB", "ten", "1.5.2G", "-1G", "1e9", "5 apples", "1 GiBB", "5i", "0x10", True, None, "1,5GB", "inf"])
+def test_what_is_no_size_is_refused_with_an_example(text: Any) -> None:
+    with pytest.raises(SettingsError, match="22GiB") as caught:
+        parse_size(text)
+    assert repr(text) in str(caught.value)
+
+
+@given(st.integers(0, 2**45))
+@example(1023)
+@example(1024)
+@example(2**20 - 1)
+def test_a_size_for_people_is_close_to_the_bytes_it_stands_for(nbytes: int) -> None:
+    text = format_size(nbytes)
+    assert abs(parse_size(text) - nbytes) <= max(0.0051 * nbytes, 1)
+    assert text.endswith("B")
+
+
+# Flags
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_there_is_an_example_of_every_field_and_it_is_not_the_default(cls: type) -> None:
+    for item in fields(cls):
+        assert item.name in EXAMPLES, f"say here what {item.name} looks like on the command line"
+        assert item.default is MISSING or EXAMPLES[item.name][1] != item.default
+
+
+def _parsed(cls: type, arguments: list[str]) -> Any:
+    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
+    add_flags(parser, cls)
+    return from_flags(cls, parser.parse_args(arguments))
+
+
+@pytest.mark.parametrize(("cls", "name"), [(cls, item.name) for cls in CLASSES for item in fields(cls)])
+def test_every_field_has_a_flag_that_sets_it_and_nothing_else(cls: type, name: str) -> None:
+    texts, value = EXAMPLES[name]
+    needed = [] if name in ("model", "prompt_file", "prompt", "plan") else NEEDED[cls]
+    flags = [part for text in texts for part in (flag_of(name), text)] or [flag_of(name)]
+    got = _parsed(cls, [*needed, *flags])
+    assert getattr(got, name) == value
+    assert type(getattr(got, name)) is type(value)
+    for item in fields(cls):
+        if item.name != name and flag_of(item.name) not in needed and item.default is not MISSING:
+            assert getattr(got, item.name) == item.default
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_flags_are_the_names_in_kebab_case_and_all_have_help(cls: type) -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, cls)
+    actions = {action.option_strings[0]: action for action in parser._actions if action.dest != "help"}
+    assert sorted(actions) == sorted("--" + item.name.replace("_", "-") for item in fields(cls))
+    assert all(action.help for action in actions.values())
+
+
+def test_no_two_classes_share_a_flag() -> None:
+    names = [item.name for cls in CLASSES for item in fields(cls)]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["--model", "m", "--max-model-len", "many"], ["--model", "m", "--device", "tpu"], ["--model", "m", "--devic", "cpu"]],
+)
+def test_flags_that_cannot_be_read_are_refused(arguments: list[str]) -> None:
+    with pytest.raises((argparse.ArgumentError, SystemExit)):
+        _parsed(EngineConfig, arguments)
+
+
+# Mappings
+
+
+@pytest.mark.parametrize(
+    ("cls", "key", "hint"),
+    [
+        (SamplingParams, "temprature", "did you mean 'temperature'"),
+        (SamplingParams, "max_tokens", "did you mean 'max_new_tokens'"),
+        (EngineConfig, "device_mem", "did you mean 'device_memory'"),
+        (SamplingParams, "qqqq", "known: max_new_tokens"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_closest_name(cls: type, key: str, hint: str) -> None:
+    with pytest.raises(SettingsError, match=hint) as caught:
+        from_mapping(cls, {key: 1})
+    assert repr(key) in str(caught.value)
+
+
+def test_a_mapping_of_known_keys_becomes_settings() -> None:
+    assert from_mapping(SamplingParams, {"top_k": 3, "stop": ["x"]}) == SamplingParams(top_k=3, stop=("x",))
+
+
+# Ranges
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "wrong", "right"),
+    [
+        (SamplingParams, "max_new_tokens", [0, -1], [1]),
+        (SamplingParams, "temperature", [-0.1, float("nan"), float("inf")], [0.0, 100.0]),
+        (SamplingParams, "top_p", [0.0, 1.1, -1.0, float("nan")], [1e-9, 1.0]),
+        (SamplingParams, "top_k", [-1], [0, 1]),
+        (SamplingParams, "min_p", [-0.1, 1.1, float("nan")], [0.0, 1.0]),
+        (SamplingParams, "repetition_penalty", [0.0, -1.0, float("inf"), float("nan")], [0.5, 2.0]),
+        (SamplingParams, "seed", [-1, 2**63], [0, 2**63 - 1, None]),
+        (SamplingParams, "stop", [("",), ("a", "")], [(), ("a",), "a"]),
+        (EngineConfig, "max_model_len", [0, -5], [1, None]),
+        (EngineConfig, "tree_size", [0], [1]),
+        (EngineConfig, "tree_depth", [0], [1]),
+        (EngineConfig, "device_memory", [0, -1, "0", "lots"], [1, "1GB", None]),
+        (EngineConfig, "host_memory", [0, -1, "0"], [1]),
+        (EngineConfig, "device", ["tpu", ""], ["cpu", "cuda", "auto"]),
+        (EngineConfig, "dtype", ["int8", "bf16"], ["bfloat16", "float64"]),
+    ],
+)
+def test_values_out_of_range_are_refused_and_those_at_its_ends_are_not(
+    cls: type, name: str, wrong: list[Any], right: list[Any]
+) -> None:
+    needed = {"model": "m"} if cls is EngineConfig else {}
+    for value in right:
+        cls(**needed, **{name: value})
+    for value in wrong:
+        with pytest.raises(SettingsError) as caught:
+            cls(**needed, **{name: value})
+        assert caught.value.exit_code == 2
+        assert name in str(caught.value).replace("-", "_") or repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_settings_are_frozen(cls: type) -> None:
+    made = {EngineConfig: EngineConfig("m"), SamplingParams: SamplingParams(), RunSettings: RunSettings(prompt="p")}[cls]
+    with pytest.raises(FrozenInstanceError):
+        setattr(made, fields(cls)[0].name, "changed")
+
+
+def test_one_stop_text_stands_for_a_tuple_of_one() -> None:
+    assert SamplingParams(stop="end").stop == ("end",)
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
+
+
+@pytest.mark.parametrize("given_", [{}, {"prompt": "a", "prompt_file": "b"}])
+def test_a_run_needs_one_prompt(given_: dict[str, str]) -> None:
+    with pytest.raises(PromptError, match="--prompt or --prompt-file"):
+        RunSettings(**given_)
+    RunSettings(plan=True, **given_)
+
+
+def test_an_error_is_one_sentence_of_what_is_needed_what_there_is_and_what_to_change() -> None:
+    error = OffloadError("the cache", need="9 rows", have="8", change="lower --tree-size")
+    assert str(error) == "the cache: needs 9 rows, has 8; lower --tree-size"
+    assert str(OffloadError("the disk is gone")) == "the disk is gone"
+    assert (error.need, error.have, error.change, error.exit_code) == ("9 rows", "8", "lower --tree-size", 3)

@@ -1,0 +1,329 @@
+"""What every file in tiers/ promises: a block is filled whole, in any order, by any number of threads, or LinkError is raised."""
+
+import inspect
+import itertools
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import raw_bytes, write_file
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from offload_rt import plugins
+from offload_rt.errors import LinkError
+from offload_rt.tiers import disk
+from offload_rt.tiers._tier import Tier, read_parallel
+from offload_rt.tiers.disk import DiskTier, ReadSettings
+from offload_rt.tiers.host import HostTier
+from offload_rt.weights._header import TensorRecord, read_header
+from offload_rt.weights._image import host_block, pack
+
+Layers = list[dict[str, Tensor]]
+
+POISONS = (0xA5, 0x00, 0xFF)
+NAMES = ("norm", "wide", "bias", "deep")
+SHAPES = ((48,), (96, 48), (3,), (48, 96))
+
+
+def some_layers(n: int = 4, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Layers:
+    """Layers whose every byte is random, so that no two pages are alike."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def tensor(shape: tuple[int, ...]) -> Tensor:
+        block = torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8, generator=generator)
+        return block.view(-1).view(dtype).view(shape)
+
+    return [{name: tensor(shape) for name, shape in zip(NAMES, SHAPES, strict=True)} for _ in range(n)]
+
+
+def on_disk(directory: Path, layers: Layers, n_files: int = 1, shuffle: int = 0) -> list[list[TensorRecord]]:
+    """Write layers to files, their tensors shuffled, and return where each tensor came to lie."""
+    where = [(i, name) for i, layer in enumerate(layers) for name in layer]
+    random.Random(shuffle).shuffle(where)
+    records: dict[str, TensorRecord] = {}
+    for n in range(n_files):
+        path = directory / f"part-{n}.safetensors"
+        write_file(path, {f"{i}.{name}": layers[i][name] for i, name in where[n::n_files]})
+        records |= read_header(path)
+    return [[records[f"{i}.{name}"] for name in NAMES] for i in range(len(layers))]
+
+
+def tier_class(name: str) -> type:
+    """The one class of a file of tiers/."""
+    module = plugins.find("tiers", name)
+    found = [cls for cls in vars(module).values() if inspect.isclass(cls) and cls.__module__ == module.__name__]
+    tiers = [cls for cls in found if cls.__name__.endswith("Tier")]
+    assert len(tiers) == 1, f"tiers/{name}.py has {len(tiers)} classes called ...Tier, and needs one"
+    return tiers[0]
+
+
+def make_tier(name: str, layers: Layers, directory: Path) -> Tier:
+    """A tier that holds these layers, made as its kind is made: from files, over another tier, or by putting layers in."""
+    cls = tier_class(name)
+    wanted = inspect.signature(cls).parameters
+    if {"layers", "names"} <= set(wanted):
+        return cls(on_disk(directory, layers, n_files=2), NAMES)
+    if "source" in wanted:
+        return cls(make_tier("disk", layers, directory), 50.0)
+    assert hasattr(cls, "put"), f"tiers/{name}.py is made neither from records nor over a source, nor can layers be put in"
+    tier = cls(register=torch.cuda.is_available()) if "register" in wanted else cls()
+    for i, layer in enumerate(layers):
+        tier.put(i, pack(layer))
+    return tier
+
+
+@pytest.fixture(params=plugins.names("tiers"))
+def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
+    made = make_tier(request.param, some_layers(), tmp_path)
+    yield made
+    made.close()
+
+
+def read_into(tier: Tier, i: int, poison: int, order: Callable[[list[Any]], list[Any]] = list) -> dict[str, Tensor]:
+    """The tensors of block i after reading it over poison."""
+    layout = tier.layout(i)
+    block = host_block(layout.nbytes)
+    block.fill_(poison)
+    for read in order(tier.reads(i, block)):
+        read()
+    return layout.views(block)
+
+
+def same(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
+    return set(got) == set(wanted) and all(
+        got[name].dtype == tensor.dtype and got[name].shape == tensor.shape and raw_bytes(got[name]) == raw_bytes(tensor)
+        for name, tensor in wanted.items()
+    )
+
+
+def test_slots_lie_in_their_block_apart_from_each_other_and_aligned(tier: Tier) -> None:
+    for i, layer in enumerate(some_layers()):
+        layout = tier.layout(i)
+        assert {slot.name: (slot.shape, slot.dtype) for slot in layout.slots} == {
+            name: (tuple(tensor.shape), tensor.dtype) for name, tensor in layer.items()
+        }
+        slots = sorted(layout.slots, key=lambda slot: slot.offset)
+        assert slots[0].offset >= 0
+        assert slots[-1].offset + slots[-1].nbytes <= layout.nbytes
+        assert all(a.offset + a.nbytes <= b.offset for a, b in itertools.pairwise(slots))
+        assert all(slot.offset % slot.dtype.itemsize == 0 for slot in slots)
+
+
+@pytest.mark.parametrize("poison", POISONS)
+def test_a_block_is_filled_whatever_lay_there_before(tier: Tier, poison: int) -> None:
+    for i, layer in enumerate(some_layers()):
+        assert same(read_into(tier, i, poison), layer)
+
+
+def test_reads_may_be_done_in_any_order_and_again(tier: Tier) -> None:
+    layers = some_layers()
+    for seed in range(5):
+        shuffler = random.Random(seed)
+        for i in shuffler.sample(range(len(layers)), len(layers)):
+            assert same(read_into(tier, i, 0xA5, lambda reads: shuffler.sample(reads, len(reads))), layers[i])
+
+
+def test_many_threads_may_read_at_once(tier: Tier) -> None:
+    layers = some_layers()
+    with ThreadPoolExecutor(8) as pool:
+        got = list(pool.map(lambda n: (n % 4, read_into(tier, n % 4, 0xA5)), range(64)))
+    assert all(same(views, layers[i]) for i, views in got)
+
+
+def test_the_parts_of_a_block_may_be_read_by_different_threads(tier: Tier) -> None:
+    for i, layer in enumerate(some_layers()):
+        layout = tier.layout(i)
+        block = host_block(layout.nbytes)
+        block.fill_(0xA5)
+        told: list[int] = []
+        moved = read_parallel(tier.reads(i, block), 8, told.append)
+        assert same(layout.views(block), layer)
+        assert sum(tensor.nbytes for tensor in layer.values()) <= moved <= layout.nbytes
+        assert sum(told) == moved
+
+
+def test_nothing_is_written_behind_the_block(tier: Tier) -> None:
+    for i, _ in enumerate(some_layers()):
+        nbytes = tier.layout(i).nbytes
+        block = host_block(nbytes + 3 * 4096)
+        block.fill_(0xA5)
+        read_parallel(tier.reads(i, block), tier.n_parallel)
+        assert bool((block[nbytes:] == 0xA5).all())
+
+
+def test_a_tier_says_how_many_reads_keep_it_busy_and_may_be_closed_again(tier: Tier) -> None:
+    assert tier.n_parallel >= 1
+    n_before = threading.active_count()
+    tier.close()
+    tier.close()
+    assert threading.active_count() <= n_before
+
+
+def test_read_parallel_raises_the_first_error_and_starts_nothing_after_it() -> None:
+    error, done = LinkError("gone"), []
+
+    def fails() -> int:
+        raise error
+
+    def late(n: int) -> Callable[[], int]:
+        return lambda: done.append(n) or 1
+
+    with pytest.raises(LinkError) as caught:
+        read_parallel([late(0), fails, *map(late, range(2, 50))], 1)
+    assert caught.value is error
+    assert done == [0]
+
+
+# The disk.
+
+
+class _Refusal:
+    """`os` of a file system without direct I/O."""
+
+    def __init__(self) -> None:
+        self.n_refused = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def open(self, path: Path, flags: int) -> int:
+        if flags & os.O_DIRECT:
+            self.n_refused += 1
+            raise OSError(22, "Invalid argument")
+        return os.open(path, flags)
+
+
+@pytest.fixture(params=["here", "no direct I/O", "/dev/shm"])
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder on each kind of file system."""
+    if request.param == "/dev/shm":
+        if not os.access("/dev/shm", os.W_OK):
+            pytest.skip("there is no /dev/shm to write to")
+        folder = Path("/dev/shm") / f"tiers-{os.getpid()}"
+        folder.mkdir()
+        yield folder
+        for path in folder.iterdir():
+            path.unlink()
+        folder.rmdir()
+        return
+    refusal = _Refusal()
+    if request.param == "no direct I/O":
+        monkeypatch.setattr(disk, "os", refusal)
+    yield tmp_path
+    assert refusal.n_refused or request.param == "here"
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    n_files=st.integers(1, 4),
+    shuffle=st.integers(0, 100),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.float64]),
+    request_nbytes=st.sampled_from([4096, 8192, 1 << 20]),
+    n_parallel=st.integers(1, 8),
+)
+def test_tensors_may_lie_anywhere_in_any_file(
+    place: Path, n_files: int, shuffle: int, dtype: torch.dtype, request_nbytes: int, n_parallel: int
+) -> None:
+    layers = some_layers(3, dtype, shuffle)
+    tier = DiskTier(on_disk(place, layers, n_files, shuffle), NAMES, ReadSettings(request_nbytes, n_parallel))
+    for i, layer in enumerate(layers):
+        block = host_block(tier.layout(i).nbytes)
+        block.fill_(0xA5)
+        read_parallel(tier.reads(i, block), tier.n_parallel)
+        assert same(tier.layout(i).views(block), layer)
+    tier.close()
+
+
+def test_tensors_next_to_each_other_are_read_as_one(tmp_path: Path) -> None:
+    layers = some_layers(1)
+    write_file(tmp_path / "one.safetensors", layers[0])
+    records = read_header(tmp_path / "one.safetensors")
+    tier = DiskTier([[records[name] for name in NAMES]], NAMES)
+    assert len(tier.reads(0, host_block(tier.layout(0).nbytes))) == 1
+    tier.close()
+
+
+@pytest.mark.parametrize("n_lost", [1, 512, 4096, 4097, 10_000, 10**9])
+def test_a_file_cut_short_after_opening_is_an_error(place: Path, n_lost: int) -> None:
+    layers = some_layers()
+    records = on_disk(place, layers)
+    tier = DiskTier(records, NAMES, ReadSettings(4096, 2))
+    path = records[0][0].path
+    size = max(path.stat().st_size - n_lost, 0)
+    os.truncate(path, size)
+    for i, layer in enumerate(layers):
+        if max(record.stop for record in records[i]) <= size:
+            assert same(read_into(tier, i, 0xA5), layer)
+        else:
+            with pytest.raises(LinkError, match=path.name):
+                read_parallel(tier.reads(i, host_block(tier.layout(i).nbytes)), 2)
+    tier.close()
+
+
+def test_a_read_that_the_system_refuses_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*args: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    tier = DiskTier(on_disk(tmp_path, some_layers()), NAMES)
+    monkeypatch.setattr(disk.os, "preadv", refused)
+    with pytest.raises(LinkError, match=r"part-0\.safetensors.*Input/output error"):
+        read_into(tier, 0, 0xA5)
+    tier.close()
+
+
+def test_reads_that_come_up_short_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal or a busy disk may end a read early."""
+    whole = os.preadv
+    layers = some_layers()
+    tier = DiskTier(on_disk(tmp_path, layers, n_files=2), NAMES)
+    monkeypatch.setattr(disk.os, "preadv", lambda file, views, at: whole(file, [views[0][:4096]], at))
+    for i, layer in enumerate(layers):
+        assert same(read_into(tier, i, 0xA5), layer)
+    tier.close()
+
+
+def test_closing_gives_the_files_back(tmp_path: Path) -> None:
+    records = on_disk(tmp_path, some_layers(), n_files=3)
+    before = len(os.listdir("/proc/self/fd"))
+    tier = DiskTier(records, NAMES)
+    assert len(os.listdir("/proc/self/fd")) == before + 3
+    tier.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_disk_tier_that_cannot_open_all_its_files_keeps_none(tmp_path: Path) -> None:
+    records = on_disk(tmp_path, some_layers(), n_files=3)
+    (tmp_path / "part-2.safetensors").unlink()
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(LinkError, match=r"part-2\.safetensors"):
+        DiskTier(records, NAMES)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+# The paced link.
+
+
+def test_a_paced_link_is_never_faster_than_it_is_set() -> None:
+    layers = some_layers(2)
+    host = HostTier()
+    for i, layer in enumerate(layers):
+        host.put(i, pack(layer))
+    nbytes = host.layout(0).nbytes + host.layout(1).nbytes
+    gbps = nbytes / 0.05 / 1e9  # both layers in a twentieth of a second
+    link = tier_class("paced")(host, gbps)
+    blocks = [host_block(link.layout(i).nbytes) for i in range(2)]
+    started = time.perf_counter()
+    with ThreadPoolExecutor(2) as pool:
+        moved = sum(pool.map(lambda i: read_parallel(link.reads(i, blocks[i]), 1), range(2)))
+    assert time.perf_counter() - started >= 0.05
+    assert moved == nbytes
+    assert all(same(link.layout(i).views(blocks[i]), layers[i]) for i in range(2))

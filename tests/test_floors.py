@@ -1,0 +1,161 @@
+"""The house: imports go down, nothing is unpickled, and no code of a checkpoint runs."""
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import offload_rt
+
+ROOT = Path(offload_rt.__file__).parent
+FLOORS = (
+    {"errors", "config", "plugins", "files"},
+    {"machine", "ops", "comm", "trace"},
+    {"models", "weights", "tree", "text", "sampling"},
+    {"kv", "tiers", "stream", "rules"},
+    {"engine"},
+    {"drafters", "calibrate", "simulate"},
+    {"build", "api"},
+    {"run", "plan", "console", "report", "serve"},
+)
+FLOOR_OF = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
+# Parts of one floor of which the first may know the second; never the other way round.
+NEIGHBOURS = {
+    ("weights", "models"),  # a checkpoint is checked against the model's list of tensors
+    ("plugins", "errors"),  # errors.py imports nothing at all
+    ("config", "errors"),
+    ("stream", "tiers"),  # a streamer reads from tiers
+    ("api", "build"),  # the engine, and the surface over it
+    ("run", "console"),  # the command line, and what a person sees of it
+}
+MODULES = sorted(ROOT.rglob("*.py"))
+
+
+def part_of(path: Path) -> str:
+    """The part of the house a file belongs to: its folder, or its own name at the top."""
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imported(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and full name of everything a file imports, wherever in it the import stands."""
+    package = ("offload_rt", *path.relative_to(ROOT).parts[:-1])
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            base = ".".join((*above, node.module) if node.module else above)
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+
+
+def violations(path: Path) -> list[str]:
+    """The imports of a file that go up, or across a floor."""
+    here, found = part_of(path), []
+    for line, name in imported(path):
+        parts = name.split(".")
+        if parts[0] != "offload_rt":
+            continue
+        there = parts[1] if len(parts) > 1 else ""
+        if there not in FLOOR_OF:
+            found.append(f"{path.name}:{line} imports {name}: what the package shows belongs to its users")
+        elif there != here and FLOOR_OF[there] >= FLOOR_OF[here] and (here, there) not in NEIGHBOURS:
+            found.append(f"{path.name}:{line} on floor {FLOOR_OF[here]} imports {name} of floor {FLOOR_OF[there]}")
+    return found
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_go_to_a_lower_floor_or_stay_at_home(path: Path) -> None:
+    if path == ROOT / "__init__.py":
+        return  # the package's face shows what the upper floors have, on demand
+    assert part_of(path) in FLOOR_OF, f"{path.name} lives on no floor: give it one"
+    assert not violations(path)
+
+
+@pytest.mark.parametrize(
+    ("part", "line", "is_allowed"),
+    [
+        ("tiers", "from offload_rt.engine.loop import Loop", False),
+        ("tiers", "from offload_rt.stream import threads", False),
+        ("stream", "from offload_rt.tiers import disk", True),
+        ("models", "from offload_rt.weights import dense", False),
+        ("weights", "from offload_rt.models._spec import ModelSpec", True),
+        ("ops", "from offload_rt import machine", False),
+        ("ops", "from offload_rt import LLM", False),
+        ("ops", "import offload_rt", False),
+        ("engine", "import offload_rt.build", False),
+        ("engine", "from ..build import load", False),
+        ("engine", "from .runner import Runner", True),
+        ("tiers", "if TYPE_CHECKING:\n    from offload_rt.engine.loop import Loop", False),
+        ("kv", "def f():\n    from offload_rt.api import LLM", False),
+    ],
+)
+def test_the_reader_of_imports_sees_them(
+    part: str, line: str, is_allowed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = ROOT / part / "imagined.py"
+    monkeypatch.setitem(globals(), "tree_of", lambda _: ast.parse(line))
+    assert (violations(path) == []) == is_allowed
+
+
+def test_the_top_imports_only_what_it_shows() -> None:
+    names = {name.rsplit(".", 1)[0] for _, name in imported(ROOT / "__init__.py") if name.startswith("offload_rt")}
+    assert names <= {"offload_rt", "offload_rt.api", "offload_rt.config"}
+
+
+# Modules that unpickle or run what they read, and calls that do.
+_DANGEROUS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
+_DANGEROUS_CALLS = {"torch.load", "torch.save", "torch.jit.load", "numpy.load", "np.load", "eval", "exec"}
+
+
+def dangers(path: Path) -> list[str]:
+    found = [f"{path.name}:{line} {name}" for line, name in imported(path) if name.split(".")[0] in _DANGEROUS]
+    found += [f"{path.name}:{line} {name}" for line, name in imported(path) if name in _DANGEROUS_CALLS]
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Call):
+            if ast.unparse(node.func) in _DANGEROUS_CALLS:
+                found.append(f"{path.name}:{node.lineno} {ast.unparse(node.func)}")
+            found += [
+                f"{path.name}:{node.lineno} trust_remote_code"
+                for keyword in node.keywords
+                if keyword.arg == "trust_remote_code" and ast.unparse(keyword.value) != "False"
+            ]
+        if isinstance(node, ast.ExceptHandler) and node.type is None:
+            found.append(f"{path.name}:{node.lineno} bare except")
+    return found
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_is_unpickled_and_no_code_of_a_checkpoint_runs(path: Path) -> None:
+    assert not dangers(path)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import pickle", "from pickle import loads", "import torch\ntorch.load('x')", "from torch import load", "eval('1')",
+        "AutoConfig.from_pretrained(x, trust_remote_code=True)", "try:\n    f()\nexcept:\n    pass",
+    ],
+)  # fmt: skip
+def test_the_reader_of_dangers_sees_them(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "tree_of", lambda _: ast.parse(line))
+    assert dangers(ROOT / "ops" / "imagined.py")
+
+
+def test_text_files_say_how_they_are_coded() -> None:
+    """What a locale would decide is decided here: every file opened as text names its coding."""
+    unnamed = []
+    for path in MODULES:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                is_text = node.func.attr in ("read_text", "write_text")
+                if is_text and not any(keyword.arg == "encoding" for keyword in node.keywords):
+                    unnamed.append(f"{path.name}:{node.lineno}")
+    # The kernel's own files are ASCII in every locale.
+    assert [place for place in unnamed if not place.startswith("machine.py")] == []

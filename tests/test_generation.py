@@ -1,0 +1,411 @@
+"""Whole generations: transformers' greedy tokens, batches as their rows alone, ends, and the law of sampled texts."""
+
+import itertools
+import json
+import shutil
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from tiny import (
+    CASES,
+    DYNAMIC,
+    PLACES,
+    add_tokenizer,
+    byte_level,
+    chi_square_p,
+    generate,
+    logits_of,
+    open_llm,
+    prompt_of,
+    random_tree,
+    runner_of,
+)
+from transformers import LlamaForCausalLM
+from transformers.generation import LogitsProcessorList
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from offload_rt import SamplingParams
+from offload_rt.engine.loop import Clock, Live, Loop
+from offload_rt.engine.sequence import Sequence
+from offload_rt.errors import CapacityError, PromptError, SettingsError
+from offload_rt.rules import match
+from offload_rt.trace import Trace
+from offload_rt.tree.topology import DraftTree, Topology
+
+SAMPLED = SamplingParams(
+    max_new_tokens=24, temperature=0.9, top_p=0.95, top_k=50, min_p=0.01, repetition_penalty=1.1, seed=5
+)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", CASES)
+def test_greedy_tokens_are_transformers(zoo, name, seed, place):
+    expected = zoo.greedy(name, seed)
+    assert len(set(expected)) >= 12, "a text that goes round in circles shows little"
+    with open_llm(zoo.directory(name, seed), place) as llm:
+        output = llm.generate(prompt_of(seed)).pop()
+    assert output.token_ids == expected
+    assert output.prompt_token_ids == prompt_of(seed)
+    assert output.finish_reason == "length"
+    assert (output.stats.n_tokens, output.stats.n_passes) == (64, 64)
+
+
+def test_an_llm_generates_again_and_again(zoo):
+    """Nothing of one call is left for the next."""
+    with open_llm(zoo.directory("mistral", 0), "mixed") as llm:
+        first = [llm.generate(prompt_of(seed))[0].token_ids for seed in (0, 1, 0)]
+    model = zoo.model("mistral", 0)
+    assert first == [generate(model, prompt_of(seed), 64) for seed in (0, 1, 0)]
+
+
+def test_the_stream_adds_up_to_the_generation(zoo):
+    with open_llm(zoo.directory("llama", 0), "disk") as llm:
+        pieces = list(llm.stream(prompt_of(0)))
+    assert [token for piece in pieces for token in piece.token_ids] == zoo.greedy("llama", 0)
+    assert all(len(piece.token_ids) == 1 for piece in pieces)
+    assert [piece.output is None for piece in pieces] == [True] * 63 + [False]
+    assert pieces[-1].output.token_ids == zoo.greedy("llama", 0)
+
+
+def alone(llm, prompts, params):
+    outputs = [llm.generate(prompt, one)[0] for prompt, one in zip(prompts, params, strict=True)]
+    return [(one.token_ids, one.text, one.finish_reason) for one in outputs]
+
+
+def together(llm, prompts, params):
+    return [(one.token_ids, one.text, one.finish_reason) for one in llm.generate(prompts, params)]
+
+
+@pytest.fixture(scope="module")
+def speaking(tmp_path_factory):
+    """A model with a tokenizer, an end token, and a window."""
+    path = tmp_path_factory.mktemp("speaking")
+    tokenizer = byte_level()
+    case = CASES["mistral"]
+    case.build(0, vocab_size=tokenizer.get_vocab_size(), eos_token_id=7).save_pretrained(path)
+    add_tokenizer(path, tokenizer)
+    return path
+
+
+@pytest.mark.parametrize("place", ["resident", "mixed"])
+def test_each_row_of_a_batch_is_its_solo_run(speaking, place):
+    """Different lengths, different ends, greedy and sampled side by side."""
+    prompts = [prompt_of(seed, n) for seed, n in enumerate((1, 30, 7, 12, 19, 3))]
+    params = [
+        SamplingParams(max_new_tokens=1),
+        SamplingParams(max_new_tokens=40),
+        SamplingParams(max_new_tokens=17, temperature=1.0, seed=3),
+        SAMPLED,
+        SamplingParams(max_new_tokens=30, stop=("a", "e", "o", "t")),
+        SamplingParams(max_new_tokens=30, temperature=1.5, seed=3, stop=(" ", "u", "n")),
+    ]
+    with open_llm(speaking, place, max_model_len=220) as llm:
+        assert len(list(llm._waves([llm._sequence(*one) for one in zip(prompts, params, strict=True)]))) < len(prompts)
+        solo = alone(llm, prompts, params)
+        assert together(llm, prompts, params) == solo
+        order = [4, 2, 0, 5, 3, 1]
+        turned = together(llm, [prompts[i] for i in order], [params[i] for i in order])
+        assert turned == [solo[i] for i in order]
+    assert {len(tokens) for tokens, _, _ in solo} >= {1, 40}
+    assert {reason for _, _, reason in solo} == {"stop", "length"}
+
+
+def test_a_batch_that_does_not_fit_runs_in_waves(zoo):
+    prompts = [prompt_of(seed, 10 + seed) for seed in range(7)]
+    params = [SamplingParams(max_new_tokens=5 + 5 * n, temperature=float(n % 2), seed=n) for n in range(7)]
+    with open_llm(zoo.directory("qwen3", 0), "mixed", max_model_len=64) as llm:
+        waves = list(llm._waves([llm._sequence(*one) for one in zip(prompts, params, strict=True)]))
+        room = llm._blueprint.cache_rows
+        rows = [sum(len(one.tokens) + one.n_left for one in wave) for wave in waves]
+        solo, batch = alone(llm, prompts, params), together(llm, prompts, params)
+    assert 1 < len(waves) < len(prompts) and max(rows) <= room
+    assert batch == solo
+
+
+def test_same_seed_same_tokens_other_seed_other_tokens(zoo):
+    def run(llm, seed):
+        return llm.generate(prompt_of(0), SamplingParams(max_new_tokens=24, temperature=1.0, seed=seed))[0].token_ids
+
+    with open_llm(zoo.directory("llama", 0)) as llm:
+        texts = [run(llm, seed) for seed in (1, 2, 3, 1, None, None)]
+    assert texts[0] == texts[3]
+    assert len(set(map(tuple, texts))) == 5
+
+
+class TreeDrafter:
+    """Random trees whose tokens are the true continuation here and there, so that some of each tree is accepted.
+
+    true  the continuation of each prompt, by its first token
+    """
+
+    max_nodes = 12
+
+    def __init__(self, true, vocab_size):
+        self._true, self._vocab_size, self._n = true, vocab_size, 0
+
+    def propose(self, sequences):
+        return [self._tree(one) for one in sequences]
+
+    def _tree(self, sequence):
+        self._n += 1
+        generator = torch.Generator().manual_seed(self._n)
+        topology = random_tree(1 + self._n % self.max_nodes, self._n)
+        tokens = torch.randint(self._vocab_size, (len(topology),), generator=generator)
+        tokens[0] = sequence.tokens[-1]
+        true = self._true.get(tuple(sequence.tokens[: sequence.n_prompt]), [])[sequence.n_new :]
+        for node in range(1, len(topology)):
+            depth = int(topology.depths[node])
+            if node % 3 and depth <= len(true):
+                tokens[node] = true[depth - 1]
+        return DraftTree(topology, tokens)
+
+
+def poison(cache):
+    """No row that is not committed holds a number any more."""
+    for store in (cache.keys, cache.values):
+        store[:, :, cache.n_committed :] = torch.nan
+
+
+def run_with_trees(llm, drafter, prompts, params):
+    """The loop as `LLM` runs it, with another drafter; returns the answers and the passes each took."""
+    runner = runner_of(llm)
+    sequences = [Sequence(list(prompt), one, 512) for prompt, one in zip(prompts, params, strict=True)]
+    batch = [Live(one, runner.new_cache(200)) for one in sequences]
+    for _ in Loop(runner, drafter, match, Trace(on=False)).run(batch, Clock()):
+        for one in batch:
+            poison(one.cache)
+    return [one.tokens[one.n_prompt :] for one in sequences], [one.n_passes for one in batch]
+
+
+@pytest.mark.parametrize("name", ["llama-dynamic", "mistral", "qwen2-window", "qwen3"])
+def test_trees_do_not_change_greedy_tokens(zoo, name):
+    """Ragged acceptance over a batch; whatever was rejected is poisoned before the next pass."""
+    model = zoo.model(name, 0)
+    prompts = [prompt_of(seed, n) for seed, n in enumerate((21, 5, 40))]
+    params = [SamplingParams(max_new_tokens=n) for n in (64, 30, 41)]
+    texts = [generate(model, prompt, one.max_new_tokens) for prompt, one in zip(prompts, params, strict=True)]
+    drafter = TreeDrafter(dict(zip(map(tuple, prompts), texts, strict=True)), 128)
+    with open_llm(zoo.directory(name, 0), "mixed") as llm:
+        got, n_passes = run_with_trees(llm, drafter, prompts, params)
+    assert got == texts
+    assert all(n < len(text) for n, text in zip(n_passes, texts, strict=True)), "nothing was accepted"
+
+
+def test_dynamic_rope_grows_past_the_limit(tmp_path):
+    """The frequencies change with every token there, in trees as well; compared with transformers' own growth."""
+    model = CASES["llama"].build(0, **DYNAMIC | {"max_position_embeddings": 40})
+    model.save_pretrained(tmp_path)
+    for n_prompt in (30, 50):
+        prompt = prompt_of(2, n_prompt)
+        model = LlamaForCausalLM.from_pretrained(tmp_path).eval()  # afresh: it remembers how far it has grown
+        expected = generate(model, prompt, 50)
+        with open_llm(tmp_path, max_model_len=40) as llm:
+            got, _ = run_with_trees(llm, TreeDrafter({tuple(prompt): expected}, 128), [prompt], [SamplingParams(50)])
+        assert got == [expected]
+
+
+# Ends
+
+
+def ends_with(directory, target, **files):
+    """A copy of a checkpoint with other small files."""
+    shutil.copytree(directory, target)
+    for name, content in files.items():
+        (target / f"{name}.json").write_text(json.dumps(content))
+    return target
+
+
+def end_at(zoo, name, place):
+    """(token, n): a token of the reference text that first occurs at place n, n as near as may be to `place`."""
+    text = zoo.greedy(name, 0)
+    n = next(n for n in range(place, 64) if text.index(text[n]) == n)
+    return text[n], n
+
+
+@pytest.mark.parametrize("form", ["int", "list", "config"])
+def test_every_end_id_ends(zoo, tmp_path, form):
+    text = zoo.greedy("llama", 0)
+    late, n_late = end_at(zoo, "llama", 20)
+    early, n_early = end_at(zoo, "llama", 6)
+    absent = next(token for token in range(128) if token not in text)
+    config = json.loads((zoo.directory("llama", 0) / "config.json").read_text())
+    files, n = {
+        "int": ({"generation_config": {"eos_token_id": late}, "config": config | {"eos_token_id": early}}, n_late),
+        "list": ({"generation_config": {"eos_token_id": [absent, late, early]}}, n_early),
+        "config": ({"generation_config": {"temperature": 1.0}, "config": config | {"eos_token_id": [early]}}, n_early),
+    }[form]
+    with open_llm(ends_with(zoo.directory("llama", 0), tmp_path / "ends", **files)) as llm:
+        output = llm.generate(prompt_of(0)).pop()
+    assert (output.token_ids, output.finish_reason) == (text[: n + 1], "stop")
+
+
+def test_end_ids_are_transformers(zoo, tmp_path):
+    """The peer decides where its own file makes it end."""
+    late, early = end_at(zoo, "llama", 20)[0], end_at(zoo, "llama", 9)[0]
+    directory = ends_with(
+        zoo.directory("llama", 0),
+        tmp_path / "ends",
+        generation_config={"eos_token_id": [late, early], "pad_token_id": 0},
+    )
+    ids = torch.tensor([prompt_of(0)])
+    model = LlamaForCausalLM.from_pretrained(directory).eval()
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=64, do_sample=False)
+    with open_llm(directory) as llm:
+        assert llm.generate(prompt_of(0))[0].token_ids == expected[0, ids.shape[1] :].tolist()
+
+
+def test_limits_end_with_length(zoo):
+    prompt, text = prompt_of(0), zoo.greedy("llama", 0)
+    with open_llm(zoo.directory("llama", 0), max_model_len=40) as llm:
+        few = llm.generate(prompt, SamplingParams(max_new_tokens=3)).pop()
+        full = llm.generate(prompt, SamplingParams(max_new_tokens=64)).pop()
+        last = llm.generate(prompt_of(0, 39), SamplingParams(max_new_tokens=64)).pop()
+        with pytest.raises(CapacityError, match="39"):
+            llm.generate(prompt_of(0, 40))
+    assert (few.token_ids, few.finish_reason) == (text[:3], "length")
+    assert (full.token_ids, full.finish_reason) == (text[: 40 - len(prompt)], "length")
+    assert (len(last.token_ids), last.finish_reason) == (1, "length")
+
+
+def test_an_end_within_an_accepted_path_drops_the_rest(zoo):
+    """A tree can bring tokens behind the end; plain decoding would not have."""
+    text = zoo.greedy("llama", 0)
+    end, n = end_at(zoo, "llama", 10)
+    prompt = prompt_of(0)
+
+    class Oracle:
+        max_nodes = 30
+
+        def propose(self, sequences):
+            tokens = [sequences[0].tokens[-1], *text[sequences[0].n_new :]]
+            return [DraftTree(Topology.chain(len(tokens)), torch.tensor(tokens))]
+
+    with open_llm(zoo.directory("llama", 0)) as llm:
+        for limits, expected in (((64, {end}), text[: n + 1]), ((9, set()), text[:9])):
+            sequence = Sequence(list(prompt), SamplingParams(limits[0]), 512, frozenset(limits[1]))
+            live = Live(sequence, runner_of(llm).new_cache(200))
+            for _ in Loop(runner_of(llm), Oracle(), match, Trace(on=False)).run([live], Clock()):
+                pass
+            assert (sequence.tokens[len(prompt) :], live.n_passes) == (expected, 1)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "error"),
+    [
+        ([], PromptError),
+        ([1, 128], PromptError),
+        ([-1], PromptError),
+        ("text", PromptError),
+        ([1] * 200, CapacityError),
+    ],
+)
+def test_a_prompt_that_cannot_be_continued_is_refused_before_anything_runs(zoo, prompts, error):
+    with open_llm(zoo.directory("llama", 0)) as llm:
+        with pytest.raises(error):
+            llm.generate([[1, 2], prompts])
+        with pytest.raises(SettingsError):
+            llm.generate([[1], [2]], [SamplingParams()] * 3)
+        with pytest.raises(PromptError, match="stop"):
+            llm.generate([1], SamplingParams(stop=("x",)))
+
+
+# The law of sampled texts
+
+VOCABULARY, N_NEW, N_DRAWS = 5, 3, 1500
+SMALL = {
+    "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A model of five tokens and its checkpoint."""
+    path = tmp_path_factory.mktemp("small")
+    model = CASES["llama"].build(1, **SMALL)
+    model.lm_head.weight.data *= 2
+    model.save_pretrained(path)
+    return model, path
+
+
+def exact_law(model, prompt, params):
+    """The probability of each text of N_NEW tokens by transformers' logits and warpers: (VOCABULARY,) * N_NEW."""
+    warpers = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(params.repetition_penalty)])
+    warpers.append(TemperatureLogitsWarper(params.temperature))
+    warpers += [TopKLogitsWarper(params.top_k)] if params.top_k else []
+    warpers += [TopPLogitsWarper(params.top_p)] if params.top_p < 1 else []
+    warpers += [MinPLogitsWarper(params.min_p)] if params.min_p else []
+    law = np.zeros((VOCABULARY,) * N_NEW)
+    for text in itertools.product(range(VOCABULARY), repeat=N_NEW):
+        logits, p = logits_of(model, [*prompt, *text]), 1.0
+        for n, token in enumerate(text):
+            before = torch.tensor([[*prompt, *text[:n]]])
+            p *= float(torch.softmax(warpers(before, logits[None, before.shape[1] - 1]).double(), -1)[0, token])
+        law[text] = p
+    assert abs(law.sum() - 1) < 1e-6
+    return law
+
+
+def assert_law(texts, law):
+    """Chi-square, texts that are too rare taken together; a text of probability zero never occurs."""
+    counts = Counter(map(tuple, texts))
+    observed = np.array([counts[text] for text in np.ndindex(law.shape)], dtype=float)
+    expected = law.ravel() * len(texts)
+    assert observed[expected == 0].sum() == 0
+    rare = expected < 8
+    observed = np.append(observed[~rare], observed[rare].sum())
+    expected = np.append(expected[~rare], expected[rare].sum())
+    keep = expected > 0
+    assert keep.sum() > 10, "too few texts to tell laws apart"
+    assert chi_square_p(observed[keep], expected[keep]) > 1e-3
+
+
+LAWS = {
+    "plain": {"temperature": 1.0},
+    "filtered": {"temperature": 1.3, "top_k": 4, "top_p": 0.93, "min_p": 0.04},
+    "penalty": {"temperature": 0.8, "repetition_penalty": 1.6},
+}
+
+
+@pytest.mark.parametrize("trees", [False, True], ids=["plain decoding", "trees"])
+@pytest.mark.parametrize("settings", LAWS.values(), ids=LAWS)
+def test_the_joint_law_of_sampled_tokens(small, settings, trees):
+    """Two prompts side by side in batches, each row with a seed of its own, against exact enumeration."""
+    model, path = small
+    prompts = [[3, 1], [0, 2, 2, 4]]
+    params = [SamplingParams(max_new_tokens=N_NEW, seed=seed, **settings) for seed in range(2 * N_DRAWS)]
+    texts = []
+    with open_llm(path, max_model_len=64) as llm:
+        runner = runner_of(llm)
+        drafter = TreeDrafter({}, VOCABULARY) if trees else llm._drafter
+        for start in range(0, 2 * N_DRAWS, 500):
+            batch = [
+                Live(Sequence(list(prompts[i % 2]), params[i], 64), runner.new_cache(24))
+                for i in range(start, start + 500)
+            ]
+            for _ in Loop(runner, drafter, match, Trace(on=False)).run(batch, Clock()):
+                pass
+            texts += [one.sequence.tokens[one.sequence.n_prompt :] for one in batch]
+    for n, prompt in enumerate(prompts):
+        assert_law(texts[n::2], exact_law(model, prompt, params[0]))
+
+
+def test_the_check_of_the_law_finds_a_wrong_one(small):
+    """Texts of temperature 1 are not those of temperature 1.25, nor those of another prompt."""
+    model, _ = small
+    law = exact_law(model, [3, 1], SamplingParams(temperature=1.0))
+    drawn = np.random.default_rng(0).choice(law.size, N_DRAWS, p=law.ravel() / law.sum())
+    texts = list(zip(*map(np.ndarray.tolist, np.unravel_index(drawn, law.shape)), strict=True))
+    assert_law(texts, law)
+    for prompt, temperature in (([3, 1], 1.25), ([0, 2, 2, 4], 1.0)):
+        with pytest.raises(AssertionError):
+            assert_law(texts, exact_law(model, prompt, SamplingParams(temperature=temperature)))

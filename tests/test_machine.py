@@ -1,0 +1,153 @@
+"""What this process may use: the machine's memory, its container's, its own limits; and the cost of a pass."""
+
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload_rt import machine
+from offload_rt.machine import MachineProfile, PassBytes, memory_free, memory_limit, pass_time, peak_rss
+
+GIB = 2**30
+TOTAL, AVAILABLE, RSS = 64 * GIB, 40 * GIB, 2 * GIB
+UNLIMITED = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+
+
+class Cgroups:
+    """A pretended machine of 64 GiB whose control groups are folders of a test."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.v2, self.v1, self._list = root / "unified", root / "memory", root / "cgroup"
+        self._list.write_text("")
+        self.limits = {resource.RLIMIT_AS: UNLIMITED, resource.RLIMIT_DATA: UNLIMITED}
+        lines = machine._lines
+        monkeypatch.setattr(machine, "_CGROUP_V2", self.v2)
+        monkeypatch.setattr(machine, "_CGROUP_V1", self.v1)
+        monkeypatch.setattr(
+            machine, "_lines", lambda path: lines(self._list if path == Path("/proc/self/cgroup") else path)
+        )
+        memory = SimpleNamespace(total=TOTAL, available=AVAILABLE)
+        process = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=RSS, vms=3 * RSS))
+        psutil = SimpleNamespace(virtual_memory=lambda: memory, Process=lambda: process)
+        monkeypatch.setattr(machine, "psutil", psutil)
+        monkeypatch.setattr(resource, "getrlimit", lambda kind: self.limits[kind])
+
+    def belong_to(self, *lines: str) -> None:
+        self._list.write_text("\n".join(lines) + "\n")
+
+    def write(self, folder: Path, **files: str | int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            (folder / name.replace("__", ".")).write_text(f"{content}\n")
+
+
+@pytest.fixture
+def cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cgroups]:
+    yield Cgroups(tmp_path, monkeypatch)
+
+
+def test_without_any_limit_the_machine_is_the_limit(cgroups: Cgroups) -> None:
+    assert memory_limit() == TOTAL
+    assert memory_free() == AVAILABLE
+
+
+def test_a_v2_group_limits_and_its_page_cache_is_free(cgroups: Cgroups) -> None:
+    cgroups.belong_to("0::/box")
+    cgroups.write(cgroups.v2 / "box", memory__max=8 * GIB, memory__current=5 * GIB, memory__stat=_stat(GIB, 2 * GIB))
+    assert memory_limit() == 8 * GIB
+    assert memory_free() == min(8 * GIB - RSS, 8 * GIB - 5 * GIB + 3 * GIB)
+
+
+def _stat(inactive: int, active: int) -> str:
+    return f"anon 5\ninactive_file {inactive}\nactive_file {active}\nunevictable 0"
+
+
+@pytest.mark.parametrize("tight", ["outer", "inner", "root"])
+def test_the_tightest_group_above_this_process_counts(tight: str, cgroups: Cgroups) -> None:
+    cgroups.belong_to("0::/outer/inner")
+    folders = {"root": cgroups.v2, "outer": cgroups.v2 / "outer", "inner": cgroups.v2 / "outer" / "inner"}
+    for name, folder in folders.items():
+        limit = 4 * GIB if name == tight else 9 * GIB
+        cgroups.write(folder, memory__max=limit, memory__current=3 * GIB, memory__stat=_stat(0, 0))
+    assert memory_limit() == 4 * GIB
+    assert memory_free() == GIB
+
+
+def test_a_v1_group_limits_too(cgroups: Cgroups) -> None:
+    cgroups.belong_to("11:cpu,cpuacct:/a", "9:memory:/docker/x", "1:name=systemd:/a")
+    cgroups.write(
+        cgroups.v1 / "docker" / "x",
+        memory__limit_in_bytes=6 * GIB, memory__usage_in_bytes=4 * GIB, memory__stat=_stat(GIB, 0),
+    )  # fmt: skip
+    assert memory_limit() == 6 * GIB
+    assert memory_free() == min(6 * GIB - RSS, 6 * GIB - 4 * GIB + GIB)
+
+
+def test_a_group_seen_from_inside_its_container_limits_at_the_root(cgroups: Cgroups) -> None:
+    """Inside a container the path in /proc names folders of the host that are not there."""
+    cgroups.belong_to("0::/host/only/path")
+    cgroups.write(cgroups.v2, memory__max=5 * GIB, memory__current=GIB, memory__stat=_stat(0, 0))
+    assert memory_limit() == 5 * GIB
+
+
+@pytest.mark.parametrize("text", ["max", "", "garbage"])
+def test_a_group_without_a_limit_does_not_limit(text: str, cgroups: Cgroups) -> None:
+    cgroups.belong_to("0::/box")
+    cgroups.write(cgroups.v2 / "box", memory__max=text, memory__current=GIB, memory__stat=_stat(0, 0))
+    assert memory_limit() == TOTAL
+    assert memory_free() == AVAILABLE
+
+
+def test_a_v1_group_without_a_limit_says_so_by_a_huge_number(cgroups: Cgroups) -> None:
+    cgroups.belong_to("9:memory:/")
+    cgroups.write(cgroups.v1, memory__limit_in_bytes=9223372036854771712, memory__usage_in_bytes=GIB)
+    assert memory_limit() == TOTAL
+    assert memory_free() == AVAILABLE
+
+
+@pytest.mark.parametrize("kind", [resource.RLIMIT_AS, resource.RLIMIT_DATA])
+def test_a_limit_of_the_process_counts(kind: int, cgroups: Cgroups) -> None:
+    cgroups.limits[kind] = (7 * GIB, resource.RLIM_INFINITY)
+    assert memory_limit() == 7 * GIB
+    assert memory_free() <= 7 * GIB - RSS
+
+
+def test_free_memory_is_never_less_than_none(cgroups: Cgroups) -> None:
+    cgroups.belong_to("0::/box")
+    cgroups.write(cgroups.v2 / "box", memory__max=GIB, memory__current=2 * GIB, memory__stat=_stat(0, 0))
+    assert memory_free() == 0
+
+
+def test_this_machine_has_some_memory_and_uses_some() -> None:
+    assert 0 < peak_rss() < memory_limit()
+    assert 0 <= memory_free() <= memory_limit()
+
+
+# The cost of a pass
+
+
+def _profile(disk: float, host: float, memory: float, fixed: float = 0.0) -> MachineProfile:
+    return MachineProfile("simulated", False, (("disk", disk), ("host", host)), memory, fixed)
+
+
+@given(
+    rates=st.tuples(*[st.floats(0.1, 100)] * 3),
+    moved=st.tuples(*[st.integers(0, 10**12)] * 3),
+    fixed=st.floats(0, 1),
+)
+def test_a_pass_takes_as_long_as_its_slowest_part(
+    rates: tuple[float, float, float], moved: tuple[int, int, int], fixed: float
+) -> None:
+    disk, host, computed = moved
+    seconds = pass_time(_profile(*rates, fixed), PassBytes((("disk", disk), ("host", host)), computed))
+    parts = [nbytes / (rate * 1e9) for nbytes, rate in zip(moved, rates, strict=True)]
+    assert seconds == pytest.approx(max(parts) + fixed)
+
+
+def test_a_tier_that_moves_nothing_need_not_have_a_rate() -> None:
+    profile = MachineProfile("simulated", False, (("disk", 2.0),), 10.0)
+    assert pass_time(profile, PassBytes((("host", 0), ("disk", 4 * 10**9)), 10**9)) == pytest.approx(2.0)

@@ -1,0 +1,152 @@
+"""Logits of every family against transformers: of prompts, of trees, in every dtype; and rotary embeddings alone."""
+
+import pytest
+import torch
+from tiny import (
+    CASES,
+    DYNAMIC,
+    LINEAR,
+    LLAMA3,
+    SIZES,
+    YARN,
+    feed,
+    generate,
+    logits_of,
+    open_llm,
+    prefill,
+    prompt_of,
+    random_tree,
+    runner_of,
+)
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+
+from offload_rt.engine import runner as runner_module
+from offload_rt.engine.runner import Step
+from offload_rt.models._rope import Rope
+from offload_rt.tree.topology import Topology
+
+ATOL = 2e-4
+
+
+def path_of(topology, node):
+    path = []
+    while node >= 0:
+        path.append(node)
+        node = int(topology.parents[node])
+    return path[::-1]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_prompts_logits_are_transformers(zoo, name):
+    tokens = prompt_of(0, 50)
+    with open_llm(zoo.directory(name, 0)) as llm:
+        runner = runner_of(llm)
+        got = feed(runner, runner.new_cache(50), tokens, Topology.chain(50))
+    expected = logits_of(zoo.model(name, 0), tokens)
+    assert got.dtype == torch.float32 and expected.std() > 0.5
+    torch.testing.assert_close(got, expected, atol=ATOL, rtol=0)
+
+
+@pytest.mark.parametrize("chunk_rows", [512, 7])
+@pytest.mark.parametrize("name", CASES)
+def test_each_node_of_a_tree_sees_its_own_path(zoo, name, chunk_rows, monkeypatch):
+    """A tree below tokens the cache lacks, below tokens it has, longer than the window in both parts."""
+    monkeypatch.setattr(runner_module, "CHUNK_ROWS", chunk_rows)
+    tree = random_tree(17, seed=3)
+    committed, lacking, drafted = prompt_of(1, 11), prompt_of(2, 6), prompt_of(3, len(tree))
+    with open_llm(zoo.directory(name, 0), "disk") as llm:
+        runner = runner_of(llm)
+        cache = prefill(runner, committed, 64)
+        got = feed(runner, cache, lacking + drafted, tree.after_chain(len(lacking)), n_wanted=len(tree))
+    for node in range(len(tree)):
+        path = [drafted[one] for one in path_of(tree, node)]
+        expected = logits_of(zoo.model(name, 0), committed + lacking + path)[-1]
+        torch.testing.assert_close(got[node], expected, atol=ATOL, rtol=0)
+
+
+def test_several_sequences_in_one_pass_do_not_see_each_other(zoo, monkeypatch):
+    monkeypatch.setattr(runner_module, "CHUNK_ROWS", 16)
+    prompts = [prompt_of(seed, n) for seed, n in enumerate((5, 23, 1, 16))]
+    with open_llm(zoo.directory("qwen3-window", 0)) as llm:
+        runner = runner_of(llm)
+        steps = [
+            Step(runner.new_cache(32), torch.tensor(one), Topology.chain(len(one)), len(one), len(one))
+            for one in prompts
+        ]
+        got = runner.forward(steps)
+    for rows, prompt in zip(got, prompts, strict=True):
+        torch.testing.assert_close(rows, logits_of(zoo.model("qwen3-window", 0), prompt), atol=ATOL, rtol=0)
+
+
+def test_float64_is_computed_in_float64(zoo, monkeypatch):
+    """Rotations are rounded to float32 on both sides alike; norms on transformers' side only, unless they are replaced."""
+
+    def exact_norm(self, x):
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
+
+    monkeypatch.setattr(LlamaRMSNorm, "forward", exact_norm)
+    prompt, model = prompt_of(0), CASES["llama"].build(0, torch.float64)
+    with open_llm(zoo.directory("llama", 0), "mixed", dtype="float64") as llm:
+        runner = runner_of(llm)
+        got = feed(runner, runner.new_cache(50), prompt, Topology.chain(len(prompt)))
+        assert llm.generate(prompt).pop().token_ids == generate(model, prompt, 64)
+    torch.testing.assert_close(got, logits_of(model, prompt), atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2-window", "qwen3"])
+def test_bfloat16_differs_only_by_its_rounding(zoo, name):
+    """Greedy tokens are those of transformers' bfloat16 except where the two best logits are closer than the rounding.
+
+    The rounding at a place is measured: how far transformers' bfloat16 is there from float32 with the same weights. Both
+    sides of a comparison round, hence twice that.
+    """
+    prompt = prompt_of(0)
+    with open_llm(zoo.directory(name, 0, torch.bfloat16), "mixed") as llm:
+        assert runner_of(llm).dtype == torch.bfloat16
+        tokens = llm.generate(prompt).pop().token_ids
+    places = slice(len(prompt) - 1, -1)
+    model = zoo.model(name, 0, torch.bfloat16)
+    rounded = logits_of(model, prompt + tokens)[places].float()
+    exact = logits_of(CASES[name].build(0, torch.bfloat16).float(), prompt + tokens)[places]
+    rounding = 2 * (rounded - exact).abs().amax(-1)
+    best, chosen = rounded.max(-1), rounded[torch.arange(64), tokens]
+    same = best.indices == torch.tensor(tokens)
+    assert (same | (best.values - chosen <= rounding)).all()
+    assert same.float().mean() > 0.9
+
+
+ROPES = {
+    "default": {},
+    "linear": LINEAR,
+    "dynamic": DYNAMIC,
+    "llama3": LLAMA3,
+    "yarn": YARN,
+    "yarn-mscale": {
+        "rope_parameters": YARN["rope_parameters"] | {"mscale": 0.7, "mscale_all_dim": 0.4, "truncate": False}
+    },
+    "yarn-attention": {"rope_parameters": YARN["rope_parameters"] | {"attention_factor": 1.3, "beta_fast": 16}},
+}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+@pytest.mark.parametrize("length", [1, 255, 256, 257, 700])
+def test_rotations_are_transformers(kind, length):
+    """Also past the limit, where dynamic scaling stretches by the length so far: a prefill computes all rows at once."""
+    config = LlamaConfig(**SIZES | ROPES[kind])
+    positions = torch.arange(length)
+    expected = LlamaRotaryEmbedding(config)(torch.zeros(()), positions[None])
+    got = Rope(config).cos_sin(positions, torch.full((length,), length), torch.float32)
+    for ours, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, theirs[0], atol=1e-4, rtol=0)
+
+
+def test_dynamic_rows_have_the_frequencies_of_their_own_length():
+    """Plain decoding computes each row when the sequence is that long; rows of one pass must not share a length."""
+    config = LlamaConfig(**SIZES | DYNAMIC)
+    lengths = torch.tensor([250, 300, 256, 257, 600, 300])
+    cos, sin = Rope(config).cos_sin(lengths - 1, lengths, torch.float32)
+    for row, length in enumerate(lengths.tolist()):
+        expected = LlamaRotaryEmbedding(config)(torch.zeros(()), torch.tensor([[length - 1]]))
+        torch.testing.assert_close(cos[row], expected[0][0, 0], atol=1e-4, rtol=0)
+        torch.testing.assert_close(sin[row], expected[1][0, 0], atol=1e-4, rtol=0)

@@ -1,0 +1,152 @@
+"""Which layer lives where: never over the budget, never refused without need, spread evenly."""
+
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import llama_config, llama_tensors, write_checkpoint
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from offload_rt import run
+from offload_rt.errors import CapacityError
+from offload_rt.tiers._placement import Budgets, Need, Plan, least_budget, place, spread
+
+LAYERS = st.one_of(
+    st.lists(st.integers(1, 1000), min_size=1, max_size=40),
+    st.builds(lambda n, nbytes: [nbytes] * n, st.integers(1, 90), st.integers(1, 10**9)),
+)
+NEED = st.builds(Need, outer=st.integers(0, 5000), cache=st.integers(0, 5000), scratch=st.integers(0, 5000))
+
+
+def used(plan: Plan) -> int:
+    """Bytes on the device, added up anew."""
+    resident = sum(n for tier, n in zip(plan.tiers, plan.layer_nbytes, strict=True) if tier == "device")
+    return plan.need.outer + plan.need.cache + plan.need.scratch + resident + plan.n_slots * max(plan.layer_nbytes)
+
+
+@given(layers=LAYERS, need=NEED, share=st.floats(0, 1.5), host=st.integers(0, 10**10))
+def test_a_plan_keeps_to_its_budgets(layers: list[int], need: Need, share: float, host: int) -> None:
+    budget = int((sum(layers) + need.total) * share)
+    assume(budget >= least_budget(layers, need))
+    plan = place(layers, need, Budgets(budget, host))
+    assert used(plan) == plan.device_nbytes <= budget
+    assert plan.on("host") <= host
+    assert len(plan.tiers) == len(layers)
+    assert set(plan.tiers) <= {"device", "host", "disk"}
+    assert plan.layer_nbytes == tuple(layers)
+
+
+@given(layers=LAYERS, need=NEED)
+def test_the_budget_that_an_error_names_is_the_smallest_that_will_do(layers: list[int], need: Need) -> None:
+    with pytest.raises(CapacityError) as caught:
+        place(layers, need, Budgets(0 if need.total + max(layers) else -1))
+    named = int(re.search(r"\((\d+) bytes\)", caught.value.need).group(1))
+    assert str(named) in caught.value.change
+    place(layers, need, Budgets(named))
+    with pytest.raises(CapacityError):
+        place(layers, need, Budgets(named - 1))
+
+
+@given(layers=LAYERS, need=NEED, more=st.integers(0, 1000), host=st.integers(0, 10**6))
+def test_all_layers_are_resident_where_they_fit(layers: list[int], need: Need, more: int, host: int) -> None:
+    plan = place(layers, need, Budgets(sum(layers) + need.total + more, host))
+    assert plan.tiers == ("device",) * len(layers)
+    assert plan.n_slots == 0
+    assert plan.pass_bytes.streamed == (("host", 0), ("disk", 0))
+
+
+@given(n=st.integers(3, 90), nbytes=st.integers(1, 10**6), need=NEED, fits=st.integers(2, 88))
+def test_what_is_not_needed_for_slots_holds_layers(n: int, nbytes: int, need: Need, fits: int) -> None:
+    """Of equal layers, `fits` of which fit: two or three are slots, and every other one is resident."""
+    assume(fits < n)
+    plan = place([nbytes] * n, need, Budgets(need.total + fits * nbytes + nbytes // 2))
+    assert plan.n_slots == min(3, fits)
+    assert plan.count("device") == fits - plan.n_slots
+
+
+@given(layers=LAYERS, need=NEED, share=st.floats(0, 1), host=st.floats(0, 1.2))
+def test_a_pass_moves_what_is_not_resident_and_computes_all(
+    layers: list[int], need: Need, share: float, host: float
+) -> None:
+    budget = least_budget(layers, need) + int(share * sum(layers))
+    plan = place(layers, need, Budgets(budget, int(host * sum(layers))))
+    streamed = dict(plan.pass_bytes.streamed)
+    assert sum(streamed.values()) == sum(layers) - plan.on("device")
+    assert streamed == {tier: plan.on(tier) for tier in ("host", "disk")}
+    assert plan.pass_bytes.computed == sum(layers) + need.outer
+
+
+@given(n=st.integers(1, 100), k=st.integers(0, 100))
+def test_spread_numbers_are_as_even_as_they_can_be(n: int, k: int) -> None:
+    assume(k <= n)
+    picked = sorted(spread(n, k))
+    assert len(picked) == k
+    assert all(0 <= i < n for i in picked)
+    # Passes follow each other, so the gap goes on over the end.
+    gaps = [b - a for a, b in itertools.pairwise([*picked, *(i + n for i in picked[:1])])]
+    assert not gaps or max(gaps) - min(gaps) <= 1
+
+
+@given(n=st.integers(3, 90), fits=st.integers(2, 88), hosted=st.integers(0, 90))
+def test_resident_layers_and_layers_of_the_host_are_spread_evenly(n: int, fits: int, hosted: int) -> None:
+    assume(fits < n)
+    plan = place([100] * n, Need(0, 0, 0), Budgets(fits * 100, hosted * 100))
+    for tiers, tier in ((plan.tiers, "device"), (tuple(one for one in plan.tiers if one != "device"), "host")):
+        picked = [i for i, one in enumerate(tiers) if one == tier]
+        gaps = [b - a for a, b in itertools.pairwise([*picked, *(i + len(tiers) for i in picked[:1])])]
+        assert not gaps or max(gaps) - min(gaps) <= 1
+
+
+# The same, from the command line.
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = llama_config(num_hidden_layers=7, hidden_size=32, intermediate_size=96)
+    return write_checkpoint(tmp_path_factory.mktemp("plan"), config, llama_tensors(config))
+
+
+def _plan(capsys: pytest.CaptureFixture[str], checkpoint: Path, *flags: str) -> tuple[int, dict[str, Any], str]:
+    code = run.main(["--model", str(checkpoint), "--device", "cpu", "--max-model-len", "32", "--plan", "--json", *flags])
+    out, err = capsys.readouterr()
+    return code, json.loads(out) if out else {}, err
+
+
+def _used(plan: dict[str, Any]) -> int:
+    resident = sum(n for tier, n in zip(plan["tiers"], plan["layer_nbytes"], strict=True) if tier == "device")
+    return sum(plan["need"].values()) + resident + plan["n_slots"] * max(plan["layer_nbytes"])
+
+
+def test_the_command_line_plans_within_the_budget_and_names_the_smallest(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, found, err = _plan(capsys, checkpoint, "--device-memory", "1")
+    assert (code, found) == (2, {})
+    assert err.startswith("error: ")
+    named = int(re.search(r"set --device-memory to (\d+)", err).group(1))
+    code, _, _ = _plan(capsys, checkpoint, "--device-memory", str(named - 1))
+    assert code == 2
+    code, found, _ = _plan(capsys, checkpoint, "--device-memory", str(named))
+    assert code == 0
+    assert _used(found["plan"]) <= named
+    assert found["plan"]["tiers"] == ["disk"] * 7
+    layer = max(found["plan"]["layer_nbytes"])
+    counts = []
+    for more in range(1, 6):
+        code, found, _ = _plan(capsys, checkpoint, "--device-memory", str(named + more * layer))
+        assert code == 0
+        assert _used(found["plan"]) <= named + more * layer
+        assert found["predicted_seconds_per_token"] > 0
+        counts.append(found["plan"]["tiers"].count("device"))
+    assert counts == [0, 1, 2, 3, 7]
+
+
+def test_a_plan_for_people_names_every_part(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["--model", str(checkpoint), "--device", "cpu", "--max-model-len", "32", "--plan"]) == 0
+    out = capsys.readouterr().out
+    for part in ("embedding, last norm, head", "cache of 32 tokens", "activations", "7 of 7 layers", "used of the budget"):
+        assert part in out, out

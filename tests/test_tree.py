@@ -1,0 +1,80 @@
+"""Trees: their derived shape against the plain definition."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny import random_tree
+
+from offload_rt.tree.topology import DraftTree, Topology
+
+trees = st.builds(random_tree, st.integers(1, 24), st.integers(0, 2**31))
+chains = st.builds(Topology.chain, st.integers(1, 24))
+
+
+def ancestors(topology, node):
+    """The node and all above it."""
+    found = set()
+    while node >= 0:
+        found.add(node)
+        node = int(topology.parents[node])
+    return found
+
+
+@given(trees | chains, st.data())
+def test_a_row_sees_itself_and_its_ancestors(topology, data):
+    start = data.draw(st.integers(0, len(topology) - 1))
+    stop = data.draw(st.integers(start + 1, len(topology)))
+    seen = topology.visible(start, stop)
+    assert seen.dtype == torch.bool and seen.shape == (stop - start, stop)
+    for row in range(start, stop):
+        assert set(seen[row - start].nonzero().ravel().tolist()) == ancestors(topology, row)
+
+
+@given(trees | chains)
+def test_depths_and_children(topology):
+    n = len(topology)
+    assert [len(ancestors(topology, node)) - 1 for node in range(n)] == topology.depths.tolist()
+    for node in range(n):
+        assert list(topology.children[node]) == [child for child in range(n) if topology.parents[child] == node]
+    assert topology.is_chain == all(len(children) == (node < n - 1) for node, children in enumerate(topology.children))
+
+
+@given(trees | chains, st.integers(0, 9))
+def test_a_tree_below_a_chain(topology, n):
+    longer = topology.after_chain(n)
+    assert len(longer) == n + len(topology)
+    assert longer.parents[:n].tolist() == list(range(-1, n - 1))
+    for node in range(len(topology)):
+        above = {one + n for one in ancestors(topology, node)}
+        assert ancestors(longer, n + node) == set(range(n)) | above
+
+
+@given(st.integers(1, 20))
+def test_a_chain_is_the_tree_in_which_each_node_has_the_one_before_as_parent(n):
+    chain, tree = Topology.chain(n), Topology(np.arange(-1, n - 1))
+    assert chain.is_chain and chain.parents.tolist() == tree.parents.tolist()
+    # The short way for chains against the way of every tree.
+    tree.__dict__["is_chain"] = False
+    for start in range(n):
+        assert torch.equal(chain.visible(start, n), tree.visible(start, n))
+
+
+@given(trees)
+def test_the_tokens_of_a_path_leave_out_the_root(topology):
+    tokens = torch.arange(len(topology)) + 100
+    tree = DraftTree(topology, tokens)
+    for node in range(len(topology)):
+        assert tree.path_to(node) == sorted(one + 100 for one in ancestors(topology, node) if one)
+
+
+@pytest.mark.parametrize("parents", [[], [0], [-1, 1], [-1, -1], [-1, 0, 2], [-1, 0, 3, 2], [[-1]]])
+def test_what_is_no_tree_is_refused(parents):
+    with pytest.raises(AssertionError):
+        Topology(np.array(parents, dtype=np.int64))
+
+
+def test_a_tree_has_one_token_a_node():
+    with pytest.raises(AssertionError):
+        DraftTree(Topology.chain(3), torch.arange(2))

@@ -1,0 +1,230 @@
+"""Tiny random models of every family, written as transformers writes them, and transformers itself as their reference."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from offload_rt import LLM
+from offload_rt.build import draw_up
+from offload_rt.config import EngineConfig
+from offload_rt.drafters.none import Drafter
+from offload_rt.engine.runner import Runner, Step
+from offload_rt.kv.cache import KVCache
+from offload_rt.tree.topology import Topology
+from offload_rt.weights._checkpoint import open_checkpoint
+
+SIZES = {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "tie_word_embeddings": False,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+WINDOW = 8
+# A token comes back and the text goes round in circles where a random model is too tame: this one is not.
+SPREAD = 0.25
+
+
+@dataclass(frozen=True)
+class Case:
+    """A family and what its config says besides the sizes; one shard holds at most `shard` bytes."""
+
+    config: type[PreTrainedConfig]
+    model: type[PreTrainedModel]
+    changes: dict[str, Any] = field(default_factory=dict)
+    shard: str = "1GB"
+
+    def build(self, seed: int, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
+        """A random model with no weight that is zero or one, biases and norms included, so that every misplaced one shows."""
+        config = self.config(**SIZES | self.changes | changes)
+        net = self.model(config)
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in net.parameters():
+            middle = float(parameter.dim() == 1 and parameter.mean() == 1)
+            parameter.data = middle + SPREAD * torch.randn(parameter.shape, generator=generator)
+        return net.to(dtype).eval()
+
+
+def _rope(kind: str, **parameters: float) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 500.0, **parameters}}
+
+
+LINEAR = _rope("linear", factor=3.0)
+DYNAMIC = _rope("dynamic", factor=2.0)
+LLAMA3 = _rope("llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
+YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=64)
+WINDOWED = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}
+
+CASES = {
+    "llama": Case(LlamaConfig, LlamaForCausalLM),
+    "llama-biases": Case(
+        LlamaConfig, LlamaForCausalLM, {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}, "200KB"
+    ),
+    "llama-tied": Case(LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": True, "num_key_value_heads": 1}, "200KB"),
+    "llama-linear": Case(LlamaConfig, LlamaForCausalLM, LINEAR),
+    "llama-dynamic": Case(LlamaConfig, LlamaForCausalLM, DYNAMIC),
+    "llama-llama3": Case(LlamaConfig, LlamaForCausalLM, LLAMA3),
+    "llama-yarn": Case(LlamaConfig, LlamaForCausalLM, YARN),
+    "mistral": Case(MistralConfig, MistralForCausalLM, {"sliding_window": WINDOW}, "200KB"),
+    "mistral-full": Case(MistralConfig, MistralForCausalLM, {"sliding_window": None}),
+    "qwen2": Case(Qwen2Config, Qwen2ForCausalLM, YARN),
+    "qwen2-window": Case(Qwen2Config, Qwen2ForCausalLM, WINDOWED),
+    "qwen3": Case(Qwen3Config, Qwen3ForCausalLM, {"head_dim": 32}, "200KB"),
+    "qwen3-window": Case(
+        Qwen3Config, Qwen3ForCausalLM, {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True} | WINDOWED
+    ),
+}
+PLACES = {"resident": {"device"}, "disk": {"disk"}, "mixed": {"device", "disk"}}
+
+
+class Zoo:
+    """Checkpoints below one folder, each made once, and their references."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._models: dict[tuple[str, int, torch.dtype], PreTrainedModel] = {}
+        self._texts: dict[tuple[str, int], list[int]] = {}
+
+    def model(self, name: str, seed: int, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+        """The model in transformers."""
+        key = (name, seed, dtype)
+        if key not in self._models:
+            self._models[key] = CASES[name].build(seed, dtype)
+        return self._models[key]
+
+    def directory(self, name: str, seed: int, dtype: torch.dtype = torch.float32) -> Path:
+        """Its checkpoint."""
+        path = self._folder / f"{name}-{seed}-{dtype}".replace("torch.", "")
+        if not path.exists():
+            self.model(name, seed, dtype).save_pretrained(path, max_shard_size=CASES[name].shard)
+        return path
+
+    def greedy(self, name: str, seed: int, n_new: int = 64) -> list[int]:
+        """What transformers' `generate` makes of `prompt_of(seed)` in float32."""
+        if (name, seed) not in self._texts:
+            self._texts[name, seed] = generate(self.model(name, seed), prompt_of(seed), n_new)
+        return self._texts[name, seed]
+
+
+def prompt_of(seed: int, n: int = 21, vocab_size: int = 128) -> list[int]:
+    """A random prompt."""
+    return torch.randint(vocab_size, (n,), generator=torch.Generator().manual_seed(1000 + seed)).tolist()
+
+
+def generate(model: PreTrainedModel, prompt: Sequence[int], n_new: int) -> list[int]:
+    """The greedy continuation by transformers, of exactly so many tokens."""
+    ids = torch.tensor([list(prompt)])
+    options = {"max_new_tokens": n_new, "min_new_tokens": n_new, "do_sample": False, "pad_token_id": 0}
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
+
+
+@torch.no_grad()
+def logits_of(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
+    """(n, vocabulary) by transformers, one pass without a cache."""
+    return model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
+
+
+def open_llm(directory: Path, place: str = "resident", **settings: Any) -> LLM:
+    """An LLM on the CPU whose layers lie as PLACES says, by a budget that is just right for it."""
+    settings = {"device": "cpu", "max_model_len": 128} | settings
+    blueprint = draw_up(EngineConfig(str(directory), **settings), open_checkpoint(directory), Drafter())
+    blueprint.disk.close()
+    plan = blueprint.plan
+    free = {"resident": len(plan.tiers) * plan.slot_nbytes, "disk": 2 * plan.slot_nbytes, "mixed": 5 * plan.slot_nbytes}
+    llm = LLM(str(directory), device_memory=plan.need.total + free[place], **settings)
+    assert set(llm.plan.tiers) == PLACES[place], llm.plan.tiers
+    return llm
+
+
+def runner_of(llm: LLM) -> Runner:
+    """The runner inside."""
+    return llm.engine.runner
+
+
+def feed(runner: Runner, cache: KVCache, tokens: Sequence[int], topology: Topology, n_wanted: int = 0) -> Tensor:
+    """Logits of the last `n_wanted` tokens, or of all; the rows stay pending."""
+    step = Step(
+        cache, torch.tensor(tokens), topology, n_wanted or len(tokens), n_prompt=cache.n_committed + len(tokens)
+    )
+    return runner.forward([step])[0]
+
+
+def prefill(runner: Runner, tokens: Sequence[int], capacity: int) -> KVCache:
+    """A cache that holds exactly these tokens, from one pass over them."""
+    cache = runner.new_cache(capacity)
+    feed(runner, cache, tokens, Topology.chain(len(tokens)), n_wanted=1)
+    cache.commit(range(len(tokens)))
+    return cache
+
+
+def random_tree(n: int, seed: int) -> Topology:
+    """A random shape of n nodes."""
+    generator = torch.Generator().manual_seed(seed)
+    parents = [-1, *(int(torch.randint(node, (), generator=generator)) for node in range(1, n))]
+    return Topology(torch.tensor(parents).numpy())
+
+
+def chi_square_p(observed: np.ndarray, expected: np.ndarray) -> float:
+    """The chance that counts stray this far from the expected ones, which sum to the same."""
+    assert abs(observed.sum() - expected.sum()) < 1e-6 * observed.sum()
+    statistic = ((observed - expected) ** 2 / expected).sum()
+    return float(torch.special.gammaincc(torch.tensor((len(observed) - 1) / 2.0), torch.tensor(statistic / 2)))
+
+
+SPOKEN = [
+    "the quick brown fox jumps over the lazy dog; the end of the story",
+    "naïve café, e\u0301te\u0301 coöperate",
+    "日本語のテキスト、中文字符，한국어",
+    "smiles 🙂🙃 families 👨‍👩‍👧‍👦 flags 🇫🇷 waves 👋🏽",
+]
+
+
+def byte_level(vocab_size: int = 320) -> Tokenizer:
+    """A byte-level BPE tokenizer, as of Llama 3 and Qwen: most characters beyond ASCII take several tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(SPOKEN * 4, trainer)
+    return tokenizer
+
+
+def metaspace(vocab_size: int = 400) -> Tokenizer:
+    """A tokenizer as of Llama 2: a space is part of the word behind it, an unknown character falls apart into bytes."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    specials = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=specials[:1], show_progress=False)
+    tokenizer.train_from_iterator(SPOKEN[:1] * 4, trainer)
+    # The trainer knows no byte tokens, so they are written into the finished vocabulary.
+    content = json.loads(tokenizer.to_str())
+    vocab = content["model"]["vocab"]
+    content["model"]["vocab"] = vocab | {name: len(vocab) + i for i, name in enumerate(specials[1:])}
+    return Tokenizer.from_str(json.dumps(content))
+
+
+def add_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
+    """Make a tokenizer part of a checkpoint."""
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
