@@ -40,17 +40,18 @@ def main() -> None:
     parser.add_argument("--prompt-ids", required=True)
     flags = parser.parse_args()
     config = json.loads((flags.model / "config.json").read_text())
-    where = {f"model.layers.{i}": "cpu" if i < flags.resident_layers else "disk" for i in range(config["num_hidden_layers"])}
+    where = {
+        f"model.layers.{i}": "cpu" if i < flags.resident_layers else "disk" for i in range(config["num_hidden_layers"])
+    }
     where |= {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
     with tempfile.TemporaryDirectory() as folder:
         model = AutoModelForCausalLM.from_pretrained(flags.model, device_map=where, offload_folder=folder, dtype="auto")
         ids = torch.tensor([json.loads(flags.prompt_ids)])
         drop_from_page_cache(flags.model)
         steps = _ColdSteps(flags.model)
-        out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=flags.tokens, min_new_tokens=flags.tokens, do_sample=False,
-            logits_processor=[steps],
-        )  # fmt: skip
+        lengths = {"max_new_tokens": flags.tokens, "min_new_tokens": flags.tokens}
+        mask = torch.ones_like(ids)
+        out = model.generate(ids, attention_mask=mask, do_sample=False, logits_processor=[steps], **lengths)
     print(json.dumps({"seconds": steps.seconds, "token_ids": out[0, ids.shape[1] :].tolist()}))
 
 

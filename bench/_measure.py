@@ -39,12 +39,15 @@ def machine() -> str:
     import torch
 
     gib = psutil.virtual_memory().total / 2**30
-    return f"{_processor()}, {os.cpu_count()} cores, {gib:.0f} GiB, {platform.system()} {platform.release()}, torch {torch.__version__}"
+    system = f"{platform.system()} {platform.release()}, torch {torch.__version__}"
+    return f"{_processor()}, {os.cpu_count()} cores, {gib:.0f} GiB, {system}"
 
 
 def commit() -> str:
     """The commit that was measured, marked if the tree had changes."""
-    told = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False)
+    told = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     return told.stdout.strip() or "unknown"
 
 

@@ -56,15 +56,20 @@ def pass_against_floor(settings: Settings) -> dict[str, object]:
             passes.append((time.perf_counter() - started) / output.stats.n_passes)
             busy.append(output.stats.link_busy)
         moved = sum(nbytes for _, nbytes in plan.pass_bytes.streamed)
-        where = {tier: plan.count(tier) for tier in ("device", "disk")}
+        n_resident, n_streamed = plan.count("device"), plan.count("disk")
     floors, passes, busy = floors[1:], passes[1:], busy[1:]  # the first round warms up
     ratio = Spread.of([one / floor for one, floor in zip(passes, floors, strict=True)])
     floor = Spread.of(floors)
-    print(f"\n## A pass of one token over {moved / 1e9:.2f} GB from the disk ({where['device']} layers resident, {where['disk']} streamed)")
+    print(f"\n## A pass of one token: {moved / 1e9:.2f} GB from the disk, {n_streamed} layers; {n_resident} resident")
     print(f"floor, the same reads and nothing else   {floor} s, {moved / floor.median / 1e9:.2f} GB/s")
     print(f"pass                                     {Spread.of(passes)} s, link busy {Spread.of(busy).median:.1%}")
     print(f"pass / floor, pair by pair               {ratio}")
-    return {"moved_bytes": moved, "floor_s": asdict(floor), "pass_s": asdict(Spread.of(passes)), "pass_over_floor": asdict(ratio)}
+    return {
+        "moved_bytes": moved,
+        "floor_s": asdict(floor),
+        "pass_s": asdict(Spread.of(passes)),
+        "pass_over_floor": asdict(ratio),
+    }
 
 
 def _timed_sweeps(streamer: Streamer) -> float:
@@ -95,17 +100,12 @@ def against_accelerate(settings: Settings) -> dict[str, object] | None:
         return None
     with LLM(str(settings.model), device_memory=settings.budget) as llm:
         n_resident = llm.plan.count("device")
+    common = ["--model", str(settings.model), "--tokens", str(settings.tokens), "--prompt-ids", json.dumps(PROMPT)]
     ours, theirs, same = [], [], True
     for _ in range(max(settings.rounds // 3, 2)):
         drop_from_page_cache(settings.model)
-        mine = run_json([
-            "-m", "bench._offload_rt", "--model", str(settings.model), "--budget", str(settings.budget), "--tokens", str(settings.tokens),
-            "--prompt-ids", json.dumps(PROMPT),
-        ])  # fmt: skip
-        peer = run_json([
-            "-m", "bench._accelerate", "--model", str(settings.model), "--resident-layers", str(n_resident), "--tokens", str(settings.tokens),
-            "--prompt-ids", json.dumps(PROMPT),
-        ])  # fmt: skip
+        mine = run_json(["-m", "bench._offload_rt", *common, "--budget", str(settings.budget)])
+        peer = run_json(["-m", "bench._accelerate", *common, "--resident-layers", str(n_resident)])
         ours += mine.result["seconds"][1:]
         theirs += peer.result["seconds"][1:]
         same &= mine.result["token_ids"] == peer.result["token_ids"]
@@ -114,7 +114,12 @@ def against_accelerate(settings: Settings) -> dict[str, object] | None:
     print(f"offload_rt               {Spread.of(ours)}")
     print(f"Accelerate disk offload  {Spread.of(theirs)}")
     print(f"ratio of medians {ratio:.2f}; the same tokens: {'yes' if same else 'no (bf16, sums in another order)'}")
-    return {"offload_rt_s": asdict(Spread.of(ours)), "accelerate_s": asdict(Spread.of(theirs)), "ratio": ratio, "same_tokens": same}
+    return {
+        "offload_rt_s": asdict(Spread.of(ours)),
+        "accelerate_s": asdict(Spread.of(theirs)),
+        "ratio": ratio,
+        "same_tokens": same,
+    }
 
 
 def paced_overlap(settings: Settings) -> dict[str, object]:
@@ -139,9 +144,12 @@ def paced_overlap(settings: Settings) -> dict[str, object]:
         link_only.close()
         resident.close()
         both.close()
-    print(f"\n## Overlap: {spec.hidden_size} wide, {n_layers} layers, {n_rows} tokens a pass, link paced to {moved / compute / 1e9:.2f} GB/s")
+    gbps = moved / compute / 1e9
+    print(
+        f"\n## Overlap: {spec.hidden_size} wide, {n_layers} layers, {n_rows} tokens a pass, link paced to {gbps:.2f} GB/s"
+    )
     print(f"pass / the longer of link and compute  {Spread.of(ratios)}")
-    return {"compute_s": compute, "link_gbps": moved / compute / 1e9, "pass_over_longer": asdict(Spread.of(ratios))}
+    return {"compute_s": compute, "link_gbps": gbps, "pass_over_longer": asdict(Spread.of(ratios))}
 
 
 class _Passes:
@@ -149,7 +157,8 @@ class _Passes:
 
     def __init__(self, like: Runner, supply: Supply, n_rows: int) -> None:
         self._streamer = ThreadStreamer(supply, Trace(on=False))
-        self._runner = Runner(like.spec, self._streamer, like.outer, dense.View, Placing(like.device, like.dtype), Trace(on=False))
+        place = Placing(like.device, like.dtype)
+        self._runner = Runner(like.spec, self._streamer, like.outer, dense.View, place, Trace(on=False))
         self._n_rows = n_rows
 
     def seconds(self) -> float:
@@ -171,7 +180,17 @@ def first_token() -> dict[str, object]:
     imports, runs = [], []
     for _ in range(5):
         imports.append(run_json(["-c", "import torch, transformers, offload_rt.api, offload_rt.console"]).seconds)
-        run = ["-m", "offload_rt.run", "--model", "models/demo-target", "--prompt", "import", "--max-new-tokens", "1", "--json"]
+        run = [
+            "-m",
+            "offload_rt.run",
+            "--model",
+            "models/demo-target",
+            "--prompt",
+            "import",
+            "--max-new-tokens",
+            "1",
+            "--json",
+        ]
         runs.append(run_json(run).seconds)
     beyond = Spread.of([run - base for run, base in zip(runs, imports, strict=True)])
     print("\n## Start to first token, small resident model")
@@ -193,7 +212,8 @@ def main() -> None:
     nbytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
     settings = Settings(model, flags.budget or nbytes // 4, flags.rounds, flags.tokens)
     print(f"{machine()}\n{model.name}: {format_size(nbytes)}, budget {format_size(settings.budget)}; commit {commit()}")
-    results: dict[str, object] = {"machine": machine(), "commit": commit(), "model_bytes": nbytes, "budget_bytes": settings.budget}
+    results: dict[str, object] = {"machine": machine(), "commit": commit()}
+    results |= {"model_bytes": nbytes, "budget_bytes": settings.budget}
     sections = {
         "pass": lambda: pass_against_floor(settings),
         "memory": lambda: peak_memory(settings),

@@ -1,6 +1,7 @@
 """Building the parts of an engine from its settings: what is planned, and what is loaded by the plan."""
 
 import math
+import threading
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -132,9 +133,13 @@ def load(blueprint: Blueprint, trace: Trace, progress: Progress | None = None) -
     meter = _Meter(plan.need.outer + plan.on("device") + plan.on("host"), progress)
     outer = _outer(checkpoint, blueprint.dtype, meter)
     resident, host = DeviceTier(), HostTier(register=blueprint.device.type == "cuda")
-    for i, name in enumerate(plan.tiers):
-        if name != "disk":
-            {"device": resident, "host": host}[name].put(i, _read(disk, i, blueprint.device, name, meter))
+    try:
+        for i, name in enumerate(plan.tiers):
+            if name != "disk":
+                {"device": resident, "host": host}[name].put(i, _read(disk, i, blueprint.device, name, meter))
+    except BaseException:
+        host.close()
+        raise
     streamed = tuple({"device": None, "host": host, "disk": disk}[name] for name in plan.tiers)
     supply = Supply(resident, streamed, plan.n_slots)
     streamer = plugins.find("stream", _STREAMERS[blueprint.device.type]).open_streamer(supply, trace, blueprint.device)
@@ -147,11 +152,13 @@ class _Meter:
 
     def __init__(self, total: int, progress: Progress | None) -> None:
         self._total, self._progress, self._done = total, progress, 0
+        self._lock = threading.Lock()
 
     def __call__(self, nbytes: int) -> None:
-        self._done += nbytes
-        if self._progress:
-            self._progress(self._done, self._total)
+        with self._lock:
+            self._done += nbytes
+            if self._progress:
+                self._progress(self._done, self._total)
 
 
 def _pick_dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:

@@ -5,6 +5,7 @@ settings, 3 the machine could not (memory, disk, driver), 130 interrupted.
 """
 
 import argparse
+import errno
 import json
 import os
 import signal
@@ -53,6 +54,8 @@ class _Progress:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns its exit code."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # Where the terminal's coding has no such character, a mark stands for it: the run is worth more than the character.
+    sys.stdout.reconfigure(errors="replace")
     so_far, as_json = _Progress(), False
     try:
         flags = _parser().parse_args(arguments)
@@ -63,8 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         code = _end_early("interrupted", INTERRUPTED, so_far, as_json)
     except BrokenPipeError:
-        # Whoever read stdout has had enough. Python would complain once more when it flushes stdout at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_stdout()  # whoever read it has had enough
         code = 0
     except OffloadError as error:
         code = _end_early(str(error), error.exit_code, so_far, as_json)
@@ -97,6 +99,8 @@ def _run(settings: RunSettings, config: EngineConfig, params: SamplingParams, so
         return _print_plan(config, settings.json)
     console = Console(stderr=True, quiet=settings.quiet)
     trace = Trace(on=settings.trace is not None)
+    if settings.trace is not None:
+        trace.write(Path(settings.trace))  # a file that cannot be written is told before the work, not after
     with LoadingBar(console) as bar:
         llm = LLM.from_config(config, trace, bar)
     with llm:
@@ -123,6 +127,8 @@ def _generate(llm: "LLM", ids: list[int], params: SamplingParams, so_far: _Progr
 
 def _prompt(settings: RunSettings) -> str:
     if settings.prompt is not None:
+        if not settings.prompt.isascii() and any("\ud800" <= character <= "\udfff" for character in settings.prompt):
+            raise PromptError("--prompt is not UTF-8 text", change="convert it")
         return settings.prompt
     try:
         raw = sys.stdin.buffer.read() if settings.prompt_file == "-" else Path(settings.prompt_file).read_bytes()
@@ -168,18 +174,28 @@ def _print_json(text: str, token_ids: list[int], finish_reason: str, stats: dict
 
 def _end_early(message: str, code: int, so_far: _Progress, as_json: bool) -> int:
     """Say why the run ended, after what it had produced."""
-    if as_json and so_far.token_ids:
-        _print_json(so_far.text, list(so_far.token_ids), "interrupted" if code == INTERRUPTED else "error", None)
-    elif so_far.text:
-        print(flush=True)
+    try:
+        if as_json and so_far.token_ids:
+            _print_json(so_far.text, list(so_far.token_ids), "interrupted" if code == INTERRUPTED else "error", None)
+        elif so_far.text:
+            print()
+        sys.stdout.flush()
+    except OSError:
+        _drop_stdout()  # its reader has gone, or its disk is full
     print(message if code == INTERRUPTED else f"error: {message}", file=sys.stderr)
     return code
+
+
+def _drop_stdout() -> None:
+    """Send what is still to be written nowhere: Python would complain once more when it flushes stdout at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _machine_error(error: Exception) -> OffloadError:
     """A failure of the machine in one sentence. Raises anything that is a fault of this program again."""
     text = " ".join(str(error).split())
-    if isinstance(error, MemoryError) or "can't allocate memory" in text or "out of memory" in text:
+    full = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+    if full or any(words in text for words in ("can't allocate memory", "out of memory", "can't start new thread")):
         return DeviceError(
             "out of memory", have=text[:200], change="lower --device-memory, --host-memory or --max-model-len"
         )

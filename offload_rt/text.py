@@ -69,7 +69,7 @@ class TextStream:
 
 
 def _whole(text: str) -> str:
-    """The text without replacement characters at its end: the beginning of a character whose bytes are still to come."""
+    """The text without replacement characters at its end, which stand for a character whose bytes are still to come."""
     return text.rstrip("\ufffd")
 
 

@@ -340,7 +340,7 @@ def train_draft(args: argparse.Namespace, corpus: Corpus) -> None:
             tokens = written[torch.randint(0, len(written), (TOKENS_PER_BATCH // written.shape[1],))]
         return distillation_loss(model, target, tokens.to(args.device))
 
-    run = Run(training_minutes, args.work / "draft.safetensors")
+    run = Run(training_minutes, args.work / "draft.safetensors", muon_lr=6e-3, adam_lr=4e-3)
     train(model, loss_at, run, lambda: held_out_loss(model, held_out, 8))
     save_model(model, tokenizer, args.out / "demo-draft")
 

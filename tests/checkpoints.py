@@ -11,7 +11,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
 WORDS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int8: "I8"}
-ALPHABET = 256 + 40  # tokens of the tokenizer below
+# What stands for a byte in a byte-level tokenizer: the space has a letter of its own.
+ASCII = "".join(map(chr, range(33, 127))) + "\u0120"
+BYTES = "".join(sorted(pre_tokenizers.ByteLevel.alphabet()))
 
 Entries = dict[str, dict[str, Any]]
 
@@ -130,26 +132,24 @@ def dealt(names: Iterable[str], n_parts: int) -> list[list[str]]:
     return [names[i::n_parts] for i in range(n_parts)]
 
 
-def add_tokenizer(directory: Path) -> None:
-    """A byte-level BPE tokenizer of ALPHABET tokens at most."""
+def add_tokenizer(directory: Path, alphabet: str = ASCII) -> int:
+    """Write a small byte-level BPE tokenizer that knows these bytes; returns how many tokens it has."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=ALPHABET, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
+    trainer = trainers.BpeTrainer(vocab_size=len(alphabet) + 40, initial_alphabet=list(alphabet), show_progress=False)
     tokenizer.train_from_iterator(["the quick brown fox jumps over the lazy dog; the end of the story"] * 4, trainer)
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    return tokenizer.get_vocab_size()
 
 
-def speaking_checkpoint(directory: Path, **changes: Any) -> Path:
-    """A checkpoint with a tokenizer, and no end token, so that it goes on until it is stopped."""
+def speaking_checkpoint(directory: Path, alphabet: str = ASCII, **changes: Any) -> Path:
+    """A checkpoint whose every token is text, and without an end token, so that it goes on until it is stopped."""
+    directory.mkdir(parents=True, exist_ok=True)
     wanted = {
-        "vocab_size": ALPHABET, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16,
+        "vocab_size": add_tokenizer(directory, alphabet), "hidden_size": 64, "intermediate_size": 128, "head_dim": 16,
         "num_hidden_layers": 6, "max_position_embeddings": 8192, "eos_token_id": None,
     }  # fmt: skip
     config = llama_config(**wanted | changes)
-    write_checkpoint(directory, config, llama_tensors(config))
-    add_tokenizer(directory)
-    return directory
+    return write_checkpoint(directory, config, llama_tensors(config))

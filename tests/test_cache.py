@@ -59,7 +59,7 @@ def test_kept_rows_are_those_of_a_fresh_prefill(runner, chunk_rows, monkeypatch)
     for seed in range(8):
         poison(cache)
         if seed % 3 == 2:
-            tokens = tokens[: len(tokens) - 2] + [1]
+            tokens = [*tokens[:-2], 1]
             assert cache.rewind_to(tokens) == len(tokens) - 1
             tokens.pop()
             poison(cache)

@@ -1,4 +1,4 @@
-"""Everything about a checkpoint is checked before a weight moves, and each fault is told in one sentence that names the thing."""
+"""A checkpoint is checked before a weight moves, and each fault is told in one sentence that names the thing."""
 
 import copy
 import functools
@@ -214,7 +214,10 @@ def _swap(index: dict[str, Any]) -> None:
         (_swap, [DOWN, "lies in", SHARD_1, SHARD_2]),
         (lambda index: index["weight_map"].update({"model.layers.0.ghost.weight": SHARD_1}), ["ghost", SHARD_1]),
         (lambda index: index["weight_map"].pop(DOWN), [DOWN, "does not list it"]),
-        (lambda index: index["weight_map"].update({DOWN: "model-00003-of-00002.safetensors"}), ["model-00003-of-00002", "missing"]),
+        (
+            lambda index: index["weight_map"].update({DOWN: "model-00003-of-00002.safetensors"}),
+            ["model-00003", "missing"],
+        ),
         (lambda index: index.pop("weight_map"), ["weight_map"]),
         (lambda index: index["weight_map"].clear(), ["weight_map"]),
         (lambda index: index.update(weight_map=[1]), ["weight_map"]),

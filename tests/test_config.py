@@ -63,7 +63,12 @@ NEEDED = {EngineConfig: ["--model", "m"], SamplingParams: [], RunSettings: ["--p
 
 @given(number=st.integers(0, 10**6), unit=st.sampled_from(sorted(UNITS)), b=st.sampled_from(["", "B", "b"]))
 def test_a_size_is_its_number_times_its_unit(number: int, unit: str, b: str) -> None:
-    for text in (f"{number}{unit}{b}", f" {number} {unit.upper()}{b} ", f"{number}{unit.lower()}{b}", f"{number}.0{unit}{b}"):
+    for text in (
+        f"{number}{unit}{b}",
+        f" {number} {unit.upper()}{b} ",
+        f"{number}{unit.lower()}{b}",
+        f"{number}.0{unit}{b}",
+    ):
         assert parse_size(text) == number * UNITS[unit]
 
 
@@ -72,7 +77,9 @@ def test_sizes_may_be_fractions_and_numbers(text: str | int, nbytes: int) -> Non
     assert parse_size(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "GB", "ten", "1.5.2G", "-1G", "1e9", "5 apples", "1 GiBB", "5i", "0x10", True, None, "1,5GB", "inf"])
+@pytest.mark.parametrize(
+    "text", ["", "GB", "ten", "1.5.2G", "-1G", "1e9", "5 apples", "1 GiBB", "5i", "0x10", True, None, "1,5GB", "inf"]
+)
 def test_what_is_no_size_is_refused_with_an_example(text: Any) -> None:
     with pytest.raises(SettingsError, match="22GiB") as caught:
         parse_size(text)
@@ -134,7 +141,12 @@ def test_no_two_classes_share_a_flag() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["--model", "m", "--max-model-len", "many"], ["--model", "m", "--device", "tpu"], ["--model", "m", "--devic", "cpu"]],
+    [
+        [],
+        ["--model", "m", "--max-model-len", "many"],
+        ["--model", "m", "--device", "tpu"],
+        ["--model", "m", "--devic", "cpu"],
+    ],
 )
 def test_flags_that_cannot_be_read_are_refused(arguments: list[str]) -> None:
     with pytest.raises((argparse.ArgumentError, SystemExit)):
@@ -201,7 +213,9 @@ def test_values_out_of_range_are_refused_and_those_at_its_ends_are_not(
 
 @pytest.mark.parametrize("cls", CLASSES)
 def test_settings_are_frozen(cls: type) -> None:
-    made = {EngineConfig: EngineConfig("m"), SamplingParams: SamplingParams(), RunSettings: RunSettings(prompt="p")}[cls]
+    made = {EngineConfig: EngineConfig("m"), SamplingParams: SamplingParams(), RunSettings: RunSettings(prompt="p")}[
+        cls
+    ]
     with pytest.raises(FrozenInstanceError):
         setattr(made, fields(cls)[0].name, "changed")
 

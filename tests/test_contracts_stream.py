@@ -313,7 +313,9 @@ class Bench:
         seen = self.device.seen()
         assert [i for i, _ in seen] == [i for i in order for _ in range(2)]
         for i, got in seen:
-            assert got == wanted(i), f"layer {i} has the bytes of {[j for j in range(N_LAYERS) if wanted(j) == got] or 'none'}"
+            assert got == wanted(i), (
+                f"layer {i} has the bytes of {[j for j in range(N_LAYERS) if wanted(j) == got] or 'none'}"
+            )
 
 
 @contextmanager
@@ -452,9 +454,7 @@ def test_a_failed_read_is_raised_in_the_caller_and_the_next_sweep_starts_afresh(
 
 
 @pytest.mark.parametrize(("name", "make"), BENCHES)
-def test_a_tier_that_stays_broken_fails_every_sweep_until_it_is_mended(
-    name: str, make: type[Host], files: Any
-) -> None:
+def test_a_tier_that_stays_broken_fails_every_sweep_until_it_is_mended(name: str, make: type[Host], files: Any) -> None:
     def trap(i: int, n: int) -> None:
         if i == 4:
             raise LinkError(f"layer {i} cannot be read")
@@ -584,7 +584,9 @@ def test_the_meter_of_a_device_counts_each_copy_once(
         most = sum(packed[i].nbytes for i in order)
         # The copies of the last pass may not have been counted yet, and those of the next may have.
         assert (n_sweeps - 1) * least - n_slots * most / len(order) <= b.streamer.meter.read()[0]
-        assert b.streamer.meter.read()[0] <= n_sweeps * most + n_slots * max(layout.nbytes for layout in packed.values())
+        assert b.streamer.meter.read()[0] <= n_sweeps * most + n_slots * max(
+            layout.nbytes for layout in packed.values()
+        )
 
 
 @pytest.mark.parametrize(("name", "make"), BENCHES)

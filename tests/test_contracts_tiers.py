@@ -1,4 +1,4 @@
-"""What every file in tiers/ promises: a block is filled whole, in any order, by any number of threads, or LinkError is raised."""
+"""What every file in tiers/ promises: a block is filled whole, in any order, by any threads, or LinkError is raised."""
 
 import inspect
 import itertools
@@ -74,7 +74,9 @@ def make_tier(name: str, layers: Layers, directory: Path) -> Tier:
         return cls(on_disk(directory, layers, n_files=2), NAMES)
     if "source" in wanted:
         return cls(make_tier("disk", layers, directory), 50.0)
-    assert hasattr(cls, "put"), f"tiers/{name}.py is made neither from records nor over a source, nor can layers be put in"
+    assert hasattr(cls, "put"), (
+        f"tiers/{name}.py is made neither from records nor over a source, nor can layers be put in"
+    )
     tier = cls(register=torch.cuda.is_available()) if "register" in wanted else cls()
     for i, layer in enumerate(layers):
         tier.put(i, pack(layer))
@@ -100,7 +102,9 @@ def read_into(tier: Tier, i: int, poison: int, order: Callable[[list[Any]], list
 
 def same(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
     return set(got) == set(wanted) and all(
-        got[name].dtype == tensor.dtype and got[name].shape == tensor.shape and raw_bytes(got[name]) == raw_bytes(tensor)
+        got[name].dtype == tensor.dtype
+        and got[name].shape == tensor.shape
+        and raw_bytes(got[name]) == raw_bytes(tensor)
         for name, tensor in wanted.items()
     )
 
@@ -126,8 +130,8 @@ def test_a_block_is_filled_whatever_lay_there_before(tier: Tier, poison: int) ->
 
 def test_reads_may_be_done_in_any_order_and_again(tier: Tier) -> None:
     layers = some_layers()
-    for seed in range(5):
-        shuffler = random.Random(seed)
+    shuffler = random.Random(0)
+    for _ in range(5):
         for i in shuffler.sample(range(len(layers)), len(layers)):
             assert same(read_into(tier, i, 0xA5, lambda reads: shuffler.sample(reads, len(reads))), layers[i])
 

@@ -44,7 +44,9 @@ def test_packing_and_repacking_keep_every_byte(shapes: list) -> None:
         views = image.layout.views(image.block)
         assert list(views) == list(tensors)
         assert all(raw_bytes(views[name]) == raw_bytes(tensor) for name, tensor in tensors.items())
-        assert all(view.untyped_storage().data_ptr() == image.block.untyped_storage().data_ptr() for view in views.values())
+        assert all(
+            view.untyped_storage().data_ptr() == image.block.untyped_storage().data_ptr() for view in views.values()
+        )
 
 
 def test_packing_copies() -> None:

@@ -10,6 +10,7 @@ from collections import namedtuple
 from itertools import pairwise
 from pathlib import Path
 
+import expansion
 import pytest
 import torch
 from safetensors import safe_open
@@ -325,7 +326,7 @@ def test_a_shape_of_the_given_size(expand, nbytes):
     shape = expand.shape_for(int(nbytes), source, 2)
     target = spec_of(DEMO_LIKE | vars(shape) | {"tie_word_embeddings": False})
     expand.check(source, target)
-    size = 2 * sum(math.prod(piece.shape) for group in expand.pieces(target) for piece in group)
+    size = 2 * sum(math.prod(piece.shape) for group in expansion.pieces(target) for piece in group)
     assert abs(size / nbytes - 1) < 0.03
     assert shape.num_hidden_layers >= max(8, shape.hidden_size // 128)
     assert shape.hidden_size == shape.num_attention_heads * shape.head_dim

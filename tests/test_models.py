@@ -8,6 +8,7 @@ from tiny import (
     LINEAR,
     LLAMA3,
     SIZES,
+    WINDOW,
     YARN,
     feed,
     generate,
@@ -53,7 +54,8 @@ def test_a_prompts_logits_are_transformers(zoo, name):
 def test_each_node_of_a_tree_sees_its_own_path(zoo, name, chunk_rows, monkeypatch):
     """A tree below tokens the cache lacks, below tokens it has, longer than the window in both parts."""
     monkeypatch.setattr(runner_module, "CHUNK_ROWS", chunk_rows)
-    tree = random_tree(17, seed=3)
+    tree = random_tree(24, seed=3, reach=2)
+    assert not tree.is_chain and tree.depths.max() > WINDOW + 2
     committed, lacking, drafted = prompt_of(1, 11), prompt_of(2, 6), prompt_of(3, len(tree))
     with open_llm(zoo.directory(name, 0), "disk") as llm:
         runner = runner_of(llm)
@@ -80,7 +82,7 @@ def test_several_sequences_in_one_pass_do_not_see_each_other(zoo, monkeypatch):
 
 
 def test_float64_is_computed_in_float64(zoo, monkeypatch):
-    """Rotations are rounded to float32 on both sides alike; norms on transformers' side only, unless they are replaced."""
+    """Rotations are rounded to float32 on both sides; norms on transformers' side only, unless they are replaced."""
 
     def exact_norm(self, x):
         return torch.nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
@@ -98,8 +100,8 @@ def test_float64_is_computed_in_float64(zoo, monkeypatch):
 def test_bfloat16_differs_only_by_its_rounding(zoo, name):
     """Greedy tokens are those of transformers' bfloat16 except where the two best logits are closer than the rounding.
 
-    The rounding at a place is measured: how far transformers' bfloat16 is there from float32 with the same weights. Both
-    sides of a comparison round, hence twice that.
+    The rounding at a place is measured: how far transformers' bfloat16 is there from float32 with the same weights.
+    Both sides of a comparison round, hence twice that.
     """
     prompt = prompt_of(0)
     with open_llm(zoo.directory(name, 0, torch.bfloat16), "mixed") as llm:
@@ -132,7 +134,7 @@ ROPES = {
 @pytest.mark.parametrize("kind", ROPES)
 @pytest.mark.parametrize("length", [1, 255, 256, 257, 700])
 def test_rotations_are_transformers(kind, length):
-    """Also past the limit, where dynamic scaling stretches by the length so far: a prefill computes all rows at once."""
+    """Also past the limit, where dynamic scaling stretches by the length: a prefill computes all rows at once."""
     config = LlamaConfig(**SIZES | ROPES[kind])
     positions = torch.arange(length)
     expected = LlamaRotaryEmbedding(config)(torch.zeros(()), positions[None])

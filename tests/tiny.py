@@ -1,4 +1,4 @@
-"""Tiny random models of every family, written as transformers writes them, and transformers itself as their reference."""
+"""Tiny random models of every family, written as transformers writes them; transformers itself is the reference."""
 
 import json
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ class Case:
     shard: str = "1GB"
 
     def build(self, seed: int, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
-        """A random model with no weight that is zero or one, biases and norms included, so that every misplaced one shows."""
+        """A random model, biases and norms included, so that every misplaced weight shows."""
         config = self.config(**SIZES | self.changes | changes)
         net = self.model(config)
         generator = torch.Generator().manual_seed(seed)
@@ -174,10 +174,10 @@ def prefill(runner: Runner, tokens: Sequence[int], capacity: int) -> KVCache:
     return cache
 
 
-def random_tree(n: int, seed: int) -> Topology:
-    """A random shape of n nodes."""
+def random_tree(n: int, seed: int, reach: int = 1000) -> Topology:
+    """A random shape of n nodes, the parent of each among the `reach` nodes before it: the fewer, the deeper."""
     generator = torch.Generator().manual_seed(seed)
-    parents = [-1, *(int(torch.randint(node, (), generator=generator)) for node in range(1, n))]
+    parents = [-1, *(int(torch.randint(max(n - reach, 0), n, (), generator=generator)) for n in range(1, n))]
     return Topology(torch.tensor(parents).numpy())
 
 
@@ -191,7 +191,7 @@ def chi_square_p(observed: np.ndarray, expected: np.ndarray) -> float:
 SPOKEN = [
     "the quick brown fox jumps over the lazy dog; the end of the story",
     "naïve café, e\u0301te\u0301 coöperate",
-    "日本語のテキスト、中文字符，한국어",
+    "日本語のテキスト、中文字符\uff0c한국어",
     "smiles 🙂🙃 families 👨‍👩‍👧‍👦 flags 🇫🇷 waves 👋🏽",
 ]
 

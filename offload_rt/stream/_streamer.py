@@ -1,6 +1,6 @@
 """What every streamer offers, and what it is built from."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -60,7 +60,7 @@ class Supply:
         return self.streamed[i] is not None and not isinstance(self.streamed[i], MemoryTier)
 
     def on_host(self) -> "Supply":
-        """The same layers brought to the host only: those in its memory lie where they are, those of the disk go through slots."""
+        """The same layers brought to the host only: those in its memory stay, those of the disk go through slots."""
         images = {i: tier.image(i) for i, tier in enumerate(self.streamed) if isinstance(tier, MemoryTier)}
         here = MemoryTier()
         for i in range(self.n_layers):
@@ -82,6 +82,30 @@ def refuse_closed(is_closed: bool) -> None:
     """Raises LinkError: whoever still sweeps over a closed streamer would wait for ever."""
     if is_closed:
         raise LinkError("the weights were released while in use", change="close the model after the last token")
+
+
+def visit(
+    supply: Supply, arrive: Callable[[int], Block], release: Callable[[], None], park: Callable[[], None]
+) -> Iterator[Block]:
+    """The sweep of every streamer: resident layers where they lie, the others as they arrive.
+
+    arrive   waits for a streamed layer
+    release  gives its slot back, called at the next step
+    park     called when the sweep is left half-way (an error, Ctrl-C), so that the next one begins at the first layer
+    """
+    finished = False
+    try:
+        for i, tier in enumerate(supply.streamed):
+            if tier is None:
+                image = supply.resident.image(i)
+                yield Block(i, image.layout, image.block)
+            else:
+                yield arrive(i)
+                release()
+        finished = True
+    finally:
+        if not finished:
+            park()
 
 
 class Streamer(Protocol):

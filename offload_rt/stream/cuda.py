@@ -9,7 +9,7 @@ from torch import Tensor
 
 from offload_rt.stream._device import CopyDevice, CudaCopyDevice
 from offload_rt.stream._meter import LinkMeter
-from offload_rt.stream._streamer import Block, Supply
+from offload_rt.stream._streamer import Block, Supply, refuse_closed, visit
 from offload_rt.stream.threads import ThreadStreamer
 from offload_rt.trace import Trace
 
@@ -36,22 +36,10 @@ class CudaStreamer:
 
     def sweep(self) -> Iterator[Block]:
         """Yield every layer once, in order; see `Streamer`. The compute of a block may still run when the next is asked for."""
+        refuse_closed(self._closed)
         if self._is_parked:
             self._start()
-        finished = False
-        try:
-            for i, tier in enumerate(self._supply.streamed):
-                if tier is None:
-                    image = self._supply.resident.image(i)
-                    yield Block(i, image.layout, image.block)
-                else:
-                    slot = self._wait_for_next()
-                    yield Block(i, self._supply.packed_layout(i), self._slots[slot])
-                    self._release(slot)
-            finished = True
-        finally:
-            if not finished:
-                self._stop()
+        yield from visit(self._supply, self._arrive, self._release, self._stop)
 
     def close(self) -> None:
         """Join the threads, end the copies, release the slots."""
@@ -80,23 +68,28 @@ class CudaStreamer:
         self._device.synchronize()
         self._count_finished()
         # No copies before the next sweep asks: what made this one fail would fail again behind its back.
-        self._is_parked = True
-
-    def _wait_for_next(self) -> int:
-        slot = self._n_consumed % len(self._slots)
         with self._changed:
-            while self._error is None and self._n_consumed not in self._ready:
+            self._is_parked = True
+            self._changed.notify_all()
+
+    def _arrive(self, i: int) -> Block:
+        """Wait until the copy of layer i has been enqueued, and let the compute wait for its end."""
+        k = self._n_consumed
+        with self._changed:
+            while self._error is None and not self._is_parked and k not in self._ready:
                 self._changed.wait()
+            refuse_closed(self._is_parked)
             if self._error is not None:
                 raise self._error
-            ready = self._ready.pop(self._n_consumed)
+            ready = self._ready.pop(k)
         self._device.compute_waits_for(ready)
-        return slot
+        return Block(i, self._supply.packed_layout(i), self._slots[k % len(self._slots)])
 
-    def _release(self, slot: int) -> None:
+    def _release(self) -> None:
+        refuse_closed(self._closed)
         used = self._device.record_compute()
         with self._changed:
-            self._free[slot] = used
+            self._free[self._n_consumed % len(self._slots)] = used
             self._n_consumed += 1
             self._changed.notify_all()
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from offload_rt.stream._meter import LinkMeter
-from offload_rt.stream._streamer import Block, Supply, refuse_closed
+from offload_rt.stream._streamer import Block, Supply, refuse_closed, visit
 from offload_rt.tiers._tier import Read
 from offload_rt.trace import Trace
 from offload_rt.weights._image import host_block
@@ -47,21 +47,7 @@ class ThreadStreamer:
         """Yield every layer once, in order; see `Streamer`."""
         refuse_closed(self._closed)
         self._go_on()
-        finished = False
-        try:
-            for i, tier in enumerate(self._supply.streamed):
-                if tier is None:
-                    image = self._supply.resident.image(i)
-                    yield Block(i, image.layout, image.block)
-                else:
-                    slot = self._wait_for_next()
-                    yield Block(i, tier.layout(i), self._slots[slot])
-                    self._release()
-            finished = True
-        finally:
-            # A sweep left half-way (an error, Ctrl-C) would leave the next one in the middle of the circle.
-            if not finished:
-                self._restart()
+        yield from visit(self._supply, self._arrive, self._release, self._park)
 
     def close(self) -> None:
         """Join the threads and release the slots."""
@@ -84,8 +70,8 @@ class ThreadStreamer:
         self._error: BaseException | None = None
         self._n_reading = 0
 
-    def _wait_for_next(self) -> int:
-        """Wait until the next fetch has arrived; returns its slot."""
+    def _arrive(self, i: int) -> Block:
+        """Wait until the next fetch, which is layer i, is in its slot."""
         k = self._n_consumed
         with self._changed:
             while self._error is None and not self._closed and not self._has_arrived(k):
@@ -93,7 +79,7 @@ class ThreadStreamer:
             refuse_closed(self._closed)
             if self._error is not None:
                 raise self._error
-        return k % len(self._slots)
+        return Block(i, self._supply.streamed[i].layout(i), self._slots[k % len(self._slots)])
 
     def _has_arrived(self, k: int) -> bool:
         return k < self._n_started and k not in self._under_way
@@ -103,7 +89,7 @@ class ThreadStreamer:
             self._n_consumed += 1
             self._changed.notify_all()
 
-    def _restart(self) -> None:
+    def _park(self) -> None:
         with self._changed:
             for fetch in self._under_way.values():
                 fetch.parts.clear()

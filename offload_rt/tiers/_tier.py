@@ -65,8 +65,15 @@ def read_parallel(reads: Sequence[Read], n_parallel: int, progress: Progress | N
     threads = [threading.Thread(target=work, daemon=True) for _ in range(min(n_parallel, len(reads)))]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    try:
+        for thread in threads:
+            thread.join()
+    except BaseException:  # Ctrl-C: nobody may go on writing into a block that its owner gives up
+        with lock:
+            waiting.clear()
+        for thread in threads:
+            thread.join()
+        raise
     if errors:
         raise errors[0]
     return sum(moved)

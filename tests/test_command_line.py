@@ -1,0 +1,335 @@
+"""The command line: exit codes, what stands on stdout and what on stderr, and one sentence for each mistake."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import BYTES, llama_config, llama_tensors, speaking_checkpoint, write_checkpoint, write_sharded
+
+from offload_rt import LLM, SamplingParams, Stats, run
+
+ROOT = Path(__file__).resolve().parents[1]
+PROMPT = "the quick brown"
+BUDGET = "1000000"  # of six layers one is resident, and three fit into slots
+SMALL = ["--device", "cpu", "--max-model-len", "64", "--device-memory", BUDGET]
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "offload_rt.run", *arguments]
+
+
+def surroundings(**changes: str) -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | changes
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return speaking_checkpoint(tmp_path_factory.mktemp("speaking"))
+
+
+@pytest.fixture(scope="module")
+def spoken(model: Path) -> Callable[..., Any]:
+    """What the API makes of the prompt."""
+
+    def generate(**params: Any) -> Any:
+        with LLM(str(model), device="cpu", max_model_len=64) as llm:
+            return llm.generate(PROMPT, SamplingParams(**params))[0]
+
+    return generate
+
+
+# Processes. All are started at once, two at a time, because most of their time is the import of torch.
+
+
+def _missing_shard(directory: Path) -> None:
+    config = llama_config()
+    tensors = llama_tensors(config)
+    names = list(tensors)
+    write_sharded(directory, config, tensors, [names[:9], names[9:]])
+    (directory / "model-00002-of-00002.safetensors").unlink()
+
+
+def _misshapen(directory: Path) -> None:
+    config = llama_config()
+    write_checkpoint(directory, {**config, "intermediate_size": 25}, llama_tensors(config))
+
+
+def _cut_short(directory: Path) -> None:
+    config = llama_config()
+    path = write_checkpoint(directory, config, llama_tensors(config)) / "model.safetensors"
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def _unknown_key(directory: Path) -> None:
+    config = llama_config(frobnicate=1)
+    write_checkpoint(directory, config, llama_tensors(config))
+
+
+def _only_pickles(directory: Path) -> None:
+    config = llama_config()
+    (write_checkpoint(directory, config, llama_tensors(config)) / "model.safetensors").rename(
+        directory / "pytorch_model.bin"
+    )
+
+
+SPOILT: dict[str, tuple[Callable[[Path], None], str]] = {
+    "missing shard": (_missing_shard, "model-00002-of-00002.safetensors"),
+    "misshapen": (_misshapen, "mlp.gate_proj"),
+    "cut short": (_cut_short, "cut short"),
+    "unknown key": (_unknown_key, "frobnicate"),
+    "only pickles": (_only_pickles, "pytorch_model.bin"),
+}
+
+
+@pytest.fixture(scope="module")
+def processes(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future]]:
+    folder = tmp_path_factory.mktemp("spoilt")
+    speaks = ["--model", str(model), *SMALL, "--max-new-tokens", "12"]
+    wanted: dict[str, tuple[list[str], bytes, dict[str, str]]] = {
+        "text": ([*speaks, "--prompt", PROMPT], b"", {}),
+        "quiet": ([*speaks, "--prompt-file", "-", "--quiet"], PROMPT.encode(), {}),
+        "help": (["--help"], b"", {}),
+    }
+    bytes_model = speaking_checkpoint(folder / "bytes", BYTES)
+    ascii_only = {"PYTHONIOENCODING": "ascii"}
+    arguments = ["--model", str(bytes_model), *SMALL, "--quiet", "--max-new-tokens", "40", "--prompt", "é"]
+    wanted["ascii"] = (arguments, b"", ascii_only)
+    for name, (spoil, _) in SPOILT.items():
+        (folder / name).mkdir()
+        spoil(folder / name)
+        wanted[name] = (["--model", str(folder / name), "--prompt", "x"], b"", {})
+
+    def one(arguments: list[str], stdin: bytes, changes: dict[str, str]) -> subprocess.CompletedProcess[bytes]:
+        return subprocess.run(
+            command(*arguments), input=stdin, capture_output=True, env=surroundings(**changes), cwd=folder, timeout=300
+        )
+
+    with ThreadPoolExecutor(2) as pool:
+        yield {name: pool.submit(one, *what) for name, what in wanted.items()}
+
+
+def test_text_goes_to_stdout_and_the_report_to_stderr(processes: dict[str, Future], spoken: Any) -> None:
+    done = processes["text"].result()
+    assert done.returncode == 0
+    assert done.stdout.decode() == spoken(max_new_tokens=12).text + "\n"
+    report = done.stderr.decode()
+    assert "12 tokens in" in report
+    assert "per pass" in report
+    assert "Traceback" not in report
+
+
+def test_quiet_says_nothing_but_the_text(processes: dict[str, Future], spoken: Any) -> None:
+    done = processes["quiet"].result()
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.decode() == spoken(max_new_tokens=12).text + "\n"
+
+
+def test_help_names_every_flag(processes: dict[str, Future]) -> None:
+    done = processes["help"].result()
+    assert done.returncode == 0
+    assert all(flag in done.stdout.decode() for flag in ("--model", "--device-memory", "--stop", "--plan", "--top-p"))
+
+
+def test_characters_that_stdout_cannot_show_do_not_end_the_run(processes: dict[str, Future]) -> None:
+    done = processes["ascii"].result()
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"?" in done.stdout
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_a_spoilt_checkpoint_is_one_sentence_and_exit_code_2(name: str, processes: dict[str, Future]) -> None:
+    done = processes[name].result()
+    assert done.returncode == 2
+    assert done.stdout == b""
+    lines = done.stderr.decode().splitlines()
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("error: ")
+    assert SPOILT[name][1] in lines[0]
+
+
+# The same program inside this process.
+
+
+@pytest.fixture
+def line(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., tuple[int, str, str]]]:
+    """Run the command line; returns exit code, stdout and stderr."""
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        capfd.readouterr()
+        try:
+            code = run.main(list(arguments))
+        except SystemExit as ended:
+            code = ended.code
+        return code, *capfd.readouterr()
+
+    yield call
+    signal.signal(signal.SIGTERM, handler)
+
+
+def _refused(got: tuple[int, str, str], *words: str) -> None:
+    code, out, err = got
+    assert code == 2
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    for word in words:
+        assert word in err
+
+
+@pytest.mark.parametrize("stop", [(), ("e",)])
+def test_json_is_one_object_of_text_ids_reason_and_stats(
+    stop: tuple[str, ...], line: Any, model: Path, spoken: Any
+) -> None:
+    flags = [part for text in stop for part in ("--stop", text)]
+    code, out, _ = line("--model", str(model), *SMALL, "--prompt", PROMPT, "--max-new-tokens", "20", "--json", *flags)
+    assert code == 0
+    assert out.count("\n") == 1
+    got, api = json.loads(out), spoken(max_new_tokens=20, stop=stop)
+    assert list(got) == ["text", "token_ids", "finish_reason", "stats"]
+    assert (got["text"], got["token_ids"], got["finish_reason"]) == (api.text, api.token_ids, api.finish_reason)
+    assert list(got["stats"]) == [item.name for item in fields(Stats)]
+    assert got["stats"]["n_tokens"] == len(api.token_ids)
+    assert got["stats"]["link_bytes"] > 0
+
+
+def test_a_stop_string_ends_the_text_before_itself(line: Any, model: Path, spoken: Any) -> None:
+    whole = spoken(max_new_tokens=30).text
+    stop = whole[9:11]
+    code, out, _ = line(
+        "--model", str(model), *SMALL, "--prompt", PROMPT, "--max-new-tokens", "30", "--stop", "\x00", "--stop", stop
+    )
+    assert code == 0
+    assert out == whole[: whole.index(stop)] + "\n"
+
+
+def test_sampling_flags_reach_the_sampler(line: Any, model: Path, spoken: Any) -> None:
+    flags = {"temperature": 0.9, "top_k": 30, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.2, "seed": 11}
+    given = [part for name, value in flags.items() for part in ("--" + name.replace("_", "-"), str(value))]
+    code, out, _ = line("--model", str(model), *SMALL, "--prompt", PROMPT, "--max-new-tokens", "20", *given)
+    assert code == 0
+    assert out == spoken(max_new_tokens=20, **flags).text + "\n" != spoken(max_new_tokens=20).text + "\n"
+
+
+def test_a_prompt_may_come_from_a_file(line: Any, model: Path, spoken: Any, tmp_path: Path) -> None:
+    (tmp_path / "prompt").write_text(PROMPT)
+    code, out, _ = line(
+        "--model", str(model), *SMALL, "--prompt-file", str(tmp_path / "prompt"), "--max-new-tokens", "5"
+    )
+    assert (code, out) == (0, spoken(max_new_tokens=5).text + "\n")
+
+
+def test_a_trace_is_written_with_spans_of_reading_and_computing(line: Any, model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    code, _, _ = line("--model", str(model), *SMALL, "--prompt", "x", "--max-new-tokens", "3", "--trace", str(path))
+    assert code == 0
+    events = json.loads(path.read_text())["traceEvents"]
+    lanes = {event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert {"compute", "draft", "verify"} < lanes
+    assert any(lane.startswith("read") for lane in lanes)
+    assert sum(event["name"] == "head" for event in events if event["ph"] == "X") == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--prompt", ""], ["the prompt is empty"]),
+        (["--prompt", "the " * 200], ["too long", "--max-model-len"]),
+        (["--prompt", "\udcff"], ["--prompt", "UTF-8"]),
+        (["--prompt-file", "/no/such/file"], ["/no/such/file", "No such file"]),
+        (["--prompt-file", "/"], ["--prompt-file", "directory"]),
+        ([], ["--prompt or --prompt-file", "neither"]),
+        (["--prompt", "a", "--prompt-file", "b"], ["both"]),
+        (["--prompt", "x", "--chat"], ["chat template"]),
+        (["--prompt", "x", "--top-p", "0"], ["top_p"]),
+        (["--prompt", "x", "--stop", ""], ["stop"]),
+        (["--prompt", "x", "--drafter", "telepathy"], ["telepathy", "none"]),
+        (["--prompt", "x", "--host-memory", "1GB"], ["--host-memory"]),
+        (["--prompt", "x", "--max-model-len", "100000"], ["--max-model-len", "8192"]),
+        (["--prompt", "x", "--device-memory", "1000TiB"], ["--device-memory"]),
+        (["--prompt", "x", "--device-memory", "lots"], ["'lots'", "22GiB"]),
+    ],
+    ids=lambda value: " ".join(value)[:40].encode("ascii", "replace").decode(),
+)  # fmt: skip
+def test_a_mistake_is_one_sentence_and_exit_code_2(
+    arguments: list[str], words: list[str], line: Any, model: Path
+) -> None:
+    _refused(line("--model", str(model), *SMALL, *arguments), *words)
+
+
+def test_a_prompt_file_that_is_not_text_is_refused(line: Any, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompt").write_bytes(b"caf\xe9")
+    _refused(line("--model", str(model), "--prompt-file", str(tmp_path / "prompt")), "not UTF-8")
+
+
+@pytest.mark.parametrize("model_name", ["/no/such/model", "./nothing", "~no-such-user/m"])
+def test_a_model_that_is_not_there_is_refused(model_name: str, line: Any) -> None:
+    _refused(line("--model", model_name, "--prompt", "x"), model_name)
+
+
+def test_a_file_given_as_the_model_is_refused(line: Any, model: Path) -> None:
+    _refused(line("--model", str(model / "config.json"), "--prompt", "x"), "is a file")
+
+
+def test_a_hub_id_that_is_not_cached_is_refused_offline(line: Any) -> None:
+    _refused(
+        line("--model", "no-such-org/no-such-model", "--offline", "--prompt", "x"), "no-such-org/no-such-model", "cache"
+    )
+
+
+def test_a_checkpoint_without_a_tokenizer_takes_no_text(line: Any, tmp_path: Path) -> None:
+    config = llama_config()
+    write_checkpoint(tmp_path, config, llama_tensors(config))
+    code, out, err = line("--model", str(tmp_path), "--device", "cpu", "--prompt", "x", "--quiet")
+    _refused((code, out, err), "tokenizer")
+
+
+def test_a_damaged_tokenizer_is_refused(line: Any, model: Path, tmp_path: Path) -> None:
+    for path in model.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "model": 7}')
+    _refused(line("--model", str(tmp_path), "--prompt", "x"), "tokenizer")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--prompt", "x"], ["--model", "m", "--max-new-tokens", "many"], ["--modle", "m"]]
+)
+def test_flags_that_cannot_be_read_are_exit_code_2(arguments: list[str], line: Any) -> None:
+    code, out, err = line(*arguments)
+    assert (code, out) == (2, "")
+    assert "error: " in err.splitlines()[-1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_is_exit_code_3(line: Any, model: Path) -> None:
+    code, out, err = line("--model", str(model), "--device", "cuda", "--prompt", "x")
+    assert (code, out) == (3, "")
+    assert err.startswith("error: --device cuda")
+
+
+def test_no_file_is_left_open_after_a_refusal(line: Any, model: Path) -> None:
+    line("--model", str(model), *SMALL, "--prompt", "x", "--quiet", "--max-new-tokens", "1")
+    before = len(os.listdir("/proc/self/fd"))
+    for memory in ("1", BUDGET):
+        line(
+            "--model",
+            str(model),
+            *SMALL,
+            "--device-memory",
+            memory,
+            "--prompt",
+            "x",
+            "--quiet",
+            "--max-new-tokens",
+            "1",
+        )
+    assert len(os.listdir("/proc/self/fd")) == before
