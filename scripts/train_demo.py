@@ -66,8 +66,8 @@ class Run:
 
     minutes: float
     checkpoint: Path
-    muon_lr: float = 3e-3
-    adam_lr: float = 2e-3
+    muon_lr: float
+    adam_lr: float
     weight_decay: float = 0.1
     warmup: float = 0.02
     report_s: float = 60.0
@@ -313,7 +313,7 @@ def train_target(args: argparse.Namespace, corpus: Corpus) -> None:
         windows = draw_windows(stream, TOKENS_PER_BATCH // length, length, tokenizer.bos_token_id)
         return next_token_loss(model, windows.to(args.device))
 
-    run = Run(args.target_minutes, args.work / "target.safetensors")
+    run = Run(args.target_minutes, args.work / "target.safetensors", args.rate * 3e-3, args.rate * 2e-3)
     train(model, loss_at, run, lambda: held_out_loss(model, held_out, 8))
     save_model(model, tokenizer, args.out / "demo-target")
 
@@ -403,6 +403,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--target-minutes", type=float, default=55.0, help="0 saves fresh weights")
     parser.add_argument("--draft-minutes", type=float, default=30.0, help="0 saves fresh weights")
     parser.add_argument("--written-rows", type=int, default=4096, help="rows of 256 tokens the target writes, at most")
+    parser.add_argument(
+        "--rate", type=float, default=1.0, help="on the target's rates; below 1 to go on from a checkpoint"
+    )
     parser.add_argument("--start-target", type=Path, help="a checkpoint from which the target's training starts")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
