@@ -29,6 +29,5 @@ setup(
     extras_require={
         "dev": ["pytest>=8.3,<10", "hypothesis>=6.120,<7", "ruff>=0.12,<1"],
         "compare": ["accelerate>=1.10,<2"],
-        "train": ["tqdm>=4.66,<5"],
     },
 )

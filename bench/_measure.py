@@ -69,7 +69,7 @@ def drop_from_page_cache(directory: Path) -> None:
 
 @dataclass(frozen=True)
 class ProcessRun:
-    """A process that ended well: the object on its last line of stdout, its wall time, its peak resident memory."""
+    """A process that ended well: the object on its last line of stdout, its wall time, its peak resident memory in bytes."""
 
     result: dict[str, Any]
     seconds: float
@@ -77,18 +77,28 @@ class ProcessRun:
 
 
 def run_json(arguments: Sequence[str]) -> ProcessRun:
-    """Run `python <arguments>` in the repository. Raises RuntimeError with its stderr if it fails."""
-    started = time.perf_counter()
+    """Run `python <arguments>` in the repository. Raises RuntimeError if it fails."""
+    started, peak = time.perf_counter(), 0
     with subprocess.Popen(
-        [sys.executable, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as process:
-        out, err = process.stdout.read(), process.stderr.read()
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
+        while process.poll() is None:
+            peak = max(peak, _high_water(process.pid))
+            time.sleep(0.005)
+        out = process.stdout.read()
     if process.returncode:
-        raise RuntimeError(f"{' '.join(arguments)} failed: {err.strip()[-2000:]}")
+        raise RuntimeError(f"{' '.join(arguments)} failed with exit code {process.returncode}")
     lines = out.strip().splitlines()
-    return ProcessRun(json.loads(lines[-1]) if lines else {}, time.perf_counter() - started, usage.ru_maxrss * 1024)
+    return ProcessRun(json.loads(lines[-1]) if lines else {}, time.perf_counter() - started, peak)
+
+
+def _high_water(pid: int) -> int:
+    """Peak resident memory of a process so far. (What wait4 tells begins with the parent's own, before the exec.)"""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
 def _processor() -> str:

@@ -30,6 +30,8 @@ from offload_rt.tree.topology import Topology
 from offload_rt.weights import dense
 
 PASSES = 3  # in each measurement; the circle is full before and after, so each moves exactly its own bytes
+# What a run imports of torch and transformers: the classes of the latter are loaded when they are named.
+IMPORTS = "import torch; from transformers import AutoTokenizer, LlamaConfig; import offload_rt.api, offload_rt.console"
 PROMPT = [0, 300, 17, 511, 42]
 
 
@@ -83,7 +85,7 @@ def _timed_sweeps(streamer: Streamer) -> float:
 
 def peak_memory(settings: Settings) -> dict[str, object]:
     """Peak resident memory of a run on the command line, beyond what importing takes."""
-    imports = run_json(["-c", "import torch, transformers, offload_rt.api, offload_rt.console"])
+    imports = run_json(["-c", IMPORTS])
     ids = ["--model", str(settings.model), "--device-memory", str(settings.budget), "--max-new-tokens", "3", "--json"]
     run = run_json(["-m", "offload_rt.run", *ids, "--prompt", "def main():"])
     above = run.peak_rss - imports.peak_rss
@@ -124,7 +126,7 @@ def against_accelerate(settings: Settings) -> dict[str, object] | None:
 
 def paced_overlap(settings: Settings) -> dict[str, object]:
     """A pass whose compute and link take equally long, over a link of a set speed."""
-    n_layers, n_rows = 8, 48
+    n_layers, n_rows = 8, 384
     with LLM(str(settings.model)) as llm:  # all resident: the source of the paced link, and the compute to be hidden
         spec, runner = llm.engine.runner.spec, llm.engine.runner
         images = [llm.engine.resident.image(i) for i in range(n_layers)]
@@ -179,7 +181,7 @@ def first_token() -> dict[str, object]:
     """From the start of a process to the first token of a small resident model, beyond its imports."""
     imports, runs = [], []
     for _ in range(5):
-        imports.append(run_json(["-c", "import torch, transformers, offload_rt.api, offload_rt.console"]).seconds)
+        imports.append(run_json(["-c", IMPORTS]).seconds)
         run = [
             "-m",
             "offload_rt.run",

@@ -130,13 +130,14 @@ def load(blueprint: Blueprint, trace: Trace, progress: Progress | None = None) -
     Raises LinkError if a weight cannot be read.
     """
     plan, disk, checkpoint = blueprint.plan, blueprint.disk, blueprint.checkpoint
-    meter = _Meter(plan.need.outer + plan.on("device") + plan.on("host"), progress)
+    in_memory = [i for i, name in enumerate(plan.tiers) if name != "disk"]
+    meter = _Meter(plan.need.outer + sum(disk.nbytes(i) for i in in_memory), progress)
     outer = _outer(checkpoint, blueprint.dtype, meter)
     resident, host = DeviceTier(), HostTier(register=blueprint.device.type == "cuda")
     try:
-        for i, name in enumerate(plan.tiers):
-            if name != "disk":
-                {"device": resident, "host": host}[name].put(i, _read(disk, i, blueprint.device, name, meter))
+        for i in in_memory:
+            tier = {"device": resident, "host": host}[plan.tiers[i]]
+            tier.put(i, _read(disk, i, blueprint.device, plan.tiers[i], meter))
     except BaseException:
         host.close()
         raise

@@ -24,7 +24,8 @@ class LoadingBar:
         # In a log file a bar is noise: one line at the end says the same.
         self._bar = Progress(*columns, console=console, disable=not console.is_terminal)
         self._task = self._bar.add_task("loading", total=None)
-        self._started = self._drawn = time.perf_counter()
+        self._started: float | None = None
+        self._drawn = 0.0
 
     def __enter__(self) -> "LoadingBar":
         self._bar.start()
@@ -38,14 +39,21 @@ class LoadingBar:
     def __call__(self, done: int, total: int) -> None:
         """Draw it anew, now and then and at the end; not drawn where nobody watches."""
         now = time.perf_counter()
+        # Planning and opening come before the first byte and are no part of the rate.
+        self._started = self._started or now
         if done >= total or now - self._drawn > _SECONDS_BETWEEN_DRAWS:
             self._drawn = now
             self._bar.update(self._task, completed=done, total=total)
         if done >= total and not self._console.is_terminal:
             seconds = now - self._started
             self._console.print(
-                f"loaded {total / 1e9:.2f} GB in {seconds:.1f} s, {total / seconds / 1e9:.2f} GB/s", highlight=False
+                f"loaded {total / 1e9:.2f} GB in {seconds:.2f} s{_rate(total, seconds)}", highlight=False
             )
+
+
+def _rate(nbytes: int, seconds: float) -> str:
+    """`", 1.50 GB/s"`; nothing where all came at once."""
+    return f", {nbytes / seconds / 1e9:.2f} GB/s" if seconds else ""
 
 
 def plan_table(blueprint: Blueprint, profile: MachineProfile) -> Table:

@@ -111,7 +111,7 @@ def _run(settings: RunSettings, config: EngineConfig, params: SamplingParams, so
                 trace.write(Path(settings.trace))
         if settings.json:
             _print_json(output.text, output.token_ids, output.finish_reason, asdict(output.stats))
-        console.print(report(output.stats, llm.plan.pass_bytes), highlight=False)
+        console.print(report(output.stats, llm.plan.pass_bytes), highlight=False, soft_wrap=True)
 
 
 def _generate(llm: "LLM", ids: list[int], params: SamplingParams, so_far: _Progress, as_json: bool) -> "Output":

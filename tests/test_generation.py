@@ -32,7 +32,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from offload_rt import SamplingParams
+from offload_rt import LLM, SamplingParams
+from offload_rt.config import EngineConfig
 from offload_rt.engine.loop import Clock, Live, Loop
 from offload_rt.engine.sequence import Sequence
 from offload_rt.errors import CapacityError, PromptError, SettingsError
@@ -430,3 +431,12 @@ def test_the_check_of_the_law_finds_a_wrong_one(small):
     for prompt, temperature in (([3, 1], 1.25), ([0, 2, 2, 4], 1.0)):
         with pytest.raises(AssertionError):
             assert_law(texts, exact_law(model, prompt, SamplingParams(temperature=temperature)))
+
+
+def test_loading_tells_all_of_its_bytes(zoo) -> None:
+    """The bar reaches its end, wherever the alignment of a block makes it longer than what is read."""
+    told: list[tuple[int, int]] = []
+    config = EngineConfig(str(zoo.directory(next(iter(CASES)), 0)))
+    LLM.from_config(config, progress=lambda done, total: told.append((done, total))).close()
+    assert told[-1][0] == told[-1][1] > 0
+    assert [done for done, _ in told] == sorted(done for done, _ in told)

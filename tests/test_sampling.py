@@ -159,9 +159,9 @@ def test_an_impossible_token_stays_impossible(settings):
         [0.0, 0.0, 1.0],
     ],
 )
-@pytest.mark.parametrize("scale", [1.0, 1 + 3e-7])
+@pytest.mark.parametrize("scale", [1.0, 0.9])
 def test_draws_follow_the_law(law, scale):
-    """A sum that is one only up to rounding is a law all the same."""
+    """Only the proportions count: rounding may leave a sum that is not one."""
     law, n = torch.tensor(law), 10_000
     generator = torch.Generator().manual_seed(11)
     counts = torch.bincount(torch.tensor([draw(law * scale, generator) for _ in range(n)]), minlength=len(law)).double()

@@ -84,6 +84,10 @@ class DiskTier:
         """How block i lies in memory after it has been read."""
         return self._blocks[i][0]
 
+    def nbytes(self, i: int) -> int:
+        """Bytes that reading block i moves; its layout is longer by what alignment costs."""
+        return sum(part.nbytes for part in self._blocks[i][1])
+
     def reads(self, i: int, into: Tensor) -> list[Read]:
         """One read for each request; each raises LinkError if the file fails or ends early."""
         return [self._read(part, into) for part in self._blocks[i][1]]
