@@ -96,30 +96,45 @@ class LLM:
             revision,
             offline,
         )
-        self._prepare(config, Trace(on=False), None)
+        self._prepare(config)
+        self.load()
 
     @classmethod
     def from_config(cls, config: EngineConfig, trace: Trace | None = None, progress: Progress | None = None) -> "LLM":
-        """Build from settings; `trace` collects the timeline, `progress` is told (bytes so far, bytes in all) while loading."""
-        llm = cls.__new__(cls)
-        llm._prepare(config, trace or Trace(on=False), progress)
+        """Open and load; see `open` and `load`."""
+        llm = cls.open(config)
+        llm.load(trace, progress)
         return llm
 
-    def _prepare(self, config: EngineConfig, trace: Trace, progress: Progress | None) -> None:
-        self._engine: Engine | None = None
-        drafter, rule = pick_drafter(config)
-        directory = locate(config.model, config.revision, config.offline)
-        checkpoint = open_checkpoint(directory)
-        self._end_ids = end_ids(directory)
-        self.tokenizer: PreTrainedTokenizerBase | None = load_tokenizer(directory)
-        self._blueprint = draw_up(config, checkpoint, drafter)
-        self._drafter, self._rule = drafter, rule
+    @classmethod
+    def open(cls, config: EngineConfig) -> "LLM":
+        """Check settings and checkpoint and decide what lies where, before a weight moves; `load` has to follow."""
+        llm = cls.__new__(cls)
+        llm._prepare(config)
+        return llm
+
+    def load(self, trace: Trace | None = None, progress: Progress | None = None) -> None:
+        """Load what the plan keeps in memory and start the streamer.
+
+        trace     collects the timeline
+        progress  is told (bytes so far, bytes in all)
+        """
+        trace = trace or Trace(on=False)
         try:
             self._engine = load(self._blueprint, trace, progress)
         except BaseException:
             self._blueprint.disk.close()
             raise
-        self._loop = Loop(self._engine.runner, drafter, rule, trace)
+        self._loop = Loop(self._engine.runner, self._drafter, self._rule, trace)
+
+    def _prepare(self, config: EngineConfig) -> None:
+        self._engine: Engine | None = None
+        self._drafter, self._rule = pick_drafter(config)
+        directory = locate(config.model, config.revision, config.offline)
+        checkpoint = open_checkpoint(directory)
+        self._end_ids = end_ids(directory)
+        self.tokenizer: PreTrainedTokenizerBase | None = load_tokenizer(directory)
+        self._blueprint = draw_up(config, checkpoint, self._drafter)
 
     @property
     def plan(self) -> Plan:
@@ -152,8 +167,8 @@ class LLM:
             self._engine.streamer.close()
             self._engine.host.close()
             self._engine.resident.close()
-            self._blueprint.disk.close()
             self._engine = None
+        self._blueprint.disk.close()
 
     def generate(
         self, prompts: Prompt | Several[Prompt], params: SamplingParams | Several[SamplingParams] | None = None
@@ -193,10 +208,13 @@ class LLM:
             raise PromptError("the checkpoint has no tokenizer", change="give the prompt as a list of token ids")
         return encode(self.tokenizer, text, chat)
 
+    def check_prompt(self, ids: Several[int]) -> None:
+        """Raises PromptError or CapacityError for token ids that cannot be continued."""
+        _check_prompt(list(ids), self._blueprint.checkpoint.spec.vocab_size, self.max_model_len)
+
     def _sequence(self, prompt: Prompt, params: SamplingParams) -> Sequence:
-        engine = self.engine
         ids = self.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
-        _check_prompt(ids, engine.runner.spec.vocab_size, self.max_model_len)
+        self.check_prompt(ids)
         if params.stop and self.tokenizer is None:
             raise PromptError("stop strings", need="a tokenizer", have="a checkpoint without one")
         text = TextStream(self.tokenizer, ids, params.stop) if self.tokenizer is not None else None

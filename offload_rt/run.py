@@ -101,11 +101,13 @@ def _run(settings: RunSettings, config: EngineConfig, params: SamplingParams, so
     trace = Trace(on=settings.trace is not None)
     if settings.trace is not None:
         trace.write(Path(settings.trace))  # a file that cannot be written is told before the work, not after
-    with LoadingBar(console) as bar:
-        llm = LLM.from_config(config, trace, bar)
-    with llm:
+    with LLM.open(config) as llm:
+        ids = llm.encode(prompt, settings.chat)
+        llm.check_prompt(ids)
+        with LoadingBar(console) as bar:
+            llm.load(trace, bar)
         try:
-            output = _generate(llm, llm.encode(prompt, settings.chat), params, so_far, settings.json)
+            output = _generate(llm, ids, params, so_far, settings.json)
         finally:
             if settings.trace is not None:
                 trace.write(Path(settings.trace))
