@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 from transformers import (
     AutoTokenizer,
@@ -45,11 +45,14 @@ SKIPPED_FOLDERS = {"site-packages", "test", "tests", "idle_test", "__pycache__"}
 # Data, not program text: the encodings' tables, pydoc's topics and the like are a third of the bytes.
 TABLES = ("encodings/", "pydoc_data/", "html/entities.py", "_sysconfigdata", "config-")
 END_OF_TEXT = "<|endoftext|>"
-# A word may carry the one mark before it (".append", "(self"); a newline carries the indentation after it.
-PIECES = r"[^\n\p{L}\p{N}_]?[\p{L}_]+|\p{N}{1,3}| ?[^\s\p{L}\p{N}_]+|\n[\n ]*|\s+(?!\S)|\s+"
 VOCAB_SIZE = 4096
 # Small, because the few million tokens of an hour on two cores are short of steps rather than of batch size.
 TOKENS_PER_BATCH = 4096
+
+
+def window_length(fraction: float) -> int:
+    """Return the tokens of a training window when `fraction` of the time has gone: at the end the whole context."""
+    return 512 if fraction < 0.85 else 1024
 
 
 @dataclass(frozen=True)
@@ -94,12 +97,7 @@ def read_corpus(stdlib: Path) -> Corpus:
 def train_tokenizer(texts: tuple[str, ...]) -> Tokenizer:
     """Train a byte-level BPE tokenizer which puts one bos before every encoding and decodes byte for byte."""
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
@@ -300,7 +298,7 @@ def write_text(target: LlamaForCausalLM, stream: Tensor, minutes: float, n_rows:
 
 
 def train_target(args: argparse.Namespace, corpus: Corpus) -> None:
-    """Train the tokenizer and the target and save both; the last 30 % of the time use windows of 1024 tokens."""
+    """Train the tokenizer and the target and save both; see `window_length` for its windows."""
     tokenizer = wrap_tokenizer(train_tokenizer(corpus.train))
     stream, held_out = pack(tokenizer, corpus.train), pack(tokenizer, corpus.held_out)
     print(f"{len(corpus.train)} modules, {len(stream)} tokens; held out {len(held_out)} tokens", flush=True)
@@ -309,7 +307,7 @@ def train_target(args: argparse.Namespace, corpus: Corpus) -> None:
         start_from(model, args.start_target)
 
     def loss_at(fraction: float) -> Tensor:
-        length = 256 if fraction < 0.7 else 1024
+        length = window_length(fraction)
         windows = draw_windows(stream, TOKENS_PER_BATCH // length, length, tokenizer.bos_token_id)
         return next_token_loss(model, windows.to(args.device))
 
@@ -333,7 +331,7 @@ def train_draft(args: argparse.Namespace, corpus: Corpus) -> None:
         target.compile(dynamic=False)
 
     def loss_at(fraction: float) -> Tensor:
-        length = 256 if fraction < 0.7 else 1024
+        length = window_length(fraction)
         if torch.rand(()) < 0.5:
             tokens = draw_windows(stream, TOKENS_PER_BATCH // length, length, bos)
         else:
@@ -372,7 +370,7 @@ def evaluate(args: argparse.Namespace, corpus: Corpus) -> None:
     prompts[:, 0] = tokenizer.bos_token_id
     greedy = continue_text(target, prompts, n_new, torch.zeros(n_prompts))
     on_text, on_greedy = ranks_of_choice(target, draft, windows), ranks_of_choice(target, draft, greedy, n_prompt - 1)
-    for opening in ("def read_lines(path, encoding=", "class Queue:\n", "import os\nimport sys\n\n"):
+    for opening in ("def read_lines(path, encoding=", "class Queue:", "import os\nimport sys"):
         ids = tokenizer(opening, return_tensors="pt").input_ids
         print("-" * 40, tokenizer.decode(continue_text(target, ids, 120, torch.zeros(1))[0, 1:]), sep="\n")
     figures = {
