@@ -55,10 +55,15 @@ def test_a_tree_below_a_chain(topology, n):
 def test_a_chain_is_the_tree_in_which_each_node_has_the_one_before_as_parent(n):
     chain, tree = Topology.chain(n), Topology(np.arange(-1, n - 1))
     assert chain.is_chain and chain.parents.tolist() == tree.parents.tolist()
-    # The short way for chains against the way of every tree.
-    tree.__dict__["is_chain"] = False
     for start in range(n):
         assert torch.equal(chain.visible(start, n), tree.visible(start, n))
+
+
+def test_a_long_prompt_above_a_tree_makes_no_mask_of_its_length_squared():
+    n = 1_000_000  # squared: a terabyte
+    seen = Topology(np.array([-1, 0, 0, 1])).after_chain(n).visible(n + 1, n + 4)
+    assert seen[:, : n + 1].all()
+    assert seen[:, n + 1 :].tolist() == [[True, False, False], [False, True, False], [True, False, True]]
 
 
 @given(trees)

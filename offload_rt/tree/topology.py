@@ -32,40 +32,73 @@ class Topology:
         """n nodes, each the only child of the one before."""
         return cls(np.arange(-1, n - 1))
 
-    @cached_property
+    @property
     def is_chain(self) -> bool:
         """Whether no node has a sibling."""
-        return bool((self.parents == np.arange(-1, len(self) - 1)).all())
+        return self._n_run == len(self)
 
     @cached_property
     def depths(self) -> np.ndarray:
         """(n,) int64, 0 at the root."""
-        depths = np.zeros(len(self), dtype=np.int64)
-        for node in range(1, len(self)):
-            depths[node] = depths[self.parents[node]] + 1
-        return depths
+        depths = list(range(self._n_run))
+        for parent in self.parents[self._n_run :].tolist():
+            depths.append(depths[parent] + 1)
+        return np.array(depths)
 
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
         """Per node its children, in order."""
         lists: list[list[int]] = [[] for _ in range(len(self))]
-        for node in range(1, len(self)):
-            lists[self.parents[node]].append(node)
+        for node, parent in enumerate(self.parents[1:].tolist(), 1):
+            lists[parent].append(node)
         return tuple(map(tuple, lists))
 
     @cached_property
-    def _ancestors(self) -> Tensor:
-        """(n, n) bool, True where the column is the row or an ancestor of it."""
-        mask = np.eye(len(self), dtype=bool)
-        for node in range(1, len(self)):
-            mask[node] |= mask[self.parents[node]]
-        return torch.from_numpy(mask)
+    def ranks(self) -> np.ndarray:
+        """(n,) int64: each node's place among its siblings, 0 for the first and for the root."""
+        ranks = np.zeros(len(self), dtype=np.int64)
+        for siblings in self.children:
+            ranks[list(siblings)] = np.arange(len(siblings))
+        return ranks
+
+    def path_to(self, node: int) -> list[int]:
+        """The nodes from below the root down to `node`, which the root's is empty of."""
+        path = []
+        while node > 0:
+            path.append(node)
+            node = int(self.parents[node])
+        return path[::-1]
+
+    @cached_property
+    def _n_run(self) -> int:
+        """Nodes before the first that is not the child of the one before it: a prompt, or a tree's first path."""
+        breaks = np.flatnonzero(self.parents != np.arange(-1, len(self) - 1))
+        return int(breaks[0]) if len(breaks) else len(self)
+
+    @cached_property
+    def _ancestors(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of each node the last ancestor in the run, itself counted, (n,); and of those behind it the mask among themselves.
+
+        A prompt above a tree makes a long run, of which no mask of its length squared is ever made.
+        """
+        n_run = self._n_run
+        last = np.arange(len(self))
+        mask = np.eye(len(self) - n_run, dtype=bool)
+        for node, parent in enumerate(self.parents[n_run:].tolist(), n_run):
+            last[node] = last[parent]
+            if parent >= n_run:
+                mask[node - n_run] |= mask[parent - n_run]
+        return last, mask
 
     def visible(self, start: int, stop: int) -> Tensor:
         """(stop - start, stop) bool: which of nodes [0, stop) the nodes [start, stop) may look at."""
-        if self.is_chain:
-            return torch.arange(stop) <= torch.arange(start, stop)[:, None]
-        return self._ancestors[start:stop, :stop]
+        n_run, (last, mask) = self._n_run, self._ancestors
+        seen = np.arange(stop) <= last[start:stop, None]
+        if stop > n_run:
+            seen[:, n_run:] = False
+            first = max(start, n_run)
+            seen[first - start :, n_run:] = mask[first - n_run : stop - n_run, : stop - n_run]
+        return torch.from_numpy(seen)
 
     def after_chain(self, n: int) -> "Topology":
         """This tree below a chain of n nodes, whose last is the parent of the root."""
@@ -73,27 +106,45 @@ class Topology:
 
 
 @dataclass(frozen=True)
+class Draws:
+    """How the drawn nodes of a tree were drawn. All other nodes are given: no chance decided which token they carry.
+
+    A drawn node's law is the draft's law after its parent without the tokens of its given siblings and of the siblings
+    drawn before it; uniform over what is left where that law is used up. Drawn siblings are verified first, in their
+    order, then the given ones in theirs.
+
+    drawn        (n,) bool
+    laws         (rows, vocabulary) float32: the draft's law after each node that has drawn children; no entry is denormal
+    row_of       (n,) int64: the row of `laws` that belongs to a node, -1 for none
+    independent  siblings were drawn with replacement, each from the whole law; then none of them is given
+    """
+
+    drawn: np.ndarray
+    laws: Tensor
+    row_of: np.ndarray
+    independent: bool = False
+
+
+@dataclass(frozen=True)
 class DraftTree:
     """Candidate continuations of a sequence.
 
-    tokens  (n,) int64; tokens[0] is the last token of the sequence
-    laws    (n, vocabulary) float32: the law each node's token was drawn from; None where children are deterministic
+    tokens    (n,) int64; tokens[0] is the last token of the sequence
+    draws     how the drawn nodes were drawn; None where all nodes are given
+    expected  tokens the drafter expects of the pass, the bonus included
     """
 
     topology: Topology
     tokens: Tensor
-    laws: Tensor | None = None
+    draws: Draws | None = None
+    expected: float = 1.0
 
     def __post_init__(self) -> None:
         assert self.tokens.shape == (len(self.topology),), "one token a node"
 
     def path_to(self, node: int) -> list[int]:
         """Tokens from below the root down to `node`."""
-        path = []
-        while node > 0:
-            path.append(int(self.tokens[node]))
-            node = int(self.topology.parents[node])
-        return path[::-1]
+        return self.tokens[self.topology.path_to(node)].tolist()
 
 
 @dataclass(frozen=True)

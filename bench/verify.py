@@ -1,0 +1,78 @@
+"""How long does a rule take over a large tree, beyond the softmax that makes the target's laws?
+
+    python -m bench.verify [--nodes 768] [--vocabulary 32000]
+
+The laws are random, as sharp as a language model's, and the draft's are the target's with noise, so that about as much is
+accepted as of real pairs. The floor beside each rule is the softmax of the same logits, interleaved.
+"""
+
+import argparse
+import json
+import time
+from statistics import mean
+
+import numpy as np
+import torch
+
+from bench._measure import Spread, commit, machine
+from offload_rt import plugins
+from offload_rt.drafters import _children
+from offload_rt.drafters._static import Shape
+from offload_rt.tree.choose import Acceptance
+from offload_rt.tree.search import best_tree
+from offload_rt.tree.topology import DraftTree, Draws
+
+_SHARPNESS, _DISAGREEMENT, _LEVELS = 3.5, 1.0, 18
+
+
+def drawn_tree(n_nodes: int, vocabulary: int, law: str, generator: torch.Generator) -> tuple[DraftTree, torch.Tensor]:
+    """A tree as a draft draws it by a child law, and the target's logits (n, vocabulary) after each node."""
+    topology, _ = best_tree(Acceptance().by_rank(), n_nodes, _LEVELS)
+    shape = Shape.of(topology)
+    logits = _SHARPNESS * torch.randn(len(topology), vocabulary, generator=generator)
+    inner = np.flatnonzero(shape.row_of >= 0)
+    noise = _DISAGREEMENT * torch.randn(len(inner), vocabulary, generator=generator)
+    laws = torch.softmax(logits[inner] + noise, -1)
+    counts = np.bincount(topology.parents[1:], minlength=len(topology))[inner]
+    if law == "independent":
+        children = _children.independent(laws, int(counts.max()), generator)
+    else:
+        children = _children.without_replacement(laws, int(counts.max()), generator)
+    tokens = torch.zeros(len(topology), dtype=torch.int64)
+    tokens[1:] = children[shape.row_of[topology.parents[1:]], topology.ranks[1:]]
+    drawn = np.arange(len(topology)) > 0
+    return DraftTree(topology, tokens, Draws(drawn, laws, shape.row_of, law == "independent")), logits
+
+
+def main() -> None:
+    """Print a line for each rule and one JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, default=768)
+    parser.add_argument("--vocabulary", type=int, default=32000)
+    parser.add_argument("--rounds", type=int, default=20)
+    flags = parser.parse_args()
+    print(f"{machine()}\n{flags.nodes} nodes, vocabulary {flags.vocabulary}; milliseconds; commit {commit()}")
+    generator = torch.Generator().manual_seed(0)
+    found = {}
+    for name in plugins.names("rules"):
+        rule = plugins.find("rules", name)
+        law = rule.CHILD_LAW if rule.NEEDS_LAWS else "without_replacement"
+        softmax_ms, verify_ms, lengths = [], [], []
+        for i in range(flags.rounds + 1):
+            tree, logits = drawn_tree(flags.nodes, flags.vocabulary, law, generator)
+            moments = [time.perf_counter()]
+            target = torch.softmax(logits, -1)
+            moments.append(time.perf_counter())
+            verdict = rule.verify(tree, target, generator)
+            moments.append(time.perf_counter())
+            if i > 0:  # the first compiles
+                softmax_ms.append(1e3 * (moments[1] - moments[0]))
+                verify_ms.append(1e3 * (moments[2] - moments[1]))
+                lengths.append(len(verdict.path) + 1)
+        found[name] = {"verify_ms": vars(Spread.of(verify_ms)), "softmax_ms": vars(Spread.of(softmax_ms))}
+        print(f"{name:10} {Spread.of(verify_ms)}; softmax {Spread.of(softmax_ms)}; {mean(lengths):.2f} tokens a pass")
+    print(json.dumps({"bench": "verify", "machine": machine(), "commit": commit(), **vars(flags), "rules": found}))
+
+
+if __name__ == "__main__":
+    main()

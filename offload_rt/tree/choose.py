@@ -1,0 +1,154 @@
+"""Which tree is worth its time on this machine: what is known of acceptance, weighed against what passes cost."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+# An estimate starts from the prior, which weighs as much as so many observations, and forgets old ones at this rate.
+_PRIOR_WEIGHT = 4.0
+_MEMORY = 0.998
+# The prior by rank: a fair draft, falling off as ranks do in language.
+_FIRST, _SECOND, _DECAY = 0.6, 0.12, 1.2
+# Ranks that are told apart; children beyond them are never worth a node.
+N_RANKS = 32
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A size and depth, and what they promise.
+
+    tokens   expected of one pass
+    seconds  of one pass with its drafting
+    """
+
+    n_nodes: int
+    n_levels: int
+    tokens: float
+    seconds: float
+
+
+def choose(
+    expected: np.ndarray, sizes: np.ndarray, pass_s: np.ndarray, level_s: float, least_levels: int = 1
+) -> Choice:
+    """The size and depth with the least (pass time + levels * draft time) / expected tokens (Chen et al. 2024).
+
+    expected  (n + 1, levels + 1): expected tokens of the best tree of so many nodes and levels, the root's included
+    sizes     (m,) the sizes to choose from
+    pass_s    (m,) seconds of a pass with a tree of each size
+    level_s   seconds in which the draft computes a level; the last needs no pass of the draft
+    least_levels  of the tree
+    """
+    n_levels = expected.shape[1] - 1
+    seconds = pass_s[:, None] + level_s * np.arange(n_levels)[None, :]
+    per_token = seconds / expected[sizes, 1:]
+    per_token[:, : least_levels - 1] = np.inf
+    size, level = np.unravel_index(int(per_token.argmin()), per_token.shape)
+    n = int(sizes[size])
+    return Choice(n, int(level) + 1, float(expected[n, level + 1]), float(seconds[size, level]))
+
+
+def best_prefix(chances: np.ndarray, pass_s: np.ndarray) -> int:
+    """How many of some nodes are worth taking: the number with the least time for a token.
+
+    chances  (m,) descending: with which each node is accepted
+    pass_s   (m + 1,) seconds of a pass with the root and the first 0, 1, ... m nodes
+    """
+    tokens = np.concatenate(([1.0], 1.0 + np.cumsum(chances)))
+    return int((pass_s / tokens).argmin())
+
+
+def sizes_up_to(n_nodes: int) -> np.ndarray:
+    """Tree sizes worth comparing: all up to 16, then in steps of an eighth or so."""
+    sizes = [*range(1, min(n_nodes, 16) + 1)]
+    while sizes[-1] < n_nodes:
+        sizes.append(min(sizes[-1] + max(sizes[-1] // 8, 1), n_nodes))
+    return np.array(sizes)
+
+
+class Acceptance:
+    """How often the k-th child is taken when its parent was: a prior at first, then a running estimate."""
+
+    def __init__(self) -> None:
+        self.taken, self.tried = np.zeros(N_RANKS), np.zeros(N_RANKS)
+        self.n_seen = 0
+
+    @classmethod
+    def of(cls, taken: list[float], tried: list[float]) -> "Acceptance":
+        """From what `counts` gave. Raises ValueError for anything else."""
+        found = cls()
+        found.taken, found.tried = _checked(taken, found.taken), _checked(tried, found.tried)
+        return found
+
+    def counts(self) -> tuple[list[float], list[float]]:
+        """All it knows, in numbers."""
+        return self.taken.tolist(), self.tried.tolist()
+
+    def observe(self, n_children: int, rank: int | None) -> None:
+        """At a node that was reached with so many children, the one of this rank was taken, or none."""
+        self.taken *= _MEMORY
+        self.tried *= _MEMORY
+        self.tried[:n_children] += 1
+        if rank is not None and rank < N_RANKS:
+            self.taken[rank] += 1
+        self.n_seen += 1
+
+    def by_rank(self) -> np.ndarray:
+        """(N_RANKS,) descending, summing to less than 1.
+
+        A rank that was hardly tried follows the last one that was, in the prior's proportions.
+        """
+        prior, scale = _prior(), 1.0
+        estimate = np.empty(N_RANKS)
+        for k in range(N_RANKS):
+            expected = scale * prior[k]
+            estimate[k] = (self.taken[k] + _PRIOR_WEIGHT * expected) / (self.tried[k] + _PRIOR_WEIGHT)
+            scale = estimate[k] / prior[k]
+        estimate = np.minimum.accumulate(estimate)
+        return estimate / max(1.0, estimate.sum() / 0.995)
+
+
+class Calibration:
+    """What the draft's probabilities are worth: how often tokens of about a probability were the target's choice."""
+
+    _EDGES = np.exp(-np.array([0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.4, 1.8, 2.3, 3.0, 4.0, 5.0, 6.5]))[::-1]
+
+    def __init__(self) -> None:
+        n = len(self._EDGES) + 1
+        self.hits, self.mass = np.zeros(n), np.zeros(n)
+
+    @classmethod
+    def of(cls, hits: list[float], mass: list[float]) -> "Calibration":
+        """From what `counts` gave. Raises ValueError for anything else."""
+        found = cls()
+        found.hits, found.mass = _checked(hits, found.hits), _checked(mass, found.mass)
+        return found
+
+    def counts(self) -> tuple[list[float], list[float]]:
+        """All it knows, in numbers."""
+        return self.hits.tolist(), self.mass.tolist()
+
+    def observe(self, probabilities: np.ndarray, hit: int | None) -> None:
+        """The draft's probabilities of a node's candidates, of which `hit` was the target's choice, or none."""
+        bins = np.searchsorted(self._EDGES, probabilities)
+        self.hits *= _MEMORY
+        self.mass *= _MEMORY
+        np.add.at(self.mass, bins, probabilities)
+        if hit is not None:
+            self.hits[bins[hit]] += 1
+
+    def chances(self, probabilities: np.ndarray) -> np.ndarray:
+        """The chance of being the target's choice, of the same shape."""
+        ratio = (self.hits + _PRIOR_WEIGHT / 4) / (self.mass + _PRIOR_WEIGHT / 4)
+        return np.minimum(probabilities * ratio[np.searchsorted(self._EDGES, probabilities)], 1.0)
+
+
+def _checked(numbers: list[float], like: np.ndarray) -> np.ndarray:
+    found = np.array(numbers, dtype=np.float64)
+    if found.shape != like.shape or not np.isfinite(found).all() or (found < 0).any():
+        raise ValueError("not the counts of this version")
+    return found
+
+
+def _prior() -> np.ndarray:
+    ranks = np.arange(1, N_RANKS)
+    return np.concatenate(([_FIRST], _SECOND * ranks**-_DECAY))

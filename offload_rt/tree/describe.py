@@ -1,0 +1,44 @@
+"""A tree's shape in a few lines, for people."""
+
+from itertools import groupby
+
+import numpy as np
+
+from offload_rt.tree.topology import Topology
+
+_MOST_LEVELS = 16
+_WIDTH = 96
+
+
+def describe(topology: Topology) -> str:
+    """Size and levels of a tree, and for each level how many children its nodes have; long ones are cut.
+
+    Families stand in the order of their parents, `|` between them; `.` is a leaf.
+    """
+    n, n_levels = len(topology), int(topology.depths.max()) + 1
+    if topology.is_chain:
+        return "1 node" if n == 1 else f"chain of {n} nodes"
+    n_children = np.array([len(children) for children in topology.children])
+    lines = [
+        f"{n} nodes on {n_levels} levels, up to {n_children.max()} children a node",
+        "level nodes  children of each",
+    ]
+    for level in range(min(n_levels, _MOST_LEVELS)):
+        nodes = np.flatnonzero(topology.depths == level)
+        lines.append(f"{level:5} {len(nodes):5}  {_families(topology, nodes, n_children)}")
+    if n_levels > _MOST_LEVELS:
+        widths = " ".join(map(str, np.bincount(topology.depths)[_MOST_LEVELS:]))
+        lines.append(_cut(f"{n_levels - _MOST_LEVELS} more levels, of {widths} nodes"))
+    return "\n".join(lines)
+
+
+def _families(topology: Topology, nodes: np.ndarray, n_children: np.ndarray) -> str:
+    if not n_children[nodes].any():
+        return "leaves"
+    families = groupby(sorted(nodes, key=lambda node: topology.parents[node]), key=lambda node: topology.parents[node])
+    return _cut(" | ".join(" ".join(str(n_children[node] or ".") for node in nodes) for _, nodes in families))
+
+
+def _cut(line: str) -> str:
+    """The line, cut between words where it is too long."""
+    return line if len(line) <= _WIDTH else line[: _WIDTH - 3].rsplit(" ", 1)[0].rstrip(" |") + " ..."

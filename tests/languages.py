@@ -1,0 +1,185 @@
+"""Tiny languages and every tree that can be drawn from them: what the laws of verification are enumerated over."""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from offload_rt.rules._decide import Decision
+from offload_rt.tree.topology import DraftTree, Draws, Topology
+
+VOCABULARY, LONGEST = 3, 4
+
+
+class Language:
+    """A random law after every text of up to LONGEST tokens, some of them with impossible tokens."""
+
+    def __init__(self, seed: int, p_impossible: float = 0.15) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self._laws = {}
+        for n in range(LONGEST + 1):
+            for text in itertools.product(range(VOCABULARY), repeat=n):
+                law = torch.rand(VOCABULARY, generator=generator, dtype=torch.float64)
+                law[torch.rand(VOCABULARY, generator=generator) < p_impossible] = 0
+                self._laws[text] = law / law.sum() if law.sum() else torch.eye(VOCABULARY, dtype=torch.float64)[0]
+        self._continuations: dict[tuple, Tensor] = {}
+
+    def after(self, text) -> Tensor:
+        """The law of the token that follows."""
+        return self._laws[tuple(text)]
+
+    def continuations(self, text: tuple) -> Tensor:
+        """(VOCABULARY,) * (LONGEST - len(text)): the law of the tokens that follow, up to the last."""
+        if text not in self._continuations:
+            law = torch.ones((), dtype=torch.float64)
+            if len(text) < LONGEST:
+                below = torch.stack([self.continuations((*text, token)) for token in range(VOCABULARY)])
+                law = self.after(text).view(-1, *[1] * (below.ndim - 1)) * below
+            self._continuations[text] = law
+        return self._continuations[text]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A shape whose nodes are drawn or given, all fixed before any token is.
+
+    drawn  (n,) bool; given children carry the most probable tokens of the draft's law, in order
+    """
+
+    topology: Topology
+    drawn: np.ndarray
+    independent: bool = False
+
+    def trees(self, draft: Language, text: tuple = ()) -> Iterator[tuple[DraftTree, float]]:
+        """Every tree it can become after `text`, with its probability."""
+        yield from self._grow(draft, {0: text}, 1.0)
+
+    def _grow(self, draft: Language, texts: dict[int, tuple], p: float) -> Iterator[tuple[DraftTree, float]]:
+        order = self._order()
+        if len(texts) == len(self.topology):
+            yield self._finish(draft, texts), p
+            return
+        node = order[len(texts) - 1]
+        before = texts[int(self.topology.parents[node])]
+        for token, q in enumerate(self._law(draft, node, texts).tolist()):
+            if q > 0:
+                yield from self._grow(draft, {**texts, node: (*before, token)}, p * q)
+
+    def _order(self) -> list[int]:
+        """Parents first, and of siblings the given before the drawn."""
+        nodes = range(1, len(self.topology))
+        return sorted(
+            nodes, key=lambda node: (self.topology.depths[node], self.topology.parents[node], self.drawn[node])
+        )
+
+    def _law(self, draft: Language, node: int, texts: dict[int, tuple]) -> Tensor:
+        parent = int(self.topology.parents[node])
+        q = draft.after(texts[parent])
+        siblings = self.topology.children[parent]
+        if not self.drawn[node]:
+            rank = [sibling for sibling in siblings if not self.drawn[sibling]].index(node)
+            return torch.nn.functional.one_hot(q.argsort(descending=True, stable=True)[rank], VOCABULARY).double()
+        if self.independent:
+            return q
+        taken = [texts[sibling][-1] for sibling in siblings if sibling in texts]
+        left = q.clone()
+        left[taken] = 0
+        if left.sum() > 0:
+            return left / left.sum()
+        free = torch.ones(VOCABULARY, dtype=torch.float64)
+        free[taken] = 0
+        return free / free.sum()
+
+    def _finish(self, draft: Language, texts: dict[int, tuple]) -> DraftTree:
+        n = len(self.topology)
+        tokens = torch.tensor([0, *(texts[node][-1] for node in range(1, n))])
+        if not self.drawn.any():
+            return DraftTree(self.topology, tokens)
+        drawn_from = sorted(set(self.topology.parents[self.drawn].tolist()))
+        row_of = np.full(n, -1)
+        row_of[drawn_from] = np.arange(len(drawn_from))
+        laws = torch.stack([draft.after(texts[node]) for node in drawn_from])
+        return DraftTree(self.topology, tokens, Draws(self.drawn, laws, row_of, self.independent))
+
+
+Decide = Callable[[DraftTree, Tensor, Tensor], Decision]
+Outcomes = Callable[[DraftTree, Tensor], Iterator[tuple[Decision, float]]]
+
+
+def outcomes(rule: ModuleType) -> Outcomes:
+    """Everything a rule can come to: by the odds it states, or by those of every `draw` it makes."""
+    if hasattr(rule, "decision"):
+        return lambda tree, target: decisions(rule.decision, tree, target)
+    return lambda tree, target: scripted(rule, rule.verify, tree, target)
+
+
+def decisions(decide: Decide, tree: DraftTree, target: Tensor) -> Iterator[tuple[Decision, float]]:
+    """Everything a rule can come to, with its probability: whatever it accepts is in another world rejected."""
+    n = len(tree.topology)
+    worlds: list[tuple[frozenset[int], frozenset[int], float]] = [(frozenset(), frozenset(), 1.0)]
+    while worlds:
+        rejected, accepted, p = worlds.pop()
+        # 0 accepts a node that has any chance, 1 none.
+        uniforms = torch.tensor([float(node in rejected) for node in range(n)], dtype=torch.float64)
+        found = decide(tree, target, uniforms)
+        for node in tree.topology.path_to(found.end):
+            odds = found.odds[node]
+            if node in accepted or np.isnan(odds):
+                continue
+            if odds < 1:
+                worlds.append((rejected | {node}, accepted, p * (1 - odds)))
+            accepted, p = accepted | {node}, p * odds
+        yield found, p
+
+
+class _Fork(Exception):
+    """Raised at a draw that the script does not decide yet."""
+
+    def __init__(self, law: Tensor) -> None:
+        self.law = law
+
+
+def scripted(module: ModuleType, verify: Callable, tree: DraftTree, target: Tensor) -> Iterator[tuple[Decision, float]]:
+    """As `decisions`, where all chance is in `module.draw`: `verify` runs again for every sequence of its outcomes."""
+    scripts: list[tuple[tuple, float]] = [((), 1.0)]
+    while scripts:
+        script, p = scripts.pop()
+        left = list(script)
+
+        def draw(law: Tensor, generator: torch.Generator, left: list = left) -> int:
+            if not left:
+                raise _Fork(law)
+            return left.pop(0)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "draw", draw)
+            try:
+                verdict = verify(tree, target, torch.Generator())
+            except _Fork as fork:
+                scripts += [((*script, token), p * q) for token, q in enumerate(fork.law.tolist()) if q > 0]
+                continue
+        bonus = torch.nn.functional.one_hot(torch.tensor(verdict.bonus), target.shape[1]).to(target)
+        yield Decision((0, *verdict.path)[-1], bonus, np.full(len(tree.topology), np.nan)), p
+
+
+def target_laws(target: Language, tree: DraftTree, text: tuple = ()) -> Tensor:
+    """(n, VOCABULARY): the target's law after each node of a tree that follows `text`."""
+    return torch.stack([target.after((*text, *tree.path_to(node))) for node in range(len(tree.topology))])
+
+
+def law_under(outcomes: Outcomes, trees: Iterable[tuple[DraftTree, float]], target: Language) -> tuple[Tensor, float]:
+    """The law of the first LONGEST tokens, what a rule leaves open completed by the target, and the expected tokens."""
+    law, expected = torch.zeros((VOCABULARY,) * LONGEST, dtype=torch.float64), 0.0
+    for tree, p_tree in trees:
+        for found, p in outcomes(tree, target_laws(target, tree)):
+            path = tree.path_to(found.end)
+            expected += p_tree * p * (len(path) + 1)
+            for bonus, p_bonus in enumerate(found.law.tolist()):
+                prefix = (*path, bonus)
+                law[prefix] += p_tree * p * p_bonus * target.continuations(prefix)
+    return law, expected

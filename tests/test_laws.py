@@ -1,0 +1,642 @@
+"""The laws of verification: exact enumeration, wrong versions that it must find, and a plain reference. See exactness.md."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from languages import VOCABULARY, Language, Outcomes, Recipe, decisions, law_under, outcomes, scripted, target_laws
+from tiny import chi_square_p, random_tree
+from torch import Tensor
+
+from offload_rt import plugins
+from offload_rt.drafters import _children
+from offload_rt.rules import match, sequoia, traversal
+from offload_rt.rules._decide import Decision
+from offload_rt.tree.topology import DraftTree, Draws, Topology, Verdict
+
+RULES = plugins.names("rules")
+WEIGHING = tuple(name for name in RULES if plugins.find("rules", name).NEEDS_LAWS)
+Trees = Iterable[tuple[DraftTree, float]]
+
+
+def recipe(parents: list[int], drawn: str, independent: bool = False) -> Recipe:
+    """`drawn` has a letter for each node below the root: d for drawn, g for given."""
+    return Recipe(Topology(np.array(parents)), np.array([False, *(letter == "d" for letter in drawn)]), independent)
+
+
+def random_recipe(seed: int) -> Recipe:
+    """Of four to six nodes, depth at most three, each node drawn or given."""
+    n = 4 + seed % 3
+    topology = random_tree(n, seed)
+    while topology.depths.max() > 3 or max(map(len, topology.children)) > VOCABULARY:
+        seed += 1000
+        topology = random_tree(n, seed)
+    drawn = np.random.default_rng(seed).random(n) < 0.6
+    drawn[0] = False
+    return Recipe(topology, drawn)
+
+
+RECIPES = {
+    "root alone": recipe([-1], ""),
+    "chain": recipe([-1, 0, 1, 2], "ddd"),
+    "given": recipe([-1, 0, 0, 1, 1, 2, 3, 3], "ggggggg"),
+    "siblings": recipe([-1, 0, 0], "dd"),
+    "without replacement": recipe([-1, 0, 0, 1, 1, 3], "ddddd"),
+    "larger second child": recipe([-1, 0, 0, 2, 2, 4], "ddddd"),
+    "all tokens drawn": recipe([-1, 0, 0, 0, 2, 2], "ddddd"),
+    "independent": recipe([-1, 0, 0, 1, 2], "dddd", independent=True),
+    "three independent": recipe([-1, 0, 0, 0, 1], "dddd", independent=True),
+    "hybrid": recipe([-1, 0, 0, 1, 1, 2, 2], "gddggd"),
+    "hybrid of all tokens": recipe([-1, 0, 0, 0, 1, 2, 3], "gdgddd"),
+    "law that runs out": recipe([-1, 0, 0, 0, 1, 1], "ddddd"),
+    "law that runs out on given": recipe([-1, 0, 0, 0, 1, 1], "gddgd"),
+    "draft is target": recipe([-1, 0, 0, 1, 1, 3], "ddgdd"),
+    **{f"random {seed}": random_recipe(seed) for seed in range(6)},
+}
+
+
+def languages(name: str) -> tuple[Language, Language]:
+    """Target and draft for a recipe."""
+    seed = 10 * list(RECIPES).index(name)
+    target = Language(seed)
+    if name == "draft is target":
+        return target, target
+    return target, Language(seed + 1, p_impossible=0.7 if "runs out" in name else 0.15)
+
+
+@cache
+def result(rule: str, name: str) -> tuple[float, float]:
+    """The largest error of the law of the first tokens, and the expected tokens of a pass."""
+    target, draft = languages(name)
+    law, expected = law_under(outcomes(plugins.find("rules", rule)), RECIPES[name].trees(draft), target)
+    return float((law - target.continuations(())).abs().max()), expected
+
+
+@cache
+def languages_of_controls() -> tuple[Language, Language]:
+    """Target and draft in which every token is possible, so that every fault has its chance."""
+    return Language(1, p_impossible=0.0), Language(2, p_impossible=0.0)
+
+
+def error(outcomes: Outcomes, trees: Trees, target: Language) -> float:
+    law, _ = law_under(outcomes, trees, target)
+    return float((law - target.continuations(())).abs().max())
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("rule", RULES)
+def test_the_output_has_the_law_of_plain_sampling(rule, name):
+    assert result(rule, name)[0] < 1e-12
+
+
+def test_the_recipes_hold_what_they_are_named_for():
+    def trees(name):
+        return [tree for tree, _ in RECIPES[name].trees(languages(name)[1])]
+
+    def runs_out(tree):
+        at_root = [node for node in tree.topology.children[0] if tree.draws.drawn[node]]
+        return any(tree.draws.laws[tree.draws.row_of[0], tree.tokens[node]] == 0 for node in at_root)
+
+    assert any(tree.tokens[1] == tree.tokens[2] for tree in trees("independent"))
+    assert any(len(set(tree.tokens[1:4].tolist())) == 1 for tree in trees("three independent"))
+    assert any(map(runs_out, trees("law that runs out"))) and any(map(runs_out, trees("law that runs out on given")))
+    assert not any(map(runs_out, trees("without replacement")))
+    for name, recipe in RECIPES.items():
+        assert abs(sum(p for _, p in recipe.trees(languages(name)[1])) - 1) < 1e-12
+
+
+def larger_first(recipe: Recipe) -> bool:
+    """Whether no child has more below it than a sibling that is verified before it."""
+    n = len(recipe.topology)
+    n_below = [sum(node in recipe.topology.path_to(other) for other in range(n)) for node in range(n)]
+    for siblings in recipe.topology.children:
+        sizes = [n_below[node] for node in sorted(siblings, key=lambda node: (not recipe.drawn[node], node))]
+        if sizes != sorted(sizes, reverse=True):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if larger_first(recipe)])
+def test_leaf_to_root_accepts_no_less_than_token_by_token_where_larger_children_come_first(name):
+    assert result("traversal", name)[1] >= result("sequoia", name)[1] - 1e-12
+
+
+def test_leaf_to_root_can_accept_less_where_a_later_child_is_larger():
+    """Mass that saves the small first child is missing at the second, which has more to follow."""
+    assert not larger_first(RECIPES["larger second child"])
+    assert result("traversal", "larger second child")[1] < result("sequoia", "larger second child")[1] - 1e-3
+
+
+def test_leaf_to_root_accepts_more_where_there_is_something_to_gain():
+    assert result("traversal", "chain")[1] > result("sequoia", "chain")[1] + 1e-3
+
+
+def block_verification(target: list[Tensor], draft: list[Tensor], tokens: list[int]) -> float:
+    """Tokens expected of a chain (Sun et al. 2025, algorithm 2): every prefix is tried, the longest accepted one counts.
+
+    target  after each node of the chain, the root first; draft without the last
+    """
+    p, expected = 1.0, 1.0
+    for i, token in enumerate(tokens):
+        p = min(1.0, p * float(target[i][token] / draft[i][token]))
+        accepted = p
+        if i + 1 < len(tokens):
+            left = float((p * target[i + 1] - draft[i + 1]).clamp_min(0).sum())
+            accepted = left / (left + 1 - p) if left > 0 else 0.0
+        expected = (1 - accepted) * expected + accepted * (i + 2)
+    return expected
+
+
+def test_on_a_chain_leaf_to_root_is_block_verification():
+    target, draft = languages("chain")
+    expected = 0.0
+    for tree, p in RECIPES["chain"].trees(draft):
+        laws = [draft.after(tree.path_to(node)) for node in range(3)]
+        expected += p * block_verification(list(target_laws(target, tree)), laws, tree.path_to(3))
+    assert abs(result("traversal", "chain")[1] - expected) < 1e-12
+
+
+def test_the_published_example_of_block_verification():
+    """Two drafted tokens of a language without memory: 10/9 accepted token by token, 11/9 as a block (Sun et al. 2025)."""
+    p, q = torch.tensor([1.0, 2.0], dtype=torch.float64) / 3, torch.tensor([2.0, 1.0], dtype=torch.float64) / 3
+    found = {sequoia: 0.0, traversal: 0.0, None: 0.0}
+    for tokens in ([a, b] for a in range(2) for b in range(2)):
+        drawn = np.array([False, True, True])
+        draws = Draws(drawn, torch.stack([q, q]), np.array([0, 1, -1]))
+        tree = DraftTree(Topology.chain(3), torch.tensor([0, *tokens]), draws)
+        p_tree = float(q[tokens].prod())
+        for rule in (sequoia, traversal):
+            for decision, p_found in decisions(rule.decision, tree, torch.stack([p, p, p])):
+                found[rule] += p_tree * p_found * len(tree.path_to(decision.end))
+        found[None] += p_tree * (block_verification([p, p, p], [q, q], tokens) - 1)
+    assert abs(found[sequoia] - 10 / 9) < 1e-12
+    assert abs(found[traversal] - 11 / 9) < 1e-12 and abs(found[None] - 11 / 9) < 1e-12
+
+
+# Trees that are not what the rule is told.
+
+
+def kept(tree: DraftTree, nodes: list[int]) -> DraftTree:
+    """The tree without the nodes that are not named, and without what hangs on them."""
+    place: dict[int, int] = {-1: -1}
+    for node in nodes:
+        if int(tree.topology.parents[node]) in place:
+            place[node] = len(place) - 1
+    stay = [node for node in place if node >= 0]
+    parents = np.array([place[int(tree.topology.parents[node])] for node in stay])
+    draws = replace(tree.draws, drawn=tree.draws.drawn[stay], row_of=tree.draws.row_of[stay])
+    return DraftTree(Topology(parents), tree.tokens[stay], draws)
+
+
+def chance_of(tree: DraftTree, node: int) -> float:
+    """What the draft gave the token of a drawn node."""
+    return float(tree.draws.laws[tree.draws.row_of[tree.topology.parents[node]], tree.tokens[node]])
+
+
+def forget_the_sibling(tree: DraftTree) -> DraftTree:
+    """Drawn without replacement, verified as if drawn independently."""
+    return replace(tree, draws=replace(tree.draws, independent=True))
+
+
+def prune_the_improbable(tree: DraftTree) -> DraftTree:
+    return kept(tree, [node for node in range(len(tree.topology)) if node == 0 or chance_of(tree, node) > 0.4])
+
+
+def merge_the_equal(tree: DraftTree) -> DraftTree:
+    seen: dict[tuple, int] = {}
+    for node in range(len(tree.topology)):
+        seen.setdefault((tree.topology.parents[node], int(tree.tokens[node])), node)
+    return kept(tree, sorted(seen.values()))
+
+
+def probable_first(tree: DraftTree) -> DraftTree:
+    """Siblings without children are put in the order of what was drawn."""
+    tokens = tree.tokens.clone()
+    for siblings in tree.topology.children:
+        leaves = [node for node in siblings if not tree.topology.children[node]]
+        ordered = sorted(leaves, key=lambda node: -chance_of(tree, node))
+        tokens[leaves] = tree.tokens[ordered]
+    return replace(tree, tokens=tokens)
+
+
+def name_another_law(tree: DraftTree) -> DraftTree:
+    """The law that is stated is sharper than the one that was drawn from."""
+    sharper = tree.draws.laws**2
+    return replace(tree, draws=replace(tree.draws, laws=sharper / sharper.sum(-1, keepdim=True)))
+
+
+WRONG_TREES = [
+    (forget_the_sibling, "siblings"),
+    (forget_the_sibling, "without replacement"),
+    (prune_the_improbable, "without replacement"),
+    (prune_the_improbable, "independent"),
+    (merge_the_equal, "three independent"),
+    (probable_first, "siblings"),
+    (probable_first, "all tokens drawn"),
+    (name_another_law, "chain"),
+]
+
+
+@pytest.mark.parametrize("rule", WEIGHING)
+@pytest.mark.parametrize(("change", "name"), WRONG_TREES)
+def test_the_enumeration_finds_a_wrong_tree(rule, change, name):
+    target, draft = languages_of_controls()
+    trees = ((change(tree), p) for tree, p in RECIPES[name].trees(draft))
+    assert error(outcomes(plugins.find("rules", rule)), trees, target) > 1e-3
+
+
+# Rules that are wrong on purpose.
+
+
+def bonus_of_the_target(rule) -> Outcomes:
+    """The bonus is drawn from the target's law, not from the residual."""
+
+    def found(tree: DraftTree, target: Tensor) -> Iterator[tuple[Decision, float]]:
+        for decision, p in decisions(rule.decision, tree, target):
+            yield replace(decision, law=target[decision.end]), p
+
+    return found
+
+
+def law_before(rule) -> Outcomes:
+    """Each node is judged by another node's law."""
+    return lambda tree, target: decisions(rule.decision, tree, target.roll(1, 0))
+
+
+def one_number(rule) -> Outcomes:
+    """The same random number for all nodes."""
+    return lambda tree, target: ((decision, stop - start) for decision, start, stop in by_number(rule, tree, target))
+
+
+def by_number(
+    rule, tree: DraftTree, target: Tensor, start: float = 0.0, stop: float = 1.0
+) -> Iterator[tuple[Decision, float, float]]:
+    """What comes of each random number that all nodes share, as stretches of numbers with the same outcome."""
+    while start < stop:
+        found = rule.decision(tree, target, torch.full((len(tree.topology),), start, dtype=torch.float64))
+        until = min([stop, *(odds for odds in found.odds if odds > start)])
+        yield found, start, until
+        start = until
+
+
+@pytest.mark.parametrize("rule", WEIGHING)
+@pytest.mark.parametrize("name", ["siblings", "without replacement", "hybrid"])
+@pytest.mark.parametrize("wrong", [bonus_of_the_target, law_before, one_number])
+def test_the_enumeration_finds_a_wrong_rule(rule, name, wrong):
+    target, draft = languages_of_controls()
+    assert error(wrong(plugins.find("rules", rule)), RECIPES[name].trees(draft), target) > 1e-3
+
+
+@pytest.mark.parametrize("rule", WEIGHING)
+def test_the_enumeration_finds_the_noise_of_the_pass_before(rule):
+    """Two passes over a child each. Noise that is reused leaves the first pass right and spoils the law of both."""
+    module, (target, draft) = plugins.find("rules", rule), languages_of_controls()
+
+    def two_passes(reuse: bool) -> Tensor:
+        law = torch.zeros_like(target.continuations(()))
+        for first, start, stop, p in passes((), 0.0, 1.0):
+            for text, p_text in texts(first):
+                again = (start, stop) if reuse else (0.0, 1.0)
+                share = 1.0 if reuse else stop - start
+                for second, low, high, q in passes(text, *again):
+                    for longer, p_longer in texts(second):
+                        p_all = p * p_text * q * p_longer * share * (high - low)
+                        law[(*text, *longer)] += p_all * target.continuations((*text, *longer))
+        return law
+
+    def passes(text, start, stop):
+        for tree, p in recipe([-1, 0], "d").trees(draft, text):
+            for decision, low, high in by_number(module, tree, target_laws(target, tree, text), start, stop):
+                yield (tree.path_to(decision.end), decision.law), low, high, p
+
+    def texts(found):
+        path, law = found
+        return (((*path, bonus), p) for bonus, p in enumerate(law.tolist()))
+
+    assert float((two_passes(reuse=False) - target.continuations(())).abs().max()) < 1e-12
+    assert float((two_passes(reuse=True) - target.continuations(())).abs().max()) > 1e-3
+
+
+# `match`, which takes any tree, also one that a careless drafter made.
+
+
+def careless_tree(n: int, seed: int) -> DraftTree:
+    """A random given tree of depth at most three; in one of four, siblings may carry the same token."""
+    topology = random_tree(n, seed)
+    while topology.depths.max() > 3 or max(map(len, topology.children)) > VOCABULARY:
+        seed += 1000
+        topology = random_tree(n, seed)
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.zeros(n, dtype=torch.int64)
+    for children in topology.children:
+        tokens[list(children)] = torch.randperm(VOCABULARY, generator=generator)[: len(children)]
+    if seed % 4 == 0:
+        tokens = torch.randint(VOCABULARY, (n,), generator=generator)
+    return DraftTree(topology, tokens)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("n", "seed"), [(n, seed) for n in (2, 4, 7, 10) for seed in range(4)])
+def test_a_given_tree_may_carry_any_tokens(rule, n, seed):
+    tree, target = careless_tree(n, seed), Language(seed)
+    assert error(outcomes(plugins.find("rules", rule)), [(tree, 1.0)], target) < 1e-12
+
+
+@pytest.mark.parametrize(("n", "seed"), [(n, seed) for n in (4, 10) for seed in range(4)])
+def test_match_goes_on_while_a_child_carries_the_token(n, seed):
+    tree = careless_tree(n, seed)
+    for decision, _ in outcomes(match)(tree, target_laws(Language(seed), tree)):
+        carried = tree.tokens[list(tree.topology.children[decision.end])].tolist()
+        assert int(decision.law.argmax()) not in carried
+
+
+def bonus_of_the_root(tree, target, generator):
+    verdict = match.verify(tree, target, generator)
+    return Verdict(verdict.path, match.draw(target[0], generator))
+
+
+def bonus_drawn_again(tree, target, generator):
+    """The rejected draw is thrown away, as if it had carried no news."""
+    verdict = match.verify(tree, target, generator)
+    return Verdict(verdict.path, match.draw(target[(0, *verdict.path)[-1]], generator))
+
+
+def always_the_first_child(tree, target, generator):
+    node, path = 0, []
+    while tree.topology.children[node]:
+        node = tree.topology.children[node][0]
+        path.append(node)
+    return Verdict(tuple(path), match.draw(target[node], generator))
+
+
+def law_of_the_wrong_node(tree, target, generator):
+    return match.verify(tree, target.roll(1, 0), generator)
+
+
+@pytest.mark.parametrize("wrong", [bonus_of_the_root, bonus_drawn_again, always_the_first_child, law_of_the_wrong_node])
+def test_the_enumeration_finds_a_wrong_match(wrong):
+    tree, target = DraftTree(Topology(np.array([-1, 0, 0, 1, 1, 3])), torch.tensor([0, 1, 2, 0, 2, 1])), Language(2)
+    assert error(outcomes(match), [(tree, 1.0)], target) < 1e-12
+    assert error(lambda *given: scripted(match, wrong, *given), [(tree, 1.0)], target) > 1e-3
+
+
+# Larger trees: what every rule owes its caller, and a plain reference.
+
+
+def laws_of_children(tree: DraftTree, node: int) -> Iterator[tuple[int, Tensor]]:
+    """Each child with the exact law of its token given the siblings before it, in the order of verification."""
+    draws, children = tree.draws, tree.topology.children[node]
+    drawn = [child for child in children if draws is not None and draws.drawn[child]]
+    given = [child for child in children if child not in drawn]
+    free = torch.ones(0 if draws is None else draws.laws.shape[1], dtype=torch.float64)
+    free[tree.tokens[given]] = 0
+    for child in drawn:
+        law = draws.laws[draws.row_of[node]].double() * free
+        law = law if law.sum() > 0 else free.clone()
+        yield child, law / law.sum()
+        if not draws.independent:
+            free[tree.tokens[child]] = 0
+    for child in given:
+        yield child, None
+
+
+def struck(law: Tensor, child_law: Tensor | None, token: int) -> Tensor:
+    if child_law is not None:
+        return (law - child_law).clamp_min(0)
+    law = law.clone()
+    law[token] = 0
+    return law
+
+
+def plain_walk(tree: DraftTree, target: Tensor, uniforms: Tensor) -> tuple[int, Tensor]:
+    """Token by token, as the papers have it."""
+    node, p = 0, target[0].double()
+    while True:
+        for child, law in laws_of_children(tree, node):
+            token = int(tree.tokens[child])
+            if uniforms[child] < p[token] / (1 if law is None else law[token]):
+                node, p = child, target[child].double()
+                break
+            p = struck(p, law, token)
+            p = p / p.sum() if p.sum() > 0 else target[node].double()
+        else:
+            return node, p
+
+
+def plain_traverse(tree: DraftTree, target: Tensor, uniforms: Tensor) -> tuple[int, Tensor]:
+    """Leaf to root, as a recursion."""
+
+    def visit(node: int, a: float) -> tuple[int, Tensor] | None:
+        b = target[node].double()
+        for child, law in laws_of_children(tree, node):
+            token = int(tree.tokens[child])
+            share = float(a * b[token] / (1 if law is None else law[token]))
+            found = visit(child, min(1.0, share))
+            if found is not None:
+                return found
+            left = struck(a * b, law, token)
+            total = float(left.sum())
+            b = left / total if total > 0 else target[node].double()
+            a = total / (total + (1 - a)) if total > 0 else float(node == 0)
+        return (node, b) if node == 0 or uniforms[node] < a else None
+
+    return visit(0, 1.0)
+
+
+PLAIN = {"walk": plain_walk, "traverse": plain_traverse}
+
+
+def grow(topology: Topology, drawn: np.ndarray, laws: Tensor, seed: int, independent: bool = False) -> DraftTree:
+    """A tree as a drafter with these laws, (n, vocabulary), would draw it."""
+    rng, tokens = np.random.default_rng(seed), torch.zeros(len(topology), dtype=torch.int64)
+    n = len(topology)
+    draws = Draws(drawn, laws, np.arange(n), independent)
+    for node in range(n):
+        given = [child for child in topology.children[node] if not drawn[child]]
+        tokens[given] = laws[node].argsort(descending=True, stable=True)[: len(given)]
+        for child, law in laws_of_children(DraftTree(topology, tokens, draws), node):
+            if law is not None:  # the laws are read one by one, so each sees the tokens drawn before it
+                tokens[child] = int(rng.choice(len(law), p=law.numpy()))
+    return DraftTree(topology, tokens, draws)
+
+
+@cache
+def random_case(seed: int, dtype: torch.dtype, vocabulary: int = 12) -> tuple[DraftTree, Tensor, Tensor]:
+    """A tree of up to 40 nodes with some exhausted laws, the target's laws, and a number for each node."""
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(2, 41))
+    kind = ("given", "drawn", "mixed", "independent")[seed % 4]
+    drawn = {"given": np.zeros(n, bool), "mixed": rng.random(n) < 0.5}.get(kind, np.ones(n, bool))
+    drawn[0] = False
+    draft = rng.random((n, vocabulary)) ** 3 * (rng.random((n, vocabulary)) < rng.choice([0.2, 0.8], (n, 1)))
+    draft[:, 0] += draft.sum(-1) == 0
+    draft /= draft.sum(-1, keepdims=True)
+    noise = rng.dirichlet(np.full(vocabulary, 0.5), n)
+    target = torch.from_numpy(0.6 * draft + 0.4 * noise).to(dtype)
+    tree = grow(random_tree(n, seed, reach=7), drawn, torch.from_numpy(draft).to(dtype), seed, kind == "independent")
+    return tree, target, torch.from_numpy(rng.random(n))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(("rule", "kernel"), [(sequoia, "walk"), (traversal, "traverse")])
+def test_a_kernel_decides_as_the_plain_rule(rule, kernel, dtype):
+    ends = set()
+    for seed in range(60):
+        tree, target, uniforms = random_case(seed, dtype)
+        found = rule.decision(tree, target, uniforms)
+        end, law = PLAIN[kernel](tree, target, uniforms)
+        assert found.end == end, seed
+        assert found.law.dtype == dtype
+        torch.testing.assert_close(found.law.double(), law, rtol=0, atol=1e-12 if dtype == torch.float64 else 1e-5)
+        ends.add(int(tree.topology.depths[end]))
+    assert ends >= {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("rule", WEIGHING)
+def test_drawn_siblings_are_verified_before_given_ones(rule):
+    """Exact in either order, but the given child is the more probable one: first, it would leave the drawn one little."""
+    draws = Draws(np.array([False, False, True]), torch.tensor([[0.7, 0.2, 0.1]]), np.array([0, -1, -1]))
+    tree, target = DraftTree(Topology(np.array([-1, 0, 0])), torch.tensor([0, 0, 1]), draws), torch.full((3, 3), 1 / 3)
+    found = plugins.find("rules", rule).decision(tree, target, torch.zeros(3, dtype=torch.float64))
+    assert found.end == 2
+
+
+def check_verdict(verdict: Verdict, tree: DraftTree, target: Tensor) -> None:
+    """The path goes from child to child, and the target may say the bonus after it."""
+    assert isinstance(verdict, Verdict) and type(verdict.bonus) is int
+    before = [0, *verdict.path]
+    assert tree.topology.parents[list(verdict.path)].tolist() == before[:-1]
+    assert target[before[-1], verdict.bonus] > 0
+    for node, parent in zip(verdict.path, before[:-1], strict=True):
+        assert target[parent, tree.tokens[node]] > 0
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_contract(rule):
+    module = plugins.find("rules", rule)
+    assert isinstance(module.NEEDS_LAWS, bool)
+    if module.NEEDS_LAWS:
+        assert module.CHILD_LAW in {"without_replacement", "independent"}
+    for seed in range(24):
+        tree, target, _ = random_case(seed, torch.float32)
+        before = target.clone(), tree.tokens.clone(), tree.draws.laws.clone()
+        verdicts = [module.verify(tree, target, torch.Generator().manual_seed(seed)) for _ in range(2)]
+        assert verdicts[0] == verdicts[1], "all chance comes from the generator"
+        check_verdict(verdicts[0], tree, target)
+        assert all(map(torch.equal, before, (target, tree.tokens, tree.draws.laws))), "a rule changes nothing"
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_two_verdicts_in_a_row_are_independent_and_have_the_odds_stated(rule):
+    module, (target, draft) = plugins.find("rules", rule), languages("hybrid")
+    tree = next(iter(RECIPES["hybrid"].trees(draft)))[0]
+    laws = target_laws(target, tree)
+    odds: dict[tuple[int, int], float] = {}
+    for decision, p in outcomes(module)(tree, laws):
+        for bonus, p_bonus in enumerate(decision.law.tolist()):
+            if p_bonus > 0:
+                key = (decision.end, bonus)
+                odds[key] = odds.get(key, 0.0) + p * p_bonus
+    place, n_pairs, generator = {key: i for i, key in enumerate(odds)}, 1500, torch.Generator().manual_seed(3)
+    counts = np.zeros((len(odds), len(odds)))
+    for _ in range(n_pairs):
+        pair = [module.verify(tree, laws, generator) for _ in range(2)]
+        counts[tuple(place[(0, *verdict.path)[-1], verdict.bonus] for verdict in pair)] += 1
+    expected = n_pairs * np.outer(list(odds.values()), list(odds.values()))
+    often = expected >= 5
+    rare = counts[~often].sum(), expected[~often].sum()
+    assert chi_square_p(np.append(counts[often], rare[0]), np.append(expected[often], rare[1])) > 1e-3
+
+
+# float32, as in real use.
+
+
+@cache
+def large_case(sharpness: float, seed: int = 0, n: int = 14) -> tuple[DraftTree, Tensor, Tensor]:
+    """Vocabulary of 32,000; a draft so sharp that most of its probabilities are 0 or close to it."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(n, 32_000, generator=generator) * 2
+    draft = torch.softmax((logits + torch.randn(n, 32_000, generator=generator) / 2) * sharpness, -1)
+    topology = random_tree(n, seed, reach=5)
+    drawn = torch.rand(n, generator=generator).numpy() < 0.7
+    drawn[0] = False
+    return grow(topology, drawn, draft, seed), torch.softmax(logits, -1), torch.rand(n, generator=generator).double()
+
+
+@pytest.mark.parametrize("sharpness", [1.0, 8.0, 1000.0])
+def test_a_large_vocabulary_in_float32(sharpness):
+    for seed in range(3):
+        tree, target, uniforms = large_case(sharpness, seed)
+        # Numbers close to 1 reject everything, which is the longest way through the residuals.
+        for numbers in (uniforms, torch.full_like(uniforms, 0.999999)):
+            for rule, kernel in ((sequoia, "walk"), (traversal, "traverse")):
+                found, (end, law) = rule.decision(tree, target, numbers), PLAIN[kernel](tree, target, numbers)
+                assert found.end == end and bool(found.law.isfinite().all()) and bool((found.law >= 0).all())
+                torch.testing.assert_close(found.law.double(), law, rtol=1e-3, atol=1e-6)
+        for rule in RULES:
+            verdict = plugins.find("rules", rule).verify(tree, target, torch.Generator().manual_seed(seed))
+            check_verdict(verdict, tree, target)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_at_temperature_zero_the_right_path_is_taken(rule):
+    module, depths = plugins.find("rules", rule), set()
+    for seed in range(24):
+        tree, target, _ = random_case(seed, torch.float32)
+        right = torch.nn.functional.one_hot(target.argmax(-1), target.shape[1]).float()
+        node, path = 0, []
+        while True:
+            order = tree.topology.children[node]
+            node = next((child for child in order if right[node, tree.tokens[child]] == 1), None)
+            if node is None:
+                break
+            path.append(node)
+        found = module.verify(tree, right, torch.Generator().manual_seed(seed))
+        # Independent draws may carry the right token twice.
+        assert tree.tokens[list(found.path)].tolist() == tree.tokens[path].tolist()
+        assert found.bonus == int(right[(0, *path)[-1]].argmax())
+        depths.add(len(path))
+    assert depths >= {0, 1, 2}
+
+
+@pytest.mark.parametrize(("rule", "kernel"), [(sequoia, "walk"), (traversal, "traverse")])
+def test_a_small_remainder_of_the_draft_keeps_its_digits(rule, kernel):
+    """Subtracting what was drawn from a sum of one would leave the rounding of that sum."""
+    laws = torch.tensor([[0.6, 0.4, 3e-9, 1e-9, 0.0]])
+    draws = Draws(np.array([False, True, True, True]), laws, np.array([0, -1, -1, -1]))
+    tree = DraftTree(Topology(np.array([-1, 0, 0, 0])), torch.tensor([0, 0, 1, 2]), draws)
+    target, uniforms = torch.tensor([[0.1, 0.1, 0.1, 0.4, 0.3]] * 4), torch.full((4,), 0.99, dtype=torch.float64)
+    found, (end, law) = rule.decision(tree, target, uniforms), PLAIN[kernel](tree, target, uniforms)
+    assert found.end == end == 0
+    torch.testing.assert_close(found.law.double(), law, rtol=0, atol=1e-6)
+
+
+SIBLINGS = Topology(np.array([-1, 0, 0]))
+
+
+@pytest.mark.parametrize("rule", WEIGHING)
+def test_a_remainder_of_the_draft_below_the_normal_numbers_is_used_up(rule):
+    """No law of a drafter has such numbers; whoever hands one over gets the uniform fallback, not an overflow."""
+    draws = Draws(np.array([False, True, True]), torch.tensor([[1.0, 1e-40, 0.0, 0.0]]), np.array([0, -1, -1]))
+    tree, target = DraftTree(SIBLINGS, torch.tensor([0, 0, 1]), draws), torch.tensor([[0.4, 0.1, 0.3, 0.2]] * 3)
+    found = plugins.find("rules", rule).decision(tree, target, torch.tensor([0.999] * 3, dtype=torch.float64))
+    torch.testing.assert_close(found.law, torch.tensor([0.0, 0.0, 1.0, 0.0]))
+
+
+def test_a_drafters_law_has_no_denormal_numbers():
+    law = _children.law_of(torch.tensor([[0.0, -92.0, -80.0, -200.0]]), 1.0)
+    assert torch.softmax(torch.tensor([0.0, -92.0]), 0)[1] > 0
+    assert law[0, 1] == law[0, 3] == 0 < law[0, 2]
+
+
+@pytest.mark.parametrize("rule", WEIGHING)
+def test_given_children_that_carry_all_the_mass(rule):
+    """A law filtered down to two tokens sums to a little less than one, and the largest numbers reject both."""
+    law = torch.tensor([0.6145196, 0.38548037, 0.0])
+    assert law.double().sum() < 1
+    tree, target = DraftTree(SIBLINGS, torch.tensor([0, 0, 1])), law.repeat(3, 1)
+    found = plugins.find("rules", rule).decision(tree, target, torch.full((3,), 1 - 2**-53, dtype=torch.float64))
+    assert found.law.sum() > 0
