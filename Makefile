@@ -2,11 +2,12 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 
-# The demonstration: a checkpoint four times larger than its memory budget.
+# The demonstration: a checkpoint four times larger than its memory budget, and a draft model for its trees.
 SIZE ?= 1600MB
 BUDGET ?= 400MB
-TOKENS ?= 48
+TOKENS ?= 128
 EXPANDED := demo-cache/expanded-$(SIZE)
+ENGINE = --model $(EXPANDED) --draft-model models/demo-draft --device-memory $(BUDGET)
 PROMPT ?= def read_lines(path, encoding="utf-8"):
 
 .PHONY: venv run test lint bench clean
@@ -21,8 +22,8 @@ venv: .venv/installed
 
 run: venv
 	$(PY) scripts/expand.py --source models/demo-target --out $(EXPANDED) --size $(SIZE)
-	$(PY) -m offload_rt.run --model $(EXPANDED) --device-memory $(BUDGET) --plan
-	$(PY) -m offload_rt.run --model $(EXPANDED) --device-memory $(BUDGET) --max-new-tokens $(TOKENS) --prompt '$(PROMPT)'
+	$(PY) -m offload_rt.run $(ENGINE) --plan
+	$(PY) -m offload_rt.run $(ENGINE) --max-new-tokens $(TOKENS) --prompt '$(PROMPT)' --show-tree --baseline
 
 test: venv
 	$(PY) -m pytest
@@ -33,6 +34,8 @@ lint: venv
 
 bench: venv
 	$(PY) -m bench.stream
+	$(PY) -m bench.verify
+	$(PY) -m bench.speculate
 
 clean:
 	rm -rf .venv demo-cache build *.egg-info

@@ -27,7 +27,8 @@ setup(
         "rich>=13.9,<16",
     ],
     extras_require={
-        "dev": ["pytest>=8.3,<10", "hypothesis>=6.120,<7", "ruff>=0.12,<1"],
+        "dev": ["pytest>=8.3,<10", "hypothesis>=6.120,<7", "ruff>=0.12,<1", "matplotlib>=3.9,<4"],
         "compare": ["accelerate>=1.10,<2"],
+        "plot": ["matplotlib>=3.9,<4"],
     },
 )

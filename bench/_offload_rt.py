@@ -17,7 +17,7 @@ def main() -> None:
     parser.add_argument("--prompt-ids", required=True)
     flags = parser.parse_args()
     seconds, token_ids = [], []
-    with LLM(flags.model, device_memory=flags.budget) as llm:
+    with LLM(flags.model, device_memory=flags.budget, drafter="none") as llm:
         started = time.perf_counter()
         for piece in llm.stream(json.loads(flags.prompt_ids), SamplingParams(max_new_tokens=flags.tokens)):
             seconds.append(time.perf_counter() - started)

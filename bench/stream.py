@@ -48,7 +48,7 @@ class Settings:
 def pass_against_floor(settings: Settings) -> dict[str, object]:
     """Seconds of a one-token pass, and of a sweep that computes nothing, in turn."""
     floors, passes, busy = [], [], []
-    with LLM(str(settings.model), device_memory=settings.budget) as llm:
+    with LLM(str(settings.model), device_memory=settings.budget, drafter="none") as llm:
         streamer, plan = llm.engine.streamer, llm.plan
         params = SamplingParams(max_new_tokens=PASSES)
         for _ in range(settings.rounds + 1):
@@ -100,7 +100,7 @@ def against_accelerate(settings: Settings) -> dict[str, object] | None:
     if find_spec("accelerate") is None:
         print('\n## Accelerate is not installed: pip install -e ".[compare]"')
         return None
-    with LLM(str(settings.model), device_memory=settings.budget) as llm:
+    with LLM(str(settings.model), device_memory=settings.budget, drafter="none") as llm:
         n_resident = llm.plan.count("device")
     common = ["--model", str(settings.model), "--tokens", str(settings.tokens), "--prompt-ids", json.dumps(PROMPT)]
     ours, theirs, same = [], [], True

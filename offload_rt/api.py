@@ -3,19 +3,26 @@
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Several
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from types import TracebackType
 
+import numpy as np
+import torch
 from transformers import PreTrainedTokenizerBase
 
-from offload_rt.build import Engine, Progress, draw_up, load, pick_drafter
+from offload_rt.build import Engine, Progress, draw_up, load
 from offload_rt.config import EngineConfig, SamplingParams
-from offload_rt.engine.loop import Clock, Live, Loop
+from offload_rt.drafters._parts import remember
+from offload_rt.drafting import check_pair, pick_drafter
+from offload_rt.engine.loop import Live, Loop, Tally
+from offload_rt.engine.runner import Step
 from offload_rt.engine.sequence import Sequence
 from offload_rt.errors import CapacityError, PromptError, SettingsError
 from offload_rt.text import TextStream, encode, load_tokenizer
 from offload_rt.tiers._placement import Plan
 from offload_rt.trace import Trace
+from offload_rt.tree.topology import Topology
 from offload_rt.weights._checkpoint import end_ids, locate, open_checkpoint
 
 Prompt = str | Several[int]
@@ -25,7 +32,12 @@ Prompt = str | Several[int]
 class Stats:
     """How a run went. Sequences of a batch share their passes, so seconds and bytes are those of the whole batch.
 
-    link_busy  share of the seconds in which the link moved bytes
+    link_busy                    share of the seconds in which the link moved bytes
+    nodes_per_tree               mean size of the verified trees, roots included; and so levels_per_tree
+    acceptance_by_rank           how often the k-th child was taken, of the times it was there and its parent reached
+    predicted_seconds_per_token  of all passes but the first, as predicted before each of them; None for a single pass
+    measured_seconds_per_token   of the same passes
+    tree_widths                  nodes on each level of the largest tree
     """
 
     n_tokens: int
@@ -39,17 +51,27 @@ class Stats:
     link_bytes: int
     link_gbps: float
     link_busy: float
+    nodes_per_tree: float
+    levels_per_tree: float
+    acceptance_by_rank: list[float]
+    predicted_seconds_per_token: float | None
+    measured_seconds_per_token: float | None
+    tree_widths: list[int]
 
 
 @dataclass(frozen=True)
 class Output:
-    """What became of one prompt; `text` is empty where there is no tokenizer."""
+    """What became of one prompt; `text` is empty where there is no tokenizer.
+
+    topology  of the largest tree that was verified
+    """
 
     prompt_token_ids: list[int]
     token_ids: list[int]
     text: str
     finish_reason: str
     stats: Stats
+    topology: Topology
 
 
 @dataclass(frozen=True)
@@ -121,25 +143,31 @@ class LLM:
         """
         trace = trace or Trace(on=False)
         try:
-            self._engine = load(self._blueprint, trace, progress)
+            self._engine = load(self.blueprint, trace, progress)
         except BaseException:
-            self._blueprint.disk.close()
+            self.blueprint.disk.close()
             raise
-        self._loop = Loop(self._engine.runner, self._drafter, self._rule, trace)
+        engine = self._engine
+        self._loop = Loop(engine.runner, engine.drafter, self.blueprint.drafting.rule, engine.pace, trace)
 
     def _prepare(self, config: EngineConfig) -> None:
         self._engine: Engine | None = None
-        self._drafter, self._rule = pick_drafter(config)
+        drafting = pick_drafter(config)
         directory = locate(config.model, config.revision, config.offline)
         checkpoint = open_checkpoint(directory)
         self._end_ids = end_ids(directory)
         self.tokenizer: PreTrainedTokenizerBase | None = load_tokenizer(directory)
-        self._blueprint = draw_up(config, checkpoint, self._drafter)
+        if config.draft_model is not None:
+            place = locate(config.draft_model, None, config.offline)
+            draft = open_checkpoint(place)
+            check_pair(checkpoint.spec, draft.spec, (self.tokenizer, load_tokenizer(place)))
+            drafting = replace(drafting, draft=draft)
+        self.blueprint = draw_up(config, checkpoint, drafting)
 
     @property
     def plan(self) -> Plan:
         """What lies where."""
-        return self._blueprint.plan
+        return self.blueprint.plan
 
     @property
     def engine(self) -> Engine:
@@ -151,7 +179,7 @@ class LLM:
     @property
     def max_model_len(self) -> int:
         """Most tokens of prompt and answer together."""
-        return self._blueprint.max_model_len
+        return self.blueprint.max_model_len
 
     def __enter__(self) -> "LLM":
         return self
@@ -164,11 +192,11 @@ class LLM:
     def close(self) -> None:
         """End all transfers, join the threads, release the memory; may be called again."""
         if self._engine is not None:
-            self._engine.streamer.close()
-            self._engine.host.close()
-            self._engine.resident.close()
-            self._engine = None
-        self._blueprint.disk.close()
+            engine, self._engine = self._engine, None
+            engine.close()
+            if engine.draft is not None and not engine.drafter.knowledge.is_empty:
+                remember(engine.runner.spec, engine.draft.spec, engine.drafter.knowledge)
+        self.blueprint.disk.close()
 
     def generate(
         self, prompts: Prompt | Several[Prompt], params: SamplingParams | Several[SamplingParams] | None = None
@@ -185,7 +213,7 @@ class LLM:
         sequences = [self._sequence(prompt, one) for prompt, one in zip(several, wanted, strict=True)]
         outputs: list[Output] = []
         for wave in self._waves(sequences):
-            run = _Run(self.engine, wave, self._drafter.max_nodes)
+            run = _Run(self.engine, wave)
             for _ in run.steps(self._loop):
                 pass
             outputs += [run.output(one) for one in run.batch]
@@ -194,13 +222,30 @@ class LLM:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
         """Continue one prompt and yield what each pass adds; see `generate`."""
         sequence = self._sequence(prompt, params or SamplingParams())
-        run = _Run(self.engine, [sequence], self._drafter.max_nodes)
+        run = _Run(self.engine, [sequence])
         n_taken = sequence.n_prompt
         for _ in run.steps(self._loop):
             ended = sequence.finish_reason is not None
             text = sequence.text.take(final=ended) if sequence.text else ""
             new, n_taken = sequence.tokens[n_taken:], len(sequence.tokens)
             yield Piece(text, new, run.output(run.batch[0]) if ended else None)
+
+    def time_plain(self, context: int, n_passes: int = 3) -> list[float]:
+        """Seconds of each of some passes of one token after `context` others: what plain decoding takes for a token.
+
+        Raises CapacityError if there is no room for so many tokens.
+        """
+        runner = self.engine.runner
+        cache = runner.new_cache(min(context + 1, self.max_model_len))
+        cache.committed = [0] * context
+        step = Step(cache, torch.zeros(1, dtype=torch.int64), Topology.chain(1), n_wanted=1, n_prompt=context)
+        moments = []
+        # The first begins with layers that have come in already, in time that nobody counted.
+        for _ in range(n_passes + 2):
+            moments.append(time.perf_counter())
+            runner.forward([step])
+            cache.discard()
+        return [after - before for before, after in pairwise(moments[1:])]
 
     def encode(self, text: str, chat: bool = False) -> list[int]:
         """Token ids of a text, as it is or as the user's turn of a chat. Raises PromptError without a tokenizer."""
@@ -210,7 +255,7 @@ class LLM:
 
     def check_prompt(self, ids: Several[int]) -> None:
         """Raises PromptError or CapacityError for token ids that cannot be continued."""
-        _check_prompt(list(ids), self._blueprint.checkpoint.spec.vocab_size, self.max_model_len)
+        _check_prompt(list(ids), self.blueprint.checkpoint.spec.vocab_size, self.max_model_len)
 
     def _sequence(self, prompt: Prompt, params: SamplingParams) -> Sequence:
         ids = self.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
@@ -222,14 +267,12 @@ class LLM:
 
     def _waves(self, sequences: list[Sequence]) -> Iterator[list[Sequence]]:
         """Cut a batch into runs whose caches fit into the plan together."""
-        wave, n_rows = [], 0
+        wave: list[Sequence] = []
         for sequence in sequences:
-            need = _cache_rows(sequence, self._drafter.max_nodes)
-            if wave and n_rows + need > self._blueprint.cache_rows:
+            if wave and _cache_rows([*wave, sequence], self.blueprint.limits.n_nodes) > self.blueprint.cache_rows:
                 yield wave
-                wave, n_rows = [], 0
+                wave = []
             wave.append(sequence)
-            n_rows += need
         if wave:
             yield wave
 
@@ -237,25 +280,29 @@ class LLM:
 class _Run:
     """A batch under way, and what it costs."""
 
-    def __init__(self, engine: Engine, sequences: list[Sequence], max_nodes: int) -> None:
-        self._engine, self._clock = engine, Clock()
-        self.batch = [Live(one, engine.runner.new_cache(_cache_rows(one, max_nodes))) for one in sequences]
+    def __init__(self, engine: Engine, sequences: list[Sequence]) -> None:
+        self._engine, self._tally = engine, Tally()
+        n_nodes = _tree_share(engine.drafter.limits.n_nodes, len(sequences))
+        caches = [engine.runner.new_cache(one.longest - 1 + n_nodes) for one in sequences]
+        self.batch = [Live(one, cache, n_nodes) for one, cache in zip(sequences, caches, strict=True)]
         self._started = time.perf_counter()
         self._nbytes, self._busy_s = engine.streamer.meter.read()
 
     def steps(self, loop: Loop) -> Iterator[None]:
         """Run the batch to its end; yields after each pass."""
-        return loop.run(self.batch, self._clock)
+        return loop.run(self.batch, self._tally)
 
     def output(self, one: Live) -> Output:
         """The result of a sequence that has ended."""
         sequence = one.sequence
         text = sequence.text.text if sequence.text else ""
         ids, n = sequence.tokens, sequence.n_prompt
-        return Output(ids[:n], ids[n:], text, sequence.finish_reason or "", self._stats(one))
+        return Output(ids[:n], ids[n:], text, sequence.finish_reason or "", self._stats(one), self._tally.topology)
 
     def _stats(self, one: Live) -> Stats:
-        n_new, n_passes = one.sequence.n_new, one.n_passes
+        n_new, n_passes, tally = one.sequence.n_new, one.n_passes, self._tally
+        n_trees = max(sum(live.n_passes for live in self.batch), 1)
+        measured = tally.measured_tokens > 0
         seconds = time.perf_counter() - self._started
         nbytes, busy_s = self._engine.streamer.meter.read()
         nbytes, busy_s = nbytes - self._nbytes, busy_s - self._busy_s
@@ -265,12 +312,18 @@ class _Run:
             tokens_per_pass=n_new / n_passes,
             seconds=seconds,
             seconds_per_token=seconds / n_new,
-            prefill_seconds=self._clock.prefill_s,
-            draft_seconds=self._clock.draft_s,
-            verify_seconds=self._clock.verify_s,
+            prefill_seconds=tally.prefill_s,
+            draft_seconds=tally.draft_s,
+            verify_seconds=tally.verify_s,
             link_bytes=nbytes,
             link_gbps=nbytes / busy_s / 1e9 if busy_s else 0.0,
             link_busy=busy_s / seconds,
+            nodes_per_tree=tally.n_nodes / n_trees,
+            levels_per_tree=tally.n_levels / n_trees,
+            acceptance_by_rank=[n / of for n, of in zip(tally.taken, tally.tried, strict=True) if of],
+            predicted_seconds_per_token=tally.promised_s / tally.promised_tokens if measured else None,
+            measured_seconds_per_token=tally.measured_s / tally.measured_tokens if measured else None,
+            tree_widths=np.bincount(tally.topology.depths).tolist(),
         )
 
 
@@ -299,7 +352,11 @@ def _check_prompt(ids: list[int], vocab_size: int, max_model_len: int) -> None:
         )
 
 
-def _cache_rows(sequence: Sequence, max_nodes: int) -> int:
-    """Rows a sequence's cache needs: every token but the last, and the nodes of a tree."""
-    longest = min(sequence.n_prompt + sequence.sampling.max_new_tokens, sequence.max_tokens)
-    return longest - 1 + max_nodes
+def _tree_share(n_nodes: int, n_sequences: int) -> int:
+    """Nodes that each tree of a batch may have."""
+    return max(n_nodes // n_sequences, 1)
+
+
+def _cache_rows(sequences: list[Sequence], n_nodes: int) -> int:
+    """Rows the caches of a batch need: every token but the last, and the nodes of the trees."""
+    return sum(one.longest - 1 + _tree_share(n_nodes, len(sequences)) for one in sequences)

@@ -4,16 +4,21 @@ import math
 import threading
 from bisect import bisect_right
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
 
-from offload_rt import calibrate, plugins
+from offload_rt import measure, plugins
 from offload_rt.config import EngineConfig
-from offload_rt.engine.loop import Drafter, Rule
+from offload_rt.drafters._model import DraftModel
+from offload_rt.drafters._parts import DraftParts, Knowledge, recall
+from offload_rt.drafting import Drafting, draft_nbytes, warm_up
+from offload_rt.engine.loop import Drafter, DraftLimits
+from offload_rt.engine.pace import Pace
 from offload_rt.engine.runner import CHUNK_ROWS, Placing, Runner
 from offload_rt.errors import CapacityError, DeviceError, SettingsError
-from offload_rt.machine import memory_free, memory_limit
+from offload_rt.machine import MachineProfile, memory_free, memory_limit
 from offload_rt.models._spec import ModelSpec
 from offload_rt.stream._streamer import Streamer, Supply
 from offload_rt.tiers._placement import Budgets, Need, Plan, least_budget, place
@@ -47,6 +52,8 @@ class Blueprint:
     """
 
     checkpoint: Checkpoint
+    drafting: Drafting
+    limits: DraftLimits
     device: torch.device
     dtype: torch.dtype
     disk: DiskTier
@@ -57,12 +64,32 @@ class Blueprint:
 
 @dataclass(frozen=True)
 class Engine:
-    """A loaded model, ready to run, and what must be closed behind it."""
+    """A loaded model, ready to run, with its drafter, and what must be closed behind it.
+
+    draft  the draft model, itself an engine without a drafter of its own
+    """
 
     runner: Runner
-    streamer: Streamer
+    drafter: Drafter
+    pace: Pace
     host: HostTier
     resident: DeviceTier
+    draft: Runner | None = None
+    draft_layers: DeviceTier | None = None
+
+    @property
+    def streamer(self) -> Streamer:
+        """What brings the layers."""
+        return self.runner.streamer
+
+    def close(self) -> None:
+        """End all transfers and release the weights."""
+        self.streamer.close()
+        self.host.close()
+        self.resident.close()
+        if self.draft is not None:
+            self.draft.streamer.close()
+            self.draft_layers.close()
 
 
 def pick_device(name: str) -> torch.device:
@@ -74,27 +101,7 @@ def pick_device(name: str) -> torch.device:
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def pick_drafter(config: EngineConfig) -> tuple[Drafter, Rule]:
-    """Drafter and rule of the settings. Raises SettingsError for a combination that does not work."""
-    name = "none" if config.drafter == "auto" else config.drafter
-    module = plugins.find("drafters", name)
-    if config.draft_model is not None and not module.NEEDS_MODEL:
-        users = [other for other in plugins.names("drafters") if plugins.find("drafters", other).NEEDS_MODEL]
-        raise SettingsError(
-            "--draft-model",
-            need="a drafter that uses one",
-            have=", ".join(users) or "none in this version",
-            change="leave it out",
-        )
-    rule = plugins.find("rules", module.BEST_RULE if config.rule == "auto" else config.rule)
-    if rule.NEEDS_LAWS and not module.GIVES_LAWS:
-        raise SettingsError(
-            f"--rule {config.rule}", need="a drafter with probabilities", have=name, change="use --rule match"
-        )
-    return module.Drafter(), rule
-
-
-def draw_up(config: EngineConfig, checkpoint: Checkpoint, drafter: Drafter) -> Blueprint:
+def draw_up(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting) -> Blueprint:
     """Decide where everything goes. Raises CapacityError if it cannot go anywhere."""
     spec, device = checkpoint.spec, pick_device(config.device)
     if device.type == "cpu" and config.host_memory is not None:
@@ -107,45 +114,104 @@ def draw_up(config: EngineConfig, checkpoint: Checkpoint, drafter: Drafter) -> B
     disk = DiskTier(checkpoint.layers, names)
     layer_nbytes = [disk.layout(i).nbytes for i in range(spec.n_layers)]
 
-    def need(max_len: int) -> Need:
-        return _need(checkpoint, dtype, max_len, drafter.max_nodes)
+    def need(max_len: int, n_nodes: int) -> Need:
+        return _need(checkpoint, drafting.draft, dtype, max_len, n_nodes)
 
     try:
-        max_len = _max_model_len(
-            config, spec, dtype.itemsize, budgets.device, lambda n: least_budget(layer_nbytes, need(n))
+        shortest = config.max_model_len or min(_SHORTEST_CONTEXT, spec.max_positions)
+        plain = need(shortest, 1)
+        limits = drafting.limits(
+            config,
+            lambda n: need(shortest, n).total - plain.total,
+            budgets.device,
+            least_budget(layer_nbytes, plain),
         )
-        plan = place(layer_nbytes, need(max_len), budgets)
+        max_len = _max_model_len(
+            config,
+            spec,
+            dtype.itemsize,
+            budgets.device,
+            lambda n: least_budget(layer_nbytes, need(n, limits.n_nodes)),
+        )
+        plan = place(layer_nbytes, need(max_len, limits.n_nodes), budgets)
         if plan.count("disk") and len(plan.tiers) > plan.count("device"):
             disk = _tuned(disk, checkpoint, names)
     except BaseException:
         disk.close()
         raise
-    return Blueprint(checkpoint, device, dtype, disk, plan, max_len, _cache_rows(max_len, drafter.max_nodes))
+    rows = _cache_rows(max_len, limits.n_nodes)
+    return Blueprint(checkpoint, drafting, limits, device, dtype, disk, plan, max_len, rows)
 
 
 def load(blueprint: Blueprint, trace: Trace, progress: Progress | None = None) -> Engine:
-    """Load what the plan keeps in memory and start the streamer.
+    """Load what the plan keeps in memory, start the streamer, and measure what passes cost where a drafter asks.
 
     progress  told (bytes so far, bytes in all) while loading, from several threads
     Raises LinkError if a weight cannot be read.
     """
-    plan, disk, checkpoint = blueprint.plan, blueprint.disk, blueprint.checkpoint
+    plan, disk, checkpoint, draft = blueprint.plan, blueprint.disk, blueprint.checkpoint, blueprint.drafting.draft
     in_memory = [i for i, name in enumerate(plan.tiers) if name != "disk"]
-    meter = _Meter(plan.need.outer + sum(disk.nbytes(i) for i in in_memory), progress)
-    outer = _outer(checkpoint, blueprint.dtype, meter)
-    resident, host = DeviceTier(), HostTier(register=blueprint.device.type == "cuda")
-    try:
+    n_bytes = plan.need.outer + sum(disk.nbytes(i) for i in in_memory)
+    meter = _Meter(n_bytes + (draft.nbytes if draft else 0), progress)
+    resident, host, draft_layers = DeviceTier(), HostTier(register=blueprint.device.type == "cuda"), DeviceTier()
+    with ExitStack() as opened:
+        opened.callback(host.close)
+        outer = _outer(checkpoint, blueprint.dtype, meter)
         for i in in_memory:
             tier = {"device": resident, "host": host}[plan.tiers[i]]
             tier.put(i, _read(disk, i, blueprint.device, plan.tiers[i], meter))
-    except BaseException:
-        host.close()
-        raise
-    streamed = tuple({"device": None, "host": host, "disk": disk}[name] for name in plan.tiers)
-    supply = Supply(resident, streamed, plan.n_slots)
-    streamer = plugins.find("stream", _STREAMERS[blueprint.device.type]).open_streamer(supply, trace, blueprint.device)
-    runner = Runner(checkpoint.spec, streamer, outer, dense.View, Placing(blueprint.device, blueprint.dtype), trace)
-    return Engine(runner, streamer, host, resident)
+        streamed = tuple({"device": None, "host": host, "disk": disk}[name] for name in plan.tiers)
+        place = Placing(blueprint.device, blueprint.dtype)
+        runner = _runner(place, checkpoint, Supply(resident, streamed, plan.n_slots), outer, trace)
+        opened.callback(runner.streamer.close)
+        draft_runner = _load_draft(blueprint, draft, draft_layers, meter, trace) if draft else None
+        if draft_runner is not None:
+            opened.callback(draft_runner.streamer.close)
+        engine = _with_drafter(blueprint, runner, (host, resident), draft_runner, draft_layers)
+        opened.pop_all()  # from here on they are the engine's to close
+        return engine
+
+
+def _runner(place: Placing, checkpoint: Checkpoint, supply: Supply, outer: dense.View, trace: Trace) -> Runner:
+    module = plugins.find("stream", _STREAMERS[place.device.type])
+    streamer = module.open_streamer(supply, trace, place.device)
+    return Runner(checkpoint.spec, streamer, outer, dense.View, place, trace)
+
+
+def _load_draft(blueprint: Blueprint, draft: Checkpoint, layers: DeviceTier, meter: "_Meter", trace: Trace) -> Runner:
+    """The draft model, all of it on the device, in its own dtype."""
+    disk = DiskTier(draft.layers, [name for name, _ in draft.spec.layer_tensors()])
+    try:
+        for i in range(draft.spec.n_layers):
+            layers.put(i, _read(disk, i, blueprint.device, "device", meter))
+    finally:
+        disk.close()
+    place = Placing(blueprint.device, draft.layers[0][0].torch_dtype())
+    outer = _outer(draft, place.dtype, meter)
+    # Its layers are in the trace as the drafting of a tree; one by one they would fill it.
+    return _runner(place, draft, Supply(layers, (None,) * draft.spec.n_layers, 0), outer, Trace(on=False))
+
+
+def _with_drafter(
+    blueprint: Blueprint,
+    runner: Runner,
+    tiers: tuple[HostTier, DeviceTier],
+    draft: Runner | None,
+    draft_layers: DeviceTier,
+) -> Engine:
+    drafting, limits, moved = blueprint.drafting, blueprint.limits, blueprint.plan.pass_bytes
+    if limits.n_nodes == 1:
+        profile = MachineProfile("not measured", False, (("disk", 1.0), ("host", 1.0)), 1.0)
+    else:
+        warm_up(drafting.rule)
+        profile = measure.pass_profile(runner, moved, (limits.n_nodes, blueprint.max_model_len))
+    pace = Pace(profile, moved)
+    model, knowledge = None, Knowledge()
+    if draft is not None:
+        model = DraftModel(draft, runner.spec.vocab_size, limits.n_levels)
+        knowledge = recall(runner.spec, draft.spec)
+    parts = DraftParts(limits, pace, drafting.child_law, model, knowledge)
+    return Engine(runner, drafting.module.open_drafter(parts), pace, *tiers, draft, draft_layers)
 
 
 class _Meter:
@@ -214,22 +280,23 @@ def _cache_rows(max_len: int, max_nodes: int) -> int:
     return max_len - 1 + max_nodes
 
 
-def _need(checkpoint: Checkpoint, dtype: torch.dtype, max_len: int, max_nodes: int) -> Need:
-    """Bytes on the device besides layers, for sequences of up to `max_len` tokens and trees of up to `max_nodes`."""
+def _need(checkpoint: Checkpoint, draft: Checkpoint | None, dtype: torch.dtype, max_len: int, n_nodes: int) -> Need:
+    """Bytes on the device besides layers, for sequences of up to `max_len` tokens and trees of up to `n_nodes`."""
     spec = checkpoint.spec
-    hidden = 2 * (max_len + max_nodes) * spec.hidden_size * dtype.itemsize
+    hidden = 2 * (max_len + n_nodes) * spec.hidden_size * dtype.itemsize
     records = [record for records in (*checkpoint.layers, checkpoint.outer) for record in records]
     converted = max((math.prod(record.shape) for record in records if record.torch_dtype() != dtype), default=0)
-    rows = min(CHUNK_ROWS, max_len + max_nodes)
+    rows = min(CHUNK_ROWS, max_len + n_nodes)
     return Need(
         outer=sum(record.stop - record.start for record in checkpoint.outer),
-        cache=_cache_rows(max_len, max_nodes) * spec.kv_nbytes(dtype.itemsize),
-        scratch=hidden + converted * dtype.itemsize + spec.scratch_nbytes(rows, max_nodes, dtype.itemsize),
+        cache=_cache_rows(max_len, n_nodes) * spec.kv_nbytes(dtype.itemsize),
+        scratch=hidden + converted * dtype.itemsize + spec.scratch_nbytes(rows, n_nodes, dtype.itemsize),
+        draft=draft_nbytes(draft, spec.vocab_size, max_len, n_nodes) if draft else 0,
     )
 
 
 def _tuned(disk: DiskTier, checkpoint: Checkpoint, names: list[str]) -> DiskTier:
-    settings = calibrate.read_settings(checkpoint.layers, names)
+    settings = measure.read_settings(checkpoint.layers, names)
     disk.close()
     return DiskTier(checkpoint.layers, names, settings)
 

@@ -1,94 +1,233 @@
-"""Measures what the machine can do: how its disk likes to be read, and how fast the device reads weights."""
+"""`python -m offload_rt.calibrate`: measure at leisure what a pair of models does on this machine, and keep it.
 
-import os
-import time
-from collections.abc import Sequence
+It generates from a few prompts to learn how often the draft is right, times passes of every width, and prints what each
+size and depth of tree would cost for a token. Later runs start from what was measured.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from offload_rt.files import read_cached, write_cached
-from offload_rt.machine import MachineProfile
-from offload_rt.tiers._tier import Tier, read_parallel
-from offload_rt.tiers.disk import DiskTier, ReadSettings
-from offload_rt.weights._header import TensorRecord
-from offload_rt.weights._image import host_block
+from offload_rt.config import EngineConfig, SamplingParams, add_flags, from_flags, setting
+from offload_rt.errors import OffloadError, PromptError, SettingsError
 
-_CACHE, _VERSION = "disk.json", 1
-_CANDIDATES = (ReadSettings(1 << 20, 4), ReadSettings(4 << 20, 2), ReadSettings(512 << 10, 8), ReadSettings(2 << 20, 4))
-_ROUNDS = 3
-# A setting must win by this much before it displaces the first: less is noise on a shared disk.
-_MARGIN = 1.05
+if TYPE_CHECKING:
+    from offload_rt.api import LLM
+
+_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024)
+_DEPTHS = (2, 4, 6, 8, 12, 16, 24)
 
 
-def read_settings(layers: Sequence[Sequence[TensorRecord]], names: Sequence[str]) -> ReadSettings:
-    """The best way to read these blocks, measured once for each disk and remembered.
+@dataclass(frozen=True)
+class CalibrateSettings:
+    """What to learn from, and where to draw it."""
 
-    layers, names  as `DiskTier` takes them
+    prompt_file: str | None = setting(None, "text whose paragraphs are continued; default: a few lines of program text")
+    temperature: float = setting(0.0, "at which acceptance is learned", parse=float)
+    tokens: int = setting(96, "tokens that each prompt is continued by", parse=int)
+    plot: str | None = setting(None, "file for a picture of it all, PNG; needs matplotlib")
+    json: bool = setting(False, "print one JSON object instead of the table")
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What was measured, and what follows from it.
+
+    acceptance  (ranks,)
+    widths      (m,) rows of a pass; pass_s (m,) its seconds, link and compute together; compute_s those of computing alone
+    cost        (len(sizes), len(depths)) seconds per token of the best tree of each size and depth
+    best        size and levels of the cheapest, and its seconds per token
     """
-    disk = _disk_of(layers[0][0].path)
-    known = read_cached(_CACHE, _VERSION)
+
+    acceptance: np.ndarray
+    widths: np.ndarray
+    pass_s: np.ndarray
+    compute_s: np.ndarray
+    link_s: float
+    level_s: float
+    sizes: tuple[int, ...]
+    depths: tuple[int, ...]
+    cost: np.ndarray
+    best: tuple[int, int, float]
+
+
+PROMPTS = (
+    "def read_lines(path, encoding='utf-8'):\n",
+    "class Queue:\n    def __init__(self, maxsize=0):\n",
+    "import os\nimport sys\n\n\ndef main(argv=None):\n",
+    "    def _check_closed(self):\n        if self.closed:\n",
+)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m offload_rt.calibrate", description=__doc__.split("\n\n")[0], allow_abbrev=False
+    )
+    for cls in (EngineConfig, CalibrateSettings):
+        add_flags(parser, cls)
     try:
-        return ReadSettings(*known[disk])
-    except (KeyError, TypeError):
-        best = _measure_settings(layers[: min(len(layers), 2)], names)
-        write_cached(_CACHE, _VERSION, {**known, disk: [best.request_nbytes, best.n_parallel]})
-        return best
+        flags = parser.parse_args(arguments)
+        _calibrate(from_flags(CalibrateSettings, flags), from_flags(EngineConfig, flags))
+        return 0
+    except OffloadError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
 
 
-def link_gbps(tier: Tier, n_layers: int, seconds: float = 0.5) -> float:
-    """GB/s at which a tier delivers, reading whole blocks one after the other for about so long."""
-    block = host_block(max(tier.layout(i).nbytes for i in range(n_layers)))
-    started, nbytes, i = time.perf_counter(), 0, 0
-    while (elapsed := time.perf_counter() - started) < seconds or nbytes == 0:
-        nbytes += read_parallel(tier.reads(i % n_layers, block), tier.n_parallel)
-        i += 1
-    return nbytes / elapsed / 1e9 if elapsed else nbytes / (time.perf_counter() - started) / 1e9
+def _calibrate(settings: CalibrateSettings, config: EngineConfig) -> None:
+    if config.draft_model is None:
+        raise SettingsError("calibrate", need="a draft model", change="give one by --draft-model")
+    if config.tree_size == 1:
+        raise SettingsError(
+            "calibrate", need="trees of several nodes", have="--tree-size 1", change="raise --tree-size"
+        )
+    if settings.plot is not None:
+        _check_plot(settings.plot)
+    from offload_rt.api import LLM
+
+    prompts = _prompts(settings.prompt_file)
+    if config.drafter != "static_tree":
+        with LLM.from_config(config) as llm:
+            _generate(llm, settings, prompts)
+    # The table is of trees of one shape: only of these is it known beforehand what they yield.
+    with LLM.from_config(replace(config, drafter="static_tree", rule="auto")) as llm:
+        _generate(llm, settings, prompts)
+        findings = _find(llm, settings.temperature, settings.tokens)
+    if settings.json:
+        print(json.dumps(_as_json(findings)))
+    else:
+        _print_table(findings)
+    if settings.plot is not None:
+        _draw(findings, settings.plot)
 
 
-def memory_gbps(dtype: torch.dtype, device: torch.device, nbytes: int = 64 << 20) -> float:
-    """GB/s at which the device reads a matrix in a product with one vector."""
-    width = 4096
-    matrix = torch.ones(nbytes // dtype.itemsize // width, width, dtype=dtype, device=device)
-    vector = torch.ones(1, width, dtype=dtype, device=device)
-    seconds = []
-    for _ in range(4):
-        started = time.perf_counter()
-        torch.nn.functional.linear(vector, matrix).sum().item()
-        seconds.append(time.perf_counter() - started)
-    return nbytes / median(seconds[1:]) / 1e9
+def _generate(llm: "LLM", settings: CalibrateSettings, prompts: list[str]) -> None:
+    """Continue every prompt, which teaches the drafter; what it learned is kept when the model is closed."""
+    params = SamplingParams(max_new_tokens=settings.tokens, temperature=settings.temperature)
+    drafter = llm.blueprint.drafting.module.__name__.rsplit(".", 1)[-1]
+    for prompt in prompts:
+        stats = llm.generate(prompt, params)[0].stats
+        print(
+            f"{drafter}: {stats.tokens_per_pass:.2f} tokens per pass, {stats.seconds_per_token:.4f} s per token "
+            f"after {prompt[:40]!r}",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
-def profile(tier: Tier, n_layers: int, dtype: torch.dtype, device: torch.device) -> MachineProfile:
-    """Measure this machine with the layers of a tier on the disk."""
-    disk = link_gbps(tier, n_layers)
-    # Without a GPU host and device are the same memory.
-    memory = memory_gbps(dtype, device)
-    return MachineProfile(f"this machine, {device.type}", True, (("disk", disk), ("host", memory)), memory)
-
-
-def _measure_settings(layers: Sequence[Sequence[TensorRecord]], names: Sequence[str]) -> ReadSettings:
-    tiers = [(settings, DiskTier(layers, names, settings)) for settings in _CANDIDATES]
-    block = host_block(max(tier.layout(i).nbytes for _, tier in tiers for i in range(len(layers))))
-    rates: dict[ReadSettings, list[float]] = {settings: [] for settings in _CANDIDATES}
+def _prompts(path: str | None) -> list[str]:
+    if path is None:
+        return list(PROMPTS)
     try:
-        for _ in range(_ROUNDS):
-            for settings, tier in tiers:
-                rates[settings].append(_rate(tier, len(layers), block))
-    finally:
-        for _, tier in tiers:
-            tier.close()
-    best = max(rates, key=lambda settings: median(rates[settings]))
-    return best if median(rates[best]) > _MARGIN * median(rates[_CANDIDATES[0]]) else _CANDIDATES[0]
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PromptError(f"--prompt-file {path}: {error}", change="give a text file that can be read") from error
+    paragraphs = [part for part in text.split("\n\n") if part.strip()]
+    if not paragraphs:
+        raise PromptError(f"--prompt-file {path} is empty", change="give it some text")
+    return paragraphs
 
 
-def _rate(tier: DiskTier, n_layers: int, block: Tensor) -> float:
-    started = time.perf_counter()
-    nbytes = sum(read_parallel(tier.reads(i, block), tier.n_parallel) for i in range(n_layers))
-    return nbytes / (time.perf_counter() - started)
+def _find(llm: "LLM", temperature: float, context: int) -> Findings:
+    from offload_rt.tree.choose import choose, sizes_up_to
+    from offload_rt.tree.search import search
+
+    drafter, pace, limits = llm.engine.drafter, llm.engine.pace, llm.blueprint.limits
+    acceptance = drafter.acceptance_at(temperature).by_rank()
+    table = search(acceptance, limits.n_nodes, limits.n_levels).values
+    sizes = tuple(n for n in _SIZES if n <= limits.n_nodes)
+    depths = tuple(n for n in _DEPTHS if n <= limits.n_levels)
+    seconds = pace.seconds(np.array(sizes), context)[:, None] + pace.level_s * (np.array(depths) - 1)
+    every = sizes_up_to(limits.n_nodes)
+    choice = choose(table, every, pace.seconds(every, context), pace.level_s)
+    streamed = [nbytes / pace.profile.link(tier) / 1e9 for tier, nbytes in llm.plan.pass_bytes.streamed if nbytes]
+    return Findings(
+        acceptance=acceptance,
+        widths=every,
+        pass_s=pace.seconds(every, context),
+        compute_s=pace.profile.compute.at(every, context),
+        link_s=max(streamed, default=0.0),
+        level_s=pace.level_s,
+        sizes=sizes,
+        depths=depths,
+        cost=seconds / table[np.ix_(sizes, depths)],
+        best=(choice.n_nodes, choice.n_levels, choice.seconds / choice.tokens),
+    )
 
 
-def _disk_of(path: Path) -> str:
-    return str(os.stat(path).st_dev)
+def _as_json(findings: Findings) -> dict[str, object]:
+    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in vars(findings).items()}
+
+
+def _print_table(findings: Findings) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="seconds per token by size (rows) and levels (columns) of the tree")
+    table.add_column("nodes", justify="right")
+    for depth in findings.depths:
+        table.add_column(str(depth), justify="right")
+    for size, costs in zip(findings.sizes, findings.cost, strict=True):
+        table.add_row(str(size), *(f"{cost:.4f}" for cost in costs))
+    console = Console()
+    console.print(table)
+    ranks = ", ".join(f"{p:.3f}" for p in findings.acceptance[:8])
+    n_nodes, n_levels, seconds = findings.best
+    console.print(f"acceptance by rank: {ranks} ...", highlight=False)
+    console.print(
+        f"best: {n_nodes} nodes on {n_levels} levels, {seconds:.4f} s per token; plain {findings.pass_s[0]:.4f} s; "
+        f"link {findings.link_s:.4f} s a pass, a level of the draft {findings.level_s:.4f} s",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _check_plot(path: str) -> None:
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise SettingsError(
+            "--plot", need="matplotlib", have="none", change="pip install 'offload-rt[plot]'"
+        ) from error
+    folder = Path(path).resolve().parent
+    if not folder.is_dir():
+        raise SettingsError(f"--plot {path}", need="a folder that exists", have=f"no {folder}", change="make it")
+
+
+def _draw(findings: Findings, path: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (ranks, passes, cost) = pyplot.subplots(1, 3, figsize=(15, 4.5), layout="constrained")
+    ranks.bar(np.arange(1, 17), findings.acceptance[:16], color="tab:blue")
+    ranks.set(title="acceptance by rank", xlabel="rank among siblings", ylabel="probability", yscale="log")
+    passes.plot(findings.widths, findings.pass_s, label="pass, predicted", color="tab:blue")
+    passes.plot(findings.widths, findings.compute_s, "--", label="compute, measured", color="tab:orange")
+    passes.axhline(findings.link_s, ls=":", color="tab:gray", label="link")
+    passes.set(
+        title="pass time by width", xlabel="nodes verified together", ylabel="seconds", xscale="log", ylim=(0, None)
+    )
+    passes.legend()
+    for depth, costs in zip(findings.depths, findings.cost.T, strict=True):
+        cost.plot(findings.sizes, costs, marker=".", label=f"{depth} levels")
+    n_nodes, n_levels, seconds = findings.best
+    cost.plot([n_nodes], [seconds], "*", ms=14, color="black", label=f"best: {n_nodes} nodes, {n_levels} levels")
+    cost.set(title="seconds per token", xlabel="nodes of the tree", ylabel="seconds", xscale="log", ylim=(0, None))
+    cost.legend(fontsize="small")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

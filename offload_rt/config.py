@@ -121,6 +121,8 @@ def _check_range(name: str, value: Any, holds: bool, need: str) -> None:
 
 
 def _check_positive(name: str, value: int | None) -> None:
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+        raise SettingsError(f"{flag_of(name)} is {value!r}", need="a whole number", change="give one")
     if value is not None and value < 1:
         raise SettingsError(f"{flag_of(name)} is {value}", need="at least 1", change=f"raise {flag_of(name)}")
 

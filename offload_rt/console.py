@@ -68,6 +68,8 @@ def plan_table(blueprint: Blueprint, profile: MachineProfile) -> Table:
     table.add_row("embedding, last norm, head", "device", format_size(plan.need.outer))
     table.add_row(f"cache of {blueprint.cache_rows} tokens", "device", format_size(plan.need.cache))
     table.add_row("activations", "device", format_size(plan.need.scratch))
+    if plan.need.draft:
+        table.add_row("draft model, its cache and laws", "device", format_size(plan.need.draft))
     if plan.n_slots:
         table.add_row(f"{plan.n_slots} slots", "device", format_size(plan.n_slots * plan.slot_nbytes))
     for tier in ("device", "host", "disk"):
@@ -91,19 +93,36 @@ def plan_table(blueprint: Blueprint, profile: MachineProfile) -> Table:
     return table
 
 
-def report(stats: Stats, moved: PassBytes) -> str:
-    """The closing report, two lines."""
+def report(stats: Stats, moved: PassBytes, plain_s: float | None = None) -> str:
+    """The closing report.
+
+    plain_s  seconds of a pass of plain decoding, where they were measured
+    """
     lines = [
         f"{stats.n_tokens} tokens in {stats.seconds:.2f} s ({stats.prefill_seconds:.2f} s of it the first pass): "
         f"{stats.seconds_per_token:.3f} s per token, {stats.tokens_per_pass:.2f} tokens per pass"
     ]
-    streamed = sum(nbytes for _, nbytes in moved.streamed)
-    if streamed and stats.link_gbps:
-        floor = streamed / (stats.link_gbps * 1e9) / stats.tokens_per_pass
+    if stats.measured_seconds_per_token is not None and stats.nodes_per_tree > 1:
         lines.append(
-            f"{streamed / 1e9:.2f} GB per pass at {stats.link_gbps:.2f} GB/s, link busy {stats.link_busy:.0%} of the time; "
-            f"floor at this rate {floor:.3f} s per token"
+            f"trees of {stats.nodes_per_tree:.0f} nodes on {stats.levels_per_tree:.1f} levels; after the first pass "
+            f"{stats.measured_seconds_per_token:.3f} s per token, {stats.predicted_seconds_per_token:.3f} s predicted; "
+            f"drafting {stats.draft_seconds / stats.seconds:.0%}, verifying {stats.verify_seconds / stats.seconds:.0%}"
         )
-    else:
-        lines.append("all weights resident: nothing crossed a link")
+    if plain_s is not None and stats.measured_seconds_per_token is not None:
+        lines.append(
+            f"a pass of plain decoding takes {plain_s:.3f} s (measured): "
+            f"{plain_s / stats.measured_seconds_per_token:.2f} times faster"
+        )
+    lines.append(_link_line(stats, moved))
     return "\n".join(lines)
+
+
+def _link_line(stats: Stats, moved: PassBytes) -> str:
+    streamed = sum(nbytes for _, nbytes in moved.streamed)
+    if not streamed or not stats.link_gbps:
+        return "all weights resident: nothing crossed a link"
+    floor = streamed / (stats.link_gbps * 1e9) / stats.tokens_per_pass
+    return (
+        f"{streamed / 1e9:.2f} GB per pass at {stats.link_gbps:.2f} GB/s, link busy {stats.link_busy:.0%} of the time; "
+        f"floor at this rate {floor:.3f} s per token"
+    )

@@ -5,9 +5,11 @@
 
 import resource
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import psutil
 
 _CGROUP_V2 = Path("/sys/fs/cgroup")
@@ -23,6 +25,7 @@ class MachineProfile:
     link_gbps    GB/s at which streamed layers arrive: tier name -> rate, as pairs
     memory_gbps  GB/s at which the device reads weights while computing one token
     fixed_s      seconds a pass takes besides its layers: embedding, head, sampling
+    compute      seconds of computing a whole pass of this model, by rows and context; None until measured
     """
 
     source: str
@@ -30,10 +33,31 @@ class MachineProfile:
     link_gbps: tuple[tuple[str, float], ...]
     memory_gbps: float
     fixed_s: float = 0.0
+    compute: "ComputeTimes | None" = None
 
     def link(self, tier: str) -> float:
         """GB/s at which a tier delivers."""
         return dict(self.link_gbps)[tier]
+
+
+@dataclass(frozen=True)
+class ComputeTimes:
+    """Measured seconds of computing all layers and the head.
+
+    widths    rows of a pass, ascending
+    contexts  tokens in the cache, ascending
+    seconds   per context, per width
+    """
+
+    widths: tuple[int, ...]
+    contexts: tuple[int, ...]
+    seconds: tuple[tuple[float, ...], ...]
+
+    def at(self, n_rows: np.ndarray, context: int) -> np.ndarray:
+        """Seconds at any number of rows and context, linear between the measured ones and beyond the largest."""
+        table = np.array(self.seconds)
+        by_width = [_line(np.array([context]), self.contexts, column)[0] for column in table.T]
+        return _line(n_rows, self.widths, by_width)
 
 
 @dataclass(frozen=True)
@@ -48,14 +72,30 @@ class PassBytes:
     computed: int
 
 
-def pass_time(profile: MachineProfile, moved: PassBytes) -> float:
-    """Seconds of one pass of one token: the slower of link and compute, and what neither hides.
+def pass_time(profile: MachineProfile, moved: PassBytes, n_rows: int = 1, context: int = 0) -> float:
+    """Seconds of one pass; see `pass_times`."""
+    return float(pass_times(profile, moved, np.array([n_rows]), context)[0])
+
+
+def pass_times(profile: MachineProfile, moved: PassBytes, n_rows: np.ndarray, context: int) -> np.ndarray:
+    """Seconds of a pass of each number of rows: the slower of link and compute, and what neither hides.
 
     Tiers share no link: a layer from the disk crosses the disk's link and is not counted on another.
     """
     links = [nbytes / (profile.link(tier) * 1e9) for tier, nbytes in moved.streamed if nbytes]
-    compute = moved.computed / (profile.memory_gbps * 1e9)
-    return max([*links, compute]) + profile.fixed_s
+    if profile.compute is None:
+        compute = np.full(len(n_rows), moved.computed / (profile.memory_gbps * 1e9))
+    else:
+        compute = profile.compute.at(n_rows, context)
+    return np.maximum(compute, max(links, default=0.0)) + profile.fixed_s
+
+
+def _line(x: np.ndarray, xs: Sequence[float], ys: Sequence[float]) -> np.ndarray:
+    """Through the points (xs, ys): straight between them and on beyond the last, level before the first."""
+    if len(xs) > 1:
+        far = 1e3 * xs[-1]
+        xs, ys = [*xs, far], [*ys, ys[-1] + (ys[-1] - ys[-2]) * (far - xs[-1]) / (xs[-1] - xs[-2])]
+    return np.interp(x, xs, ys)
 
 
 def memory_limit() -> int:

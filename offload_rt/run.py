@@ -12,6 +12,7 @@ import signal
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from offload_rt.config import EngineConfig, SamplingParams, add_flags, from_flags, setting
@@ -33,6 +34,10 @@ class RunSettings:
     plan: bool = setting(False, "print what would lie where and what a token would cost, and end")
     json: bool = setting(False, "print one JSON object with text, token ids and stats instead of text")
     quiet: bool = setting(False, "no progress bar and no report")
+    show_tree: bool = setting(False, "print the largest tree that was verified")
+    baseline: bool = setting(
+        False, "afterwards time some passes of plain decoding, and say how many times faster it was"
+    )
     trace: str | None = setting(None, "file for the timeline of the run, as a Chrome trace")
 
     def __post_init__(self) -> None:
@@ -93,6 +98,7 @@ def _run(settings: RunSettings, config: EngineConfig, params: SamplingParams, so
     from offload_rt.api import LLM
     from offload_rt.console import LoadingBar, report
     from offload_rt.trace import Trace
+    from offload_rt.tree.describe import describe
 
     prompt = None if settings.plan else _prompt(settings)
     if settings.plan:
@@ -113,7 +119,10 @@ def _run(settings: RunSettings, config: EngineConfig, params: SamplingParams, so
                 trace.write(Path(settings.trace))
         if settings.json:
             _print_json(output.text, output.token_ids, output.finish_reason, asdict(output.stats))
-        console.print(report(output.stats, llm.plan.pass_bytes), highlight=False, soft_wrap=True)
+        plain = median(llm.time_plain(len(ids))) if settings.baseline else None
+        console.print(report(output.stats, llm.plan.pass_bytes, plain), highlight=False, soft_wrap=True)
+        if settings.show_tree:
+            console.print(describe(output.topology), highlight=False, soft_wrap=True, markup=False)
 
 
 def _generate(llm: "LLM", ids: list[int], params: SamplingParams, so_far: _Progress, as_json: bool) -> "Output":
@@ -146,17 +155,15 @@ def _prompt(settings: RunSettings) -> str:
 def _print_plan(config: EngineConfig, as_json: bool) -> None:
     from rich.console import Console
 
-    from offload_rt import calibrate
-    from offload_rt.build import draw_up, pick_drafter
+    from offload_rt import measure
+    from offload_rt.api import LLM
     from offload_rt.console import plan_table
     from offload_rt.machine import pass_time
-    from offload_rt.weights._checkpoint import locate, open_checkpoint
 
-    drafter, _ = pick_drafter(config)
-    checkpoint = open_checkpoint(locate(config.model, config.revision, config.offline))
-    blueprint = draw_up(config, checkpoint, drafter)
-    profile = calibrate.profile(blueprint.disk, checkpoint.spec.n_layers, blueprint.dtype, blueprint.device)
-    blueprint.disk.close()
+    with LLM.open(config) as llm:
+        blueprint = llm.blueprint
+        n_layers = blueprint.checkpoint.spec.n_layers
+        profile = measure.profile(blueprint.disk, n_layers, blueprint.dtype, blueprint.device)
     if as_json:
         seconds = pass_time(profile, blueprint.plan.pass_bytes)
         print(

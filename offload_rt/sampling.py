@@ -26,7 +26,7 @@ def probs(logits: Tensor, params: SamplingParams, contexts: Sequence[Sequence[in
             "the model's logits are not all numbers", change="check the checkpoint, or try --dtype float32"
         )
     if params.temperature == 0.0:
-        return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).to(logits.dtype)
+        return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
     # The best logit becomes 0 first: then a temperature close to 0 can overflow only downwards, to probability 0.
     law = torch.softmax((logits - best) / max(params.temperature, torch.finfo(logits.dtype).tiny), -1)
     return _filter(law, params)

@@ -2,21 +2,29 @@
 
 from collections.abc import Sequence as Several
 
-import torch
-
+from offload_rt.drafters._parts import DraftParts, root_only
+from offload_rt.engine.loop import DraftLimits
 from offload_rt.engine.sequence import Sequence
-from offload_rt.tree.topology import DraftTree, Topology
+from offload_rt.tree.topology import DraftTree, Verdict
 
 NEEDS_MODEL = False
 GIVES_LAWS = False
 BEST_RULE = "match"
 
 
+def open_drafter(parts: DraftParts) -> "Drafter":
+    """The drafter of this file; it needs no parts."""
+    return Drafter()
+
+
 class Drafter:
     """Proposes nothing beyond the last token."""
 
-    max_nodes = 1
+    limits = DraftLimits(n_nodes=1, n_levels=1)
 
-    def propose(self, sequences: Several[Sequence]) -> list[DraftTree]:
+    def propose(self, sequences: Several[Sequence], n_nodes: int) -> list[DraftTree]:
         """One tree of one node for each sequence."""
-        return [DraftTree(Topology.chain(1), torch.tensor(sequence.tokens[-1:])) for sequence in sequences]
+        return [root_only(sequence) for sequence in sequences]
+
+    def learn(self, sequence: Sequence, tree: DraftTree, verdict: Verdict) -> None:
+        """There is nothing to learn."""

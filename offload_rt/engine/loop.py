@@ -3,30 +3,48 @@
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Several
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from offload_rt.engine.pace import Pace
 from offload_rt.engine.runner import Runner, Step
 from offload_rt.engine.sequence import Sequence
 from offload_rt.kv.cache import KVCache
 from offload_rt.sampling import probs
 from offload_rt.trace import Trace
-from offload_rt.tree.topology import DraftTree, Verdict
+from offload_rt.tree.choose import N_RANKS
+from offload_rt.tree.topology import DraftTree, Topology, Verdict
+
+
+@dataclass(frozen=True)
+class DraftLimits:
+    """How large trees may become.
+
+    n_nodes      of all trees of a pass together, roots included
+    n_levels     of one tree, the root's included
+    fixed_size   trees have `n_nodes` wherever there is room, whatever that costs; and so `fixed_depth`
+    """
+
+    n_nodes: int
+    n_levels: int
+    fixed_size: bool = False
+    fixed_depth: bool = False
 
 
 class Drafter(Protocol):
-    """A function of the tokens: right for any sequence it is handed.
+    """A function of the tokens, and of what was learned from verdicts: right for any sequence it is handed."""
 
-    max_nodes  nodes its trees have at most, root included
-    """
+    limits: DraftLimits
 
-    max_nodes: int
+    def propose(self, sequences: Several[Sequence], n_nodes: int) -> list[DraftTree]:
+        """One tree of at most `n_nodes` nodes for each sequence; the root is its last token."""
 
-    def propose(self, sequences: Several[Sequence]) -> list[DraftTree]:
-        """One tree for each sequence; the root is its last token."""
+    def learn(self, sequence: Sequence, tree: DraftTree, verdict: Verdict) -> None:
+        """What became of the tree it proposed last."""
 
 
 class Rule(Protocol):
@@ -38,43 +56,76 @@ class Rule(Protocol):
 
 @dataclass
 class Live:
-    """A sequence under way, the target's cache of it, and the passes it has taken part in."""
+    """A sequence under way, the target's cache of it, the nodes its trees may have, and the passes it has taken part in."""
 
     sequence: Sequence
     cache: KVCache
+    n_nodes: int = 1
     n_passes: int = 0
 
 
 @dataclass
-class Clock:
-    """Where the time of a run went, in seconds; the first pass is the prefill."""
+class Tally:
+    """Where the time of a run went, in seconds, and what became of its trees; the first pass is the prefill.
+
+    promised_s, promised_tokens  of all passes but the first, as predicted before each
+    measured_s, measured_tokens  of the same passes
+    topology                     the last of the largest trees
+    tried, taken                 per rank among siblings: at nodes that were reached, children there were, and taken ones
+    """
 
     n_passes: int = 0
+    n_nodes: int = 0
+    n_levels: int = 0
     prefill_s: float = 0.0
     draft_s: float = 0.0
     verify_s: float = 0.0
+    promised_s: float = 0.0
+    promised_tokens: float = 0.0
+    measured_s: float = 0.0
+    measured_tokens: int = 0
+    topology: Topology = field(default_factory=lambda: Topology.chain(1))
+    tried: list[int] = field(default_factory=lambda: [0] * N_RANKS)
+    taken: list[int] = field(default_factory=lambda: [0] * N_RANKS)
+
+    def count(self, tree: DraftTree, verdict: Verdict) -> None:
+        """Add what was accepted of a tree."""
+        topology = tree.topology
+        self.n_nodes += len(topology)
+        self.n_levels += int(topology.depths.max()) + 1
+        self.topology = max(topology, self.topology, key=len)
+        for node, taken in zip((0, *verdict.path), (*verdict.path, None), strict=True):
+            for rank in range(min(len(topology.children[node]), N_RANKS)):
+                self.tried[rank] += 1
+            if taken is not None and topology.ranks[taken] < N_RANKS:
+                self.taken[topology.ranks[taken]] += 1
 
 
 class Loop:
     """Runs sequences to their ends."""
 
-    def __init__(self, runner: Runner, drafter: Drafter, rule: Rule, trace: Trace) -> None:
-        self._runner, self._drafter, self._rule, self._trace = runner, drafter, rule, trace
+    def __init__(self, runner: Runner, drafter: Drafter, rule: Rule, pace: Pace, trace: Trace) -> None:
+        self._runner, self._drafter, self._rule = runner, drafter, rule
+        self._pace, self._trace = pace, trace
 
-    def run(self, batch: Several[Live], clock: Clock) -> Iterator[None]:
+    def run(self, batch: Several[Live], tally: Tally) -> Iterator[None]:
         """Step until all sequences have ended; yields after each step."""
         while live := [one for one in batch if one.sequence.finish_reason is None]:
-            self.step(live, clock)
+            self.step(live, tally)
             yield
 
-    def step(self, live: Several[Live], clock: Clock) -> None:
+    def step(self, live: Several[Live], tally: Tally) -> None:
         """One pass over the weights: every sequence grows by at least one token."""
-        started = time.perf_counter()
+        started, is_prefill = time.perf_counter(), tally.n_passes == 0
+        n_before = sum(len(one.sequence.tokens) for one in live)
         with self._trace.span("draft", "tree"):
-            trees = self._drafter.propose([one.sequence for one in live])
+            trees = self._drafter.propose([one.sequence for one in live], min(one.n_nodes for one in live))
         drafted = time.perf_counter()
+        steps = [_ask(one, tree) for one, tree in zip(live, trees, strict=True)]
+        n_rows, context = sum(step.n_rows for step in steps), max(step.cache.n_committed for step in steps)
+        link = self._runner.streamer.meter.read()
         try:
-            logits = self._runner.forward([_ask(one, tree) for one, tree in zip(live, trees, strict=True)])
+            logits = self._runner.forward(steps)
         except BaseException:
             for one in live:
                 one.cache.discard()
@@ -82,17 +133,28 @@ class Loop:
         passed = time.perf_counter()
         with self._trace.span("verify", "tree"):
             for one, tree, rows in zip(live, trees, logits, strict=True):
-                self._accept(one, tree, rows)
-        clock.prefill_s += passed - started if clock.n_passes == 0 else 0.0
-        clock.n_passes += 1
-        clock.draft_s += drafted - started
-        clock.verify_s += time.perf_counter() - passed
+                self._accept(one, tree, rows, tally)
+        ended = time.perf_counter()
+        tally.n_passes += 1
+        tally.draft_s += drafted - started
+        tally.verify_s += ended - passed
+        if is_prefill:
+            tally.prefill_s = passed - started
+            return
+        tally.promised_s += float(self._pace.seconds(np.array([n_rows]), context)[0]) + drafted - started
+        tally.promised_tokens += sum(tree.expected for tree in trees)
+        tally.measured_s += ended - started
+        tally.measured_tokens += sum(len(one.sequence.tokens) for one in live) - n_before
+        nbytes, busy_s = (new - old for new, old in zip(self._runner.streamer.meter.read(), link, strict=True))
+        self._pace.passed(n_rows, context, ended - drafted, nbytes / busy_s / 1e9 if busy_s > 0 else 0.0)
 
-    def _accept(self, one: Live, tree: DraftTree, logits: Tensor) -> None:
+    def _accept(self, one: Live, tree: DraftTree, logits: Tensor, tally: Tally) -> None:
         sequence, cache = one.sequence, one.cache
         one.n_passes += 1
         laws = probs(logits, sequence.sampling, _contexts(sequence, tree))
         verdict = self._rule.verify(tree, laws, sequence.generator)
+        self._drafter.learn(sequence, tree, verdict)
+        tally.count(tree, verdict)
         n_lacking = len(sequence.tokens) - 1 - cache.n_committed
         cache.commit([*range(n_lacking + 1), *(n_lacking + node for node in verdict.path)])
         sequence.extend([*(int(tree.tokens[node]) for node in verdict.path), verdict.bonus])

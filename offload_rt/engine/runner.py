@@ -50,6 +50,7 @@ class Step:
     topology  of the n tokens, the lacking ones a chain above the tree
     n_wanted  logits are computed for the last so many
     n_prompt  tokens of the prompt, which plain decoding computes together
+    n_done    the first so many are pending in the cache already, computed by passes before this one
     """
 
     cache: KVCache
@@ -57,6 +58,12 @@ class Step:
     topology: Topology
     n_wanted: int
     n_prompt: int
+    n_done: int = 0
+
+    @property
+    def n_rows(self) -> int:
+        """Tokens that are computed."""
+        return len(self.tokens) - self.n_done
 
 
 @dataclass
@@ -94,7 +101,7 @@ class _Segment:
 
 
 @dataclass(frozen=True)
-class _Chunk:
+class Chunk:
     """Rows [first, last) of a pass, with their cosines and sines."""
 
     first: int
@@ -121,16 +128,16 @@ class Runner:
         """
         for step in steps:
             step.cache.begin(step.tokens.tolist())
-        hidden = self.outer.rows(torch.cat([step.tokens for step in steps]).to(self.device), EMBED)
-        chunks = self._chunks(steps)
+        hidden = self.outer.rows(torch.cat([step.tokens[step.n_done :] for step in steps]).to(self.device), EMBED)
+        chunks = self.chunks(steps)
         with closing(self.streamer.sweep()) as sweep:
             for block in sweep:
                 with self._trace.span("compute", f"layer {block.i}"):
-                    self._layer(block, hidden, chunks)
+                    self.layer(block, hidden, chunks)
         with self._trace.span("compute", "head"):
-            return self._logits(hidden, steps)
+            return self.logits(hidden, steps)
 
-    def _layer(self, block: Block, hidden: Tensor, chunks: Sequence["_Chunk"]) -> None:
+    def layer(self, block: Block, hidden: Tensor, chunks: Sequence["Chunk"]) -> None:
         """One layer on all rows, in place: hidden (n, hidden_size)."""
         weights = self._view(block.layout, block.data, self.dtype)
         for chunk in chunks:
@@ -141,7 +148,7 @@ class Runner:
         """An empty cache for one sequence."""
         return KVCache(self.spec, capacity, self.dtype, self.device)
 
-    def _attend(self, layer: int, chunk: _Chunk) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    def _attend(self, layer: int, chunk: Chunk) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         window, scale = self.spec.windows[layer], self.spec.head_dim**-0.5
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -153,12 +160,12 @@ class Runner:
 
         return attend
 
-    def _chunks(self, steps: Sequence[Step]) -> list[_Chunk]:
+    def chunks(self, steps: Sequence[Step]) -> list[Chunk]:
         """Cut the rows of all steps, one behind the other, into chunks."""
-        chunks: list[_Chunk] = []
+        chunks: list[Chunk] = []
         first, n_rows, segments = 0, 0, []
         for step in steps:
-            start = 0
+            start = step.n_done
             while start < len(step.tokens):
                 n = min(CHUNK_ROWS - n_rows, len(step.tokens) - start)
                 segments.append(_Segment(step, start, start + n, slice(n_rows, n_rows + n)))
@@ -170,16 +177,17 @@ class Runner:
             chunks.append(self._chunk(first, n_rows, segments))
         return chunks
 
-    def _chunk(self, first: int, n_rows: int, segments: list[_Segment]) -> _Chunk:
+    def _chunk(self, first: int, n_rows: int, segments: list[_Segment]) -> Chunk:
         positions = torch.cat([segment.positions() for segment in segments])
         prompts = torch.cat(
             [torch.full((segment.stop - segment.start,), segment.step.n_prompt) for segment in segments]
         )
         cos, sin = self.spec.rope.cos_sin(positions, torch.maximum(prompts, positions + 1), self.dtype)
-        return _Chunk(first, first + n_rows, tuple(segments), (cos.to(self.device), sin.to(self.device)))
+        return Chunk(first, first + n_rows, tuple(segments), (cos.to(self.device), sin.to(self.device)))
 
-    def _logits(self, hidden: Tensor, steps: Sequence[Step]) -> list[Tensor]:
-        ends = torch.tensor([len(step.tokens) for step in steps]).cumsum(0).tolist()
+    def logits(self, hidden: Tensor, steps: Sequence[Step]) -> list[Tensor]:
+        """Last norm and head on the rows that each step wants: hidden (n, hidden_size) -> per step (n_wanted, vocabulary)."""
+        ends = torch.tensor([step.n_rows for step in steps]).cumsum(0).tolist()
         wanted = torch.cat([hidden[end - step.n_wanted : end] for end, step in zip(ends, steps, strict=True)])
         normed = ops.rms_norm(wanted, self.outer.vector(NORM), self.spec.eps)
         logits = self.outer.linear(normed, EMBED if self.spec.tied else HEAD)

@@ -9,7 +9,7 @@ from offload_rt.config import SamplingParams
 from offload_rt.text import TextStream
 
 
-@dataclass
+@dataclass(eq=False)
 class Sequence:
     """A prompt and what has been produced from it.
 
@@ -42,9 +42,14 @@ class Sequence:
         return len(self.tokens) - self.n_prompt
 
     @property
+    def longest(self) -> int:
+        """Tokens it can have at its end."""
+        return min(self.n_prompt + self.sampling.max_new_tokens, self.max_tokens)
+
+    @property
     def n_left(self) -> int:
         """Tokens that may still be produced."""
-        return min(self.sampling.max_new_tokens - self.n_new, self.max_tokens - len(self.tokens))
+        return self.longest - len(self.tokens)
 
     def extend(self, tokens: Tokens[int]) -> list[int]:
         """Take tokens until one ends the sequence; returns those taken."""

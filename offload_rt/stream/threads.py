@@ -122,7 +122,12 @@ class ThreadStreamer:
             return None
         k = self._n_started
         i = self._order[k % len(self._order)]
-        fetch = _Fetch(self._supply.streamed[i].reads(i, self._slots[k % len(self._slots)]))
+        try:
+            fetch = _Fetch(self._supply.streamed[i].reads(i, self._slots[k % len(self._slots)]))
+        except BaseException as error:  # as in `_run`: it belongs to the caller of sweep
+            self._error = error
+            self._changed.notify_all()
+            return None
         self._under_way[k] = fetch
         self._n_started += 1
         return k, fetch.parts.pop()

@@ -13,16 +13,17 @@ _LEAST_SLOTS, _BEST_SLOTS = 2, 3
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes the device holds besides layers."""
+    """Bytes the device holds besides layers; `draft` is all that a draft model takes."""
 
     outer: int
     cache: int
     scratch: int
+    draft: int = 0
 
     @property
     def total(self) -> int:
         """Their sum."""
-        return self.outer + self.cache + self.scratch
+        return self.outer + self.cache + self.scratch + self.draft
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def place(layer_nbytes: Sequence[int], need: Need, budgets: Budgets) -> Plan:
             "the device memory budget is too small",
             need=f"{format_size(least)} ({least} bytes) at least",
             have=format_size(budgets.device),
-            change=f"set --device-memory to {least} or more, or lower --max-model-len",
+            change=f"set --device-memory to {least} or more, or lower --max-model-len or --tree-size",
         )
     if free >= sum(layer_nbytes):
         return Plan(("device",) * n, tuple(layer_nbytes), 0, need, budgets)

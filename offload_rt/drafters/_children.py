@@ -1,0 +1,59 @@
+"""Which tokens the children of a node carry: the most probable ones, drawn ones, or both."""
+
+import torch
+from torch import Generator, Tensor
+
+# Between the logarithm of the least float32 and of zero: tokens of no probability come after all others, in random order.
+_LOG_ZERO = -200.0
+
+
+def law_of(logits: Tensor, temperature: float) -> Tensor:
+    """The draft's law (rows, vocabulary) float32, without the denormal numbers that the rules could not divide by."""
+    # The best logit becomes 0 first: then a temperature close to 0 can overflow only downwards, to probability 0.
+    logits = logits - logits.amax(-1, keepdim=True)
+    law = torch.softmax(logits / max(temperature, torch.finfo(logits.dtype).tiny), -1)
+    return law.masked_fill_(law < torch.finfo(law.dtype).tiny, 0.0)
+
+
+def top(law: Tensor, n: int) -> Tensor:
+    """The n most probable tokens, (rows, n), of laws or logits (rows, vocabulary)."""
+    return law.topk(n, dim=-1).indices
+
+
+def without_replacement(law: Tensor, n: int, generator: Generator, struck: Tensor | None = None) -> Tensor:
+    """Draw n different tokens for each law, by an exponential race (Vieira 2014; Chen et al. 2024).
+
+    law     (rows, vocabulary) float32
+    struck  (rows, vocabulary) bool: tokens that are not drawn
+    Returns (rows, n); where a law is used up, the rest is drawn uniformly from the tokens that are left.
+    """
+    # Exponential noise of float32 can be 0, whose logarithm would win every race.
+    noise = torch.empty_like(law).exponential_(generator=generator).clamp_min_(torch.finfo(law.dtype).tiny)
+    keys = law.log().clamp_min_(_LOG_ZERO).sub_(noise.log_())
+    if struck is not None:
+        keys.masked_fill_(struck, -torch.inf)
+    return keys.topk(n, dim=-1).indices
+
+
+def independent(law: Tensor, n: int, generator: Generator) -> Tensor:
+    """Draw n tokens for each law, each from the whole of it: (rows, n)."""
+    return torch.multinomial(law, n, replacement=True, generator=generator)
+
+
+def hybrid(law: Tensor, counts: Tensor, generator: Generator, struck: Tensor | None = None) -> Tensor:
+    """For each law the most probable tokens but for one, which is drawn from the rest.
+
+    law     (rows, vocabulary) float32
+    counts  (rows,) children of each row, at least 1
+    struck  (rows, vocabulary) bool: tokens that are not drawn besides
+    Returns (rows, max(counts)): the drawn token stands at place 1, or at 0 where it is the only child; entries beyond a
+    row's count mean nothing.
+    """
+    n = int(counts.max())
+    best = top(law, n)
+    is_given = torch.arange(n) < (counts - 1)[:, None]
+    is_taken = torch.zeros_like(law, dtype=torch.bool).scatter_(1, best, is_given)
+    drawn = without_replacement(law, 1, generator, is_taken if struck is None else is_taken | struck)
+    children = torch.cat((best[:, :1], drawn, best[:, 1:]), dim=1)[:, :n] if n > 1 else drawn
+    children[counts == 1, 0] = drawn[counts == 1, 0]
+    return children

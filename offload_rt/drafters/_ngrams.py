@@ -1,0 +1,92 @@
+"""Prompt lookup: what followed the last tokens when they stood in the sequence before."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from offload_rt.tree.topology import DraftTree, Topology
+
+# Longest run of last tokens that is compared, and how many earlier places are looked at.
+_LONGEST = 8
+_PLACES = 4
+# Chance that a copied token is right, by the length of the match, until it was observed; and the weight of that.
+_PRIOR = np.array([0.0, 0.2, 0.4, 0.55, 0.65, 0.7, 0.75, 0.8, 0.85])
+_PRIOR_WEIGHT = 8.0
+
+
+@dataclass(frozen=True)
+class Match:
+    """An earlier place where the sequence stood as it stands now.
+
+    n_equal  last tokens that are the same there
+    tokens   what followed
+    """
+
+    n_equal: int
+    tokens: tuple[int, ...]
+
+
+def find_matches(tokens: list[int], n_next: int) -> list[Match]:
+    """Earlier places with the same last tokens, the longest match first and of equal ones the latest."""
+    text = np.array(tokens)
+    n = len(text)
+    ends = np.flatnonzero(text[:-1] == text[-1])
+    lengths = np.ones(len(ends), dtype=np.int64)
+    going = np.ones(len(ends), dtype=bool)
+    for k in range(1, min(_LONGEST, n)):
+        going &= ends >= k
+        going[going] = text[ends[going] - k] == text[n - 1 - k]
+        if not going.any():
+            break
+        lengths += going
+    best = np.lexsort((-ends, -lengths))[:_PLACES]
+    return [Match(int(lengths[i]), tuple(text[ends[i] + 1 : ends[i] + 1 + n_next].tolist())) for i in best]
+
+
+class MatchRates:
+    """How often a copied token is right, by the length of the match it comes from."""
+
+    def __init__(self) -> None:
+        self._right = _PRIOR_WEIGHT * _PRIOR
+        self._tried = np.full(len(_PRIOR), _PRIOR_WEIGHT)
+
+    def rate(self, n_equal: int) -> float:
+        """The chance of a token to be right when those before it were."""
+        return float(self._right[n_equal] / self._tried[n_equal])
+
+    def observe(self, match: Match, next_tokens: list[int]) -> None:
+        """What came after a match."""
+        n_right = 0
+        while n_right < min(len(match.tokens), len(next_tokens)) and match.tokens[n_right] == next_tokens[n_right]:
+            n_right += 1
+        n_tried = n_right + (n_right < min(len(match.tokens), len(next_tokens)))
+        self._right[match.n_equal] += n_right
+        self._tried[match.n_equal] += n_tried
+
+
+def graft(tree: DraftTree, tokens: tuple[int, ...], n_nodes: int) -> DraftTree:
+    """Add a copied continuation below the root as given nodes, as far as it is not there and `n_nodes` allow.
+
+    It follows given nodes only: where children are drawn, it stands beside them, its first token struck from their draw.
+    """
+    parents, all_tokens = tree.topology.parents.tolist(), tree.tokens.tolist()
+    n_before, node = len(parents), 0
+    for token in tokens:
+        below = tree.topology.children[node] if node < n_before and tree.draws is None else ()
+        child = next((child for child in below if all_tokens[child] == token), None)
+        if child is None:
+            if len(parents) >= n_nodes:
+                break
+            child = len(parents)
+            parents.append(node)
+            all_tokens.append(token)
+        node = child
+    n_new = len(parents) - n_before
+    if n_new == 0:
+        return tree
+    draws = tree.draws
+    if draws is not None:
+        drawn, row_of = np.pad(draws.drawn, (0, n_new)), np.pad(draws.row_of, (0, n_new), constant_values=-1)
+        draws = replace(draws, drawn=drawn, row_of=row_of)
+    return replace(tree, topology=Topology(np.array(parents)), tokens=torch.tensor(all_tokens), draws=draws)

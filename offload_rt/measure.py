@@ -1,0 +1,209 @@
+"""Measures what the machine can do: how its disk likes to be read, and how fast the device reads weights."""
+
+import hashlib
+import os
+import platform
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from offload_rt.engine.runner import Runner, Step
+from offload_rt.files import read_cached, write_cached
+from offload_rt.kv.cache import KVCache
+from offload_rt.machine import ComputeTimes, MachineProfile, PassBytes
+from offload_rt.stream._streamer import Block
+from offload_rt.tiers._tier import Tier, read_parallel
+from offload_rt.tiers.disk import DiskTier, ReadSettings
+from offload_rt.tree.topology import Topology
+from offload_rt.weights._header import TensorRecord
+from offload_rt.weights._image import host_block
+
+_CACHE, _VERSION = "disk.json", 1
+_CANDIDATES = (ReadSettings(1 << 20, 4), ReadSettings(4 << 20, 2), ReadSettings(512 << 10, 8), ReadSettings(2 << 20, 4))
+_ROUNDS = 3
+_PASSES, _PASSES_VERSION, _REPEATS = "passes.json", 1, 2
+# Remembered times are measured anew when they are off by this much.
+_STALE = 1.3
+# A setting must win by this much before it displaces the first: less is noise on a shared disk.
+_MARGIN = 1.05
+
+
+def read_settings(layers: Sequence[Sequence[TensorRecord]], names: Sequence[str]) -> ReadSettings:
+    """The best way to read these blocks, measured once for each disk and remembered.
+
+    layers, names  as `DiskTier` takes them
+    """
+    disk = _disk_of(layers[0][0].path)
+    known = read_cached(_CACHE, _VERSION)
+    try:
+        request_nbytes, n_parallel = map(int, known[disk])
+        if request_nbytes > 0 and n_parallel > 0:
+            return ReadSettings(request_nbytes, n_parallel)
+    except (KeyError, TypeError, ValueError):
+        pass  # not measured yet, or not by this program
+    best = _measure_settings(layers[: min(len(layers), 2)], names)
+    write_cached(_CACHE, _VERSION, {**known, disk: [best.request_nbytes, best.n_parallel]})
+    return best
+
+
+def link_gbps(tier: Tier, n_layers: int, seconds: float = 0.5) -> float:
+    """GB/s at which a tier delivers, reading whole blocks one after the other for about so long."""
+    block = host_block(max(tier.layout(i).nbytes for i in range(n_layers)))
+    started, nbytes, i = time.perf_counter(), 0, 0
+    while (elapsed := time.perf_counter() - started) < seconds or nbytes == 0:
+        nbytes += read_parallel(tier.reads(i % n_layers, block), tier.n_parallel)
+        i += 1
+    return nbytes / elapsed / 1e9 if elapsed else nbytes / (time.perf_counter() - started) / 1e9
+
+
+def memory_gbps(dtype: torch.dtype, device: torch.device, nbytes: int = 64 << 20) -> float:
+    """GB/s at which the device reads a matrix in a product with one vector."""
+    width = 4096
+    matrix = torch.ones(nbytes // dtype.itemsize // width, width, dtype=dtype, device=device)
+    vector = torch.ones(1, width, dtype=dtype, device=device)
+    seconds = []
+    for _ in range(4):
+        started = time.perf_counter()
+        torch.nn.functional.linear(vector, matrix).sum().item()
+        seconds.append(time.perf_counter() - started)
+    return nbytes / median(seconds[1:]) / 1e9
+
+
+def profile(tier: Tier, n_layers: int, dtype: torch.dtype, device: torch.device) -> MachineProfile:
+    """Measure this machine with the layers of a tier on the disk."""
+    disk = link_gbps(tier, n_layers)
+    # Without a GPU host and device are the same memory.
+    memory = memory_gbps(dtype, device)
+    return MachineProfile(f"this machine, {device.type}", True, (("disk", disk), ("host", memory)), memory)
+
+
+def pass_profile(runner: Runner, moved: PassBytes, rows: tuple[int, int]) -> MachineProfile:
+    """What passes of a loaded model cost: computing is remembered for each machine, model and dtype, the link measured.
+
+    rows  the most rows of a pass and the longest context
+    """
+    key = _fingerprint(runner, rows)
+    known = read_cached(_PASSES, _PASSES_VERSION)
+    compute = _restore(known.get(key))
+    if compute is None or not _still_holds(runner, compute):
+        compute = compute_times(runner, *rows)
+        entry = {"widths": compute.widths, "contexts": compute.contexts, "seconds": compute.seconds}
+        write_cached(_PASSES, _PASSES_VERSION, {**known, key: entry})
+    streamed = [tier for tier, nbytes in moved.streamed if nbytes]
+    rate = _arrival_gbps(runner) if streamed else 0.0
+    links = tuple((tier, rate) for tier in streamed)
+    return MachineProfile("this machine", True, links, moved.computed / compute.seconds[0][0] / 1e9, 0.0, compute)
+
+
+def _arrival_gbps(runner: Runner, n_layers: int = 4) -> float:
+    """GB/s at which the first layers of a sweep come in while nothing is computed; all links together."""
+    meter = runner.streamer.meter
+    nbytes, busy_s = meter.read()
+    with closing(runner.streamer.sweep()) as sweep:
+        for _ in zip(range(n_layers), sweep, strict=False):
+            pass
+    now_nbytes, now_busy_s = meter.read()
+    return max(now_nbytes - nbytes, 1) / max(now_busy_s - busy_s, 1e-9) / 1e9
+
+
+def _restore(entry: Any) -> ComputeTimes | None:
+    """The times of a cache entry; None if there is none or it is not one."""
+    try:
+        widths, contexts, seconds = (
+            np.array(entry[name], dtype=np.float64) for name in ("widths", "contexts", "seconds")
+        )
+    except (KeyError, TypeError, ValueError):
+        return None
+    if widths.ndim != 1 or contexts.ndim != 1 or seconds.shape != (len(contexts), len(widths)) or not seconds.size:
+        return None
+    ascend = (np.diff(widths) > 0).all() and (np.diff(contexts) > 0).all()
+    if not (ascend and all(np.isfinite(part).all() and part.min() > 0 for part in (widths, contexts, seconds))):
+        return None
+    return ComputeTimes(tuple(widths.tolist()), tuple(contexts.tolist()), tuple(map(tuple, seconds.tolist())))
+
+
+def _still_holds(runner: Runner, compute: ComputeTimes) -> bool:
+    """Whether one width takes about as long as it did; the times may be of an hour in which others used the machine."""
+    width, context = compute.widths[len(compute.widths) // 2], compute.contexts[0]
+    cache = runner.new_cache(context + width)
+    with closing(runner.streamer.sweep()) as sweep:
+        now = _seconds_of_a_pass(runner, next(sweep), cache, width, context)
+    return 1 / _STALE < now / float(compute.at(np.array([width]), context)[0]) < _STALE
+
+
+def compute_times(runner: Runner, n_rows: int, max_context: int) -> ComputeTimes:
+    """Time one layer and the head at several widths, and at a short and a long context.
+
+    Attention's share is linear in both, so the long context is timed at the least and the largest width only.
+    """
+    widths = tuple(sorted({1, *(n for n in (8, 32, 64, 128, 256, 512, 1024) if n < n_rows), n_rows}))
+    contexts = (min(64, max_context), max(min(max_context, 2048), 65))
+    cache = runner.new_cache(contexts[1] + n_rows)
+    with closing(runner.streamer.sweep()) as sweep:
+        block = next(sweep)
+        short = [_seconds_of_a_pass(runner, block, cache, width, contexts[0]) for width in widths]
+        far = [_seconds_of_a_pass(runner, block, cache, width, contexts[1]) for width in (widths[0], widths[-1])]
+    more = np.interp(widths, (widths[0], widths[-1]), (far[0] - short[0], far[1] - short[-1]))
+    return ComputeTimes(widths, contexts, (tuple(short), tuple((np.array(short) + np.maximum(more, 0)).tolist())))
+
+
+@torch.inference_mode()
+def _seconds_of_a_pass(runner: Runner, block: Block, cache: KVCache, width: int, context: int) -> float:
+    """Seconds of all layers, each as slow as this one, and of the head."""
+    cache.committed = [0] * context
+    step = Step(cache, torch.zeros(width, dtype=torch.int64), Topology.chain(width), width, context)
+    hidden = torch.zeros(width, runner.spec.hidden_size, dtype=runner.dtype, device=runner.device)
+    best = [float("inf"), float("inf")]
+    for _ in range(_REPEATS):
+        chunks = runner.chunks([step])
+        moments = [_now(runner)]
+        runner.layer(block, hidden, chunks)
+        moments.append(_now(runner))
+        runner.logits(hidden, [step])
+        moments.append(_now(runner))
+        best = [min(old, b - a) for old, (a, b) in zip(best, pairwise(moments), strict=True)]
+    return best[0] * runner.spec.n_layers + best[1]
+
+
+def _now(runner: Runner) -> float:
+    if runner.device.type == "cuda":
+        torch.cuda.synchronize(runner.device)
+    return time.perf_counter()
+
+
+def _fingerprint(runner: Runner, rows: tuple[int, int]) -> str:
+    parts = (platform.machine(), platform.processor(), os.cpu_count(), torch.get_num_threads(), torch.__version__)
+    return hashlib.sha256(repr((*parts, runner.spec, runner.dtype, str(runner.device), rows)).encode()).hexdigest()[:24]
+
+
+def _measure_settings(layers: Sequence[Sequence[TensorRecord]], names: Sequence[str]) -> ReadSettings:
+    tiers = [(settings, DiskTier(layers, names, settings)) for settings in _CANDIDATES]
+    block = host_block(max(tier.layout(i).nbytes for _, tier in tiers for i in range(len(layers))))
+    rates: dict[ReadSettings, list[float]] = {settings: [] for settings in _CANDIDATES}
+    try:
+        for _ in range(_ROUNDS):
+            for settings, tier in tiers:
+                rates[settings].append(_rate(tier, len(layers), block))
+    finally:
+        for _, tier in tiers:
+            tier.close()
+    best = max(rates, key=lambda settings: median(rates[settings]))
+    return best if median(rates[best]) > _MARGIN * median(rates[_CANDIDATES[0]]) else _CANDIDATES[0]
+
+
+def _rate(tier: DiskTier, n_layers: int, block: Tensor) -> float:
+    started = time.perf_counter()
+    nbytes = sum(read_parallel(tier.reads(i, block), tier.n_parallel) for i in range(n_layers))
+    return nbytes / (time.perf_counter() - started)
+
+
+def _disk_of(path: Path) -> str:
+    return str(os.stat(path).st_dev)
