@@ -92,7 +92,7 @@ def pass_profile(runner: Runner, moved: PassBytes, rows: tuple[int, int]) -> Mac
     """
     key = _fingerprint(runner, rows)
     known = read_cached(_PASSES, _PASSES_VERSION)
-    compute = _restore(known.get(key))
+    compute = _restore(known.get(key), *_grid(*rows))
     if compute is None or not _still_holds(runner, compute):
         compute = compute_times(runner, *rows)
         entry = {"widths": compute.widths, "contexts": compute.contexts, "seconds": compute.seconds}
@@ -114,20 +114,23 @@ def _arrival_gbps(runner: Runner, n_layers: int = 4) -> float:
     return max(now_nbytes - nbytes, 1) / max(now_busy_s - busy_s, 1e-9) / 1e9
 
 
-def _restore(entry: Any) -> ComputeTimes | None:
-    """The times of a cache entry; None if there is none or it is not one."""
+def _restore(entry: Any, widths: tuple[int, ...], contexts: tuple[int, ...]) -> ComputeTimes | None:
+    """The times of a cache entry; None if there is none, or it is not one of these widths and contexts."""
     try:
-        widths, contexts, seconds = (
-            np.array(entry[name], dtype=np.float64) for name in ("widths", "contexts", "seconds")
-        )
+        seconds = np.array(entry["seconds"], dtype=np.float64)
+        if (entry["widths"], entry["contexts"]) != (list(widths), list(contexts)):
+            return None
     except (KeyError, TypeError, ValueError):
         return None
-    if widths.ndim != 1 or contexts.ndim != 1 or seconds.shape != (len(contexts), len(widths)) or not seconds.size:
+    if seconds.shape != (len(contexts), len(widths)) or not (np.isfinite(seconds) & (seconds > 0)).all():
         return None
-    ascend = (np.diff(widths) > 0).all() and (np.diff(contexts) > 0).all()
-    if not (ascend and all(np.isfinite(part).all() and part.min() > 0 for part in (widths, contexts, seconds))):
-        return None
-    return ComputeTimes(tuple(widths.tolist()), tuple(contexts.tolist()), tuple(map(tuple, seconds.tolist())))
+    return ComputeTimes(widths, contexts, tuple(map(tuple, seconds.tolist())))
+
+
+def _grid(n_rows: int, max_context: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The widths and contexts that are timed."""
+    widths = {1, *(n for n in (8, 32, 64, 128, 256, 512, 1024) if n < n_rows), n_rows}
+    return tuple(sorted(widths)), (min(64, max_context), max(min(max_context, 2048), 65))
 
 
 def _still_holds(runner: Runner, compute: ComputeTimes) -> bool:
@@ -144,8 +147,7 @@ def compute_times(runner: Runner, n_rows: int, max_context: int) -> ComputeTimes
 
     Attention's share is linear in both, so the long context is timed at the least and the largest width only.
     """
-    widths = tuple(sorted({1, *(n for n in (8, 32, 64, 128, 256, 512, 1024) if n < n_rows), n_rows}))
-    contexts = (min(64, max_context), max(min(max_context, 2048), 65))
+    widths, contexts = _grid(n_rows, max_context)
     cache = runner.new_cache(contexts[1] + n_rows)
     with closing(runner.streamer.sweep()) as sweep:
         block = next(sweep)

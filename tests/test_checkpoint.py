@@ -242,7 +242,7 @@ def test_an_index_that_lies_is_refused(edit: Callable[[dict[str, Any]], Any], wo
 def test_a_missing_shard_is_refused(tmp_path: Path) -> None:
     _sharded(tmp_path)
     (tmp_path / SHARD_2).unlink()
-    _refused(tmp_path, CheckpointError, SHARD_2, "missing")
+    _refused(tmp_path, CheckpointError, f"shard {SHARD_2} is missing")
 
 
 def test_a_shard_that_is_a_directory_is_refused(tmp_path: Path) -> None:
@@ -379,7 +379,7 @@ def test_a_header_of_an_impossible_length_is_refused_without_reading_it(length: 
 
 
 def test_a_repeated_key_in_a_long_header_is_found_at_once(tmp_path: Path) -> None:
-    n = 60_000  # a search of every key for every key would take minutes
+    n = 400_000  # a search of every key for every key would take an hour
     header = "{" + ",".join(f'"t{i}":0' for i in range(n)) + ',"t5":0}'
     path = tmp_path / "model.safetensors"
     path.write_bytes(file_bytes(header, b""))

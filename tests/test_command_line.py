@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,20 +12,25 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checkpoints import BYTES, llama_config, llama_tensors, speaking_checkpoint, write_checkpoint, write_sharded
 
-from offload_rt import LLM, SamplingParams, Stats, run
+from offload_rt import LLM, SamplingParams, Stats, calibrate, run
+from offload_rt.calibrate import Findings
+from offload_rt.config import EngineConfig
+from offload_rt.tree.choose import N_RANKS
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT = "the quick brown"
 BUDGET = "1000000"  # of six layers one is resident, and three fit into slots
+PLAIN = ["--drafter", "none"]
 SMALL = ["--device", "cpu", "--max-model-len", "64", "--device-memory", BUDGET]
 
 
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "offload_rt.run", *arguments]
+def command(*arguments: str, program: str = "run") -> list[str]:
+    return [sys.executable, "-m", f"offload_rt.{program}", *arguments]
 
 
 def surroundings(**changes: str) -> dict[str, str]:
@@ -34,6 +40,22 @@ def surroundings(**changes: str) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return speaking_checkpoint(tmp_path_factory.mktemp("speaking"))
+
+
+@pytest.fixture(scope="module")
+def draft(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A draft with the same tokenizer: the first layers of the model, since both begin with the same random numbers."""
+    return speaking_checkpoint(tmp_path_factory.mktemp("draft"), num_hidden_layers=5)
+
+
+@pytest.fixture(scope="module")
+def drafting(model: Path, draft: Path) -> list[str]:
+    """The flags of a run with the draft, which leave no memory for the model's layers beyond two slots."""
+    trees = {"draft_model": str(draft), "tree_size": 24, "tree_depth": 4, "max_model_len": 128}
+    with LLM.open(EngineConfig(str(model), device="cpu", **trees)) as llm:
+        budget = llm.plan.need.total + 2 * llm.plan.slot_nbytes
+    flags = {**trees, "model": str(model), "device": "cpu", "device_memory": budget}
+    return [part for name, value in flags.items() for part in ("--" + name.replace("_", "-"), str(value))]
 
 
 @pytest.fixture(scope="module")
@@ -91,13 +113,17 @@ SPOILT: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.fixture(scope="module")
-def processes(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future]]:
+def processes(
+    model: Path, drafting: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future]]:
     folder = tmp_path_factory.mktemp("spoilt")
     speaks = ["--model", str(model), *SMALL, "--max-new-tokens", "12"]
     wanted: dict[str, tuple[list[str], bytes, dict[str, str]]] = {
         "text": ([*speaks, "--prompt", PROMPT], b"", {}),
         "quiet": ([*speaks, "--prompt-file", "-", "--quiet"], PROMPT.encode(), {}),
         "help": (["--help"], b"", {}),
+        "drafted": ([*drafting, "--prompt", PROMPT, "--max-new-tokens", "24", "--show-tree", "--baseline"], b"", {}),
+        "calibrate": ([*drafting, "--tokens", "10", "--json"], b"", {}),
     }
     bytes_model = speaking_checkpoint(folder / "bytes", BYTES)
     ascii_only = {"PYTHONIOENCODING": "ascii"}
@@ -108,13 +134,16 @@ def processes(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         spoil(folder / name)
         wanted[name] = (["--model", str(folder / name), "--prompt", "x"], b"", {})
 
-    def one(arguments: list[str], stdin: bytes, changes: dict[str, str]) -> subprocess.CompletedProcess[bytes]:
+    def one(
+        name: str, arguments: list[str], stdin: bytes, changes: dict[str, str]
+    ) -> subprocess.CompletedProcess[bytes]:
+        line = command(*arguments, program="calibrate" if name == "calibrate" else "run")
         return subprocess.run(
-            command(*arguments), input=stdin, capture_output=True, env=surroundings(**changes), cwd=folder, timeout=300
+            line, input=stdin, capture_output=True, env=surroundings(**changes), cwd=folder, timeout=300
         )
 
     with ThreadPoolExecutor(2) as pool:
-        yield {name: pool.submit(one, *what) for name, what in wanted.items()}
+        yield {name: pool.submit(one, name, *what) for name, what in wanted.items()}
 
 
 def test_text_goes_to_stdout_and_the_report_to_stderr(processes: dict[str, Future], spoken: Any) -> None:
@@ -131,6 +160,36 @@ def test_quiet_says_nothing_but_the_text(processes: dict[str, Future], spoken: A
     done = processes["quiet"].result()
     assert (done.returncode, done.stderr) == (0, b"")
     assert done.stdout.decode() == spoken(max_new_tokens=12).text + "\n"
+
+
+def test_a_draft_model_changes_the_speed_and_not_the_text(processes: dict[str, Future], spoken: Any) -> None:
+    done = processes["drafted"].result()
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.decode() == spoken(max_new_tokens=24).text + "\n"
+    report = done.stderr.decode()
+    assert re.search(r"24 tokens in .* tokens per pass", report)
+    assert re.search(r"trees of \d+ nodes on [\d.]+ levels", report)
+    assert re.search(r"a pass of plain decoding takes [\d.]+ s \(measured\): [\d.]+ times faster", report)
+    assert re.search(r"\d+ nodes on \d+ levels, up to \d+ children a node|chain of \d+ nodes", report)
+    assert "GB per pass" in report
+
+
+def test_calibrating_is_one_object_of_what_was_found(processes: dict[str, Future]) -> None:
+    done = processes["calibrate"].result()
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert list(found) == [item.name for item in fields(Findings)]
+    assert len(found["acceptance"]) == N_RANKS and found["acceptance"] == sorted(found["acceptance"], reverse=True)
+    assert len(found["widths"]) == len(found["pass_s"]) == len(found["compute_s"])
+    assert found["link_s"] > 0 and min(found["pass_s"]) >= found["link_s"] / 10
+    assert (found["sizes"], found["depths"]) == ([1, 8, 16], [2, 4])
+    assert np.shape(found["cost"]) == (3, 2) and np.min(found["cost"]) > 0
+    n_nodes, n_levels, seconds = found["best"]
+    assert 1 <= n_nodes <= 24 and 1 <= n_levels <= 4
+    assert seconds <= np.min(found["cost"]) * (1 + 1e-9)
+    report = done.stderr.decode()
+    assert report.count("tokens per pass") == report.count(" s per token") == 8
+    assert report.count("adaptive_tree: ") == report.count("static_tree: ") == 4
 
 
 def test_help_names_every_flag(processes: dict[str, Future]) -> None:
@@ -202,6 +261,51 @@ def test_json_is_one_object_of_text_ids_reason_and_stats(
     assert got["stats"]["link_bytes"] > 0
 
 
+def test_json_tells_of_the_trees(line: Any, drafting: list[str], spoken: Any) -> None:
+    code, out, err = line(*drafting, "--prompt", PROMPT, "--max-new-tokens", "24", "--json", "--quiet")
+    assert (code, err) == (0, "")
+    got = json.loads(out)
+    assert got["text"] == spoken(max_new_tokens=24).text
+    stats = got["stats"]
+    assert stats["n_passes"] < stats["n_tokens"] == 24 and stats["tokens_per_pass"] > 1
+    assert 1 < stats["nodes_per_tree"] <= 24 and 1 < stats["levels_per_tree"] <= 4
+    assert len(stats["tree_widths"]) <= 4 and sum(stats["tree_widths"]) <= 24 and stats["tree_widths"][0] == 1
+    assert all(0 <= rate <= 1 for rate in stats["acceptance_by_rank"]) and max(stats["acceptance_by_rank"]) > 0
+    assert stats["predicted_seconds_per_token"] > 0 and stats["measured_seconds_per_token"] > 0
+    seconds = stats["draft_seconds"], stats["verify_seconds"], stats["prefill_seconds"]
+    assert min(seconds) > 0 and max(seconds) < stats["seconds"]
+
+
+def test_calibrating_needs_a_draft_model(model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert calibrate.main(["--model", str(model), "--device", "cpu"]) == 2
+    out, err = capfd.readouterr()
+    assert out == "" and err.startswith("error: ") and "--draft-model" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--tokens", "0"], ["max_new_tokens"]),
+        (["--temperature", "-1"], ["temperature"]),
+        (["--prompt-file", "/no/such/file"], ["--prompt-file", "/no/such/file"]),
+        (["--tree-size", "1"], ["--tree-size"]),
+        (["--plot", "/no/such/folder/plot.png"], ["--plot"]),
+        (["--tokens", "200"], []),
+    ],
+    ids=" ".join,
+)
+def test_calibrating_refuses_what_cannot_be(
+    flags: list[str], words: list[str], drafting: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = calibrate.main([*drafting, *flags])
+    err = capfd.readouterr().err.splitlines()[-1]
+    if not words:
+        assert code == 0  # it goes on as long as there is room
+        return
+    assert code == 2
+    assert err.startswith("error: ") and all(word in err for word in words)
+
+
 def test_a_stop_string_ends_the_text_before_itself(line: Any, model: Path, spoken: Any) -> None:
     whole = spoken(max_new_tokens=30).text
     stop = whole[9:11]
@@ -230,7 +334,9 @@ def test_a_prompt_may_come_from_a_file(line: Any, model: Path, spoken: Any, tmp_
 
 def test_a_trace_is_written_with_spans_of_reading_and_computing(line: Any, model: Path, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    code, _, _ = line("--model", str(model), *SMALL, "--prompt", "x", "--max-new-tokens", "3", "--trace", str(path))
+    code, _, _ = line(
+        "--model", str(model), *SMALL, "--prompt", "x", "--max-new-tokens", "3", "--trace", str(path), *PLAIN
+    )
     assert code == 0
     events = json.loads(path.read_text())["traceEvents"]
     lanes = {event["args"]["name"] for event in events if event["ph"] == "M"}
@@ -297,7 +403,7 @@ def test_a_damaged_tokenizer_is_refused(line: Any, model: Path, tmp_path: Path) 
     for path in model.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "model": 7}')
-    _refused(line("--model", str(tmp_path), "--prompt", "x"), "tokenizer")
+    _refused(line("--model", str(tmp_path), "--prompt", "x"), "the tokenizer in", "cannot be loaded")
 
 
 @pytest.mark.parametrize(

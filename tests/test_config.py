@@ -8,6 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from offload_rt.calibrate import CalibrateSettings
 from offload_rt.config import (
     EngineConfig,
     SamplingParams,
@@ -21,7 +22,9 @@ from offload_rt.config import (
 from offload_rt.errors import OffloadError, PromptError, SettingsError
 from offload_rt.run import RunSettings
 
-CLASSES = (EngineConfig, SamplingParams, RunSettings)
+# Whose flags stand on one line.
+LINES = ((EngineConfig, SamplingParams, RunSettings), (EngineConfig, CalibrateSettings))
+CLASSES = (*LINES[0], CalibrateSettings)
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
 # A value of each field that is not its default, as a flag takes it and as the settings hold it.
@@ -53,9 +56,13 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "plan": ([], True),
     "json": ([], True),
     "quiet": ([], True),
+    "show_tree": ([], True),
+    "baseline": ([], True),
     "trace": (["out.json"], "out.json"),
+    "tokens": (["7"], 7),
+    "plot": (["out.png"], "out.png"),
 }
-NEEDED = {EngineConfig: ["--model", "m"], SamplingParams: [], RunSettings: ["--prompt", "p"]}
+NEEDED = {EngineConfig: ["--model", "m"], SamplingParams: [], RunSettings: ["--prompt", "p"], CalibrateSettings: []}
 
 
 # Sizes
@@ -134,8 +141,9 @@ def test_flags_are_the_names_in_kebab_case_and_all_have_help(cls: type) -> None:
     assert all(action.help for action in actions.values())
 
 
-def test_no_two_classes_share_a_flag() -> None:
-    names = [item.name for cls in CLASSES for item in fields(cls)]
+@pytest.mark.parametrize("line", LINES)
+def test_no_two_classes_share_a_flag(line: tuple[type, ...]) -> None:
+    names = [item.name for cls in line for item in fields(cls)]
     assert len(names) == len(set(names))
 
 
@@ -213,9 +221,8 @@ def test_values_out_of_range_are_refused_and_those_at_its_ends_are_not(
 
 @pytest.mark.parametrize("cls", CLASSES)
 def test_settings_are_frozen(cls: type) -> None:
-    made = {EngineConfig: EngineConfig("m"), SamplingParams: SamplingParams(), RunSettings: RunSettings(prompt="p")}[
-        cls
-    ]
+    needed = {EngineConfig: {"model": "m"}, RunSettings: {"prompt": "p"}}
+    made = cls(**needed.get(cls, {}))
     with pytest.raises(FrozenInstanceError):
         setattr(made, fields(cls)[0].name, "changed")
 

@@ -402,6 +402,38 @@ def test_a_file_lost_while_loading_leaves_no_thread_and_no_file(model: Path, mon
     assert len(os.listdir("/proc/self/fd")) == files
 
 
+@pytest.mark.parametrize("n_reads", [3, 5])
+def test_a_disk_lost_once_the_streamer_runs_leaves_no_thread_and_no_file(
+    n_reads: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the draft is loaded, or while passes are timed."""
+    draft = {"draft_model": str(speaking_checkpoint(tmp_path / "draft", num_hidden_layers=2)), "tree_size": 8}
+    with _streaming(model):
+        pass
+    threads, files = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
+    for settings in ({"device_memory": 1_000_000}, {"device_memory": 1_500_000, **draft}):
+        with monkeypatch.context() as patch:
+            _spoil_after(n_reads, patch, LinkError("the disk has gone"))
+            with pytest.raises(LinkError):
+                LLM(str(model), device="cpu", max_model_len=64, **settings)
+        assert set(threading.enumerate()) <= threads
+        assert len(os.listdir("/proc/self/fd")) == files
+
+
+@pytest.mark.parametrize("drafter", ["static_tree", "dynamic_tree", "hybrid_tree"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_draft_that_computes_no_numbers_is_an_error(tmp_path: Path, drafter: str, temperature: float) -> None:
+    config = llama_config()
+    tensors = llama_tensors(config)
+    target = write_checkpoint(tmp_path / "target", config, tensors)
+    tensors["model.norm.weight"][3] = float("nan")
+    draft = write_checkpoint(tmp_path / "draft", config, tensors)
+    with LLM(str(target), str(draft), device="cpu", drafter=drafter, tree_size=8) as llm:
+        for _ in range(2):
+            with pytest.raises(NumericsError, match="draft"):
+                llm.generate([[1, 2]], SamplingParams(temperature=temperature))
+
+
 def test_nan_weights_are_an_error_of_the_api_too(tmp_path: Path) -> None:
     config = llama_config()
     tensors = llama_tensors(config)

@@ -1,40 +1,30 @@
 """Whole generations: transformers' greedy tokens, batches as their rows alone, ends, and the law of sampled texts."""
 
-import itertools
 import json
 import shutil
-from collections import Counter
 
 import numpy as np
 import pytest
 import torch
+from texts import N_NEW, assert_law, exact_law, small_model
 from tiny import (
     CASES,
     DYNAMIC,
     PLACES,
+    Steady,
     add_tokenizer,
     byte_level,
-    chi_square_p,
     generate,
-    logits_of,
     open_llm,
     prompt_of,
     random_tree,
     runner_of,
 )
 from transformers import LlamaForCausalLM
-from transformers.generation import LogitsProcessorList
-from transformers.generation.logits_process import (
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
-from offload_rt.engine.loop import Clock, Live, Loop
+from offload_rt.engine.loop import DraftLimits, Live, Loop, Tally
 from offload_rt.engine.sequence import Sequence
 from offload_rt.errors import CapacityError, PromptError, SettingsError
 from offload_rt.rules import match
@@ -125,7 +115,7 @@ def test_a_batch_that_does_not_fit_runs_in_waves(zoo):
     params = [SamplingParams(max_new_tokens=5 + 5 * n, temperature=float(n % 2), seed=n) for n in range(7)]
     with open_llm(zoo.directory("qwen3", 0), "mixed", max_model_len=64) as llm:
         waves = list(llm._waves([llm._sequence(*one) for one in zip(prompts, params, strict=True)]))
-        room = llm._blueprint.cache_rows
+        room = llm.blueprint.cache_rows
         rows = [sum(len(one.tokens) + one.n_left for one in wave) for wave in waves]
         solo, batch = alone(llm, prompts, params), together(llm, prompts, params)
     assert 1 < len(waves) < len(prompts) and max(rows) <= room
@@ -142,24 +132,31 @@ def test_same_seed_same_tokens_other_seed_other_tokens(zoo):
     assert len(set(map(tuple, texts))) == 5
 
 
-class TreeDrafter:
+class Unlearning:
+    """The part of a drafter that learns nothing."""
+
+    def learn(self, sequence, tree, verdict):
+        pass
+
+
+class TreeDrafter(Unlearning):
     """Random trees whose tokens are the true continuation here and there, so that some of each tree is accepted.
 
     true  the continuation of each prompt, by its first token
     """
 
-    max_nodes = 12
+    limits = DraftLimits(12, 12)
 
     def __init__(self, true, vocab_size):
         self._true, self._vocab_size, self._n = true, vocab_size, 0
 
-    def propose(self, sequences):
+    def propose(self, sequences, n_nodes):
         return [self._tree(one) for one in sequences]
 
     def _tree(self, sequence):
         self._n += 1
         generator = torch.Generator().manual_seed(self._n)
-        topology = random_tree(1 + self._n % self.max_nodes, self._n)
+        topology = random_tree(1 + self._n % self.limits.n_nodes, self._n)
         tokens = torch.randint(self._vocab_size, (len(topology),), generator=generator)
         tokens[0] = sequence.tokens[-1]
         true = self._true.get(tuple(sequence.tokens[: sequence.n_prompt]), [])[sequence.n_new :]
@@ -176,12 +173,16 @@ def poison(cache):
         store[:, :, cache.n_committed :] = torch.nan
 
 
+def loop_of(runner, drafter):
+    return Loop(runner, drafter, match, Steady(), Trace(on=False))
+
+
 def run_with_trees(llm, drafter, prompts, params):
     """The loop as `LLM` runs it, with another drafter; returns the answers and the passes each took."""
     runner = runner_of(llm)
     sequences = [Sequence(list(prompt), one, 512) for prompt, one in zip(prompts, params, strict=True)]
     batch = [Live(one, runner.new_cache(200)) for one in sequences]
-    for _ in Loop(runner, drafter, match, Trace(on=False)).run(batch, Clock()):
+    for _ in loop_of(runner, drafter).run(batch, Tally()):
         for one in batch:
             poison(one.cache)
     return [one.tokens[one.n_prompt :] for one in sequences], [one.n_passes for one in batch]
@@ -283,10 +284,10 @@ def test_an_end_within_an_accepted_path_drops_the_rest(zoo):
     end, n = end_at(zoo, "llama", 10)
     prompt = prompt_of(0)
 
-    class Oracle:
-        max_nodes = 30
+    class Oracle(Unlearning):
+        limits = DraftLimits(65, 65)
 
-        def propose(self, sequences):
+        def propose(self, sequences, n_nodes):
             tokens = [sequences[0].tokens[-1], *text[sequences[0].n_new :]]
             return [DraftTree(Topology.chain(len(tokens)), torch.tensor(tokens))]
 
@@ -294,7 +295,7 @@ def test_an_end_within_an_accepted_path_drops_the_rest(zoo):
         for limits, expected in (((64, {end}), text[: n + 1]), ((9, set()), text[:9])):
             sequence = Sequence(list(prompt), SamplingParams(limits[0]), 512, frozenset(limits[1]))
             live = Live(sequence, runner_of(llm).new_cache(200))
-            for _ in Loop(runner_of(llm), Oracle(), match, Trace(on=False)).run([live], Clock()):
+            for _ in loop_of(runner_of(llm), Oracle()).run([live], Tally()):
                 pass
             assert (sequence.tokens[len(prompt) :], live.n_passes) == (expected, 1)
 
@@ -321,53 +322,16 @@ def test_a_prompt_that_cannot_be_continued_is_refused_before_anything_runs(zoo, 
 
 # The law of sampled texts
 
-VOCABULARY, N_NEW, N_DRAWS = 5, 3, 1000
-SMALL = {
-    "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 1,
-}  # fmt: skip
+VOCABULARY, N_DRAWS = 5, 1000
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     """A model of five tokens and its checkpoint."""
     path = tmp_path_factory.mktemp("small")
-    model = CASES["llama"].build(1, **SMALL)
-    model.lm_head.weight.data *= 2
+    model = small_model(VOCABULARY, n_layers=2)
     model.save_pretrained(path)
     return model, path
-
-
-def exact_law(model, prompt, params):
-    """The probability of each text of N_NEW tokens by transformers' logits and warpers: (VOCABULARY,) * N_NEW."""
-    warpers = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(params.repetition_penalty)])
-    warpers.append(TemperatureLogitsWarper(params.temperature))
-    warpers += [TopKLogitsWarper(params.top_k)] if params.top_k else []
-    warpers += [TopPLogitsWarper(params.top_p)] if params.top_p < 1 else []
-    warpers += [MinPLogitsWarper(params.min_p)] if params.min_p else []
-    law = np.zeros((VOCABULARY,) * N_NEW)
-    for text in itertools.product(range(VOCABULARY), repeat=N_NEW):
-        logits, p = logits_of(model, [*prompt, *text]), 1.0
-        for n, token in enumerate(text):
-            before = torch.tensor([[*prompt, *text[:n]]])
-            p *= float(torch.softmax(warpers(before, logits[None, before.shape[1] - 1]).double(), -1)[0, token])
-        law[text] = p
-    assert abs(law.sum() - 1) < 1e-6
-    return law
-
-
-def assert_law(texts, law):
-    """Chi-square, texts that are too rare taken together; a text of probability zero never occurs."""
-    counts = Counter(map(tuple, texts))
-    observed = np.array([counts[text] for text in np.ndindex(law.shape)], dtype=float)
-    expected = law.ravel() * len(texts)
-    assert observed[expected == 0].sum() == 0
-    rare = expected < 8
-    observed = np.append(observed[~rare], observed[rare].sum())
-    expected = np.append(expected[~rare], expected[rare].sum())
-    keep = expected > 0
-    assert keep.sum() > 10, "too few texts to tell laws apart"
-    assert chi_square_p(observed[keep], expected[keep]) > 1e-3
 
 
 LAWS = {
@@ -377,21 +341,21 @@ LAWS = {
 }
 
 
-class FullTrees:
+class FullTrees(Unlearning):
     """Trees with every token below every node, of no, one or two levels: whatever is drawn is found in them."""
 
-    max_nodes = 1 + VOCABULARY + VOCABULARY**2
+    limits = DraftLimits(1 + VOCABULARY + VOCABULARY**2, 3)
 
     def __init__(self):
         parents = [-1, *(node for node in range(1 + VOCABULARY) for _ in range(VOCABULARY))]
         self._parents, self._n = np.array(parents), 0
 
-    def propose(self, sequences):
+    def propose(self, sequences, n_nodes):
         return [self._tree(one) for one in sequences]
 
     def _tree(self, sequence):
         self._n += 1
-        n = (1, 1 + VOCABULARY, self.max_nodes)[self._n % 3]
+        n = (1, 1 + VOCABULARY, self.limits.n_nodes)[self._n % 3]
         tokens = torch.arange(-1, n - 1) % VOCABULARY
         tokens[0] = sequence.tokens[-1]
         return DraftTree(Topology(self._parents[:n]), tokens)
@@ -408,13 +372,13 @@ def test_the_joint_law_of_sampled_tokens(small, law, trees):
     texts = []
     with open_llm(path, max_model_len=64) as llm:
         runner = runner_of(llm)
-        drafter = FullTrees() if trees else llm._drafter
+        drafter = FullTrees() if trees else llm.engine.drafter
         for start in range(0, 2 * N_DRAWS, 500):
             batch = [
                 Live(Sequence(list(prompts[i % 2]), params[i], 64), runner.new_cache(48))
                 for i in range(start, start + 500)
             ]
-            for _ in Loop(runner, drafter, match, Trace(on=False)).run(batch, Clock()):
+            for _ in loop_of(runner, drafter).run(batch, Tally()):
                 pass
             texts += [one.sequence.tokens[one.sequence.n_prompt :] for one in batch]
     for n, prompt in enumerate(prompts):

@@ -112,7 +112,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _plan(capsys: pytest.CaptureFixture[str], checkpoint: Path, *flags: str) -> tuple[int, dict[str, Any], str]:
     code = run.main(
-        ["--model", str(checkpoint), "--device", "cpu", "--max-model-len", "32", "--plan", "--json", *flags]
+        [
+            *("--model", str(checkpoint), "--device", "cpu", "--drafter", "none", "--max-model-len", "32"),
+            *("--plan", "--json", *flags),
+        ]
     )
     out, err = capsys.readouterr()
     return code, json.loads(out) if out else {}, err
@@ -148,7 +151,8 @@ def test_the_command_line_plans_within_the_budget_and_names_the_smallest(
 
 
 def test_a_plan_for_people_names_every_part(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run.main(["--model", str(checkpoint), "--device", "cpu", "--max-model-len", "32", "--plan"]) == 0
+    plain = ["--model", str(checkpoint), "--device", "cpu", "--drafter", "none", "--max-model-len", "32"]
+    assert run.main([*plain, "--plan"]) == 0
     out = capsys.readouterr().out
     for part in (
         "embedding, last norm, head",

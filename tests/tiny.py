@@ -1,5 +1,6 @@
 """Tiny random models of every family, written as transformers writes them; transformers itself is the reference."""
 
+import copy
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,20 +24,21 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from offload_rt import LLM
-from offload_rt.build import draw_up
+from offload_rt import LLM, plugins
 from offload_rt.config import EngineConfig
-from offload_rt.drafters.none import Drafter
+from offload_rt.drafters._model import DraftModel
+from offload_rt.drafters._parts import DraftParts
+from offload_rt.engine.loop import Drafter, DraftLimits
 from offload_rt.engine.runner import Runner, Step
 from offload_rt.kv.cache import KVCache
 from offload_rt.tree.topology import Topology
-from offload_rt.weights._checkpoint import open_checkpoint
 
 SIZES = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 256, "tie_word_embeddings": False,
     "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
+SMALLER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
 WINDOW = 8
 # A token comes back and the text goes round in circles where a random model is too tame: this one is not.
 SPREAD = 0.25
@@ -91,7 +93,64 @@ CASES = {
         Qwen3Config, Qwen3ForCausalLM, {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True} | WINDOWED
     ),
 }
+# Every drafter with every rule that takes its trees.
+COMBINATIONS = [
+    (drafter, rule)
+    for drafter in plugins.names("drafters")
+    for rule in plugins.names("rules")
+    if plugins.find("drafters", drafter).GIVES_LAWS or not plugins.find("rules", rule).NEEDS_LAWS
+]
 PLACES = {"resident": {"device"}, "disk": {"disk"}, "mixed": {"device", "disk"}}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target, and a draft whose weights are those of the target, a little off."""
+
+    model: PreTrainedModel
+    target: Path
+    draft_model: PreTrainedModel
+    draft: Path
+
+    def settings(self, drafter: str, rule: str = "auto") -> dict[str, str]:
+        """What chooses a drafter and a rule, with the draft model if it takes one."""
+        chosen = {"drafter": drafter, "rule": rule}
+        return chosen | ({"draft_model": str(self.draft)} if plugins.find("drafters", drafter).NEEDS_MODEL else {})
+
+
+def nearly(model: PreTrainedModel, off: float) -> PreTrainedModel:
+    """The same model, with noise of this size on every weight."""
+    draft, generator = copy.deepcopy(model), torch.Generator().manual_seed(77)
+    for parameter in draft.parameters():
+        parameter.data += off * torch.randn(parameter.shape, generator=generator)
+    return draft
+
+
+def save_pair(folder: Path, model: PreTrainedModel, draft: PreTrainedModel, tokenizer: Tokenizer | None = None) -> Pair:
+    """Both as checkpoints, with the same tokenizer if one is given."""
+    pair = Pair(model, folder / "target", draft, folder / "draft")
+    for one, path in ((model, pair.target), (draft, pair.draft)):
+        one.save_pretrained(path)
+        if tokenizer is not None:
+            add_tokenizer(path, tokenizer)
+    return pair
+
+
+class Steady:
+    """A pace at which passes always take the same, so that no tree depends on the clock."""
+
+    def __init__(self, level_s: float = 0.01) -> None:
+        self.level_s = level_s
+
+    def seconds(self, n_rows: np.ndarray, context: int) -> np.ndarray:
+        """A tenth of a pass for every 100 rows."""
+        return 1.0 + n_rows / 1000
+
+    def passed(self, n_rows: int, context: int, seconds: float, link_gbps: float) -> None:
+        """Learns nothing."""
+
+    def drafted(self, n_levels: int, seconds: float) -> None:
+        """Learns nothing."""
 
 
 class Zoo:
@@ -101,6 +160,7 @@ class Zoo:
         self._folder = folder
         self._models: dict[tuple[str, int, torch.dtype], PreTrainedModel] = {}
         self._texts: dict[tuple[str, int], list[int]] = {}
+        self._pairs: dict[tuple[str, int], Pair] = {}
 
     def model(self, name: str, seed: int, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
         """The model in transformers."""
@@ -115,6 +175,13 @@ class Zoo:
         if not path.exists():
             self.model(name, seed, dtype).save_pretrained(path, max_shard_size=CASES[name].shard)
         return path
+
+    def pair(self, name: str, seed: int) -> Pair:
+        """A smaller model of a family with a draft that is right about two times of three."""
+        if (name, seed) not in self._pairs:
+            model = CASES[name].build(seed, **SMALLER)
+            self._pairs[name, seed] = save_pair(self._folder / f"{name}-{seed}-pair", model, nearly(model, 0.03))
+        return self._pairs[name, seed]
 
     def greedy(self, name: str, seed: int, n_new: int = 64) -> list[int]:
         """What transformers' `generate` makes of `prompt_of(seed)` in float32."""
@@ -142,15 +209,26 @@ def logits_of(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
 
 
 def open_llm(directory: Path, place: str = "resident", **settings: Any) -> LLM:
-    """An LLM on the CPU whose layers lie as PLACES says, by a budget that is just right for it."""
-    settings = {"device": "cpu", "max_model_len": 128} | settings
-    blueprint = draw_up(EngineConfig(str(directory), **settings), open_checkpoint(directory), Drafter())
-    blueprint.disk.close()
-    plan = blueprint.plan
+    """An LLM on the CPU whose layers lie as PLACES says, by a budget that is just right for it.
+
+    Decodes plainly unless a draft model or a drafter is given; trees have `tree_size` nodes, so that a budget is for one size.
+    """
+    drafter = "auto" if "draft_model" in settings else "none"
+    settings = {"device": "cpu", "max_model_len": 128, "drafter": drafter, "tree_size": 16} | settings
+    with LLM.open(EngineConfig(str(directory), **settings)) as unloaded:
+        plan = unloaded.plan
     free = {"resident": len(plan.tiers) * plan.slot_nbytes, "disk": 2 * plan.slot_nbytes, "mixed": 5 * plan.slot_nbytes}
     llm = LLM(str(directory), device_memory=plan.need.total + free[place], **settings)
     assert set(llm.plan.tiers) == PLACES[place], llm.plan.tiers
     return llm
+
+
+def drafter_of(llm: LLM, name: str, rule: str, limits: DraftLimits, level_s: float = 0.01) -> Drafter:
+    """Another drafter for an LLM with a draft model: one that has learned nothing yet and knows no clock."""
+    rule = plugins.find("rules", rule)
+    child_law = rule.CHILD_LAW if rule.NEEDS_LAWS else "without_replacement"
+    model = DraftModel(llm.engine.draft, llm.engine.runner.spec.vocab_size, limits.n_levels)
+    return plugins.find("drafters", name).open_drafter(DraftParts(limits, Steady(level_s), child_law, model))
 
 
 def runner_of(llm: LLM) -> Runner:

@@ -1,0 +1,278 @@
+"""Every drafter: the trees it may propose, for every rule that takes them, and that its draws are what they say they are."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from texts import small_model
+from tiny import (
+    COMBINATIONS,
+    chi_square_p,
+    drafter_of,
+    logits_of,
+    nearly,
+    open_llm,
+    prompt_of,
+    save_pair,
+)
+
+from offload_rt import SamplingParams, plugins
+from offload_rt.config import EngineConfig
+from offload_rt.drafting import pick_drafter
+from offload_rt.engine.loop import DraftLimits
+from offload_rt.engine.sequence import Sequence
+from offload_rt.errors import SettingsError
+from offload_rt.tree.topology import Verdict
+
+LIMITS = DraftLimits(n_nodes=17, n_levels=6)
+# The fourth goes round in circles, so that there is something to copy.
+PROMPTS = [[3], [7, 8, 9], prompt_of(0, 30), [5, 1, 2, 3, 4] * 5]
+N_NEW = (1, 2, 5, 40)
+MODEL_DRAFTERS = [name for name in plugins.names("drafters") if plugins.find("drafters", name).NEEDS_MODEL]
+every_combination = pytest.mark.parametrize(("name", "rule"), COMBINATIONS)
+lawful = pytest.mark.parametrize(("name", "rule"), [pair for pair in COMBINATIONS if pair[1] != "match"])
+
+
+@pytest.fixture(scope="module")
+def pair(zoo):
+    return zoo.pair("llama", 0)
+
+
+@pytest.fixture(scope="module")
+def llm(pair):
+    """Whose models every drafter here is built from."""
+    with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
+        yield llm
+
+
+def sequences_of(temperature, seed=0, n_new=N_NEW):
+    several = [SamplingParams(max_new_tokens=n, temperature=temperature, seed=seed + i) for i, n in enumerate(n_new)]
+    return [Sequence(list(prompt), one, 200) for prompt, one in zip(PROMPTS, several, strict=True)]
+
+
+def assert_tree(tree, sequence, n_nodes, vocab_size):
+    topology, tokens = tree.topology, tree.tokens
+    assert 1 <= len(topology) == len(tokens) <= n_nodes
+    assert int(topology.depths.max()) + 1 <= min(sequence.n_left, LIMITS.n_levels)
+    assert int(tokens[0]) == sequence.tokens[-1]
+    assert tokens.dtype == torch.int64 and int(tokens.min()) >= 0 and int(tokens.max()) < vocab_size
+    assert 1.0 <= tree.expected <= len(topology)
+    for node, children in enumerate(topology.children):
+        siblings = tokens[list(children)].tolist()
+        if tree.draws is None or not tree.draws.independent:
+            assert len(set(siblings)) == len(siblings), f"below node {node} the same token twice"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.5])
+@every_combination
+def test_there_is_one_tree_for_each_sequence_within_its_limits(llm, name, rule, temperature):
+    for n_nodes in (1, 2, 5, 17):
+        drafter = drafter_of(llm, name, rule, LIMITS)
+        assert drafter.limits.n_nodes <= LIMITS.n_nodes and drafter.limits.n_levels <= LIMITS.n_levels
+        sequences = sequences_of(temperature)
+        before = [list(one.tokens) for one in sequences]
+        trees = drafter.propose(sequences, n_nodes)
+        assert [one.tokens for one in sequences] == before
+        for tree, sequence in zip(trees, sequences, strict=True):
+            assert_tree(tree, sequence, n_nodes, 128)
+        assert len(trees[0].topology) == 1, "only the bonus is left to produce"
+        if n_nodes == 17 and name != "none":
+            assert len(trees[3].topology) > 1
+
+
+@pytest.mark.parametrize("fixed", [{"fixed_size": True}, {"fixed_depth": True}])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("name", plugins.names("drafters"))
+def test_a_size_or_depth_that_was_asked_for_stays_within_the_limits(llm, name, temperature, fixed):
+    drafter = drafter_of(llm, name, plugins.find("drafters", name).BEST_RULE, DraftLimits(17, 6, **fixed))
+    sequences = sequences_of(temperature)
+    for tree, sequence in zip(drafter.propose(sequences, 9), sequences, strict=True):
+        assert_tree(tree, sequence, 9, 128)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("name", MODEL_DRAFTERS)
+def test_a_size_that_was_asked_for_is_met_whatever_drafting_costs(llm, name, temperature):
+    drafter = drafter_of(llm, name, "match", DraftLimits(9, 6, fixed_size=True), level_s=1000.0)
+    (tree,) = drafter.propose(sequences_of(temperature)[3:], 9)
+    assert len(tree.topology) == 9
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@every_combination
+def test_the_same_seed_gives_the_same_trees(llm, name, rule, temperature):
+    several = [drafter_of(llm, name, rule, LIMITS).propose(sequences_of(temperature, seed=4), 17) for _ in range(2)]
+    for one, other in zip(*several, strict=True):
+        assert one.topology.parents.tolist() == other.topology.parents.tolist()
+        assert torch.equal(one.tokens, other.tokens)
+
+
+@every_combination
+def test_a_drafter_goes_on_after_every_verdict_on_every_node(llm, name, rule):
+    """Whatever was accepted, of whatever tree, with whatever bonus; the next trees are as good as the first."""
+    for temperature in (0.0, 0.8):
+        drafter, sequences = drafter_of(llm, name, rule, LIMITS), sequences_of(temperature)
+        for node in range(0, 17, 3):
+            trees = drafter.propose(sequences, 17)
+            for tree, sequence in zip(trees, sequences, strict=True):
+                assert_tree(tree, sequence, 17, 128)
+                path = tree.topology.path_to(min(node, len(tree.topology) - 1))
+                verdict = Verdict(tuple(path), (7 * node + 3) % 128)
+                drafter.learn(sequence, tree, verdict)
+                sequence.extend([*tree.tokens[path].tolist(), verdict.bonus])
+            sequences = [one for one in sequences if one.finish_reason is None]
+
+
+@every_combination
+def test_its_trees_go_through_the_rule(llm, name, rule):
+    verify = plugins.find("rules", rule).verify
+    generator = torch.Generator().manual_seed(0)
+    for temperature in (0.0, 0.8):
+        for tree in drafter_of(llm, name, rule, LIMITS).propose(sequences_of(temperature), 17):
+            laws = torch.rand(len(tree.topology), 128, generator=generator).pow(9)
+            verdict = verify(tree, laws / laws.sum(-1, keepdim=True), generator)
+            above = [0, *verdict.path]
+            assert [int(tree.topology.parents[node]) for node in verdict.path] == above[:-1]
+            assert 0 <= verdict.bonus < 128
+
+
+def drawn_children(tree, node):
+    """The drawn children of a node and the tokens of the given ones."""
+    children = tree.topology.children[node]
+    given = {int(tree.tokens[child]) for child in children if not tree.draws.drawn[child]}
+    return [child for child in children if tree.draws.drawn[child]], given
+
+
+@pytest.mark.parametrize("name", plugins.names("drafters"))
+def test_a_drafter_says_what_it_needs_and_works_with_its_rule(name):
+    module = plugins.find("drafters", name)
+    assert isinstance(module.NEEDS_MODEL, bool)
+    assert isinstance(module.GIVES_LAWS, bool)
+    assert (name, module.BEST_RULE) in COMBINATIONS
+
+
+@every_combination
+def test_only_a_drafter_that_gives_laws_draws(llm, name, rule):
+    trees = drafter_of(llm, name, rule, LIMITS).propose(sequences_of(0.9), 17)
+    gives = plugins.find("drafters", name).GIVES_LAWS
+    assert any(tree.draws is not None for tree in trees) == gives
+    zero = drafter_of(llm, name, rule, LIMITS).propose(sequences_of(0.0), 17)
+    assert all(tree.draws is None or not tree.draws.drawn.any() for tree in zero), "at temperature 0 nothing is drawn"
+
+
+@lawful
+def test_its_laws_are_those_of_the_draft(llm, pair, name, rule):
+    """The law used to verify is the law used to draw: the draft's own after the node's path, by transformers."""
+    temperature = 0.9
+    sequences = sequences_of(temperature)
+    for tree, sequence in zip(drafter_of(llm, name, rule, LIMITS).propose(sequences, 17), sequences, strict=True):
+        draws = tree.draws
+        if draws is None:
+            continue
+        assert draws.laws.dtype == torch.float32
+        assert not draws.independent or plugins.find("rules", rule).CHILD_LAW == "independent"
+        assert draws.drawn.shape == draws.row_of.shape == (len(tree.topology),) and not draws.drawn[0]
+        for node in range(len(tree.topology)):
+            drawn, given = drawn_children(tree, node)
+            if not drawn:
+                continue
+            law = draws.laws[draws.row_of[node]]
+            logits = logits_of(pair.draft_model, sequence.tokens + tree.path_to(node))[-1]
+            torch.testing.assert_close(law, torch.softmax(logits / temperature, -1), atol=1e-5, rtol=1e-3)
+            assert float(law.min()) >= 0 and abs(float(law.sum()) - 1) < 1e-5
+            tokens = [int(tree.tokens[child]) for child in drawn]
+            assert draws.independent or len(set(tokens)) == len(tokens)
+            assert given.isdisjoint(tokens)
+            assert not (draws.independent and given)
+
+
+# Which tokens are drawn, below the root of the same prompt over and over
+
+VOCABULARY, N_DRAWS, TEMPERATURE = 6, 1500, 0.8
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    # So little sure of any token that a grown tree leaves much to be drawn.
+    target = small_model(VOCABULARY, n_layers=1, sureness=0.3)
+    return save_pair(tmp_path_factory.mktemp("small"), target, nearly(target, 0.1))
+
+
+def exact_draws(law, given, n, independent):
+    """The law of n drawn children in order: {tokens: probability}."""
+    law = np.where(np.isin(np.arange(len(law)), list(given)), 0.0, law)
+    found = {}
+    for tokens in itertools.product(range(len(law)), repeat=n):
+        left, p = law.copy(), 1.0
+        for token in tokens:
+            p *= left[token] / left.sum()
+            if not independent:
+                left[token] = 0.0
+        found[tokens] = p
+    return found
+
+
+@pytest.mark.parametrize("prompt", [[1], [2, 0, 3, 5, 2, 0, 3]], ids=["plain", "with something to copy"])
+@lawful
+def test_children_are_drawn_from_their_laws(small, name, rule, prompt):
+    """How many there are, and which are given, is the same whatever is drawn."""
+    with open_llm(small.target, draft_model=str(small.draft), max_model_len=64) as llm:
+        drafter = drafter_of(llm, name, rule, DraftLimits(5, 3, fixed_size=True))
+        several = [SamplingParams(4, temperature=TEMPERATURE, seed=seed) for seed in range(N_DRAWS)]
+        sequences = [Sequence(list(prompt), one, 64) for one in several]
+        trees = [tree for k in range(0, N_DRAWS, 500) for tree in drafter.propose(sequences[k : k + 500], 5)]
+    roots = [drawn_children(tree, 0) for tree in trees]
+    n, given = len(roots[0][0]), roots[0][1]
+    assert n >= 1 and all((len(drawn), others) == (n, given) for drawn, others in roots)
+    law = torch.softmax(logits_of(small.draft_model, prompt)[-1].double() / TEMPERATURE, -1).numpy()
+    exact = exact_draws(law, given, n, trees[0].draws.independent)
+    at = {tokens: i for i, tokens in enumerate(exact)}
+    counts = np.zeros(len(exact))
+    for tree, (drawn, _) in zip(trees, roots, strict=True):
+        counts[at[tuple(tree.tokens[drawn].tolist())]] += 1
+    expected = N_DRAWS * np.array(list(exact.values()))
+    assert counts[expected == 0].sum() == 0
+    rare = expected < 8
+    counts = np.append(counts[~rare], counts[rare].sum())
+    expected = np.append(expected[~rare], expected[rare].sum())
+    keep = expected > 0
+    assert chi_square_p(counts[keep], expected[keep] * counts.sum() / expected[keep].sum()) > 1e-3
+
+
+# What does not work
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"drafter": "telepathy"}, ["'telepathy'", *plugins.names("drafters")]),
+        ({"rule": "anarchy"}, ["'anarchy'", *plugins.names("rules")]),
+        ({"drafter": "none", "draft_model": "somewhere"}, ["--draft-model", "--drafter none", "hybrid_tree"]),
+        ({"drafter": "ngram", "draft_model": "somewhere"}, ["--draft-model", "--drafter ngram", "static_tree"]),
+        ({"drafter": "hybrid_tree"}, ["--drafter hybrid_tree", "--draft-model"]),
+        ({"drafter": "dynamic_tree"}, ["--drafter dynamic_tree", "--draft-model"]),
+        ({"drafter": "ngram", "rule": "sequoia"}, ["--rule sequoia", "ngram", "--rule match"]),
+        ({"rule": "traversal"}, ["--rule traversal", "ngram", "--rule match"]),
+        ({"drafter": "dynamic_tree", "draft_model": "somewhere", "rule": "specinfer"}, ["--rule specinfer"]),
+    ],
+)  # fmt: skip
+def test_a_drafter_or_rule_that_cannot_be_is_refused(settings, words):
+    with pytest.raises(SettingsError) as caught:
+        pick_drafter(EngineConfig("model", **settings))
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "drafter", "rule"),
+    [
+        ({}, "ngram", "match"),
+        ({"draft_model": "somewhere"}, "adaptive_tree", "traversal"),
+        ({"draft_model": "somewhere", "rule": "match"}, "adaptive_tree", "match"),
+        ({"drafter": "dynamic_tree", "draft_model": "somewhere"}, "dynamic_tree", "match"),
+    ],
+)
+def test_the_default_is_the_best_there_is(settings, drafter, rule):
+    drafting = pick_drafter(EngineConfig("model", **settings))
+    assert drafting.module is plugins.find("drafters", drafter)
+    assert drafting.rule is plugins.find("rules", rule)

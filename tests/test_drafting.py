@@ -1,0 +1,435 @@
+"""The parts of drafting: what is copied, what is drawn, what is grown, what is planned, learned, kept and refused."""
+
+import heapq
+import itertools
+import json
+import os
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny import (
+    CASES,
+    add_tokenizer,
+    byte_level,
+    chi_square_p,
+    drafter_of,
+    logits_of,
+    metaspace,
+    open_llm,
+    prompt_of,
+)
+
+from offload_rt import LLM, SamplingParams, measure
+from offload_rt.config import EngineConfig
+from offload_rt.drafters import _children
+from offload_rt.drafters._ngrams import MatchRates, find_matches, graft
+from offload_rt.drafters._parts import Knowledge, recall, remember
+from offload_rt.engine.loop import DraftLimits
+from offload_rt.engine.sequence import Sequence
+from offload_rt.errors import CapacityError, SettingsError
+from offload_rt.measure import compute_times, pass_profile
+from offload_rt.tree.choose import Acceptance, Calibration
+from offload_rt.tree.topology import DraftTree, Draws, Topology, Verdict
+
+# Copying
+
+few_tokens = st.lists(st.integers(0, 2), min_size=1, max_size=24)
+
+
+@given(few_tokens, st.integers(0, 6))
+def test_matches_are_the_longest_places_before(tokens, n_next):
+    """Compared with looking at every place."""
+    n, places = len(tokens), []
+    for end in range(n - 1):
+        n_equal = next(k for k in range(n + 1) if k > end or tokens[end - k] != tokens[n - 1 - k])
+        if n_equal:
+            places.append((min(n_equal, 8), end))
+    places.sort(reverse=True)
+    wanted = [(n_equal, tuple(tokens[end + 1 : end + 1 + n_next])) for n_equal, end in places[:4]]
+    assert [(match.n_equal, match.tokens) for match in find_matches(tokens, n_next)] == wanted
+
+
+def test_the_rate_of_a_copied_token_is_what_was_seen():
+    rates = MatchRates()
+    (match,) = find_matches([1, 2, 3, 4, 1], 3)
+    assert (match.n_equal, match.tokens) == (1, (2, 3, 4))
+    for _ in range(400):
+        rates.observe(match, [2, 3, 9])  # two right, the third wrong
+        rates.observe(match, [2])  # one right, and no more of it known
+    assert abs(rates.rate(1) - 3 / 4) < 0.02
+    assert rates.rate(2) == MatchRates().rate(2)
+
+
+def paths_of(tree):
+    return {tuple(tree.path_to(node)) for node in range(1, len(tree.topology))}
+
+
+@given(st.integers(1, 9), st.integers(0, 1000), st.lists(st.integers(0, 2), max_size=6), st.integers(1, 14))
+def test_a_graft_adds_exactly_what_is_not_there(n, seed, copied, n_nodes):
+    generator = np.random.default_rng(seed)
+    parents, tokens = [-1], [0]
+    for _ in range(n - 1):
+        parent = int(generator.integers(len(parents)))
+        free = sorted({0, 1, 2} - {token for token, above in zip(tokens, parents, strict=True) if above == parent})
+        if free:
+            parents.append(parent)
+            tokens.append(int(generator.choice(free)))
+    tree = DraftTree(Topology(np.array(parents)), torch.tensor(tokens), expected=1.5)
+    grafted = graft(tree, tuple(copied), n_nodes)
+    n = len(tree.topology)
+    assert grafted.topology.parents[:n].tolist() == parents and grafted.tokens[:n].tolist() == tokens
+    assert len(grafted.topology) <= max(n, n_nodes)
+    whole = paths_of(tree) | {tuple(copied[: k + 1]) for k in range(len(copied))}
+    assert paths_of(grafted) <= whole and len(paths_of(grafted)) == len(grafted.topology) - 1
+    assert paths_of(grafted) == whole or len(grafted.topology) == max(n, n_nodes)
+
+
+def test_a_graft_beside_drawn_children_is_given():
+    draws = Draws(np.array([False, True, True]), torch.full((1, 4), 0.25), np.array([0, -1, -1]))
+    tree = DraftTree(Topology(np.array([-1, 0, 0])), torch.tensor([0, 1, 2]), draws)
+    grafted = graft(tree, (3, 1), 9)
+    assert grafted.topology.parents.tolist() == [-1, 0, 0, 0, 3]
+    assert grafted.draws.drawn.tolist() == [False, True, True, False, False]
+    assert grafted.draws.row_of.tolist() == [0, -1, -1, -1, -1]
+
+
+# Drawing
+
+Q = torch.tensor([0.4, 0.25, 0.2, 0.1, 0.05, 0.0])
+EXHAUSTED = torch.tensor([0.7, 0.3, 0.0, 0.0, 0.0, 0.0])
+N_DRAWS = 20_000
+
+
+def in_order(law, n, struck=()):
+    """The law of n tokens drawn without replacement: what is used up gives way to all that is left alike."""
+    found = {}
+    for tokens in itertools.permutations(set(range(len(law))) - set(struck), n):
+        p, left = 1.0, {token: float(law[token]) for token in range(len(law)) if token not in struck}
+        for token in tokens:
+            n_left, total, q = len(left), sum(left.values()), left.pop(token)
+            p *= q / total if total > 0 else 1 / n_left
+        found[tokens] = p
+    return found
+
+
+def assert_drawn(children, exact):
+    counts = Counter(map(tuple, children.tolist()))
+    assert set(counts) <= {tokens for tokens, p in exact.items() if p > 0}
+    if len(counts) == 1:
+        assert max(exact.values()) > 0.999
+        return
+    possible = [(counts[tokens], p * len(children)) for tokens, p in exact.items() if p > 0]
+    common = [one for one in possible if one[1] >= 8]
+    rare = np.array([one for one in possible if one[1] < 8]).reshape(-1, 2).sum(0)
+    observed, expected = np.array([*common, rare] if rare[1] else common).T
+    assert chi_square_p(observed, expected) > 1e-3
+
+
+def generator():
+    return torch.Generator().manual_seed(3)
+
+
+@pytest.mark.parametrize("struck", [(), (0,), (1, 4)])
+@pytest.mark.parametrize("law", [Q, EXHAUSTED], ids=["q", "exhausted"])
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_children_without_replacement(law, n, struck):
+    mask = torch.zeros(N_DRAWS, 6, dtype=torch.bool)
+    mask[:, list(struck)] = True
+    children = _children.without_replacement(law.expand(N_DRAWS, -1), n, generator(), mask if struck else None)
+    assert_drawn(children, in_order(law, n, struck))
+
+
+def test_the_check_of_drawn_children_finds_a_wrong_law():
+    children = _children.without_replacement(Q.expand(N_DRAWS, -1), 2, generator())
+    with pytest.raises(AssertionError):
+        assert_drawn(children, in_order(torch.tensor([0.38, 0.27, 0.2, 0.1, 0.05, 0.0]), 2))
+    with pytest.raises(AssertionError):
+        assert_drawn(children.flip(-1), in_order(Q, 2))
+
+
+def test_independent_children():
+    children = _children.independent(Q.expand(N_DRAWS, -1), 2, generator())
+    assert_drawn(children, {pair: float(Q[pair[0]] * Q[pair[1]]) for pair in itertools.product(range(6), repeat=2)})
+
+
+@pytest.mark.parametrize("struck", [(), (2,)])
+@pytest.mark.parametrize("law", [Q, EXHAUSTED], ids=["q", "exhausted"])
+def test_hybrid_children(law, struck):
+    """Rows of one, two and four children side by side: all but one are the most probable, the drawn one stands second."""
+    counts = torch.tensor([1, 2, 4]).repeat(N_DRAWS)
+    mask = torch.zeros(len(counts), 6, dtype=torch.bool)
+    mask[:, list(struck)] = True
+    children = _children.hybrid(law.expand(len(counts), -1), counts, generator(), mask if struck else None)
+    best = law.argsort(descending=True, stable=True).tolist()
+    assert_drawn(children[0::3, :1], in_order(law, 1, struck))
+    assert (children[1::3, 0] == best[0]).all()
+    assert_drawn(children[1::3, 1:2], in_order(law, 1, (best[0], *struck)))
+    given = [0, 2, 3]
+    if law is Q:
+        assert (children[2::3, given] == torch.tensor(best[:3])).all()
+    assert (children[2::3, given] == children[2, given]).all(), "no chance decides which are given"
+    assert_drawn(children[2::3, 1:2], in_order(law, 1, (*children[2, given].tolist(), *struck)))
+
+
+# Growing
+
+
+def best_nodes(model, tokens, n, n_levels, temperature):
+    """The n paths of the highest cumulative probability below the last token, by transformers; brute force."""
+    paths, heap = [], [(-1.0, ())]
+    while heap and len(paths) < n + 1:
+        chance, path = heapq.heappop(heap)
+        paths.append(path)
+        if len(path) < n_levels - 1:
+            law = torch.softmax(logits_of(model, [*tokens, *path])[-1].double() / temperature, -1)
+            for p, token in zip(*(part.tolist() for part in law.topk(n)), strict=True):
+                heapq.heappush(heap, (chance * p, (*path, token)))
+    return paths[1:]
+
+
+@pytest.mark.parametrize(("temperature", "n_levels"), [(0.0, 3), (0.0, 9), (0.8, 4), (0.3, 9)])
+def test_a_grown_tree_is_the_most_probable_one(zoo, temperature, n_levels):
+    """Its nodes are those of the highest chances, the most probable first; of no random numbers."""
+    pair = zoo.pair("llama", 0)
+    with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
+        drafter = drafter_of(llm, "dynamic_tree", "match", DraftLimits(12, n_levels, fixed_size=True), level_s=0.0)
+        for seed in range(3):
+            prompt = prompt_of(seed, 12)
+            several = [SamplingParams(40, temperature=temperature, seed=seed) for seed in (1, 2)]
+            trees = drafter.propose([Sequence(list(prompt), one, 200) for one in several], 12)
+            wanted = best_nodes(pair.draft_model, prompt, 11, n_levels, temperature or 1.0)
+            for tree in trees:
+                assert [tuple(tree.path_to(node)) for node in range(1, 12)] == wanted
+                assert tree.draws is None
+
+
+# What is learned, and kept
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "offload_rt"
+
+
+def entries_of(path):
+    return json.loads(path.read_text())["entries"]
+
+
+def counts_of(knowledge):
+    return (
+        {key: one.counts() for key, one in knowledge.acceptance.items()},
+        {key: one.counts() for key, one in knowledge.calibration.items()},
+    )
+
+
+@pytest.mark.parametrize("drafter", ["static_tree", "dynamic_tree", "hybrid_tree"])
+def test_what_was_learned_of_a_pair_is_there_again(zoo, cache, drafter):
+    pair = zoo.pair("llama", 0)
+    with open_llm(pair.target, **pair.settings(drafter)) as llm:
+        for temperature in (0.0, 0.8):
+            llm.generate(prompt_of(0), SamplingParams(max_new_tokens=20, temperature=temperature, seed=1))
+        learned, specs = counts_of(llm.engine.drafter.knowledge), (llm.engine.runner.spec, llm.engine.draft.spec)
+        assert not (cache / "pairs.json").exists()
+    assert any(sum(tried) > 0 for _, tried in learned[0].values())
+    assert counts_of(recall(*specs)) == learned
+    assert recall(specs[0], "another draft").is_empty
+    with open_llm(pair.target, **pair.settings(drafter)) as llm:
+        assert counts_of(llm.engine.drafter.knowledge) == learned
+    remember(specs[0], "another draft", Knowledge({"dynamic 0.0": Acceptance()}, {}))
+    assert counts_of(recall(*specs)) == learned, "one pair is kept beside the other"
+
+
+ACCEPTANCE, CALIBRATION = Acceptance().counts(), Calibration().counts()
+NONSENSE = [
+    None, 7, "text", [], [1], {}, {"acceptance": {}}, {"acceptance": [], "calibration": []},
+    {"acceptance": {"dynamic 0.0": ACCEPTANCE}, "calibration": {"0.0": [[1.0], [1.0]]}},
+    {"acceptance": {"dynamic 0.0": [ACCEPTANCE[0]]}, "calibration": {}},
+    {"acceptance": {"dynamic 0.0": [["a"] * 32, [1.0] * 32]}, "calibration": {}},
+    {"acceptance": {"dynamic 0.0": [[-1.0] * 32, [1.0] * 32]}, "calibration": {}},
+    {"acceptance": {"dynamic 0.0": [[float("nan")] * 32, [1.0] * 32]}, "calibration": {}},
+    {"acceptance": {"dynamic 0.0": [None, None]}, "calibration": {"0.0": CALIBRATION}},
+    {"acceptance": {"dynamic 0.0": [[[1.0]] * 32, [1.0] * 32]}, "calibration": {"0.0": CALIBRATION}},
+]  # fmt: skip
+
+
+def spoil(path, entry):
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"entries": dict.fromkeys(content["entries"], entry)}))
+
+
+@pytest.mark.parametrize("whole", ["", "{", "[]", '{"version": 1}', '{"version": 1, "entries": 3}'])
+def test_damaged_files_are_as_none(zoo, cache, whole):
+    pair = zoo.pair("llama", 0)
+    cache.mkdir()
+    for name in ("pairs.json", "passes.json"):
+        (cache / name).write_text(whole)
+    with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
+        assert llm.engine.drafter.knowledge.is_empty
+        llm.generate(prompt_of(0), SamplingParams(max_new_tokens=4))
+    assert entries_of(cache / "pairs.json") and entries_of(cache / "passes.json")
+
+
+@pytest.mark.parametrize("entry", NONSENSE, ids=lambda entry: str(entry)[:40])
+def test_nonsense_about_a_pair_is_as_nothing(zoo, cache, entry):
+    specs = "target", "draft"
+    remember(*specs, Knowledge({"dynamic 0.0": Acceptance()}, {}))
+    assert not recall(*specs).is_empty
+    spoil(cache / "pairs.json", entry)
+    assert recall(*specs).is_empty
+
+
+TIMES = [[0.1, 0.2, 0.3], [0.2, 0.3, 0.4]]
+NO_TIMES = [
+    {"widths": "abc"}, {"widths": [8, 1, 16]}, {"widths": []}, {"contexts": ["x", 1]}, {"contexts": [64]}, {"contexts": 7},
+    {"seconds": TIMES[:1]}, {"seconds": [[0.1], [0.2]]}, {"seconds": ["abc", "def"]}, {"seconds": None},
+    *({"seconds": [[bad, 0.2, 0.3], TIMES[1]]} for bad in (0.0, -1, float("nan"), float("inf"), None, "x")),
+]  # fmt: skip
+
+
+def test_nonsense_about_passes_is_measured_anew(zoo, cache, monkeypatch):
+    """What was measured is read again; what cannot have been measured is not believed."""
+    monkeypatch.setattr(measure, "_still_holds", lambda runner, compute: True)
+    pair = zoo.pair("llama", 0)
+    with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
+        runner, moved, rows = llm.engine.runner, llm.plan.pass_bytes, (16, 128)
+        first = pass_profile(runner, moved, rows)
+        assert pass_profile(runner, moved, rows).compute == first.compute
+        good = next(iter(entries_of(cache / "passes.json").values())) | {"seconds": TIMES}
+        spoil(cache / "passes.json", good)
+        assert pass_profile(runner, moved, rows).compute.seconds == tuple(map(tuple, TIMES))
+        for entry in (None, 7, "text", [], {}, *(good | bad for bad in NO_TIMES)):
+            spoil(cache / "passes.json", entry)
+            compute = pass_profile(runner, moved, rows).compute
+            assert compute.widths == first.compute.widths, entry
+            assert np.isfinite(compute.seconds).all() and np.min(compute.seconds) > 0
+            assert compute.seconds != tuple(map(tuple, TIMES)), entry
+
+
+def test_times_grow_with_rows_and_context(zoo):
+    pair = zoo.pair("llama", 0)
+    with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
+        times = compute_times(llm.engine.runner, 100, 128)
+    assert times.widths == (1, 8, 32, 64, 100) and times.contexts == (64, 128)
+    assert (np.diff(times.seconds, axis=0) >= 0).all() and np.min(times.seconds) > 0
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(zoo, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("where a folder should be")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    pair = zoo.pair("llama", 0)
+    with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
+        assert len(llm.generate(prompt_of(0), SamplingParams(max_new_tokens=9))[0].token_ids) == 9
+
+
+def test_acceptance_of_nodes_counts_what_became_of_them(zoo):
+    """Verdicts that always take the second child make the second rank the best there is."""
+    pair = zoo.pair("llama", 0)
+    with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
+        drafter = drafter_of(llm, "static_tree", "match", DraftLimits(9, 4))
+        drafter.fix_shape(Topology(np.array([-1, 0, 0, 1, 2])))
+        sequence = Sequence(prompt_of(0), SamplingParams(99), 200)
+        for _ in range(60):
+            (tree,) = drafter.propose([sequence], 9)
+            drafter.learn(sequence, tree, Verdict((2, 4), 5))
+    taken, tried = drafter.acceptance_at(0.0).counts()
+    # The first child of the root was never taken, the second always, and below it the only one.
+    assert taken[1] > 40 and abs(taken[0] - taken[1]) < 0.2 and abs(tried[0] - 2 * tried[1]) < 0.2
+
+
+# What is planned
+
+
+def blueprint(pair, **settings):
+    with LLM.open(EngineConfig(str(pair.target), device="cpu", max_model_len=64, **settings)) as llm:
+        return llm.blueprint
+
+
+def test_the_draft_is_part_of_the_plan(zoo):
+    pair = zoo.pair("llama", 0)
+    plain = blueprint(pair, drafter="none")
+    copying = blueprint(pair, tree_size=32)
+    drafted = blueprint(pair, draft_model=str(pair.draft), tree_size=32)
+    assert (plain.plan.need.draft, plain.limits) == (0, DraftLimits(1, 1))
+    assert copying.plan.need.draft == 0 < copying.plan.need.cache - plain.plan.need.cache
+    weights = sum(path.stat().st_size for path in pair.draft.glob("*.safetensors"))
+    assert drafted.plan.need.draft > weights * 0.9
+    assert drafted.plan.need.cache == copying.plan.need.cache
+    larger = blueprint(pair, draft_model=str(pair.draft), tree_size=64)
+    assert larger.plan.need.draft - drafted.plan.need.draft > 32 * 128 * 4
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram", "hybrid_tree"])
+@pytest.mark.parametrize("tree_size", [None, 16])
+def test_a_budget_too_small_names_the_flag(zoo, drafter, tree_size):
+    """The budget it names is enough, and so is any larger one; one byte less is not."""
+    pair = zoo.pair("llama", 0)
+    settings = {"tree_size": tree_size, **pair.settings(drafter)}
+    with pytest.raises(CapacityError, match="--device-memory") as caught:
+        blueprint(pair, device_memory=1000, **settings)
+    assert "--tree-size" in str(caught.value)
+    least = int(str(caught.value).split("set --device-memory to ")[1].split()[0])
+    for budget in (least, least + 1, *range(least, 3 * least, least // 50)):
+        assert blueprint(pair, device_memory=budget, **settings).plan.device_nbytes <= budget
+    with pytest.raises(CapacityError):
+        blueprint(pair, device_memory=least - 1, **settings)
+
+
+def test_trees_shrink_where_memory_is_short(zoo):
+    pair = zoo.pair("llama", 0)
+    sizes = []
+    for budget in (450_000, 1_000_000, 4_000_000, 1_000_000_000):
+        drawn_up = blueprint(pair, draft_model=str(pair.draft), device_memory=budget)
+        sizes.append(drawn_up.limits.n_nodes)
+        assert drawn_up.plan.device_nbytes <= budget
+    assert sizes == sorted(sizes) and sizes[0] < sizes[-1] == 1024
+    assert blueprint(pair, draft_model=str(pair.draft), tree_depth=3).limits.n_levels == 3
+
+
+# What is refused
+
+
+def copy_of(directory, folder, tokenizer):
+    folder.mkdir()
+    for path in directory.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    if tokenizer is not None:
+        add_tokenizer(folder, tokenizer)
+    return folder
+
+
+def first_difference(one, other):
+    ours, theirs = ({i: text for text, i in tokenizer.get_vocab().items()} for tokenizer in (one, other))
+    return next(i for i in range(999) if ours.get(i) != theirs.get(i))
+
+
+def test_another_tokenizer_is_refused_naming_the_first_token(zoo, tmp_path):
+    pair, ours = zoo.pair("llama", 0), byte_level()
+    target = copy_of(pair.target, tmp_path / "target", ours)
+    for name, theirs in (("longer", byte_level(330)), ("other", metaspace())):
+        draft = copy_of(pair.draft, tmp_path / name, theirs)
+        with pytest.raises(SettingsError, match=rf"token {first_difference(ours, theirs)}\b") as caught:
+            LLM(str(target), draft_model=str(draft), device="cpu")
+        assert "tokenizer" in str(caught.value)
+    LLM.open(EngineConfig(str(target), str(copy_of(pair.draft, tmp_path / "same", byte_level())), device="cpu")).close()
+
+
+def test_without_tokenizers_the_vocabularies_have_to_be_as_large(zoo, tmp_path):
+    pair = zoo.pair("llama", 0)
+    other = CASES["llama"].build(0, vocab_size=96, num_hidden_layers=1)
+    other.save_pretrained(tmp_path)
+    with pytest.raises(SettingsError, match="96 tokens"):
+        LLM(str(pair.target), draft_model=str(tmp_path), device="cpu")
+
+
+def test_no_file_is_left_open_after_a_refusal(zoo, tmp_path):
+    pair = zoo.pair("llama", 0)
+    for _ in range(2):
+        before = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(CapacityError):
+            LLM(str(pair.target), draft_model=str(pair.draft), device="cpu", device_memory=1000)
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -1,0 +1,436 @@
+"""Speculation end to end: the tokens and the law of plain decoding, whatever drafts, whatever verifies, wherever it ends."""
+
+import json
+
+import pytest
+import torch
+from texts import N_NEW, assert_law, exact_law, small_model
+from tiny import (
+    CASES,
+    COMBINATIONS,
+    Steady,
+    byte_level,
+    drafter_of,
+    generate,
+    nearly,
+    open_llm,
+    prefill,
+    prompt_of,
+    save_pair,
+)
+
+from offload_rt import LLM, SamplingParams, build, plugins
+from offload_rt.drafters import _trees
+from offload_rt.drafters._model import Growth
+from offload_rt.drafters._parts import Knowledge
+from offload_rt.engine.loop import DraftLimits, Live, Loop, Tally
+from offload_rt.engine.pace import Pace
+from offload_rt.engine.sequence import Sequence
+from offload_rt.rules import sequoia
+from offload_rt.sampling import draw
+from offload_rt.trace import Trace
+from offload_rt.tree.topology import Verdict
+
+MODEL_DRAFTERS = [name for name in plugins.names("drafters") if plugins.find("drafters", name).NEEDS_MODEL]
+PROMPTS = [prompt_of(seed, n) for seed, n in enumerate((9, 1, 30, 14))]
+LENGTHS = (32, 24, 12, 28)
+
+
+def answers(outputs):
+    return [(one.token_ids, one.text, one.finish_reason) for one in outputs]
+
+
+def expected_of(model, prompts=PROMPTS, lengths=LENGTHS):
+    return [generate(model, prompt, n) for prompt, n in zip(prompts, lengths, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def texts(zoo):
+    """What transformers makes of the prompts, by family and seed."""
+    known = {}
+
+    def of(name, seed):
+        if (name, seed) not in known:
+            known[name, seed] = expected_of(zoo.pair(name, seed).model)
+        return known[name, seed]
+
+    return of
+
+
+# Greedy: the same tokens
+
+
+def assert_greedy(llm, expected):
+    """In a batch and alone; returns the passes that the batch took and the tokens it gave."""
+    params = [SamplingParams(max_new_tokens=n) for n in LENGTHS]
+    outputs = llm.generate(PROMPTS, params)
+    assert [one.token_ids for one in outputs] == expected
+    assert llm.generate(PROMPTS[0], params[0])[0].token_ids == expected[0]
+    return sum(one.stats.n_passes for one in outputs), sum(LENGTHS)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(("drafter", "rule"), COMBINATIONS)
+def test_greedy_tokens_are_transformers(zoo, texts, drafter, rule, seed):
+    pair = zoo.pair("llama", seed)
+    with open_llm(pair.target, max_model_len=256, tree_size=24, tree_depth=5, **pair.settings(drafter, rule)) as llm:
+        n_passes, n_tokens = assert_greedy(llm, texts("llama", seed))
+    assert n_passes < n_tokens or drafter not in MODEL_DRAFTERS, "nothing was accepted"
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen2", "qwen3"])
+def test_greedy_tokens_of_every_family_are_transformers(zoo, texts, name):
+    pair = zoo.pair(name, 0)
+    with open_llm(pair.target, max_model_len=256, tree_size=24, draft_model=str(pair.draft)) as llm:
+        n_passes, n_tokens = assert_greedy(llm, texts(name, 0))
+    assert n_passes < n_tokens
+
+
+@pytest.fixture(autouse=True)
+def steady(monkeypatch):
+    """An LLM grows its trees as if passes were slow and drafting cheap, on any machine, and knows nothing of others."""
+    monkeypatch.setattr(build, "Pace", lambda profile, moved: Steady())
+    monkeypatch.setattr(build, "recall", lambda target, draft: Knowledge())
+
+
+def test_trees_that_suit_the_machine_change_no_token(zoo, texts, monkeypatch):
+    """Their size follows the clock, and may be anything."""
+    monkeypatch.setattr(build, "Pace", Pace)
+    pair = zoo.pair("llama", 0)
+    for drafter in plugins.names("drafters"):
+        with LLM(str(pair.target), device="cpu", max_model_len=256, **pair.settings(drafter)) as llm:
+            assert_greedy(llm, texts("llama", 0))
+
+
+@pytest.mark.parametrize("tree_size", [1, 2, 64])
+def test_the_size_of_the_trees_changes_no_token(zoo, texts, tree_size):
+    """Layers come from the disk; no trees to speak of, and more than there is to win by."""
+    pair = zoo.pair("llama", 0)
+    with open_llm(pair.target, "disk", max_model_len=256, tree_size=tree_size, draft_model=str(pair.draft)) as llm:
+        assert_greedy(llm, texts("llama", 0))
+
+
+@pytest.mark.parametrize("drafter", [name for name in plugins.names("drafters") if name != "none"])
+def test_a_penalty_looks_back_along_each_path(zoo, drafter):
+    pair, params = zoo.pair("llama", 0), [SamplingParams(max_new_tokens=n, repetition_penalty=1.4) for n in LENGTHS]
+    # What was just said is proposed again, and punished along the path that proposes it.
+    prompts = [PROMPTS[0], PROMPTS[1] * 6, PROMPTS[2], PROMPTS[3] * 2]
+    with open_llm(pair.target, max_model_len=256) as llm:
+        expected = answers(llm.generate(prompts, params))
+    with open_llm(pair.target, max_model_len=256, tree_size=24, **pair.settings(drafter)) as llm:
+        assert answers(llm.generate(prompts, params)) == expected
+    ids = torch.tensor([prompts[0]])
+    options = {"max_new_tokens": LENGTHS[0], "do_sample": False, "repetition_penalty": 1.4, "pad_token_id": 0}
+    peer = pair.model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompts[0]) :].tolist()
+    assert expected[0][0] == peer != expected_of(pair.model)[0]
+
+
+@pytest.mark.parametrize("rule", plugins.names("rules"))
+def test_a_temperature_close_to_zero_is_zero(zoo, texts, rule):
+    """However close: the draft's law must not overflow either."""
+    pair = zoo.pair("llama", 0)
+    with open_llm(pair.target, max_model_len=256, tree_size=24, **pair.settings("hybrid_tree", rule)) as llm:
+        for temperature in (1e-4, 1e-40):
+            params = [SamplingParams(max_new_tokens=n, temperature=temperature, seed=1) for n in LENGTHS]
+            assert [one.token_ids for one in llm.generate(PROMPTS, params)] == texts("llama", 0)
+
+
+def test_another_draft_changes_no_token(zoo, texts):
+    """One that is right by chance alone, of another family, in another dtype."""
+    draft = zoo.directory("qwen3", 5, torch.bfloat16)
+    pair = zoo.pair("llama", 0)
+    for drafter in MODEL_DRAFTERS:
+        with open_llm(pair.target, max_model_len=256, tree_size=24, draft_model=str(draft), drafter=drafter) as llm:
+            assert_greedy(llm, texts("llama", 0))
+
+
+# Sampled: the same law of whole texts
+
+
+VOCABULARY, N_DRAWS, TEMPERATURE = 4, 700, 0.8
+# The second has something to copy: its last three tokens stood there before.
+LAW_PROMPTS = [[1], [2, 0, 1, 3, 2, 0, 1]]
+LAW_PARAMS = [{"temperature": TEMPERATURE}, {"temperature": TEMPERATURE, "top_p": 0.9}]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A model of four tokens, none of them sure or impossible, with a draft that is far off."""
+    model = small_model(VOCABULARY, n_layers=1, sureness=0.5)
+    return save_pair(tmp_path_factory.mktemp("small"), model, nearly(model, 0.15))
+
+
+@pytest.fixture(scope="module")
+def small_llm(small):
+    with open_llm(small.target, draft_model=str(small.draft), max_model_len=64) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def laws(small):
+    return [
+        exact_law(small.model, prompt, SamplingParams(**params))
+        for prompt, params in zip(LAW_PROMPTS, LAW_PARAMS, strict=True)
+    ]
+
+
+def sampled(llm, drafter, rule, n_nodes):
+    """Per prompt N_DRAWS texts, each with a seed of its own, in batches of both prompts side by side."""
+    runner, found = llm.engine.runner, ([], [])
+    loop = Loop(runner, drafter, rule, Steady(), Trace(on=False))
+    for start in range(0, 2 * N_DRAWS, 200):
+        batch = []
+        for i in range(start, start + 200):
+            params = SamplingParams(max_new_tokens=N_NEW, seed=i, **LAW_PARAMS[i % 2])
+            batch.append(Live(Sequence(list(LAW_PROMPTS[i % 2]), params, 64), runner.new_cache(24), n_nodes))
+        for _ in loop.run(batch, Tally()):
+            pass
+        for i, one in enumerate(batch):
+            found[i % 2].append(one.sequence.tokens[one.sequence.n_prompt :])
+    return found
+
+
+@pytest.mark.parametrize(("name", "rule"), [one for one in COMBINATIONS if one[0] != "none"])
+def test_the_joint_law_of_sampled_tokens(small_llm, laws, name, rule):
+    drafter = drafter_of(small_llm, name, rule, DraftLimits(6, 4))
+    for got, law in zip(sampled(small_llm, drafter, plugins.find("rules", rule), 6), laws, strict=True):
+        assert_law(got, law)
+
+
+class BonusFromTheTarget:
+    """Forgets, when it draws the bonus, what was rejected."""
+
+    @staticmethod
+    def verify(tree, target, generator):
+        uniforms = torch.rand(len(tree.topology), dtype=torch.float64, generator=generator)
+        end = sequoia.decision(tree, target, uniforms).end
+        return Verdict(tuple(tree.topology.path_to(end)), draw(target[end], generator))
+
+
+class StaleNoise:
+    """Begins every step with the same noise."""
+
+    @staticmethod
+    def verify(tree, target, generator):
+        return sequoia.verify(tree, target, generator.manual_seed(generator.initial_seed()))
+
+
+@pytest.mark.parametrize("wrong", [BonusFromTheTarget, StaleNoise])
+def test_the_check_of_the_law_finds_a_wrong_rule(small_llm, laws, wrong):
+    drafter = drafter_of(small_llm, "static_tree", "sequoia", DraftLimits(6, 4))
+    got = sampled(small_llm, drafter, wrong, 6)
+    with pytest.raises(AssertionError):
+        for texts, law in zip(got, laws, strict=True):
+            assert_law(texts, law)
+
+
+# The caches, of the target and of the draft
+
+
+def poison(cache):
+    for store in (cache.keys, cache.values):
+        store[:, :, cache.n_committed :] = torch.nan
+
+
+def assert_fresh(runner, cache):
+    """Its committed rows are those of a prefill of the same tokens."""
+    if not cache.committed:
+        return
+    fresh = prefill(runner, cache.committed, cache.capacity)
+    n = cache.n_committed
+    for got, expected in ((cache.keys, fresh.keys), (cache.values, fresh.values)):
+        torch.testing.assert_close(got[:, :, :n], expected[:, :, :n], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("name", "rule"), [("static_tree", "specinfer"), *((name, "auto") for name in MODEL_DRAFTERS)])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_committed_rows_are_those_of_a_fresh_prefill(zoo, monkeypatch, family, name, rule):
+    """All else is poisoned: behind what was committed of the target, and of the draft when a tree begins."""
+    pair = zoo.pair(family, 0)
+    params = [
+        SamplingParams(max_new_tokens=20),
+        SamplingParams(max_new_tokens=14, temperature=0.7, seed=1),
+        SamplingParams(max_new_tokens=17, temperature=1.0, seed=2),
+    ]
+    with open_llm(pair.target, max_model_len=128, **pair.settings(name, rule)) as llm:
+        engine, start, n_kept = llm.engine, Growth.start, []
+
+        def start_poisoned(growth, *arguments):
+            start(growth, *arguments)
+            n_kept.append(growth.cache.n_committed)
+            assert_fresh(engine.draft, growth.cache)
+            poison(growth.cache)
+
+        monkeypatch.setattr(Growth, "start", start_poisoned)
+        sequences = [Sequence(list(prompt), one, 128) for prompt, one in zip(PROMPTS, params, strict=False)]
+        batch = [Live(one, engine.runner.new_cache(80), 12) for one in sequences]
+        for one in batch:
+            poison(one.cache)
+        for _ in Loop(engine.runner, engine.drafter, llm.blueprint.drafting.rule, engine.pace, Trace(on=False)).run(
+            batch, Tally()
+        ):
+            for one in batch:
+                assert_fresh(engine.runner, one.cache)
+                poison(one.cache)
+    assert max(n_kept) > 12, "the draft kept nothing"
+    assert sequences[0].tokens[len(PROMPTS[0]) :] == expected_of(pair.model, PROMPTS[:1], [20])[0]
+
+
+def test_a_draft_computes_nothing_twice(zoo, monkeypatch):
+    """Of an accepted path nothing is fed to the draft again but the bonus, and what the tree had no row for."""
+    pair, lacking, start = zoo.pair("llama", 0), [], Growth.start
+
+    def start_counted(growth, *arguments):
+        start(growth, *arguments)
+        lacking.append(len(growth.lacking))
+
+    monkeypatch.setattr(Growth, "start", start_counted)
+    monkeypatch.setattr(_trees, "_GRAFT_RATE", 2.0)  # nothing is copied, since the draft has no row of a copied token
+    with open_llm(pair.target, drafter="dynamic_tree", draft_model=str(pair.draft), tree_depth=3) as llm:
+        llm.generate(PROMPTS[0], SamplingParams(max_new_tokens=40))
+    assert lacking[0] == len(PROMPTS[0]) - 1
+    assert max(lacking[1:]) <= 1, "only a leaf of the tree, which had no row, may be lacking"
+
+
+# Ends: rows of a batch, stops within a path, limits
+
+
+@pytest.fixture(scope="module")
+def speaking(tmp_path_factory):
+    """A pair with a tokenizer, an end token and a window, whose draft is nearly always right."""
+    tokenizer = byte_level()
+    changes = {"vocab_size": tokenizer.get_vocab_size(), "eos_token_id": 7, "num_hidden_layers": 2}
+    model = CASES["mistral"].build(0, **changes)
+    return save_pair(tmp_path_factory.mktemp("speaking"), model, nearly(model, 0.003), tokenizer)
+
+
+ENDS = [
+    SamplingParams(max_new_tokens=1),
+    SamplingParams(max_new_tokens=2),
+    SamplingParams(max_new_tokens=60),
+    SamplingParams(max_new_tokens=40, stop=("a", "e", "o", "t")),
+    SamplingParams(max_new_tokens=40, stop=("q", "w")),
+    SamplingParams(max_new_tokens=9, stop=("never said",)),
+]
+
+
+@pytest.fixture
+def cut(monkeypatch):
+    """How many tokens each accepted path gave and how many of them were taken."""
+    extend, seen = Sequence.extend, []
+
+    def extend_seen(sequence, tokens):
+        taken = extend(sequence, tokens)
+        seen.append((len(tokens), len(taken)))
+        return taken
+
+    monkeypatch.setattr(Sequence, "extend", extend_seen)
+    return seen
+
+
+@pytest.mark.parametrize("drafter", MODEL_DRAFTERS)
+def test_rows_of_a_batch_end_where_they_end_alone(speaking, drafter, cut):
+    """Different lengths, different stops, many tokens a pass; an end within a path drops the rest of it."""
+    prompts = [prompt_of(seed, n) for seed, n in enumerate((1, 30, 7, 12, 19, 3))]
+    with open_llm(speaking.target, max_model_len=256) as llm:
+        plain = answers(llm.generate(prompts, ENDS))
+    cut.clear()
+    with open_llm(speaking.target, max_model_len=256, tree_size=64, tree_depth=12, **speaking.settings(drafter)) as llm:
+        assert answers(llm.generate(prompts, ENDS)) == plain
+        assert [answers(llm.generate(*one))[0] for one in zip(prompts, ENDS, strict=True)] == plain
+        for prompt, params, expected in zip(prompts, ENDS, plain, strict=True):
+            pieces = list(llm.stream(prompt, params))
+            assert [token for piece in pieces for token in piece.token_ids] == expected[0]
+            assert "".join(piece.text for piece in pieces) == expected[1]
+    assert {reason for _, _, reason in plain} == {"stop", "length"}
+    assert max(given for given, _ in cut) >= 4
+    assert any(taken < given for given, taken in cut), "no end lay within a path"
+
+
+@pytest.mark.parametrize("drafter", MODEL_DRAFTERS)
+def test_every_limit_within_a_path_is_met(speaking, drafter, cut):
+    """Trees shrink towards the end: no path is longer than what is left, by the setting or by the context."""
+    prompt = prompt_of(3, 20)
+    with open_llm(speaking.target, max_model_len=60) as llm:
+        text = llm.generate(prompt, SamplingParams(max_new_tokens=99))[0].token_ids
+    cut.clear()
+    for max_model_len, several in ((60, range(1, 24)), (21, [99]), (22, [99]), (26, [99]), (60, [99])):
+        settings = {"max_model_len": max_model_len, "tree_size": 32, "tree_depth": 8}
+        with open_llm(speaking.target, **settings, **speaking.settings(drafter)) as llm:
+            for n in several:
+                output = llm.generate(prompt, SamplingParams(max_new_tokens=n))[0]
+                n_room = min(n, max_model_len - len(prompt))
+                assert output.token_ids == text[:n_room]
+                assert output.finish_reason == ("length" if n_room < len(text) or 7 not in text else "stop")
+    assert max(given for given, _ in cut) >= 4
+    assert all(taken == given for given, taken in cut if 7 not in text)
+
+
+# Drafts that fit less well
+
+
+def with_config(pair, folder, **changes):
+    """The draft of a pair, with other words in its config."""
+    pair.draft_model.save_pretrained(folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return folder
+
+
+@pytest.mark.parametrize("n_positions", [64, 33, 8, 1])
+@pytest.mark.parametrize("drafter", ["hybrid_tree", "static_tree"])
+def test_a_draft_with_a_shorter_context_goes_on(zoo, tmp_path, monkeypatch, drafter, n_positions):
+    """It sees a window that moves on; what it drafts is still worth something where the window is not too short."""
+    pair, seen, start = zoo.pair("llama", 0), [], Growth.start
+
+    def start_seen(growth, tokens, n_prompt):
+        seen.append(len(tokens))
+        start(growth, tokens, n_prompt)
+
+    monkeypatch.setattr(Growth, "start", start_seen)
+    prompt, n_new = prompt_of(0, 30), 110
+    draft = with_config(pair, tmp_path / "short", max_position_embeddings=n_positions)
+    with open_llm(pair.target, max_model_len=160, tree_depth=6, draft_model=str(draft), drafter=drafter) as llm:
+        output = llm.generate(prompt, SamplingParams(max_new_tokens=n_new))[0]
+    assert output.token_ids == generate(pair.model, prompt, n_new)
+    assert max(seen) + 6 <= max(n_positions, 7), "a tree of six levels would not fit into the draft's context"
+    assert min(seen) >= (n_positions - 6) // 2
+    assert n_positions < 64 or output.stats.tokens_per_pass > 1.1
+
+
+@pytest.mark.parametrize("n_more", [-24, 40])
+@pytest.mark.parametrize("temperature", [0.0, 0.05, 1.0])
+def test_a_draft_with_a_vocabulary_padded_otherwise(tmp_path, n_more, temperature):
+    """Tokens that only one of them has, which the tokenizer has not: the target may say them, the draft may not."""
+    tokenizer = byte_level()
+    n = tokenizer.get_vocab_size()
+    model = CASES["llama"].build(0, vocab_size=n + 32, num_hidden_layers=2)
+    draft = nearly(model, 0.01)
+    draft.resize_token_embeddings(n + 32 + n_more, mean_resizing=False)
+    pair = save_pair(tmp_path, model, draft, tokenizer)
+    prompts = [[*prompt_of(0, 9), n + 31, 5], [n + 30, n + 31], prompt_of(1, 20)]
+    params = SamplingParams(max_new_tokens=30, temperature=temperature, seed=1)
+    for drafter in MODEL_DRAFTERS:
+        with open_llm(pair.target, max_model_len=256, tree_size=48, **pair.settings(drafter)) as llm:
+            got = llm.generate(prompts, params)
+        assert all(one.stats.n_passes < 30 for one in got), "nothing was accepted"
+        if temperature == 0:
+            assert [one.token_ids for one in got] == [generate(model, prompt, 30) for prompt in prompts]
+
+
+# Copying
+
+
+@pytest.mark.parametrize("drafter", ["ngram", *MODEL_DRAFTERS])
+def test_a_text_that_repeats_itself_is_accepted_many_tokens_a_pass(tmp_path, drafter):
+    """The next token follows from the last alone, so the text goes round in circles; the draft knows nothing of it."""
+    model = CASES["llama"].build(3, num_hidden_layers=3)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.data.zero_()
+        layer.mlp.down_proj.weight.data.zero_()
+    pair = save_pair(tmp_path, model, CASES["llama"].build(4, num_hidden_layers=2))
+    expected = generate(model, [1], 150)
+    with open_llm(pair.target, max_model_len=256, tree_size=24, **pair.settings(drafter)) as llm:
+        output = llm.generate([1], SamplingParams(max_new_tokens=150))[0]
+    assert output.token_ids == expected
+    assert output.stats.tokens_per_pass > 3
