@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from offload_rt.config import EngineConfig, SamplingParams, add_flags, from_flags, setting
-from offload_rt.errors import OffloadError, PromptError, SettingsError
+from offload_rt.errors import DeviceError, OffloadError, PromptError, SettingsError, machine_error
 
 if TYPE_CHECKING:
     from offload_rt.api import LLM
@@ -78,6 +78,9 @@ def main(arguments: list[str] | None = None) -> int:
     except OffloadError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except (MemoryError, OSError, RuntimeError) as error:
+        print(f"error: {machine_error(error)}", file=sys.stderr)
+        return DeviceError.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

@@ -3,6 +3,8 @@
 Every message says what was needed, what there is, and what to change.
 """
 
+import errno
+
 
 class OffloadError(Exception):
     """The machine could not: memory, disk, driver, numbers.
@@ -56,3 +58,18 @@ class DeviceError(OffloadError):
 
 class NumericsError(OffloadError):
     """The model computed something that is not a number."""
+
+
+def machine_error(error: Exception) -> OffloadError:
+    """A failure of the machine in one sentence. Raises anything that is a fault of this program again."""
+    text = " ".join(str(error).split())
+    full = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+    if full or any(words in text for words in ("can't allocate memory", "out of memory", "can't start new thread")):
+        return DeviceError(
+            "out of memory", have=text[:200], change="lower --device-memory, --host-memory or --max-model-len"
+        )
+    if isinstance(error, OSError):
+        return DeviceError(
+            f"{error.filename or 'the machine'}: {error.strerror or text}", change="check the disk and its free space"
+        )
+    raise error

@@ -5,7 +5,6 @@ settings, 3 the machine could not (memory, disk, driver), 130 interrupted.
 """
 
 import argparse
-import errno
 import json
 import os
 import signal
@@ -16,7 +15,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from offload_rt.config import EngineConfig, SamplingParams, add_flags, from_flags, setting
-from offload_rt.errors import DeviceError, OffloadError, PromptError
+from offload_rt.errors import DeviceError, OffloadError, PromptError, machine_error
 
 if TYPE_CHECKING:
     from offload_rt.api import LLM, Output
@@ -76,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
     except OffloadError as error:
         code = _end_early(str(error), error.exit_code, so_far, as_json)
     except (MemoryError, OSError, RuntimeError) as error:
-        code = _end_early(str(_machine_error(error)), DeviceError.exit_code, so_far, as_json)
+        code = _end_early(str(machine_error(error)), DeviceError.exit_code, so_far, as_json)
     return code
 
 
@@ -198,21 +197,6 @@ def _end_early(message: str, code: int, so_far: _Progress, as_json: bool) -> int
 def _drop_stdout() -> None:
     """Send what is still to be written nowhere: Python would complain once more when it flushes stdout at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _machine_error(error: Exception) -> OffloadError:
-    """A failure of the machine in one sentence. Raises anything that is a fault of this program again."""
-    text = " ".join(str(error).split())
-    full = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
-    if full or any(words in text for words in ("can't allocate memory", "out of memory", "can't start new thread")):
-        return DeviceError(
-            "out of memory", have=text[:200], change="lower --device-memory, --host-memory or --max-model-len"
-        )
-    if isinstance(error, OSError):
-        return DeviceError(
-            f"{error.filename or 'the machine'}: {error.strerror or text}", change="check the disk and its free space"
-        )
-    raise error
 
 
 if __name__ == "__main__":

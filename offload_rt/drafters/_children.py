@@ -40,12 +40,11 @@ def independent(law: Tensor, n: int, generator: Generator) -> Tensor:
     return torch.multinomial(law, n, replacement=True, generator=generator)
 
 
-def hybrid(law: Tensor, counts: Tensor, generator: Generator, struck: Tensor | None = None) -> Tensor:
+def hybrid(law: Tensor, counts: Tensor, generator: Generator) -> Tensor:
     """For each law the most probable tokens but for one, which is drawn from the rest.
 
     law     (rows, vocabulary) float32
     counts  (rows,) children of each row, at least 1
-    struck  (rows, vocabulary) bool: tokens that are not drawn besides
     Returns (rows, max(counts)): the drawn token stands at place 1, or at 0 where it is the only child; entries beyond a
     row's count mean nothing.
     """
@@ -53,7 +52,7 @@ def hybrid(law: Tensor, counts: Tensor, generator: Generator, struck: Tensor | N
     best = top(law, n)
     is_given = torch.arange(n) < (counts - 1)[:, None]
     is_taken = torch.zeros_like(law, dtype=torch.bool).scatter_(1, best, is_given)
-    drawn = without_replacement(law, 1, generator, is_taken if struck is None else is_taken | struck)
+    drawn = without_replacement(law, 1, generator, is_taken)
     children = torch.cat((best[:, :1], drawn, best[:, 1:]), dim=1)[:, :n] if n > 1 else drawn
     children[counts == 1, 0] = drawn[counts == 1, 0]
     return children

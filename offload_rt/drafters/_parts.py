@@ -11,18 +11,24 @@ from offload_rt.engine.pace import Pace
 from offload_rt.engine.sequence import Sequence
 from offload_rt.files import read_cached, write_cached
 from offload_rt.models._spec import ModelSpec
-from offload_rt.tree.choose import Acceptance, Calibration
+from offload_rt.tree.choose import Acceptance, Calibration, Yield
 from offload_rt.tree.topology import DraftTree, Topology
 
-_FILE, _VERSION = "pairs.json", 1
+_FILE, _VERSION = "pairs.json", 2
 
 
 @dataclass
 class Knowledge:
-    """What was learned of a pair of models: acceptance by kind of tree and temperature, and what probabilities are worth."""
+    """What was learned of a pair of models, by kind of tree and temperature.
+
+    acceptance   by rank among siblings
+    calibration  what the draft's probabilities are worth
+    yields       what the expectations that follow from these are worth
+    """
 
     acceptance: dict[str, Acceptance] = field(default_factory=dict)
     calibration: dict[str, Calibration] = field(default_factory=dict)
+    yields: dict[str, Yield] = field(default_factory=dict)
 
     @property
     def is_empty(self) -> bool:
@@ -37,6 +43,7 @@ def recall(target: ModelSpec, draft: ModelSpec) -> Knowledge:
         return Knowledge(
             {key: Acceptance.of(*counts) for key, counts in entry["acceptance"].items()},
             {key: Calibration.of(*counts) for key, counts in entry["calibration"].items()},
+            {key: Yield.of(*counts) for key, counts in entry["yields"].items()},
         )
     except (KeyError, TypeError, ValueError, AttributeError):
         return Knowledge()
@@ -47,6 +54,7 @@ def remember(target: ModelSpec, draft: ModelSpec, knowledge: Knowledge) -> None:
     entry = {
         "acceptance": {key: one.counts() for key, one in knowledge.acceptance.items()},
         "calibration": {key: one.counts() for key, one in knowledge.calibration.items()},
+        "yields": {key: one.counts() for key, one in knowledge.yields.items()},
     }
     write_cached(_FILE, _VERSION, {**read_cached(_FILE, _VERSION), _pair(target, draft): entry})
 

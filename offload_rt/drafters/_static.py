@@ -13,7 +13,6 @@ from offload_rt.drafters._ngrams import graft
 from offload_rt.engine.sequence import Sequence
 from offload_rt.tree.topology import DraftTree, Draws, Topology
 
-CHILD_LAWS = ("given", "without_replacement", "independent", "hybrid")
 # A copied token that is at least so probable to the draft stays among its drawn children, whose subtrees are worth more.
 _LIKELY = 0.2
 
@@ -50,8 +49,8 @@ shape_of = lru_cache(maxsize=16)(Shape.of)
 class StaticSapling:
     """A tree of a given shape, growing level by level.
 
-    child_law  how the children of a node get their tokens: "given" (the most probable), "without_replacement",
-               "independent" or "hybrid"
+    child_law  how the children of a node get their tokens: "given" (the most probable), "without_replacement" or
+               "independent"
     copied     tokens that once followed the sequence's last ones, to be grafted on
     """
 
@@ -73,7 +72,7 @@ class StaticSapling:
         nodes = shape.below[level]
         parents = topology.parents[nodes]
         places = np.searchsorted(shape.inner[level], parents)
-        children = self._children(logits, np.bincount(places))
+        children = self._children(logits, int(np.bincount(places).max()))
         self._tokens[nodes] = children.numpy()[places, topology.ranks[nodes]]
         self._level += 1
         inner = shape.inner[level + 1]
@@ -87,32 +86,25 @@ class StaticSapling:
         if self._child_law == "given":
             return graft(DraftTree(topology, tokens, expected=expected), self._copied, n)
         drawn = np.ones(len(topology), dtype=bool)
-        if self._child_law == "hybrid":
-            n_siblings = np.bincount(topology.parents[1:], minlength=len(topology))[topology.parents]
-            drawn = topology.ranks == np.minimum(n_siblings - 1, 1)
         drawn[0] = False
         draws = Draws(drawn, torch.cat(self._laws), self._shape.row_of, self._child_law == "independent")
         return graft(DraftTree(topology, tokens, draws, expected), self._copied, n)
 
-    def _children(self, logits: Tensor, counts: np.ndarray) -> Tensor:
-        n = int(counts.max())
+    def _children(self, logits: Tensor, n: int) -> Tensor:
         if self._child_law == "given":
             return _children.top(logits, n)
         law = _children.law_of(logits, self._sequence.sampling.temperature)
         self._laws.append(law)
-        struck = self._strike_copied(law, n) if self._level == 0 and self._copied else None
+        struck = self._strike_copied(law) if self._level == 0 and self._copied else None
         generator = self._sequence.generator
-        if self._child_law == "hybrid":
-            return _children.hybrid(law, torch.from_numpy(counts), generator, struck)
         if self._child_law == "independent":
             return _children.independent(law, n, generator)
         return _children.without_replacement(law, n, generator, struck)
 
-    def _strike_copied(self, law: Tensor, n_children: int) -> Tensor | None:
+    def _strike_copied(self, law: Tensor) -> Tensor | None:
         """The copied token, struck from the root's draw; None, and no graft, where the root's children may well have it."""
         token = self._copied[0]
-        given = _children.top(law, n_children - 1)[0].tolist() if self._child_law == "hybrid" else []
-        if token in given or law[0, token] > _LIKELY:
+        if law[0, token] > _LIKELY:
             self._copied = ()
             return None
         return torch.zeros_like(law, dtype=torch.bool).index_fill_(1, torch.tensor([token]), True)

@@ -13,7 +13,16 @@ from offload_rt.drafters._ngrams import Match, MatchRates, find_matches, graft
 from offload_rt.drafters._parts import DraftParts, root_only
 from offload_rt.drafters._static import StaticSapling, shape_of
 from offload_rt.engine.sequence import Sequence
-from offload_rt.tree.choose import N_RANKS, Acceptance, Calibration, Choice, best_prefix, choose, sizes_up_to
+from offload_rt.tree.choose import (
+    N_RANKS,
+    Acceptance,
+    Calibration,
+    Choice,
+    Yield,
+    best_prefix,
+    choose,
+    sizes_up_to,
+)
 from offload_rt.tree.search import TreeTable, search
 from offload_rt.tree.topology import DraftTree, Topology, Verdict
 
@@ -68,7 +77,7 @@ class TreeDrafter:
             if proposal is not None:
                 self._proposals[id(sequence)] = proposal
         n_passes = self._model.grow([proposal.sapling for proposal in self._proposals.values()])
-        trees = [self._harvest(sequence, n_nodes, len(sequences)) for sequence in sequences]
+        trees = [self._corrected(one, self._harvest(one, n_nodes, len(sequences))) for one in sequences]
         self._pace.drafted(n_passes, time.perf_counter() - started)
         return trees
 
@@ -79,6 +88,7 @@ class TreeDrafter:
             return
         nodes = [0, *verdict.path]
         after = [*tree.tokens[list(verdict.path)].tolist(), verdict.bonus]
+        self._yield(sequence).observe(proposal.expected, len(after))
         if proposal.match is not None:
             self._rates.observe(proposal.match, after)
         if isinstance(proposal.sapling, HybridSapling):
@@ -98,6 +108,13 @@ class TreeDrafter:
     def acceptance_at(self, temperature: float) -> Acceptance:
         """What is known of the acceptance of its trees of a chosen shape; for a drafter of grown ones, of grown ones."""
         return self.knowledge.acceptance.setdefault(self._key(temperature), Acceptance())
+
+    def _yield(self, sequence: Sequence) -> Yield:
+        return self.knowledge.yields.setdefault(self._key(sequence.sampling.temperature), Yield())
+
+    def _corrected(self, sequence: Sequence, tree: DraftTree) -> DraftTree:
+        """The tree with what its expectation is worth; one of a root alone is sure of its token."""
+        return replace(tree, expected=tree.expected * self._yield(sequence).factor) if len(tree.topology) > 1 else tree
 
     def _key(self, temperature: float) -> str:
         return f"{self._kinds[temperature > 0]} {temperature:.1f}"

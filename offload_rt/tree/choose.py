@@ -142,6 +142,34 @@ class Calibration:
         return np.minimum(probabilities * ratio[np.searchsorted(self._EDGES, probabilities)], 1.0)
 
 
+class Yield:
+    """What expectations of trees were worth: tokens that came of them, against tokens expected."""
+
+    def __init__(self) -> None:
+        self.got = self.expected = 0.0
+
+    @classmethod
+    def of(cls, got: list[float], expected: list[float]) -> "Yield":
+        """From what `counts` gave. Raises ValueError for anything else."""
+        found = cls()
+        (found.got,), (found.expected,) = _checked(got, np.zeros(1)), _checked(expected, np.zeros(1))
+        return found
+
+    def counts(self) -> tuple[list[float], list[float]]:
+        """All it knows, in numbers."""
+        return [float(self.got)], [float(self.expected)]
+
+    def observe(self, expected: float, got: int) -> None:
+        """A tree of which so many tokens were expected gave so many."""
+        self.got = _MEMORY * self.got + got
+        self.expected = _MEMORY * self.expected + expected
+
+    @property
+    def factor(self) -> float:
+        """By which expectations are to be corrected."""
+        return (self.got + 2 * _PRIOR_WEIGHT) / (self.expected + 2 * _PRIOR_WEIGHT)
+
+
 def _checked(numbers: list[float], like: np.ndarray) -> np.ndarray:
     found = np.array(numbers, dtype=np.float64)
     if found.shape != like.shape or not np.isfinite(found).all() or (found < 0).any():
