@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-# Exponent of the norm by which link and compute add up to a pass; infinite would be the longer of the two. Measured on two cores
-# and a disk: a pass of 150 rows whose compute and link took 1.05 s each took 1.13 s, one of 0.94 and 1.03 took 1.09.
+# Exponent of the norm by which link and compute add up to a pass; infinite would be the longer of the two. Measured on two
+# cores and a disk: a pass of 150 rows whose compute and link took 1.05 s each took 1.13 s, one of 0.94 and 1.03 took 1.09.
 _ROUNDING = 8.0
 _CGROUP_V2 = Path("/sys/fs/cgroup")
 _CGROUP_V1 = Path("/sys/fs/cgroup/memory")
