@@ -1,74 +1,41 @@
 """How many tokens does a pass yield, by which trees and rules, and how much faster is a streamed model for it?
 
-    python -m bench.speculate [--size 2100MB] [--prompts 12] [--timed-prompts 3]
+    python -m bench.speculate [--size 2100MB] [--prompts 12] [--timed-prompts 8]
 
-The expanded model computes the same function as the small one, so tokens per pass are counted on the small one, where all
-methods at equal size are compared on the same held-out prompts; seconds are measured on the expanded one, streamed from the
-disk within a quarter of its size, plain passes interleaved.
+Part "count": tokens per pass of all methods at equal size on the same held-out prompts. The expanded model computes the same
+function as the small one, so this is counted on the small one. Part "steps": a step of each method on the expanded model,
+streamed from the disk within a quarter of its size, and so the seconds of a token. Part "chosen": whole generations with
+nothing configured, plain passes interleaved.
 """
 
 import argparse
 import itertools
 import json
+import math
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from statistics import mean, median
 
 import numpy as np
 import torch
+from rich.console import Console
+from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bench._measure import ROOT, commit, drop_from_page_cache, expanded_model, machine
+from bench._measure import commit, drop_from_page_cache, expanded_model, machine
+from bench._methods import DRAFT, METHODS, PAIRS, TARGET, Method
 from bench._prompts import held_out_prompts
 from offload_rt import LLM, SamplingParams
+from offload_rt.api import Stats
 from offload_rt.config import parse_size
-from offload_rt.engine.loop import DraftLimits
-from offload_rt.tree.topology import Topology
 
-TARGET, DRAFT = str(ROOT / "models/demo-target"), str(ROOT / "models/demo-draft")
 TEMPERATURES = (0.0, 0.6, 1.0)
-
-
-def chain(n: int) -> Topology:
-    """One candidate after the other."""
-    return Topology.chain(n)
-
-
-def k_ary(n: int, k: int = 3) -> Topology:
-    """Every node has k children, level by level."""
-    return Topology(np.array([-1, *((node - 1) // k for node in range(1, n))]))
-
-
-def chains(n: int, length: int = 8) -> Topology:
-    """As many chains of a length as there is room for, side by side, in level order: the trees of SpecInfer."""
-    n_chains = (n - 1) // length
-    first = np.arange(n_chains * length) - n_chains + 1
-    return Topology(np.concatenate(([-1], np.maximum(first, 0))))
-
-
-@dataclass(frozen=True)
-class Method:
-    """A way of decoding; `shape` makes a tree of a size where the drafter does not choose its own."""
-
-    name: str
-    drafter: str
-    rule: str = "auto"
-    shape: Callable[[int], Topology] | None = None
-
-
-METHODS = (
-    Method("n-gram", "ngram"),
-    Method("chain", "static_tree", "sequoia", chain),
-    Method("3-ary", "static_tree", "sequoia", k_ary),
-    Method("SpecInfer chains", "static_tree", "specinfer", chains),
-    Method("Sequoia", "static_tree", "sequoia"),
-    Method("Sequoia tree + traversal", "static_tree", "traversal"),
-    Method("dynamic", "dynamic_tree"),
-    Method("hybrid + traversal", "hybrid_tree"),
-)
+_ASSISTED = "transformers, assisted"
+# Prompts by which a pair of models becomes known at a temperature before any is timed, and passes timed of each method.
+_N_FIRST, _N_STEPS = 2, 8
 
 
 @dataclass(frozen=True)
@@ -85,25 +52,14 @@ class Counted:
         return mean(self.tokens_per_pass)
 
 
-def count(n_nodes: int, prompts: list[list[int]], n_new: int, names: Sequence[str]) -> Iterator[Counted]:
+def count(n_nodes: int, prompts: list[list[int]], n_new: int, methods: Sequence[Method]) -> Iterator[Counted]:
     """Tokens per pass of every method at equal size, in float32; greedy texts must equal plain decoding's."""
     plain = {}
     with LLM(TARGET, drafter="none", dtype="float32", device_memory="1GB", max_model_len=512) as llm:
         for i, prompt in enumerate(prompts):
             plain[i] = llm.generate(prompt, SamplingParams(max_new_tokens=n_new))[0].token_ids
-    for method in (one for one in METHODS if one.name in names):
-        pair = {} if method.drafter == "ngram" else {"draft_model": DRAFT}
-        depth = n_nodes if method.shape is chain else 24
-        with LLM(
-            TARGET, **pair, drafter=method.drafter, rule=method.rule, dtype="float32", device_memory="1GB",
-            max_model_len=512, tree_size=n_nodes, tree_depth=depth,
-        ) as llm:  # fmt: skip
-            # A fixed size, and the draft as good as free: the best tree, whatever the small model's passes cost.
-            llm.engine.drafter.limits = DraftLimits(n_nodes, depth, fixed_size=True)
-            llm.engine.pace.drafted = lambda n_passes, seconds: None
-            llm.engine.pace.level_s = 0.0
-            if method.shape is not None:
-                llm.engine.drafter.fix_shape(method.shape(n_nodes))
+    for method in methods:
+        with method.open(TARGET, n_nodes, "float32", "1GB", 512) as llm:
             for temperature in TEMPERATURES:
                 yield Counted(method.name, temperature, tuple(_rates(llm, prompts, n_new, temperature, plain)))
 
@@ -142,7 +98,7 @@ def assisted(prompts: list[list[int]], n_new: int) -> Iterator[Counted]:
                 **sampling,
             )  # fmt: skip
             rates.append((out.shape[1] - len(prompt)) / passes)
-        yield Counted("transformers, assisted", temperature, tuple(rates))
+        yield Counted(_ASSISTED, temperature, tuple(rates))
 
 
 def paired_p(better: Counted, worse: Counted, n_flips: int = 20_000) -> float:
@@ -153,54 +109,115 @@ def paired_p(better: Counted, worse: Counted, n_flips: int = 20_000) -> float:
 
 
 @dataclass(frozen=True)
-class Timed:
-    """Seconds on the expanded model at a temperature, medians over prompts."""
+class Shares:
+    """Of the seconds of some runs: in which the link was busy; in which layers were computed; of drafting, of verifying."""
 
-    temperature: float
-    plain_s: float
-    seconds_per_token: float
-    predicted_s: float
-    times_faster: float
-    tokens_per_pass: float
-    nodes: float
-    levels: float
-    pass_ratio: float
-    link_busy: float
+    link: float
+    compute: float
     draft: float
     verify: float
 
+    @classmethod
+    def of(cls, runs: Sequence[Stats]) -> "Shares":
+        """Of all of these together."""
+        seconds = sum(run.seconds for run in runs)
+        draft, verify, waited = (
+            sum(getattr(run, name) for run in runs) / seconds
+            for name in ("draft_seconds", "verify_seconds", "wait_seconds")
+        )
+        link = sum(run.link_busy * run.seconds for run in runs) / seconds
+        return cls(link, 1 - draft - verify - waited, draft, verify)
 
-def timed(size: str, prompts: list[list[int]], n_new: int) -> Iterator[Timed]:
-    """Time generation with automatic settings on the expanded model, plain passes between the prompts."""
+
+@dataclass(frozen=True)
+class Timed:
+    """Steps on the expanded model; seconds of a token follow from tokens per pass."""
+
+    method: str
+    temperature: float
+    plain_s: float
+    step_s: float
+    tokens_per_pass: float
+    shares: Shares
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Of drafting, the pass and verification."""
+        return self.step_s / self.tokens_per_pass
+
+    @property
+    def times_faster(self) -> float:
+        """Than plain passes between the runs."""
+        return self.plain_s / self.seconds_per_token
+
+
+def steps(
+    size: str, prompts: list[list[int]], n_nodes: int, counted: Sequence[Counted], methods: Sequence[Method]
+) -> Iterator[Timed]:
+    """A few steps of each method on the expanded model at equal size."""
     model = expanded_model(size)
-    budget = parse_size(size) // 4
-    with LLM(str(model), draft_model=DRAFT, device_memory=budget, max_model_len=256) as llm:
+    for method in methods:
+        rates = {one.temperature: one.mean for one in counted if one.method == method.name}
+        with method.open(str(model), n_nodes, "auto", parse_size(size) // 4, 256) as llm:
+            for temperature in TEMPERATURES:
+                n_new = math.ceil((_N_STEPS + 1) * rates[temperature])
+                params = SamplingParams(max_new_tokens=n_new, temperature=temperature, seed=0)
+                run = llm.generate(prompts[0], params)[0].stats
+                step_s = run.measured_seconds_per_token * run.measured_tokens_per_pass
+                plain_s = median(llm.time_plain(len(prompts[0]), 3))
+                yield Timed(method.name, temperature, plain_s, step_s, rates[temperature], Shares.of([run]))
+
+
+@dataclass(frozen=True)
+class Chosen(Timed):
+    """Whole generations with nothing configured, after the first pass of each.
+
+    faster_by_prompt  one figure a prompt
+    """
+
+    predicted_seconds_per_token: float
+    predicted_tokens_per_pass: float
+    nodes: float
+    levels: float
+    faster_by_prompt: tuple[float, ...]
+
+
+def chosen(size: str, prompts: list[list[int]], n_new: int) -> Iterator[Chosen]:
+    """Time generation with automatic settings on the expanded model, plain passes after each prompt."""
+    model = expanded_model(size)
+    with LLM(str(model), draft_model=DRAFT, device_memory=parse_size(size) // 4, max_model_len=256) as llm:
         for temperature in TEMPERATURES:
             drop_from_page_cache(model)
-            # The first prompt is not counted: what is known of the pair at this temperature begins with it.
-            runs, plain = [], []
+            runs: list[Stats] = []
+            plain: list[float] = []
             for i, prompt in enumerate(prompts):
                 params = SamplingParams(max_new_tokens=n_new, temperature=temperature, seed=i)
                 stats = llm.generate(prompt, params)[0].stats
-                if i > 0:
+                if i >= _N_FIRST:
                     runs.append(stats)
                     plain += llm.time_plain(len(prompt), 3)
-            plain_s = median(plain)
-            passes = [stats.measured_seconds_per_token * stats.tokens_per_pass for stats in runs]
-            yield Timed(
-                temperature,
-                plain_s,
-                median(stats.measured_seconds_per_token for stats in runs),
-                median(stats.predicted_seconds_per_token for stats in runs),
-                median(plain_s / stats.measured_seconds_per_token for stats in runs),
-                mean(stats.tokens_per_pass for stats in runs),
-                mean(stats.nodes_per_tree for stats in runs),
-                mean(stats.levels_per_tree for stats in runs),
-                median(passes) / plain_s,
-                mean(stats.link_busy for stats in runs),
-                mean(stats.draft_seconds / stats.seconds for stats in runs),
-                mean(stats.verify_seconds / stats.seconds for stats in runs),
-            )
+            yield _summary(temperature, runs, median(plain))
+
+
+def _summary(temperature: float, runs: Sequence[Stats], plain_s: float) -> Chosen:
+    n_passes = np.array([run.n_passes - 1 for run in runs])
+    tokens = n_passes @ np.array([run.measured_tokens_per_pass for run in runs])
+    promised = n_passes @ np.array([run.predicted_tokens_per_pass for run in runs])
+    seconds = n_passes @ np.array([run.measured_seconds_per_token * run.measured_tokens_per_pass for run in runs])
+    promised_s = n_passes @ np.array([run.predicted_seconds_per_token * run.predicted_tokens_per_pass for run in runs])
+    return Chosen(
+        method="chosen",
+        temperature=temperature,
+        plain_s=plain_s,
+        step_s=seconds / n_passes.sum(),
+        tokens_per_pass=tokens / n_passes.sum(),
+        shares=Shares.of(runs),
+        predicted_seconds_per_token=promised_s / promised,
+        predicted_tokens_per_pass=promised / n_passes.sum(),
+        nodes=mean(run.nodes_per_tree for run in runs),
+        levels=mean(run.levels_per_tree for run in runs),
+        faster_by_prompt=tuple(plain_s / run.measured_seconds_per_token for run in runs),
+    )
 
 
 @contextmanager
@@ -222,48 +239,80 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="2100MB")
     parser.add_argument("--prompts", type=int, default=12)
-    parser.add_argument("--timed-prompts", type=int, default=3)
+    parser.add_argument("--timed-prompts", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--nodes", type=int, default=64, help="of every tree where methods are compared at equal size")
-    parser.add_argument("--methods", nargs="+", default=[method.name for method in METHODS], help="to be counted")
-    parser.add_argument("--part", choices=("count", "time", "all"), default="all")
+    parser.add_argument("--methods", nargs="+", default=[method.name for method in METHODS], help="to be compared")
+    parser.add_argument(
+        "--parts", nargs="+", choices=("count", "steps", "chosen"), default=["count", "steps", "chosen"]
+    )
     flags = parser.parse_args()
-    print(f"{machine()}\ncommit {commit()}", flush=True)
-    prompts = held_out_prompts(AutoTokenizer.from_pretrained(TARGET), max(flags.prompts, flags.timed_prompts + 1))
+    console = Console()
+    console.print(f"{machine()}\ncommit {commit()}")
+    n_prompts = max(flags.prompts, flags.timed_prompts + _N_FIRST)
+    prompts = held_out_prompts(AutoTokenizer.from_pretrained(TARGET), n_prompts)
+    methods = [method for method in METHODS if method.name in flags.methods]
     result: dict[str, object] = {"bench": "speculate", "machine": machine(), "commit": commit(), **vars(flags)}
-    if flags.part != "time":
-        with no_knowledge():
-            result["count"] = _count(flags.nodes, prompts[: flags.prompts], flags.new_tokens, flags.methods)
-    if flags.part != "count":
-        result["time"] = _time(flags.size, prompts[: flags.timed_prompts + 1], flags.new_tokens)
+    with no_knowledge():
+        if {"count", "steps"} & {*flags.parts}:
+            counted = _told(console, itertools.chain(
+                count(flags.nodes, prompts[: flags.prompts], flags.new_tokens, methods),
+                assisted(prompts[: flags.prompts], flags.new_tokens),
+            ))  # fmt: skip
+            result["count"] = [asdict(one) for one in counted]
+            result["ratios"] = _compare(console, counted)
+        timed: list[Timed] = []
+        if "steps" in flags.parts:
+            timed += steps(flags.size, prompts, flags.nodes, counted, methods)
+        if "chosen" in flags.parts:
+            timed += chosen(flags.size, prompts[: flags.timed_prompts + _N_FIRST], flags.new_tokens)
+        result["time"] = [_entry(one) for one in timed]
+    if timed:
+        console.print(_table(timed))
     print(json.dumps(result))
 
 
-def _count(n_nodes: int, prompts: list[list[int]], n_new: int, names: Sequence[str]) -> dict[str, object]:
-    found: dict[tuple[str, float], Counted] = {}
-    print(f"tokens per pass, trees of {n_nodes} nodes, {len(prompts)} held-out prompts, {n_new} new tokens", flush=True)
-    for one in itertools.chain(count(n_nodes, prompts, n_new, names), assisted(prompts, n_new)):
-        found[one.method, one.temperature] = one
-        print(f"  {one.method:26} T={one.temperature}: {one.mean:.2f}", flush=True)
-    pairs = [("Sequoia", "chain"), ("Sequoia", "SpecInfer chains"), ("Sequoia", "3-ary"), ("dynamic", "Sequoia"),
-             ("Sequoia tree + traversal", "Sequoia"), ("hybrid + traversal", "Sequoia"),
-             ("Sequoia", "transformers, assisted")]  # fmt: skip
+def _told(console: Console, counted: Iterator[Counted]) -> list[Counted]:
+    found = []
+    for one in counted:
+        console.print(f"{one.method:26} T={one.temperature}: {one.mean:.2f} tokens per pass", highlight=False)
+        found.append(one)
+    return found
+
+
+def _compare(console: Console, counted: Sequence[Counted]) -> list[tuple[str, str, float, float, float]]:
+    """Per pair and temperature the ratio of tokens per pass, and the chance of it."""
+    found = {(one.method, one.temperature): one for one in counted}
     tests = []
-    for better, worse in (pair for pair in pairs if {*pair} <= {name for name, _ in found}):
-        for temperature in TEMPERATURES:
-            a, b = found[better, temperature], found[worse, temperature]
+    for (better, worse), temperature in itertools.product(PAIRS, TEMPERATURES):
+        a, b = found.get((better, temperature)), found.get((worse, temperature))
+        if a is not None and b is not None:
             tests.append((better, worse, temperature, a.mean / b.mean, paired_p(a, b)))
-            print(f"  {better} / {worse}, T={temperature}: {a.mean / b.mean:.3f}, p = {tests[-1][-1]:.4f}", flush=True)
-    return {"tokens_per_pass": [asdict(one) for one in found.values()], "ratios": tests}
+            console.print(
+                f"{better} / {worse}, T={temperature}: {a.mean / b.mean:.3f}, p = {tests[-1][-1]:.4f}", highlight=False
+            )
+    return tests
 
 
-def _time(size: str, prompts: list[list[int]], n_new: int) -> list[dict[str, float]]:
-    rows = []
-    print(f"streamed, {size} within a quarter of it, trees chosen; shares of the time", flush=True)
-    for one in timed(size, prompts, n_new):
-        rows.append(asdict(one))
-        print("  " + ", ".join(f"{name} {value:.3f}" for name, value in rows[-1].items()), flush=True)
-    return rows
+def _entry(one: Timed) -> dict[str, object]:
+    return {**asdict(one), "seconds_per_token": one.seconds_per_token, "times_faster": one.times_faster}
+
+
+def _table(timed: Sequence[Timed]) -> Table:
+    table = Table(title="streamed within a quarter of its size; link, compute, draft, verify: shares of the time")
+    heads = ("trees", "T", "tokens/pass", "step s", "step/plain", "s/token", "predicted", "x plain",
+             "link", "compute", "draft", "verify")  # fmt: skip
+    for head in heads:
+        table.add_column(head, justify="left" if head == "trees" else "right")
+    for one in timed:
+        predicted = f"{one.predicted_seconds_per_token:.3f}" if isinstance(one, Chosen) else ""
+        name = f"{one.method}: {one.nodes:.0f} nodes" if isinstance(one, Chosen) else one.method
+        shares = [f"{share:.1%}" for share in asdict(one.shares).values()]
+        table.add_row(
+            name, str(one.temperature), f"{one.tokens_per_pass:.2f}", f"{one.step_s:.3f}",
+            f"{one.step_s / one.plain_s:.3f}", f"{one.seconds_per_token:.3f}", predicted, f"{one.times_faster:.2f}", *shares,
+        )  # fmt: skip
+    return table
 
 
 if __name__ == "__main__":

@@ -32,11 +32,12 @@ Prompt = str | Several[int]
 class Stats:
     """How a run went. Sequences of a batch share their passes, so seconds and bytes are those of the whole batch.
 
+    draft_seconds                and so verify_seconds; wait_seconds are those in which no layer was there to compute
     link_busy                    share of the seconds in which the link moved bytes
     nodes_per_tree               mean size of the verified trees, roots included; and so levels_per_tree
     acceptance_by_rank           how often the k-th child was taken, of the times it was there and its parent reached
     predicted_seconds_per_token  of all passes but the first, as predicted before each of them; None for a single pass
-    measured_seconds_per_token   of the same passes
+    measured_seconds_per_token   of the same passes; and so predicted_tokens_per_pass and measured_tokens_per_pass
     tree_widths                  nodes on each level of the largest tree
     """
 
@@ -48,6 +49,7 @@ class Stats:
     prefill_seconds: float
     draft_seconds: float
     verify_seconds: float
+    wait_seconds: float
     link_bytes: int
     link_gbps: float
     link_busy: float
@@ -56,6 +58,8 @@ class Stats:
     acceptance_by_rank: list[float]
     predicted_seconds_per_token: float | None
     measured_seconds_per_token: float | None
+    predicted_tokens_per_pass: float | None
+    measured_tokens_per_pass: float | None
     tree_widths: list[int]
 
 
@@ -287,6 +291,7 @@ class _Run:
         self.batch = [Live(one, cache, n_nodes) for one, cache in zip(sequences, caches, strict=True)]
         self._started = time.perf_counter()
         self._nbytes, self._busy_s = engine.streamer.meter.read()
+        self._waited_s = engine.streamer.meter.waited_s
 
     def steps(self, loop: Loop) -> Iterator[None]:
         """Run the batch to its end; yields after each pass."""
@@ -315,6 +320,7 @@ class _Run:
             prefill_seconds=tally.prefill_s,
             draft_seconds=tally.draft_s,
             verify_seconds=tally.verify_s,
+            wait_seconds=self._engine.streamer.meter.waited_s - self._waited_s,
             link_bytes=nbytes,
             link_gbps=nbytes / busy_s / 1e9 if busy_s else 0.0,
             link_busy=busy_s / seconds,
@@ -323,6 +329,8 @@ class _Run:
             acceptance_by_rank=[n / of for n, of in zip(tally.taken, tally.tried, strict=True) if of],
             predicted_seconds_per_token=tally.promised_s / tally.promised_tokens if measured else None,
             measured_seconds_per_token=tally.measured_s / tally.measured_tokens if measured else None,
+            predicted_tokens_per_pass=tally.promised_tokens / (tally.n_passes - 1) if measured else None,
+            measured_tokens_per_pass=tally.measured_tokens / (tally.n_passes - 1) if measured else None,
             tree_widths=np.bincount(tally.topology.depths).tolist(),
         )
 

@@ -149,9 +149,10 @@ def _find(llm: "LLM", temperature: float, context: int) -> Findings:
     table = search(acceptance, limits.n_nodes, limits.n_levels).values
     sizes = tuple(n for n in _SIZES if n <= limits.n_nodes)
     depths = tuple(n for n in _DEPTHS if n <= limits.n_levels)
-    seconds = pace.seconds(np.array(sizes), context)[:, None] + pace.level_s * (np.array(depths) - 1)
+    seconds = pace.seconds(np.array(sizes)[:, None], context, pace.level_s * (np.array(depths) - 1))
     every = sizes_up_to(limits.n_nodes)
-    choice = choose(table, every, pace.seconds(every, context), pace.level_s)
+    draft_s = pace.level_s * np.arange(limits.n_levels)
+    choice = choose(table, every, pace.seconds(every[:, None], context, draft_s))
     streamed = [nbytes / pace.profile.link(tier) / 1e9 for tier, nbytes in llm.plan.pass_bytes.streamed if nbytes]
     return Findings(
         acceptance=acceptance,

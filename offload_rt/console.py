@@ -106,7 +106,8 @@ def report(stats: Stats, moved: PassBytes, plain_s: float | None = None) -> str:
         lines.append(
             f"trees of {stats.nodes_per_tree:.0f} nodes on {stats.levels_per_tree:.1f} levels; after the first pass "
             f"{stats.measured_seconds_per_token:.3f} s per token, {stats.predicted_seconds_per_token:.3f} s predicted; "
-            f"drafting {stats.draft_seconds / stats.seconds:.0%}, verifying {stats.verify_seconds / stats.seconds:.0%}"
+            f"drafting {stats.draft_seconds / stats.seconds:.0%} of the time, verifying "
+            f"{stats.verify_seconds / stats.seconds:.0%}, waiting for a layer {stats.wait_seconds / stats.seconds:.0%}"
         )
     if plain_s is not None and stats.measured_seconds_per_token is not None:
         lines.append(

@@ -69,33 +69,46 @@ class PassBytes:
 
     streamed  bytes that cross each link: tier name -> bytes, as pairs
     computed  bytes of weights the device reads while computing, resident ones included
+    ahead     bytes of the next pass that the slots take in while nothing is computed
     """
 
     streamed: tuple[tuple[str, int], ...]
     computed: int
+    ahead: int = 0
 
 
-def pass_time(profile: MachineProfile, moved: PassBytes, n_rows: int = 1, context: int = 0) -> float:
+def pass_time(
+    profile: MachineProfile, moved: PassBytes, n_rows: int = 1, context: int = 0, between_s: float = 0.0
+) -> float:
     """Seconds of one pass; see `pass_times`."""
-    return float(pass_times(profile, moved, np.array([n_rows]), context)[0])
+    return float(pass_times(profile, moved, np.array([n_rows]), context, between_s)[0])
 
 
-def pass_times(profile: MachineProfile, moved: PassBytes, n_rows: np.ndarray, context: int) -> np.ndarray:
-    """Seconds of a pass of each number of rows: the slower of link and compute, and what neither hides.
+def pass_times(
+    profile: MachineProfile, moved: PassBytes, n_rows: np.ndarray, context: int, between_s: np.ndarray | float = 0.0
+) -> np.ndarray:
+    """Seconds from the start of a pass to that of the next: the slower of link and compute, and what neither hides.
+
+    n_rows     of each pass
+    between_s  seconds of drafting between two passes, of the shape of `n_rows` or one that broadcasts with it: the device is
+               busy, and the link goes on until the slots are full
 
     Tiers share no link: a layer from the disk crosses the disk's link and is not counted on another. Where link and compute
     are about equal, now one waits and now the other: see `_ROUNDING`.
     """
-    links = [nbytes / (profile.link(tier) * 1e9) for tier, nbytes in moved.streamed if nbytes]
+    links = [(nbytes, profile.link(tier) * 1e9) for tier, nbytes in moved.streamed if nbytes]
+    link, rate = max(((nbytes / rate, rate) for nbytes, rate in links), default=(0.0, 1.0))
     if profile.compute is None:
-        compute = np.full(len(n_rows), moved.computed / (profile.memory_gbps * 1e9))
+        compute = np.full(n_rows.shape, moved.computed / (profile.memory_gbps * 1e9))
     else:
         compute = profile.compute.at(n_rows, context)
-    slower = np.maximum(compute, max(links, default=0.0))
+    idle = np.maximum(between_s - moved.ahead / rate, 0.0) if links else 0.0
+    device = compute + between_s - idle
+    slower = np.maximum(device, link)
     if not slower.all():
-        return slower + profile.fixed_s
-    shares = (compute / slower) ** _ROUNDING + (max(links, default=0.0) / slower) ** _ROUNDING
-    return slower * shares ** (1 / _ROUNDING) + profile.fixed_s
+        return slower + idle + profile.fixed_s
+    shares = (device / slower) ** _ROUNDING + (link / slower) ** _ROUNDING
+    return slower * shares ** (1 / _ROUNDING) + idle + profile.fixed_s
 
 
 def _line(x: np.ndarray, xs: Sequence[float], ys: Sequence[float]) -> np.ndarray:

@@ -158,8 +158,11 @@ def ended(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dic
         "full disk, json": lambda: _to_a_full_disk([*short, "--json"]),
         "little memory": lambda: _in_little_memory(much, 4 << 30),
     }
+    # In the background of a shell interrupts are ignored, by all that is started there.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     with ThreadPoolExecutor(2) as pool:
         yield {name: pool.submit(job) for name, job in jobs.items()}
+    signal.signal(signal.SIGINT, handler)
 
 
 def _one_sentence(err: bytes, *words: str) -> None:

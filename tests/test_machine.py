@@ -5,12 +5,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from offload_rt import machine
-from offload_rt.machine import MachineProfile, PassBytes, memory_free, memory_limit, pass_time, peak_rss
+from offload_rt.machine import (
+    ComputeTimes,
+    MachineProfile,
+    PassBytes,
+    memory_free,
+    memory_limit,
+    pass_time,
+    pass_times,
+    peak_rss,
+)
 
 GIB = 2**30
 TOTAL, AVAILABLE, RSS = 64 * GIB, 40 * GIB, 2 * GIB
@@ -160,3 +170,25 @@ def test_link_and_compute_of_equal_length_are_not_hidden_wholly() -> None:
 def test_a_tier_that_moves_nothing_need_not_have_a_rate() -> None:
     profile = MachineProfile("simulated", False, (("disk", 2.0),), 10.0)
     assert pass_time(profile, PassBytes((("host", 0), ("disk", 4 * 10**9)), 10**9)) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("ahead", "between", "seconds"),
+    [
+        (0, 0.0, 4.0),  # the link's pass
+        (10**9, 0.5, 4.0),  # the link goes on while the draft works
+        (10**9, 1.5, 4.5),  # until the slots are full
+        (10**9, 9.0, 12.0),  # the draft alone takes longer than the link
+        (10**10, 9.0, 9.5),  # and with slots for all of it, only the device counts
+    ],
+)
+def test_drafting_hides_behind_the_link_as_far_as_the_slots_go(ahead: int, between: float, seconds: float) -> None:
+    moved = PassBytes((("disk", 4 * 10**9),), 10**9, ahead)
+    assert pass_time(_profile(1.0, 1.0, 2.0), moved, between_s=between) == pytest.approx(seconds, rel=1e-3)
+
+
+def test_every_depth_is_weighed_with_every_width() -> None:
+    compute = ComputeTimes((1, 101), (0, 1), ((1.0, 2.0),) * 2)
+    profile, moved = MachineProfile("simulated", False, (), 1.0, 0.0, compute), PassBytes((), 10**9)
+    seconds = pass_times(profile, moved, np.array([[1], [51]]), 0, np.array([0.0, 0.25, 0.5]))
+    assert seconds == pytest.approx(np.array([[1.0, 1.25, 1.5], [1.5, 1.75, 2.0]]))

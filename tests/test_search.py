@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tiny import random_tree
 
 from offload_rt.tree import search as module
+from offload_rt.tree.choose import Yield
 from offload_rt.tree.describe import describe
 from offload_rt.tree.search import best_tree, expected_tokens, search
 from offload_rt.tree.topology import Topology
@@ -262,3 +263,19 @@ def test_a_deep_tree_is_cut():
     lines = describe(deep).splitlines()
     assert len(lines) == 19 and lines[-1].startswith(f"{400 - 16} more levels") and lines[-1].endswith("...")
     assert [(a, b) for a, b in pairwise(line.split()[0] for line in lines[2:-1]) if int(b) != int(a) + 1] == []
+
+
+def test_expectations_are_corrected_by_what_came_of_them() -> None:
+    known = Yield()
+    assert known.corrected(5.0) == 5.0
+    for _ in range(2000):
+        known.observe(5.0, 3)
+    assert known.corrected(5.0) == pytest.approx(3.0, abs=0.1)
+    assert known.corrected(1.0) == 1.0
+
+
+def test_one_text_does_not_overturn_an_expectation() -> None:
+    known = Yield()
+    for _ in range(10):
+        known.observe(9.0, 5)
+    assert 6.5 < known.corrected(9.0) < 8.5

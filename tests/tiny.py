@@ -142,11 +142,11 @@ class Steady:
     def __init__(self, level_s: float = 0.01) -> None:
         self.level_s = level_s
 
-    def seconds(self, n_rows: np.ndarray, context: int) -> np.ndarray:
-        """A tenth of a pass for every 100 rows."""
-        return 1.0 + n_rows / 1000
+    def seconds(self, n_rows: np.ndarray, context: int, draft_s: np.ndarray | float = 0.0) -> np.ndarray:
+        """A tenth of a pass for every 100 rows; drafting counts as it was foreseen, not as it was timed."""
+        return 1.0 + n_rows / 1000 + (draft_s if isinstance(draft_s, np.ndarray) else 0.0)
 
-    def passed(self, n_rows: int, context: int, seconds: float, link_gbps: float) -> None:
+    def passed(self, n_rows: int, context: int, draft_s: float, seconds: float, link_gbps: float) -> None:
         """Learns nothing."""
 
     def drafted(self, n_levels: int, seconds: float) -> None:

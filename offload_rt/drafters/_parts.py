@@ -14,7 +14,7 @@ from offload_rt.models._spec import ModelSpec
 from offload_rt.tree.choose import Acceptance, Calibration, Yield
 from offload_rt.tree.topology import DraftTree, Topology
 
-_FILE, _VERSION = "pairs.json", 2
+_FILE, _VERSION = "pairs.json", 3
 
 
 @dataclass

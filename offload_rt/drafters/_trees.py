@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -77,7 +78,9 @@ class TreeDrafter:
             if proposal is not None:
                 self._proposals[id(sequence)] = proposal
         n_passes = self._model.grow([proposal.sapling for proposal in self._proposals.values()])
-        trees = [self._corrected(one, self._harvest(one, n_nodes, len(sequences))) for one in sequences]
+        draft_s = time.perf_counter() - started
+        size = partial(self._size, len(sequences), draft_s)
+        trees = [self._corrected(one, self._harvest(one, n_nodes, size(one))) for one in sequences]
         self._pace.drafted(n_passes, time.perf_counter() - started)
         return trees
 
@@ -113,8 +116,9 @@ class TreeDrafter:
         return self.knowledge.yields.setdefault(self._key(sequence.sampling.temperature), Yield())
 
     def _corrected(self, sequence: Sequence, tree: DraftTree) -> DraftTree:
-        """The tree with what its expectation is worth; one of a root alone is sure of its token."""
-        return replace(tree, expected=tree.expected * self._yield(sequence).factor) if len(tree.topology) > 1 else tree
+        """The tree with what its expectation is worth; one token for each level is the most that can come of it."""
+        most = 1.0 + int(tree.topology.depths.max())
+        return replace(tree, expected=min(self._yield(sequence).corrected(tree.expected), most))
 
     def _key(self, temperature: float) -> str:
         return f"{self._kinds[temperature > 0]} {temperature:.1f}"
@@ -137,7 +141,7 @@ class TreeDrafter:
             drawing = Drawing(
                 self._trees(temperature),
                 self._calibration(f"drawn {temperature:.1f}"),
-                self._size(sequence, n_sequences),
+                self._size(n_sequences, 0.0, sequence),
                 sequence.generator,
             )
             return _Proposal(kind, HybridSapling(*grown, drawing), 1.0, None, n_nodes)
@@ -148,27 +152,27 @@ class TreeDrafter:
         sapling = StaticSapling(growth, shape_of(topology), kind, sequence, copied)
         return _Proposal(kind, sapling, choice.tokens, match, len(topology))
 
-    def _harvest(self, sequence: Sequence, n_nodes: int, n_sequences: int) -> DraftTree:
+    def _harvest(self, sequence: Sequence, n_nodes: int, size: Callable[[np.ndarray], int]) -> DraftTree:
         proposal = self._proposals.get(id(sequence))
         if proposal is None:
             return root_only(sequence)
         if isinstance(proposal.sapling, StaticSapling):
             return proposal.sapling.tree(proposal.expected)
-        tree = proposal.sapling.tree(self._size(sequence, n_sequences))
+        tree = proposal.sapling.tree(size)
         self._proposals[id(sequence)] = replace(proposal, expected=tree.expected, n_shape=len(tree.topology))
         return graft(tree, proposal.match.tokens, n_nodes) if proposal.match else tree
 
     def _calibration(self, key: str) -> Calibration:
         return self.knowledge.calibration.setdefault(key, Calibration())
 
-    def _size(self, sequence: Sequence, n_sequences: int) -> Callable[[np.ndarray], int]:
-        """How many nodes of some chances, descending, are worth taking in a tree of this sequence."""
+    def _size(self, n_sequences: int, draft_s: float, sequence: Sequence) -> Callable[[np.ndarray], int]:
+        """How many nodes of some chances, descending, are worth taking in a tree of this sequence, drafted in `draft_s`."""
 
         def size(chances: np.ndarray) -> int:
             if self.limits.fixed_size:
                 return len(chances)
             rows = n_sequences * np.arange(1, len(chances) + 2)
-            return best_prefix(chances, self._pace.seconds(rows, len(sequence.tokens)))
+            return best_prefix(chances, self._pace.seconds(rows, len(sequence.tokens), draft_s))
 
         return size
 
@@ -178,10 +182,11 @@ class TreeDrafter:
             return Choice(len(self._fixed), int(self._fixed.depths.max()) + 1, 1.0, 0.0), self._fixed
         trees = self._trees(sequence.sampling.temperature)
         sizes = np.array([n_nodes]) if self.limits.fixed_size else sizes_up_to(n_nodes)
-        pass_s = self._pace.seconds(n_sequences * sizes, len(sequence.tokens))
+        draft_s = self._pace.level_s * np.arange(n_levels)  # the last level needs no pass of the draft
+        seconds = self._pace.seconds(n_sequences * sizes[:, None], len(sequence.tokens), draft_s)
         expected = trees.values[:, : n_levels + 1]
         least_levels = n_levels if self.limits.fixed_depth else 1 + self.limits.fixed_size
-        choice = choose(expected, sizes, pass_s, self._pace.level_s, least_levels)
+        choice = choose(expected, sizes, seconds, least_levels)
         return choice, trees.topology(choice.n_nodes, choice.n_levels)
 
     def _trees(self, temperature: float) -> TreeTable:

@@ -141,12 +141,13 @@ class Loop:
         if is_prefill:
             tally.prefill_s = passed - started
             return
-        tally.promised_s += float(self._pace.seconds(np.array([n_rows]), context)[0]) + drafted - started
+        draft_s = drafted - started
+        tally.promised_s += float(self._pace.seconds(np.array([n_rows]), context, draft_s)[0])
         tally.promised_tokens += sum(tree.expected for tree in trees)
         tally.measured_s += ended - started
         tally.measured_tokens += sum(len(one.sequence.tokens) for one in live) - n_before
         nbytes, busy_s = (new - old for new, old in zip(self._runner.streamer.meter.read(), link, strict=True))
-        self._pace.passed(n_rows, context, ended - drafted, nbytes / busy_s / 1e9 if busy_s > 0 else 0.0)
+        self._pace.passed(n_rows, context, draft_s, ended - started, nbytes / busy_s / 1e9 if busy_s > 0 else 0.0)
 
     def _accept(self, one: Live, tree: DraftTree, logits: Tensor, tally: Tally) -> None:
         sequence, cache = one.sequence, one.cache

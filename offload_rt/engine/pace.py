@@ -1,6 +1,6 @@
 """What passes cost here and now: the cost model with the machine's profile, corrected by the passes that were made."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -12,28 +12,19 @@ _NEWEST = 0.25
 _LEVEL_S = 2e-3
 
 
-@dataclass
-class Forecast:
-    """What was promised of the passes made so far: their seconds, drafting included, and their tokens."""
-
-    seconds: float = 0.0
-    tokens: float = 0.0
-
-
 class Pace:
     """Predicts passes, and learns from each how fast the link is and how far the model of the costs is off."""
 
     def __init__(self, profile: MachineProfile, moved: PassBytes) -> None:
         self.profile, self._moved = profile, moved
         self._slack, self.level_s = 1.0, _LEVEL_S
-        self._n_passes = 0
 
-    def seconds(self, n_rows: np.ndarray, context: int) -> np.ndarray:
-        """Seconds of a pass of each number of rows, after `context` tokens."""
-        return self._slack * pass_times(self.profile, self._moved, n_rows, context)
+    def seconds(self, n_rows: np.ndarray, context: int, draft_s: np.ndarray | float = 0.0) -> np.ndarray:
+        """Seconds of a step with a pass of each number of rows, after `context` tokens and drafting of `draft_s` seconds."""
+        return self._slack * pass_times(self.profile, self._moved, n_rows, context, draft_s)
 
-    def passed(self, n_rows: int, context: int, seconds: float, link_gbps: float) -> None:
-        """A pass has taken so long.
+    def passed(self, n_rows: int, context: int, draft_s: float, seconds: float, link_gbps: float) -> None:
+        """A step has taken so long, drafting and verification included.
 
         link_gbps  at which bytes came in while the link was busy; 0 where none came
         """
@@ -43,7 +34,7 @@ class Pace:
                 for tier, rate in self.profile.link_gbps
             )
             self.profile = replace(self.profile, link_gbps=links)
-        predicted = pass_time(self.profile, self._moved, n_rows, context)
+        predicted = pass_time(self.profile, self._moved, n_rows, context, draft_s)
         self._slack = _towards(self._slack, seconds / predicted)
 
     def drafted(self, n_levels: int, seconds: float) -> None:

@@ -5,7 +5,10 @@ import time
 
 
 class LinkMeter:
-    """Counts bytes and the time in which at least one transfer was under way. Safe to use from several threads."""
+    """Counts bytes and the time in which at least one transfer was under way. Safe to use from several threads.
+
+    waited_s  seconds in which the device had nothing to compute because a layer had not arrived; one thread writes it
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -13,6 +16,7 @@ class LinkMeter:
         self._since = 0.0
         self._busy_s = 0.0
         self._nbytes = 0
+        self.waited_s = 0.0
 
     def begin(self) -> None:
         """A transfer starts."""

@@ -1,6 +1,7 @@
 """The streamer of a CPU: threads fill slots by blocking reads that release the interpreter lock."""
 
 import threading
+import time
 from collections.abc import Iterator
 
 import torch
@@ -72,10 +73,11 @@ class ThreadStreamer:
 
     def _arrive(self, i: int) -> Block:
         """Wait until the next fetch, which is layer i, is in its slot."""
-        k = self._n_consumed
+        k, started = self._n_consumed, time.perf_counter()
         with self._changed:
             while self._error is None and not self._closed and not self._has_arrived(k):
                 self._changed.wait()
+            self.meter.waited_s += time.perf_counter() - started
             refuse_closed(self._closed)
             if self._error is not None:
                 raise self._error

@@ -71,7 +71,7 @@ class Plan:
     def pass_bytes(self) -> PassBytes:
         """What one pass moves."""
         streamed = tuple((tier, self.on(tier)) for tier in ("host", "disk"))
-        return PassBytes(streamed, sum(self.layer_nbytes) + self.need.outer)
+        return PassBytes(streamed, sum(self.layer_nbytes) + self.need.outer, self.n_slots * self.slot_nbytes)
 
 
 def least_budget(layer_nbytes: Sequence[int], need: Need) -> int:

@@ -7,6 +7,8 @@ import numpy as np
 # An estimate starts from the prior, which weighs as much as so many observations, and forgets old ones at this rate.
 _PRIOR_WEIGHT = 4.0
 _MEMORY = 0.998
+# The tokens that expectations of whole trees are trusted for: one text differs from the next by as much as a factor of two.
+_YIELD_WEIGHT = 100.0
 # The prior by rank: a fair draft, falling off as ranks do in language.
 _FIRST, _SECOND, _DECAY = 0.6, 0.12, 1.2
 # Ranks that are told apart; children beyond them are never worth a node.
@@ -18,7 +20,7 @@ class Choice:
     """A size and depth, and what they promise.
 
     tokens   expected of one pass
-    seconds  of one pass with its drafting
+    seconds  of drafting and verifying it
     """
 
     n_nodes: int
@@ -27,19 +29,14 @@ class Choice:
     seconds: float
 
 
-def choose(
-    expected: np.ndarray, sizes: np.ndarray, pass_s: np.ndarray, level_s: float, least_levels: int = 1
-) -> Choice:
-    """The size and depth with the least (pass time + levels * draft time) / expected tokens (Chen et al. 2024).
+def choose(expected: np.ndarray, sizes: np.ndarray, seconds: np.ndarray, least_levels: int = 1) -> Choice:
+    """The size and depth with the least time for a token (Chen et al. 2024).
 
     expected  (n + 1, levels + 1): expected tokens of the best tree of so many nodes and levels, the root's included
     sizes     (m,) the sizes to choose from
-    pass_s    (m,) seconds of a pass with a tree of each size
-    level_s   seconds in which the draft computes a level; the last needs no pass of the draft
+    seconds   (m, levels) of drafting and verifying a tree of each size and number of levels
     least_levels  of the tree
     """
-    n_levels = expected.shape[1] - 1
-    seconds = pass_s[:, None] + level_s * np.arange(n_levels)[None, :]
     per_token = seconds / expected[sizes, 1:]
     per_token[:, : least_levels - 1] = np.inf
     size, level = np.unravel_index(int(per_token.argmin()), per_token.shape)
@@ -143,7 +140,7 @@ class Calibration:
 
 
 class Yield:
-    """What expectations of trees were worth: tokens that came of them, against tokens expected."""
+    """What expectations of trees were worth: tokens beyond the first, which is sure, that came of them, of those expected."""
 
     def __init__(self) -> None:
         self.got = self.expected = 0.0
@@ -161,13 +158,12 @@ class Yield:
 
     def observe(self, expected: float, got: int) -> None:
         """A tree of which so many tokens were expected gave so many."""
-        self.got = _MEMORY * self.got + got
-        self.expected = _MEMORY * self.expected + expected
+        self.got = _MEMORY * self.got + got - 1
+        self.expected = _MEMORY * self.expected + expected - 1
 
-    @property
-    def factor(self) -> float:
-        """By which expectations are to be corrected."""
-        return (self.got + 2 * _PRIOR_WEIGHT) / (self.expected + 2 * _PRIOR_WEIGHT)
+    def corrected(self, expected: float) -> float:
+        """What is to be expected of a tree of which so many tokens seem to be."""
+        return 1 + (expected - 1) * (self.got + _YIELD_WEIGHT) / (self.expected + _YIELD_WEIGHT)
 
 
 def _checked(numbers: list[float], like: np.ndarray) -> np.ndarray:
