@@ -247,7 +247,7 @@ def main() -> None:
         "--parts", nargs="+", choices=("count", "steps", "chosen"), default=["count", "steps", "chosen"]
     )
     flags = parser.parse_args()
-    console = Console()
+    console = Console(width=max(Console().width, 140))
     console.print(f"{machine()}\ncommit {commit()}")
     n_prompts = max(flags.prompts, flags.timed_prompts + _N_FIRST)
     prompts = held_out_prompts(AutoTokenizer.from_pretrained(TARGET), n_prompts)

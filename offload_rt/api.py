@@ -239,15 +239,20 @@ class LLM:
 
         Raises CapacityError if there is no room for so many tokens.
         """
-        runner = self.engine.runner
-        cache = runner.new_cache(min(context + 1, self.max_model_len))
+        return self.time_passes(Topology.chain(1), min(context, self.max_model_len - 1), n_passes)
+
+    def time_passes(self, topology: Topology, context: int, n_passes: int = 3) -> list[float]:
+        """Seconds of each of some passes over a tree after `context` tokens, with logits for all of its nodes."""
+        runner, n = self.engine.runner, len(topology)
+        cache = runner.new_cache(context + n + 1)
         cache.committed = [0] * context
-        step = Step(cache, torch.zeros(1, dtype=torch.int64), Topology.chain(1), n_wanted=1, n_prompt=context)
+        step = Step(cache, torch.zeros(n, dtype=torch.int64), topology, n_wanted=n, n_prompt=context)
         moments = []
-        # The first begins with layers that have come in already, in time that nobody counted.
+        # The first begins with layers that have come in already, in time that nobody counted; the last ends the one before.
         for _ in range(n_passes + 2):
             moments.append(time.perf_counter())
-            runner.forward([step])
+            # A number of the last logits: it is there when the device is done with them.
+            float(runner.forward([step])[0][-1, -1])
             cache.discard()
         return [after - before for before, after in pairwise(moments[1:])]
 

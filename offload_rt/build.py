@@ -4,8 +4,9 @@ import math
 import threading
 from bisect import bisect_right
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,6 +15,7 @@ from offload_rt.config import EngineConfig
 from offload_rt.drafters._model import DraftModel
 from offload_rt.drafters._parts import DraftParts, Knowledge, recall
 from offload_rt.drafting import Drafting, draft_nbytes, warm_up
+from offload_rt.engine.fixed import CudaCapture
 from offload_rt.engine.loop import Drafter, DraftLimits
 from offload_rt.engine.pace import Pace
 from offload_rt.engine.runner import CHUNK_ROWS, Placing, Runner
@@ -21,6 +23,7 @@ from offload_rt.errors import CapacityError, DeviceError, SettingsError
 from offload_rt.machine import MachineProfile, memory_free, memory_limit
 from offload_rt.models._spec import ModelSpec
 from offload_rt.stream._streamer import Streamer, Supply
+from offload_rt.tiers._memory import MemoryTier
 from offload_rt.tiers._placement import Budgets, Need, Plan, least_budget, place
 from offload_rt.tiers._tier import read_parallel
 from offload_rt.tiers.device import DeviceTier
@@ -29,12 +32,15 @@ from offload_rt.tiers.host import HostTier
 from offload_rt.trace import Trace
 from offload_rt.weights import dense
 from offload_rt.weights._checkpoint import Checkpoint
+from offload_rt.weights._header import TensorRecord
 from offload_rt.weights._image import LayerImage, host_block, repack
 
 # Part of the free memory that is left to others, and at least so many bytes of it.
 _MARGIN, _LEAST_MARGIN = 0.05, 256 << 20
 # Part of the budget that the default context may take.
 _CACHE_SHARE = 1 / 8
+# What libraries of a GPU take of the budget for their own work, and what is lost between blocks of different sizes.
+_LIBRARIES = 256 << 20
 # The default context is never shorter, however small the budget: a refusal is better than a model that forgets at once.
 _SHORTEST_CONTEXT = 256
 
@@ -82,6 +88,16 @@ class Engine:
         """What brings the layers."""
         return self.runner.streamer
 
+    @property
+    def notice(self) -> str:
+        """What its user should know of how it runs; empty if nothing."""
+        if not self.host.is_refused:
+            return ""
+        return (
+            "the driver pins no more memory of the host: layers go through a few pinned slots, "
+            "which costs CPU time and some speed; raise the limit of locked memory, or lower --host-memory"
+        )
+
     def close(self) -> None:
         """End all transfers and release the weights."""
         self.streamer.close()
@@ -98,7 +114,9 @@ def pick_device(name: str) -> torch.device:
         raise DeviceError(
             "--device cuda", need="a CUDA device", have="none that torch can use", change="use --device cpu"
         )
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def draw_up(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting) -> Blueprint:
@@ -115,7 +133,8 @@ def draw_up(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting) ->
     layer_nbytes = [disk.layout(i).nbytes for i in range(spec.n_layers)]
 
     def need(max_len: int, n_nodes: int) -> Need:
-        return _need(checkpoint, drafting.draft, dtype, max_len, n_nodes)
+        found = _need(checkpoint, drafting.draft, dtype, max_len, n_nodes)
+        return replace(found, libraries=_LIBRARIES) if device.type == "cuda" else found
 
     try:
         shortest = config.max_model_len or min(_SHORTEST_CONTEXT, spec.max_positions)
@@ -156,20 +175,31 @@ def load(blueprint: Blueprint, trace: Trace, progress: Progress | None = None) -
     resident, host, draft_layers = DeviceTier(), HostTier(register=blueprint.device.type == "cuda"), DeviceTier()
     with ExitStack() as opened:
         opened.callback(host.close)
-        outer = _outer(checkpoint, blueprint.dtype, meter)
-        for i in in_memory:
-            tier = {"device": resident, "host": host}[plan.tiers[i]]
-            tier.put(i, _read(disk, i, blueprint.device, plan.tiers[i], meter))
-        streamed = tuple({"device": None, "host": host, "disk": disk}[name] for name in plan.tiers)
+        if blueprint.device.type == "cuda":
+            _cap_device_memory(plan.budgets.device, blueprint.device)
         place = Placing(blueprint.device, blueprint.dtype)
+        outer = _outer(checkpoint, place, meter)
+        _fill({"device": resident, "host": host}, blueprint, meter)
+        streamed = tuple({"device": None, "host": host, "disk": disk}[name] for name in plan.tiers)
         runner = _runner(place, checkpoint, Supply(resident, streamed, plan.n_slots), outer, trace)
         opened.callback(runner.streamer.close)
         draft_runner = _load_draft(blueprint, draft, draft_layers, meter, trace) if draft else None
         if draft_runner is not None:
             opened.callback(draft_runner.streamer.close)
+        if blueprint.device.type == "cuda":
+            capture = CudaCapture()
+            for one in (runner, draft_runner):
+                if one is not None and one.is_resident:
+                    one.replay_passes(blueprint.limits.n_nodes, capture)
         engine = _with_drafter(blueprint, runner, (host, resident), draft_runner, draft_layers)
         opened.pop_all()  # from here on they are the engine's to close
         return engine
+
+
+def _cap_device_memory(nbytes: int, device: torch.device) -> None:
+    """Let torch take no more than the budget, so that a larger card behaves as a smaller one."""
+    _, all_of_card = torch.cuda.mem_get_info(device)
+    torch.cuda.set_per_process_memory_fraction(min(nbytes / all_of_card, 1.0), device)
 
 
 def _runner(place: Placing, checkpoint: Checkpoint, supply: Supply, outer: dense.View, trace: Trace) -> Runner:
@@ -187,7 +217,7 @@ def _load_draft(blueprint: Blueprint, draft: Checkpoint, layers: DeviceTier, met
     finally:
         disk.close()
     place = Placing(blueprint.device, draft.layers[0][0].torch_dtype())
-    outer = _outer(draft, place.dtype, meter)
+    outer = _outer(draft, place, meter)
     # Its layers are in the trace as the drafting of a tree; one by one they would fill it.
     return _runner(place, draft, Supply(layers, (None,) * draft.spec.n_layers, 0), outer, Trace(on=False))
 
@@ -242,7 +272,7 @@ def _budgets(config: EngineConfig, device: torch.device) -> Budgets:
     if device.type == "cpu":
         return Budgets(_within(config.device_memory, "--device-memory", spare, memory_limit()))
     on_card, all_of_card = torch.cuda.mem_get_info(device)
-    card = on_card - max(int(on_card * _MARGIN), _LEAST_MARGIN)
+    card = max(on_card - max(int(on_card * _MARGIN), _LEAST_MARGIN), 0)
     return Budgets(
         _within(config.device_memory, "--device-memory", card, all_of_card),
         _within(config.host_memory, "--host-memory", spare, memory_limit()),
@@ -311,11 +341,34 @@ def _read(disk: DiskTier, i: int, device: torch.device, tier: str, meter: _Meter
     return LayerImage(image.block.to(device), image.layout) if tier == "device" else image
 
 
-def _outer(checkpoint: Checkpoint, dtype: torch.dtype, meter: _Meter) -> dense.View:
+def _fill(tiers: dict[str, MemoryTier], blueprint: Blueprint, meter: _Meter) -> None:
+    """Put every layer that the plan keeps in memory where it belongs; layers that are the same bytes of a file are kept once.
+
+    For a GPU two at a time: one is packed and pinned while the next is read.
+    """
+    same: dict[tuple[str, tuple[TensorRecord, ...]], list[int]] = {}
+    for i, name in enumerate(blueprint.plan.tiers):
+        if name != "disk":
+            same.setdefault((name, tuple(blueprint.checkpoint.layers[i])), []).append(i)
+
+    def put(name: str, layers: list[int]) -> None:
+        image = _read(blueprint.disk, layers[0], blueprint.device, name, meter)
+        for i in layers:
+            tiers[name].put(i, image)
+
+    with ThreadPoolExecutor(1 if blueprint.device.type == "cpu" else 2) as pool:
+        for done in [pool.submit(put, name, layers) for (name, _), layers in same.items()]:
+            try:
+                done.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+
+def _outer(checkpoint: Checkpoint, place: Placing, meter: _Meter) -> dense.View:
     tier = DiskTier([checkpoint.outer], [name for name, _ in checkpoint.spec.outer_tensors()])
     try:
-        block = host_block(tier.layout(0).nbytes)
-        read_parallel(tier.reads(0, block), tier.n_parallel, meter)
+        image = _read(tier, 0, place.device, "device", meter)
     finally:
         tier.close()
-    return dense.View(tier.layout(0), block, dtype)
+    return dense.View(image.layout, image.block, place.dtype)

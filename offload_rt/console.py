@@ -70,6 +70,8 @@ def plan_table(blueprint: Blueprint, profile: MachineProfile) -> Table:
     table.add_row("activations", "device", format_size(plan.need.scratch))
     if plan.need.draft:
         table.add_row("draft model, its cache and laws", "device", format_size(plan.need.draft))
+    if plan.need.libraries:
+        table.add_row("left to libraries", "device", format_size(plan.need.libraries))
     if plan.n_slots:
         table.add_row(f"{plan.n_slots} slots", "device", format_size(plan.n_slots * plan.slot_nbytes))
     for tier in ("device", "host", "disk"):

@@ -20,6 +20,7 @@ from offload_rt.files import read_cached, write_cached
 from offload_rt.kv.cache import KVCache
 from offload_rt.machine import ComputeTimes, MachineProfile, PassBytes
 from offload_rt.stream._streamer import Block
+from offload_rt.tiers._pinning import pin, unpin
 from offload_rt.tiers._tier import Tier, read_parallel
 from offload_rt.tiers.disk import DiskTier, ReadSettings
 from offload_rt.tree.topology import Topology
@@ -79,10 +80,28 @@ def memory_gbps(dtype: torch.dtype, device: torch.device, nbytes: int = 64 << 20
 
 def profile(tier: Tier, n_layers: int, dtype: torch.dtype, device: torch.device) -> MachineProfile:
     """Measure this machine with the layers of a tier on the disk."""
-    disk = link_gbps(tier, n_layers)
+    disk, memory = link_gbps(tier, n_layers), memory_gbps(dtype, device)
     # Without a GPU host and device are the same memory.
-    memory = memory_gbps(dtype, device)
-    return MachineProfile(f"this machine, {device.type}", True, (("disk", disk), ("host", memory)), memory)
+    host = memory if device.type == "cpu" else upload_gbps(device)
+    return MachineProfile(f"this machine, {device.type}", True, (("disk", disk), ("host", host)), memory)
+
+
+def upload_gbps(device: torch.device, nbytes: int = 256 << 20) -> float:
+    """GB/s at which a GPU copies pinned memory of the host."""
+    source, target = host_block(nbytes), torch.empty(nbytes, dtype=torch.uint8, device=device)
+    pinned = pin(source)
+    try:
+        seconds = []
+        for _ in range(4):
+            torch.cuda.synchronize(device)
+            started = time.perf_counter()
+            target.copy_(source, non_blocking=True)
+            torch.cuda.synchronize(device)
+            seconds.append(time.perf_counter() - started)
+    finally:
+        if pinned:
+            unpin(source)
+    return nbytes / min(seconds[1:]) / 1e9
 
 
 def pass_profile(runner: Runner, moved: PassBytes, rows: tuple[int, int]) -> MachineProfile:

@@ -111,6 +111,8 @@ def _run(settings: RunSettings, config: EngineConfig, params: SamplingParams, so
         llm.check_prompt(ids)
         with LoadingBar(console) as bar:
             llm.load(trace, bar)
+        if llm.engine.notice:
+            console.print(llm.engine.notice, highlight=False, soft_wrap=True)
         try:
             output = _generate(llm, ids, params, so_far, settings.json)
         finally:

@@ -32,6 +32,14 @@ def probs(logits: Tensor, params: SamplingParams, contexts: Sequence[Sequence[in
     return _filter(law, params)
 
 
+def generator_on(device: torch.device, other: torch.Generator) -> torch.Generator:
+    """A generator of a device, seeded by the next number of another one of the host; that one itself on the host."""
+    if device.type == "cpu":
+        return other
+    seed = int(torch.randint(2**62, (), generator=other))
+    return torch.Generator(device).manual_seed(seed)
+
+
 def draw(law: Tensor, generator: torch.Generator) -> int:
     """One token from a law, (vocabulary,), by inverting its distribution function in float64."""
     cumulative = law.double().cumsum(0)

@@ -36,7 +36,7 @@ from offload_rt.weights._image import LayerImage, Layout, pack
 Trap = Callable[[int, int], None]
 
 N_LAYERS = 6
-KINDS = ("device", "host", "disk", "paced")
+KINDS = ("device", "host", "unpinned", "disk", "paced")
 PATIENCE_S = 30.0  # what takes so long has hung
 
 
@@ -272,17 +272,24 @@ class Watched:
         return watched
 
 
+class _Pinned(HostTier):
+    """Layers that a pretended device copies by itself."""
+
+    def is_pinned(self, i: int) -> bool:
+        return True
+
+
 def build_supply(
     device: Host, kinds: Sequence[str], n_slots: int, files: Any, wrap: Callable[[Tier], Tier] = lambda tier: tier
 ) -> tuple[Supply, list[Tier]]:
     """Layers of which layer i lies in a tier of the kind `kinds[i]`; and the tiers that layers are streamed from."""
-    resident, host = DeviceTier(), HostTier(register=isinstance(device, RealGPU))
+    resident, host = DeviceTier(), HostTier(register=True) if isinstance(device, RealGPU) else _Pinned()
+    made: dict[str, Tier] = {"host": host, "unpinned": HostTier()}
     for i, kind in enumerate(kinds):
         if kind == "device":
             resident.put(i, device.image(pack(_layers()[i])))
-        else:
-            host.put(i, pack(_layers()[i]))
-    made: dict[str, Tier] = {"host": host}
+        elif kind in made:
+            made[kind].put(i, pack(_layers()[i]))
     if "disk" in kinds:
         made["disk"] = wrap(DiskTier(files, NAMES, ReadSettings(4096, 2)))
     if "paced" in kinds:

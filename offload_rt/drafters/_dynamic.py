@@ -85,7 +85,7 @@ class DynamicSapling:
 
     def _compete(self, law: Tensor) -> None:
         best = law.topk(min(_N_CHILDREN, self._n_nodes - 1, law.shape[-1]), dim=-1)
-        probabilities, tokens = best.values.double().numpy(), best.indices.numpy()
+        probabilities, tokens = best.values.double().cpu().numpy(), best.indices.cpu().numpy()
         now = self._candidates
         places = self._expanded
         rows = np.where(places < 0, 0, now.rows[places] if len(now.rows) else 0)

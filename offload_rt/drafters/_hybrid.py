@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from offload_rt.drafters import _children
 from offload_rt.drafters._dynamic import Candidates, DynamicSapling
@@ -30,13 +30,11 @@ class Drawing:
     trees      the best subtrees for the acceptance of nodes below drawn ones
     worth_of   what the mass left to a drawn child is worth as a chance of acceptance
     size       how many of nodes of these chances (m,), descending, are worth taking
-    generator  of the sequence
     """
 
     trees: TreeTable
     worth_of: Calibration
     size: Callable[[np.ndarray], int]
-    generator: Generator
 
 
 class HybridSapling(DynamicSapling):
@@ -63,12 +61,12 @@ class HybridSapling(DynamicSapling):
         law = _children.law_of(logits, self.temperature)
         self._laws.append(law)
         if self._built is not None:
-            self._built.grow(law, self.growth, self._drawing.generator)
+            self._built.grow(law, self.growth)
             return
         self._compete(law)
         if len(self.growth.tokens) == self.growth.n_done:
             self._built = self._build()
-            self._built.draw(torch.cat(self._laws), self.growth, self._drawing.generator)
+            self._built.draw(torch.cat(self._laws), self.growth)
 
     def tree(self, size: Callable[[np.ndarray], int]) -> DraftTree:
         """The whole tree; its size was settled when its drawn children were."""
@@ -148,23 +146,30 @@ class _Built:
         self.drawn[self._roots] = True
         self._wave = self._roots
 
-    def draw(self, laws: Tensor, growth: Growth, generator: Generator) -> None:
+    def draw(self, laws: Tensor, growth: Growth) -> None:
         """Draw the children of the skeleton, each from its parent's law without the parent's given children."""
         if not len(self._roots):
             return
         above = self.topology.parents[self._roots]
         law = laws[self.rows[above]]
+        given = [
+            (i, int(self.tokens[child]))
+            for i, node in enumerate(above)
+            for child in self.topology.children[node]
+            if child < self.n_given
+        ]
         struck = torch.zeros_like(law, dtype=torch.bool)
-        for i, node in enumerate(above):
-            given = [child for child in self.topology.children[node] if child < self.n_given]
-            struck[i, self.tokens[given]] = True
-        self.tokens[self._roots] = _children.without_replacement(law, 1, generator, struck)[:, 0].numpy()
+        rows, tokens = torch.tensor(given, dtype=torch.int64).reshape(-1, 2).T.to(law.device)
+        struck[rows, tokens] = True
+        drawn = _children.without_replacement(law, 1, growth.generator, struck)
+        self.tokens[self._roots] = drawn[:, 0].cpu().numpy()
         self._compute(self._roots, growth)
 
-    def grow(self, law: Tensor, growth: Growth, generator: Generator) -> None:
+    def grow(self, law: Tensor, growth: Growth) -> None:
         """Give the children of the nodes computed last their tokens."""
         children = [self.topology.children[node] for node in self._wave]
-        found = _children.hybrid(law, torch.tensor([len(siblings) for siblings in children]), generator).numpy()
+        counts = torch.tensor([len(siblings) for siblings in children])
+        found = _children.hybrid(law, counts, growth.generator).cpu().numpy()
         for siblings, tokens in zip(children, found, strict=True):
             self.tokens[list(siblings)] = tokens[: len(siblings)]
         self._compute(np.array([child for siblings in children for child in siblings]), growth)

@@ -12,6 +12,7 @@ from offload_rt.engine.runner import Runner, Step
 from offload_rt.engine.sequence import Sequence
 from offload_rt.errors import NumericsError
 from offload_rt.kv.cache import KVCache
+from offload_rt.sampling import generator_on
 from offload_rt.tree.topology import Topology
 
 # Rows that may be computed for a tree, in nodes of the tree: a growing tree drops nodes that better ones displace.
@@ -24,10 +25,11 @@ class Growth:
     A node here is a row of the draft's cache; leaves that need no logits have none. Row 0 is the root.
 
     vocab_size  of the draft: it takes a token that only the target has for its own last one
+    generator   of the device, by which children are drawn
     """
 
-    def __init__(self, cache: KVCache, vocab_size: int) -> None:
-        self.cache, self._last_token = cache, vocab_size - 1
+    def __init__(self, cache: KVCache, vocab_size: int, generator: torch.Generator) -> None:
+        self.cache, self._last_token, self.generator = cache, vocab_size - 1, generator
         self.n_prompt = 0
         self.lacking: list[int] = []
         self.tokens: list[int] = []
@@ -107,7 +109,8 @@ class DraftModel:
         growth = self._growths.get(sequence)
         if growth is None:
             cache = self._runner.new_cache(draft_rows(sequence.longest, n_nodes))
-            growth = Growth(cache, self._runner.spec.vocab_size)
+            generator = generator_on(self._runner.device, sequence.generator)
+            growth = Growth(cache, self._runner.spec.vocab_size, generator)
             self._growths[sequence] = growth
         first = _window_start(len(sequence.tokens), self._limit)
         growth.start(sequence.tokens[first:], max(sequence.n_prompt - first, 1))

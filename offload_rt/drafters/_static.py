@@ -10,7 +10,6 @@ from torch import Tensor
 from offload_rt.drafters import _children
 from offload_rt.drafters._model import Growth
 from offload_rt.drafters._ngrams import graft
-from offload_rt.engine.sequence import Sequence
 from offload_rt.tree.topology import DraftTree, Draws, Topology
 
 # A copied token that is at least so probable to the draft stays among its drawn children, whose subtrees are worth more.
@@ -55,11 +54,11 @@ class StaticSapling:
     """
 
     def __init__(
-        self, growth: Growth, shape: Shape, child_law: str, sequence: Sequence, copied: tuple[int, ...] = ()
+        self, growth: Growth, shape: Shape, child_law: str, temperature: float, copied: tuple[int, ...] = ()
     ) -> None:
-        self.growth, self._shape, self._sequence = growth, shape, sequence
+        self.growth, self._shape, self._temperature = growth, shape, temperature
         self._copied = copied if child_law != "independent" else ()
-        self._child_law = child_law if sequence.sampling.temperature > 0 else "given"
+        self._child_law = child_law if temperature > 0 else "given"
         n = len(shape.topology)
         self._tokens = np.zeros(n, dtype=np.int64)
         self._tokens[0] = growth.tokens[0]
@@ -73,7 +72,7 @@ class StaticSapling:
         parents = topology.parents[nodes]
         places = np.searchsorted(shape.inner[level], parents)
         children = self._children(logits, int(np.bincount(places).max()))
-        self._tokens[nodes] = children.numpy()[places, topology.ranks[nodes]]
+        self._tokens[nodes] = children.cpu().numpy()[places, topology.ranks[nodes]]
         self._level += 1
         inner = shape.inner[level + 1]
         self.growth.add(shape.row_of[topology.parents[inner]].tolist(), self._tokens[inner].tolist())
@@ -93,10 +92,10 @@ class StaticSapling:
     def _children(self, logits: Tensor, n: int) -> Tensor:
         if self._child_law == "given":
             return _children.top(logits, n)
-        law = _children.law_of(logits, self._sequence.sampling.temperature)
+        law = _children.law_of(logits, self._temperature)
         self._laws.append(law)
         struck = self._strike_copied(law) if self._level == 0 and self._copied else None
-        generator = self._sequence.generator
+        generator = self.growth.generator
         if self._child_law == "independent":
             return _children.independent(law, n, generator)
         return _children.without_replacement(law, n, generator, struck)
@@ -107,4 +106,6 @@ class StaticSapling:
         if law[0, token] > _LIKELY:
             self._copied = ()
             return None
-        return torch.zeros_like(law, dtype=torch.bool).index_fill_(1, torch.tensor([token]), True)
+        struck = torch.zeros_like(law, dtype=torch.bool)
+        struck[:, token] = True
+        return struck

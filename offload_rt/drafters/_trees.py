@@ -142,14 +142,13 @@ class TreeDrafter:
                 self._trees(temperature),
                 self._calibration(f"drawn {temperature:.1f}"),
                 self._size(n_sequences, 0.0, sequence),
-                sequence.generator,
             )
             return _Proposal(kind, HybridSapling(*grown, drawing), 1.0, None, n_nodes)
         choice, topology = self._choose(sequence, (n_nodes, n_levels, n_sequences))
         if len(topology) == 1:
             return None
         copied = match.tokens if match else ()
-        sapling = StaticSapling(growth, shape_of(topology), kind, sequence, copied)
+        sapling = StaticSapling(growth, shape_of(topology), kind, temperature, copied)
         return _Proposal(kind, sapling, choice.tokens, match, len(topology))
 
     def _harvest(self, sequence: Sequence, n_nodes: int, size: Callable[[np.ndarray], int]) -> DraftTree:

@@ -13,6 +13,7 @@ from torch import Tensor
 from offload_rt.engine.pace import Pace
 from offload_rt.engine.runner import Runner, Step
 from offload_rt.engine.sequence import Sequence
+from offload_rt.errors import CapacityError
 from offload_rt.kv.cache import KVCache
 from offload_rt.sampling import probs
 from offload_rt.trace import Trace
@@ -115,7 +116,37 @@ class Loop:
             yield
 
     def step(self, live: Several[Live], tally: Tally) -> None:
-        """One pass over the weights: every sequence grows by at least one token."""
+        """One pass over the weights: every sequence grows by at least one token.
+
+        Where the device's memory runs out, trees and chunks shrink and the step is made again. Raises CapacityError when they
+        cannot shrink any more; what was produced is kept.
+        """
+        while (going := [one for one in live if one.sequence.finish_reason is None]) and not self._step(going, tally):
+            self._shrink(going)
+
+    def _step(self, live: Several[Live], tally: Tally) -> bool:
+        try:
+            self._pass(live, tally)
+        except torch.OutOfMemoryError:
+            # Not in here: the error holds on to the frames that hold the memory.
+            return False
+        finally:
+            for one in live:
+                one.cache.discard()
+        return True
+
+    def _shrink(self, live: Several[Live]) -> None:
+        if all(one.n_nodes == 1 for one in live) and not self._runner.shrink_chunks():
+            raise CapacityError(
+                "the device's memory is used up", need="room for a pass of a few tokens",
+                change="lower --device-memory, which leaves more to others, or --max-model-len",
+            )  # fmt: skip
+        for one in live:
+            one.n_nodes = max(one.n_nodes // 2, 1)
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+    def _pass(self, live: Several[Live], tally: Tally) -> None:
         started, is_prefill = time.perf_counter(), tally.n_passes == 0
         n_before = sum(len(one.sequence.tokens) for one in live)
         with self._trace.span("draft", "tree"):
@@ -124,12 +155,7 @@ class Loop:
         steps = [_ask(one, tree) for one, tree in zip(live, trees, strict=True)]
         n_rows, context = sum(step.n_rows for step in steps), max(step.cache.n_committed for step in steps)
         link = self._runner.streamer.meter.read()
-        try:
-            logits = self._runner.forward(steps)
-        except BaseException:
-            for one in live:
-                one.cache.discard()
-            raise
+        logits = self._runner.forward(steps)
         passed = time.perf_counter()
         with self._trace.span("verify", "tree"):
             for one, tree, rows in zip(live, trees, logits, strict=True):

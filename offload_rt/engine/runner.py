@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from offload_rt import ops
+from offload_rt.engine.fixed import FixedPasses, Replay, ResidentModel, RowsOfPass
 from offload_rt.kv.cache import KVCache
 from offload_rt.models._decoder import LayerWeights, decoder_layer
 from offload_rt.models._spec import EMBED, HEAD, NORM, ModelSpec
@@ -18,8 +19,8 @@ from offload_rt.tree.topology import Topology
 from offload_rt.weights._image import Layout
 
 # Rows that go through a layer together. A long prompt is cut here layer by layer, so that one pass over the weights serves
-# all of it while its activations stay small.
-CHUNK_ROWS = 512
+# all of it while its activations stay small. Where even that is too much, chunks shrink down to the least.
+CHUNK_ROWS, _LEAST_CHUNK_ROWS = 512, 16
 # Entries of a mask that is kept for the next layer instead of being made again.
 _KEPT_MASK = 2 << 20
 
@@ -64,6 +65,11 @@ class Step:
     def n_rows(self) -> int:
         """Tokens that are computed."""
         return len(self.tokens) - self.n_done
+
+    @property
+    def n_keys(self) -> int:
+        """Rows of the cache up to the last of its tokens."""
+        return self.cache.n_committed + len(self.tokens)
 
 
 @dataclass
@@ -118,6 +124,8 @@ class Runner:
     ) -> None:
         self.spec, self.streamer, self.dtype, self.device = spec, streamer, place.dtype, place.device
         self.outer, self._view, self._trace = outer, view, trace
+        self._chunk_rows = CHUNK_ROWS
+        self._fixed: FixedPasses | None = None
 
     @torch.inference_mode()
     def forward(self, steps: Sequence[Step]) -> list[Tensor]:
@@ -128,7 +136,13 @@ class Runner:
         """
         for step in steps:
             step.cache.begin(step.tokens.tolist())
-        hidden = self.outer.rows(torch.cat([step.tokens[step.n_done :] for step in steps]).to(self.device), EMBED)
+        if (
+            self._fixed is not None
+            and len(steps) == 1
+            and self._fixed.fits(steps[0].cache, steps[0].n_rows, steps[0].n_keys)
+        ):
+            return [self._replay(steps[0])]
+        hidden = self._embed(torch.cat([step.tokens[step.n_done :] for step in steps]).to(self.device))
         chunks = self.chunks(steps)
         with closing(self.streamer.sweep()) as sweep:
             for block in sweep:
@@ -137,12 +151,37 @@ class Runner:
         with self._trace.span("compute", "head"):
             return self.logits(hidden, steps)
 
+    @property
+    def is_resident(self) -> bool:
+        """Whether all layers lie on the device."""
+        return self.streamer.is_resident
+
+    def replay_passes(self, most_rows: int, capture: Callable[[Callable[[], None]], Replay]) -> None:
+        """From now on compute passes of one sequence at fixed sizes, which are captured; all layers must be resident."""
+        layers = [self._view(block.layout, block.data, self.dtype) for block in self.streamer.sweep()]
+        model = ResidentModel(self.spec, layers, self._embed, self._head)
+        self._fixed = FixedPasses(model, most_rows, capture)
+
+    def _replay(self, step: Step) -> Tensor:
+        whole = _Segment(step, step.n_done, len(step.tokens), slice(0, step.n_rows))
+        cos, sin = self._chunk(0, step.n_rows, [whole]).rope
+        rows = torch.arange(step.n_keys - step.n_rows, step.n_keys)
+        inputs = RowsOfPass(step.tokens[step.n_done :], rows, cos, sin, whole.visible, step.n_keys)
+        with self._trace.span("compute", "all layers"):
+            return self._fixed.forward(step.cache, inputs)[step.n_rows - step.n_wanted :]
+
     def layer(self, block: Block, hidden: Tensor, chunks: Sequence["Chunk"]) -> None:
         """One layer on all rows, in place: hidden (n, hidden_size)."""
         weights = self._view(block.layout, block.data, self.dtype)
         for chunk in chunks:
             rows = slice(chunk.first, chunk.last)
             hidden[rows] = decoder_layer(self.spec, weights, hidden[rows], chunk.rope, self._attend(block.i, chunk))
+
+    def shrink_chunks(self) -> bool:
+        """Halve the rows that go through a layer together; returns whether they could be halved."""
+        could = self._chunk_rows > _LEAST_CHUNK_ROWS
+        self._chunk_rows = max(self._chunk_rows // 2, _LEAST_CHUNK_ROWS)
+        return could
 
     def new_cache(self, capacity: int) -> KVCache:
         """An empty cache for one sequence."""
@@ -167,10 +206,10 @@ class Runner:
         for step in steps:
             start = step.n_done
             while start < len(step.tokens):
-                n = min(CHUNK_ROWS - n_rows, len(step.tokens) - start)
+                n = min(self._chunk_rows - n_rows, len(step.tokens) - start)
                 segments.append(_Segment(step, start, start + n, slice(n_rows, n_rows + n)))
                 start, n_rows = start + n, n_rows + n
-                if n_rows == CHUNK_ROWS:
+                if n_rows == self._chunk_rows:
                     chunks.append(self._chunk(first, n_rows, segments))
                     first, n_rows, segments = first + n_rows, 0, []
         if segments:
@@ -189,6 +228,11 @@ class Runner:
         """Last norm and head on the rows that each step wants: hidden (n, hidden_size) -> per step (n_wanted, vocabulary)."""
         ends = torch.tensor([step.n_rows for step in steps]).cumsum(0).tolist()
         wanted = torch.cat([hidden[end - step.n_wanted : end] for end, step in zip(ends, steps, strict=True)])
-        normed = ops.rms_norm(wanted, self.outer.vector(NORM), self.spec.eps)
-        logits = self.outer.linear(normed, EMBED if self.spec.tied else HEAD)
-        return list(logits.split([step.n_wanted for step in steps]))
+        return list(self._head(wanted).split([step.n_wanted for step in steps]))
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        return self.outer.rows(ids, EMBED)
+
+    def _head(self, hidden: Tensor) -> Tensor:
+        normed = ops.rms_norm(hidden, self.outer.vector(NORM), self.spec.eps)
+        return self.outer.linear(normed, EMBED if self.spec.tied else HEAD)

@@ -56,12 +56,13 @@ class Supply:
         return max((self.packed_layout(i).nbytes for i in self.order), default=0)
 
     def is_transient(self, i: int) -> bool:
-        """Whether layer i lies on the host only for a while, in a slot, on its way to the device."""
-        return self.streamed[i] is not None and not isinstance(self.streamed[i], MemoryTier)
+        """Whether layer i comes to the device through a slot of the host: from the disk, or out of unpinned memory."""
+        tier = self.streamed[i]
+        return tier is not None and not (isinstance(tier, MemoryTier) and tier.is_pinned(i))
 
     def on_host(self) -> "Supply":
-        """The same layers brought to the host only: those in its memory stay, those of the disk go through slots."""
-        images = {i: tier.image(i) for i, tier in enumerate(self.streamed) if isinstance(tier, MemoryTier)}
+        """The same layers brought to the host only: those pinned in its memory stay, the others go through slots."""
+        images = {i: self.streamed[i].image(i) for i in self.order if not self.is_transient(i)}
         here = MemoryTier()
         for i in range(self.n_layers):
             here.put(i, images.get(i, _NOTHING))
@@ -112,6 +113,7 @@ class Streamer(Protocol):
     """Brings every layer to the device, the next ones while the present one is computed."""
 
     meter: LinkMeter
+    is_resident: bool  # no layer has to be brought
 
     def sweep(self) -> Iterator[Block]:
         """Yield every layer once, in order; a block dies at the next yield.

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from offload_rt.stream._meter import LinkMeter
 from offload_rt.stream._streamer import Block, Supply, refuse_closed, visit
+from offload_rt.tiers._pinning import pin, unpin
 from offload_rt.tiers._tier import Read
 from offload_rt.trace import Trace
 from offload_rt.weights._image import host_block
@@ -30,12 +31,13 @@ class ThreadStreamer:
     border of two layers: there are always `n_parallel` requests under way while a slot is free.
     """
 
-    def __init__(self, supply: Supply, trace: Trace, pin: bool = False) -> None:
+    def __init__(self, supply: Supply, trace: Trace, pinned: bool = False) -> None:
         self.meter, self._trace = LinkMeter(), trace
         self._supply, self._order = supply, supply.order
-        self._slots: list[Tensor] = [
-            (_pinned if pin else host_block)(supply.slot_nbytes) for _ in range(supply.n_slots if self._order else 0)
-        ]
+        self.is_resident = not supply.order
+        n_slots = supply.n_slots if self._order else 0
+        self._slots: list[Tensor] = [host_block(supply.slot_nbytes) for _ in range(n_slots)]
+        self._pinned = [slot for slot in self._slots if pinned and pin(slot)]
         self._changed = threading.Condition()
         self._closed = self._parked = False
         self._rewind()
@@ -57,6 +59,9 @@ class ThreadStreamer:
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
+        for slot in self._pinned:
+            unpin(slot)
+        self._pinned.clear()
         self._slots.clear()
 
     def _go_on(self) -> None:
@@ -153,10 +158,6 @@ class ThreadStreamer:
             # The caller waits for whole fetches; a finished part is news only when something else could wait for it.
             if k not in self._under_way or error is not None or self._n_reading == 0:
                 self._changed.notify_all()
-
-
-def _pinned(nbytes: int) -> Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
 
 
 def open_streamer(supply: Supply, trace: Trace, device: torch.device) -> ThreadStreamer:

@@ -13,17 +13,18 @@ _LEAST_SLOTS, _BEST_SLOTS = 2, 3
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes the device holds besides layers; `draft` is all that a draft model takes."""
+    """Bytes the device holds besides layers; `draft` is all that a draft model takes, `libraries` what those of a GPU do."""
 
     outer: int
     cache: int
     scratch: int
     draft: int = 0
+    libraries: int = 0
 
     @property
     def total(self) -> int:
         """Their sum."""
-        return self.outer + self.cache + self.scratch + self.draft
+        return self.outer + self.cache + self.scratch + self.draft + self.libraries
 
 
 @dataclass(frozen=True)

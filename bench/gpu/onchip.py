@@ -1,0 +1,49 @@
+"""Models that fit on the card as a whole: tokens per second plain and by trees, and a level of a draft against its bytes."""
+
+from dataclasses import dataclass
+from statistics import median
+
+from transformers import AutoTokenizer
+
+from bench._prompts import held_out_prompts
+from bench.gpu._shapes import DRAFT, TARGET, opened, random_tree, written
+from bench.gpu._timing import device_gbps
+from offload_rt import LLM, SamplingParams
+
+EXPECTED_S = 150
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Targets with their layers, and the draft; a test makes them small."""
+
+    targets: tuple[tuple[str, int], ...] = (("llama-2-7b", 32), ("llama-2-13b", 40), ("llama-33b", 60))
+    n_new: int = 96
+    widths: tuple[int, ...] = (1, 8, 32, 64, 128)
+
+
+def measure(shapes: Shapes = Shapes()) -> dict[str, object]:
+    """One entry for each shape."""
+    prompts = held_out_prompts(AutoTokenizer.from_pretrained(TARGET), 3)
+    gbps = device_gbps()
+    return {"device_gbps": gbps, "shapes": [_shape(name, n, shapes, prompts, gbps) for name, n in shapes.targets]}
+
+
+def _shape(name: str, n_layers: int, shapes: Shapes, prompts: list[list[int]], gbps: float) -> dict[str, object]:
+    room = {"device": "cuda", "dtype": "bfloat16", "max_model_len": 512}
+    model = written(TARGET, name)
+    with opened(model, n_layers, (DRAFT, 3), **room) as llm:
+        floor_s = llm.plan.pass_bytes.computed / gbps / 1e9
+        levels = {str(n): llm.time_passes(random_tree(n), 256, 10) for n in shapes.widths}
+        return {"shape": name, "floor_s": floor_s, "levels": levels, **_rates(llm, prompts, shapes.n_new)}
+
+
+def _rates(llm: LLM, prompts: list[list[int]], n_new: int) -> dict[str, object]:
+    stats = [llm.generate(prompt, SamplingParams(max_new_tokens=n_new))[0].stats for prompt in prompts][1:]
+    plain = median(llm.time_plain(len(prompts[0]), 20))
+    per_token = median(run.measured_seconds_per_token for run in stats)
+    return {
+        "plain_s": plain, "seconds_per_token": per_token, "times_faster": plain / per_token,
+        "tokens_per_pass": [run.tokens_per_pass for run in stats], "nodes": [run.nodes_per_tree for run in stats],
+        "draft_share": [run.draft_seconds / run.seconds for run in stats],
+    }  # fmt: skip

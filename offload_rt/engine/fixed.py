@@ -1,0 +1,192 @@
+"""Passes of a model that lies on the device as a whole, at sizes that come again and again: captured once, then replayed."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from offload_rt import ops
+from offload_rt.kv.cache import KVCache
+from offload_rt.models._decoder import Attend, LayerWeights, decoder_layer
+from offload_rt.models._spec import ModelSpec
+
+# Widths and lengths are rounded up to these, so that few sizes are captured: a level of 5 rows is computed as 8.
+_WIDTHS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+_KEYS = 256
+
+Replay = Callable[[], None]
+Head = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class ResidentModel:
+    """A model whose layers all lie on the device.
+
+    embed   ids (n,) -> (n, hidden_size)
+    head    (n, hidden_size) -> logits (n, vocabulary)
+    """
+
+    spec: ModelSpec
+    layers: Sequence[LayerWeights]
+    embed: Callable[[Tensor], Tensor]
+    head: Head
+
+
+@dataclass(frozen=True)
+class FixedInputs:
+    """What a pass of at most n rows reads, in memory that stays where it is.
+
+    ids, rows  (n,) int64: tokens, and the rows of the cache that they are written to
+    cos, sin   (n, head_dim)
+    masks      per window (n, n_keys) bool: which rows of the cache each looks at
+    """
+
+    ids: Tensor
+    rows: Tensor
+    cos: Tensor
+    sin: Tensor
+    masks: dict[int | None, Tensor]
+
+    @classmethod
+    def empty(cls, spec: ModelSpec, n_rows: int, n_keys: int, like: Tensor) -> "FixedInputs":
+        """Inputs on the device and in the dtype of a tensor."""
+        ints = [torch.zeros(n_rows, dtype=torch.int64, device=like.device) for _ in range(2)]
+        angles = [torch.zeros(n_rows, spec.head_dim, dtype=like.dtype, device=like.device) for _ in range(2)]
+        masks = {
+            window: torch.zeros(n_rows, n_keys, dtype=torch.bool, device=like.device) for window in set(spec.windows)
+        }
+        return cls(*ints, *angles, masks)
+
+    def fill(self, rows: "RowsOfPass", spare: int) -> None:
+        """Take over the rows of a pass. What is left over is written to a spare row of the cache, and looks at the first."""
+        n = len(rows.ids)
+        self.ids[:n], self.rows[:n], self.rows[n:] = rows.ids, rows.rows, spare
+        self.cos[:n], self.sin[:n] = rows.cos, rows.sin
+        for window, mask in self.masks.items():
+            seen = rows.visible(window)
+            mask.zero_()
+            mask[n:, 0] = True
+            mask[:n, : rows.n_keys] = True if seen is None else seen
+
+
+@dataclass(frozen=True)
+class RowsOfPass:
+    """The rows of one sequence in a pass, on the host or on the device.
+
+    ids, rows  (n,) int64: tokens, and their rows in the cache
+    cos, sin   (n, head_dim)
+    visible    window -> (n, n_keys) bool, or None where they look at all
+    """
+
+    ids: Tensor
+    rows: Tensor
+    cos: Tensor
+    sin: Tensor
+    visible: Callable[[int | None], Tensor | None]
+    n_keys: int
+
+
+class FixedPass:
+    """One pass of a fixed size over one cache, from inputs to logits at fixed addresses.
+
+    n_rows, n_keys  the most rows it computes, and rows of the cache they look at
+    logits          (>= n_rows, vocabulary), written
+    """
+
+    def __init__(self, model: ResidentModel, cache: KVCache, n_rows: int, n_keys: int, logits: Tensor) -> None:
+        # Not the cache itself: what is captured for a cache ends with it.
+        self._model, self._stores, self._n_keys = model, (cache.keys, cache.values), n_keys
+        self.inputs = FixedInputs.empty(model.spec, n_rows, n_keys, cache.keys)
+        self._logits = logits[:n_rows]
+
+    @torch.inference_mode()
+    def compute(self) -> None:
+        """Embedding, layers and head; writes the rows of the cache and the logits."""
+        inputs, model = self.inputs, self._model
+        hidden = model.embed(inputs.ids)
+        for i, weights in enumerate(model.layers):
+            hidden = decoder_layer(model.spec, weights, hidden, (inputs.cos, inputs.sin), self._attend(i))
+        self._logits.copy_(model.head(hidden))
+
+    def _attend(self, layer: int) -> Attend:
+        (keys, values), mask = self._stores, self.inputs.masks[self._model.spec.windows[layer]]
+        scale = self._model.spec.head_dim**-0.5
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            for store, new in ((keys, k), (values, v)):
+                store[layer].index_copy_(1, self.inputs.rows, new.transpose(0, 1))
+            n = self._n_keys
+            return ops.tree_attention(q, keys[layer, :, :n], values[layer, :, :n], mask, scale)
+
+        return attend
+
+
+class FixedPasses:
+    """The passes of a resident model, one for each size and cache, kept as long as the cache.
+
+    most_rows  of a pass
+    capture    turns a computation into one that replays it; a CUDA graph on a card
+    """
+
+    def __init__(self, model: ResidentModel, most_rows: int, capture: Callable[[Callable[[], None]], Replay]) -> None:
+        self._model, self._capture = model, capture
+        self._most_rows = max(width for width in _WIDTHS if width <= max(most_rows, 1))
+        self._passes: WeakKeyDictionary[KVCache, dict[tuple[int, int], _Captured]] = WeakKeyDictionary()
+        self._logits: Tensor | None = None
+
+    def fits(self, cache: KVCache, n_rows: int, n_keys: int) -> bool:
+        """Whether there is room for such a pass, and in the cache for one spare row behind its keys."""
+        return n_rows <= self._most_rows and n_keys < cache.capacity
+
+    def forward(self, cache: KVCache, rows: RowsOfPass) -> Tensor:
+        """Logits (n, vocabulary) of the rows, valid until the next pass; their keys and values are in the cache then.
+
+        The first pass of a size is computed as it is, the second one captured and replayed.
+        """
+        n = len(rows.ids)
+        n_rows = next(width for width in _WIDTHS if width >= n)
+        n_keys = min(-(-rows.n_keys // _KEYS) * _KEYS, cache.capacity)
+        if self._logits is None:
+            shape = (self._most_rows, self._model.spec.vocab_size)
+            self._logits = torch.empty(shape, dtype=cache.keys.dtype, device=cache.keys.device)
+        if cache not in self._passes:
+            self._passes[cache] = {}
+            for store in (cache.keys, cache.values):  # a weight of 0 times what lay in memory before may be no number
+                store[:, :, rows.n_keys - n :].zero_()
+        sizes = self._passes[cache]
+        found = sizes.get((n_rows, n_keys))
+        if found is None:
+            fixed = FixedPass(self._model, cache, n_rows, n_keys, self._logits)
+            found = sizes[n_rows, n_keys] = _Captured(fixed, None)
+        found.fixed.inputs.fill(rows, cache.capacity - 1)
+        if found.n_computed == 1:
+            found.replay = self._capture(found.fixed.compute)
+        (found.replay or found.fixed.compute)()
+        found.n_computed += 1
+        return self._logits[:n]
+
+
+@dataclass
+class _Captured:
+    """A pass, and what replays it once it has been computed as it is."""
+
+    fixed: FixedPass
+    replay: Replay | None
+    n_computed: int = 0
+
+
+class CudaCapture:
+    """CUDA graphs that share one pool of memory: none of them runs while another does."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, compute: Callable[[], None]) -> Replay:
+        """Capture what `compute` launches; it has run before, so that nothing is set up for the first time."""
+        graph = torch.cuda.CUDAGraph()
+        # Other threads go on enqueueing copies while this one captures.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            compute()
+        return graph.replay

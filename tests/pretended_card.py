@@ -1,0 +1,203 @@
+"""A CUDA device that is none: tensors that lie in CPU memory, say that they lie on a card, and mix with no others.
+
+What runs on it would run on a card as far as devices go: a tensor left on the host, a generator of the host that is asked for
+numbers of the card, or an array made from a tensor of the card is an error here as it is there. Copies and compute are done at
+once: their order is what the contract tests of the streamers are about.
+"""
+
+import ctypes
+import functools
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from offload_rt import build
+
+CARD = torch.device("cuda", 0)
+_GUARD = """
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+C10_REGISTER_GUARD_IMPL(CUDA, c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA>)
+"""
+_aten = torch.ops.aten
+# What moves between devices, or takes indices from the host.
+_MAY_MIX = {_aten.copy_.default, _aten._to_copy.default, _aten.index.Tensor, _aten.index_put_.default,
+            _aten.index_put.default, _aten._index_put_impl_.default}  # fmt: skip
+_GENERATORS: dict[int, torch.Generator] = {}  # of the card, by address
+
+
+class CardTensor(Tensor):
+    """A tensor that says it is on the card; `inner` holds its values."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> "CardTensor":
+        made = Tensor._make_wrapper_subclass(
+            cls,
+            inner.shape,
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            device=CARD,
+        )
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+    def __repr__(self) -> str:
+        return f"CardTensor({self.inner!r})"
+
+
+class _Dispatch(TorchDispatchMode):
+    """Tensors that are made on the card are card tensors."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+class _Functions(TorchFunctionMode):
+    """What looks at devices before it comes to the dispatcher: attention picks its kernel, `torch.tensor` fills memory."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            tensors = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, Tensor)]
+            if any(isinstance(one, CardTensor) for one in tensors):
+                assert all(isinstance(one, CardTensor) for one in tensors), "attention over two devices"
+                return CardTensor(func(*tree_map(_inner, args), **tree_map(_inner, kwargs)))
+        if func is torch.tensor and torch.device(kwargs.get("device") or "cpu").type == "cuda":
+            return func(*args, **{**kwargs, "device": "cpu"}).to(CARD)
+        return func(*args, **kwargs)
+
+
+def _inner(value: Any) -> Any:
+    return value.inner if isinstance(value, CardTensor) else value
+
+
+def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    tensors = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, Tensor)]
+    n_on_card = sum(isinstance(one, CardTensor) for one in tensors)
+    wanted = kwargs.get("device")
+    wanted = None if wanted is None else torch.device(wanted).type
+    if n_on_card and func not in _MAY_MIX:
+        strangers = [one for one in tensors if not isinstance(one, CardTensor) and one.dim() > 0]
+        assert not strangers, f"{func} takes tensors of two devices"
+    on_card = wanted == "cuda" or (wanted is None and isinstance(_first(tensors), CardTensor))
+    generator = kwargs.get("generator")
+    if generator is not None:
+        assert (generator._cdata in _GENERATORS) == on_card, f"{func} draws with the other device's generator"
+    if wanted is not None:
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+    if kwargs.get("pin_memory"):
+        kwargs = {**kwargs, "pin_memory": False}
+    out = func(*tree_map(_inner, args), **tree_map(_inner, kwargs))
+    if func is _aten._to_copy.default and wanted is not None and on_card != isinstance(args[0], CardTensor):
+        out = out.clone() if out is args[0] else out
+    if not on_card:
+        return out
+    if func.overloadpacket._qualified_op_name.endswith("_") and isinstance(args[0], CardTensor):
+        return args[0]
+    return tree_map(lambda one: CardTensor(one) if isinstance(one, Tensor) else one, out)
+
+
+def _first(tensors: list[Tensor]) -> Tensor | None:
+    return tensors[0] if tensors else None
+
+
+def _generator(device: torch.device | str = "cpu") -> torch.Generator:
+    made = torch._C.Generator("cpu")
+    if torch.device(device).type == "cuda":
+        _GENERATORS[made._cdata] = made
+    return made
+
+
+@contextmanager
+def pretended_card(monkeypatch: pytest.MonkeyPatch, nbytes: int = 4 << 30, pins: bool = True) -> Iterator[None]:
+    """A card of so much memory.
+
+    pins  whether its driver pins memory of the host
+    """
+    _set_guard()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (nbytes, nbytes))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda fraction, device=None: None)
+    monkeypatch.setattr(build, "CudaCapture", lambda: lambda compute: compute)
+    monkeypatch.setattr(
+        torch.cuda,
+        "cudart",
+        lambda: SimpleNamespace(cudaHostRegister=lambda *_: 0 if pins else 1, cudaHostUnregister=lambda *_: 0),
+    )
+    monkeypatch.setattr("offload_rt.stream.cuda.CudaCopyDevice", lambda _: _Copies())
+    monkeypatch.setattr(torch, "Generator", _generator)
+    # A tensor that wraps another cannot be one of inference.
+    monkeypatch.setattr(torch._C, "_InferenceMode", lambda mode: torch.no_grad())
+    with _Dispatch(), _Functions():
+        yield
+
+
+@functools.cache
+def _set_guard() -> None:
+    """What torch asks which card is the current one; a build without CUDA has nobody to ask."""
+    if torch.version.cuda is not None:
+        pytest.skip("a build of torch with CUDA has a guard of its own")
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    home = Path(torch.__file__).parent
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "guard.cpp").write_text(_GUARD)
+        library = Path(folder) / "guard.so"
+        subprocess.run(
+            ["g++", "-std=c++20", "-shared", "-fPIC", f"-I{home / 'include'}", str(Path(folder) / "guard.cpp"),
+             f"-L{home / 'lib'}", "-lc10", "-o", str(library)],
+            check=True,
+        )  # fmt: skip
+        ctypes.CDLL(str(library))
+
+
+class _Copies:
+    """A `CopyDevice` that copies at once."""
+
+    def allocate(self, nbytes: int) -> Tensor:
+        return CardTensor(torch.full((nbytes,), 0xA5, dtype=torch.uint8))
+
+    def event(self) -> None:
+        return None
+
+    def copy(self, target: Tensor, source: Tensor, after: None) -> tuple[float, float]:
+        started = time.perf_counter()
+        target.copy_(source)
+        return started, time.perf_counter()
+
+    def compute_waits_for(self, event: float) -> None:
+        pass
+
+    def record_compute(self) -> None:
+        return None
+
+    def wait(self, event: float) -> None:
+        pass
+
+    def seconds_between(self, start: float, end: float) -> float:
+        return end - start
+
+    def synchronize(self) -> None:
+        pass

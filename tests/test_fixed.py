@@ -1,0 +1,69 @@
+"""Passes of fixed size give the logits and the cache rows of ordinary ones, whatever was computed in them before."""
+
+import pytest
+import torch
+from tiny import CASES, feed, open_llm, prefill, prompt_of, random_tree, runner_of
+
+from offload_rt.engine.runner import Step
+from offload_rt.tree.topology import Topology
+
+
+def _twice(compute):
+    """Stands for a graph: what it replays reads and writes where the captured computation did."""
+    return compute
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_and_rows_are_those_of_an_ordinary_pass(zoo, name):
+    prompt, capacity = prompt_of(0), 512
+    with open_llm(zoo.directory(name, 0)) as plain, open_llm(zoo.directory(name, 0)) as fixed:
+        runner_of(fixed).replay_passes(64, _twice)
+        caches = [prefill(runner_of(llm), prompt, capacity) for llm in (plain, fixed)]
+        assert len(runner_of(fixed)._fixed._passes[caches[1]]) == 1
+        for n, seed in ((1, 0), (5, 1), (7, 2), (1, 3), (33, 4), (6, 5), (64, 6)):
+            tokens = prompt_of(seed, n)
+            rows = [feed(runner_of(llm), cache, tokens, random_tree(n, seed)) for llm, cache in
+                    zip((plain, fixed), caches, strict=True)]  # fmt: skip
+            torch.testing.assert_close(rows[1], rows[0], atol=2e-4, rtol=1e-4)
+            for cache in caches:
+                cache.commit([0])
+        n = caches[0].n_committed
+        for store in ("keys", "values"):
+            want, got = (getattr(cache, store)[:, :, :n] for cache in caches)
+            torch.testing.assert_close(got, want, atol=2e-4, rtol=1e-4)
+
+
+def test_levels_of_a_tree_are_computed_one_after_the_other(zoo):
+    tree = random_tree(20, 3, reach=6)
+    with open_llm(zoo.directory("llama", 0)) as llm:
+        runner = runner_of(llm)
+        prompt, tokens = prompt_of(0), prompt_of(1, 20)
+        whole = feed(runner, prefill(runner, prompt, 256), tokens, tree)
+        cache = prefill(runner, prompt, 256)
+        runner.replay_passes(64, _twice)
+        parts = []
+        for start, stop in ((0, 1), (1, 6), (6, 13), (13, 20)):
+            some = Topology(tree.parents[:stop])
+            step = Step(cache, torch.tensor(tokens[:stop]), some, stop - start, len(prompt) + stop, n_done=start)
+            parts.append(runner.forward([step])[0].clone())
+    torch.testing.assert_close(torch.cat(parts), whole, atol=2e-4, rtol=1e-4)
+
+
+def test_what_does_not_fit_is_computed_as_ever(zoo):
+    with open_llm(zoo.directory("llama", 0)) as llm:
+        runner = runner_of(llm)
+        want = feed(runner, prefill(runner, prompt_of(0), 64), prompt_of(1, 43), random_tree(43, 0))
+        runner.replay_passes(16, _twice)
+        cache = prefill(runner, prompt_of(0), 64)  # more rows than 16, then a cache without a spare row
+        got = feed(runner, cache, prompt_of(1, 43), random_tree(43, 0))
+        assert torch.equal(got, want)
+        assert cache not in runner._fixed._passes
+
+
+def test_captures_end_with_their_cache(zoo):
+    with open_llm(zoo.directory("llama", 0)) as llm:
+        runner_of(llm).replay_passes(64, _twice)
+        cache = prefill(runner_of(llm), prompt_of(0), 256)
+        assert len(runner_of(llm)._fixed._passes) == 1
+        del cache
+        assert len(runner_of(llm)._fixed._passes) == 0
