@@ -4,7 +4,7 @@ import math
 import threading
 from bisect import bisect_right
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -213,7 +213,7 @@ def _load_draft(blueprint: Blueprint, draft: Checkpoint, layers: DeviceTier, met
     disk = DiskTier(draft.layers, [name for name, _ in draft.spec.layer_tensors()])
     try:
         for i in range(draft.spec.n_layers):
-            layers.put(i, _read(disk, i, blueprint.device, "device", meter))
+            layers.put(i, _on(blueprint.device, _read(disk, i, blueprint.device, meter)))
     finally:
         disk.close()
     place = Placing(blueprint.device, draft.layers[0][0].torch_dtype())
@@ -331,44 +331,47 @@ def _tuned(disk: DiskTier, checkpoint: Checkpoint, names: list[str]) -> DiskTier
     return DiskTier(checkpoint.layers, names, settings)
 
 
-def _read(disk: DiskTier, i: int, device: torch.device, tier: str, meter: _Meter) -> LayerImage:
-    """Layer i in memory of its own: as it lies in the file on a CPU, packed for a GPU."""
+def _read(disk: DiskTier, i: int, device: torch.device, meter: _Meter) -> LayerImage:
+    """Layer i in memory of the host: as it lies in the file where a CPU computes, packed for a GPU."""
     image = LayerImage(host_block(disk.layout(i).nbytes), disk.layout(i))
     read_parallel(disk.reads(i, image.block), disk.n_parallel, meter)
-    if device.type == "cpu":
-        return image
-    image = repack(image)
-    return LayerImage(image.block.to(device), image.layout) if tier == "device" else image
+    return image if device.type == "cpu" else repack(image)
+
+
+def _on(device: torch.device, image: LayerImage) -> LayerImage:
+    return LayerImage(image.block.to(device), image.layout)
 
 
 def _fill(tiers: dict[str, MemoryTier], blueprint: Blueprint, meter: _Meter) -> None:
     """Put every layer that the plan keeps in memory where it belongs; layers that are the same bytes of a file are kept once.
 
-    For a GPU two at a time: one is packed and pinned while the next is read.
+    The next one is read while one is packed, pinned or brought to the device.
     """
     same: dict[tuple[str, tuple[TensorRecord, ...]], list[int]] = {}
     for i, name in enumerate(blueprint.plan.tiers):
         if name != "disk":
             same.setdefault((name, tuple(blueprint.checkpoint.layers[i])), []).append(i)
 
-    def put(name: str, layers: list[int]) -> None:
-        image = _read(blueprint.disk, layers[0], blueprint.device, name, meter)
-        for i in layers:
-            tiers[name].put(i, image)
+    with ThreadPoolExecutor(1) as pool:
+        firsts = iter([layers[0] for layers in same.values()])
 
-    with ThreadPoolExecutor(1 if blueprint.device.type == "cpu" else 2) as pool:
-        for done in [pool.submit(put, name, layers) for (name, _), layers in same.items()]:
-            try:
-                done.result()
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+        def begin() -> Future[LayerImage] | None:
+            i = next(firsts, None)
+            return None if i is None else pool.submit(_read, blueprint.disk, i, blueprint.device, meter)
+
+        coming = begin()
+        for (name, _), layers in same.items():
+            image, coming = coming.result(), begin()
+            if name == "device":
+                image = _on(blueprint.device, image)
+            for i in layers:
+                tiers[name].put(i, image)
 
 
 def _outer(checkpoint: Checkpoint, place: Placing, meter: _Meter) -> dense.View:
     tier = DiskTier([checkpoint.outer], [name for name, _ in checkpoint.spec.outer_tensors()])
     try:
-        image = _read(tier, 0, place.device, "device", meter)
+        image = _on(place.device, _read(tier, 0, place.device, meter))
     finally:
         tier.close()
     return dense.View(image.layout, image.block, place.dtype)

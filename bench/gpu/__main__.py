@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 from bench._measure import ROOT, commit
+from bench.gpu._table import table, written_into
 
 SECTIONS = ("ceilings", "correctness", "attention", "streamed", "onchip", "peers")
 RESULTS = ROOT / "bench/results/gpu"
@@ -26,7 +27,12 @@ def main() -> int:
     parser.add_argument("--again", action="store_true", help="also what was measured on this commit already")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder the results are written to")
     parser.add_argument("--here", choices=SECTIONS, help=argparse.SUPPRESS)
+    parser.add_argument("--table", action="store_true", help="only write the README's table from the results there are")
     flags = parser.parse_args()
+    if flags.table:
+        readme = ROOT / "README.md"
+        readme.write_text(written_into(readme.read_text(), table(flags.results)))
+        return 0
     if flags.here:
         print(json.dumps(importlib.import_module(f"bench.gpu.{flags.here}").measure()))
         return 0

@@ -1,0 +1,100 @@
+"""The README's table of what was measured on a card, made from the result files and from nothing else."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+BEGIN, END = "<!-- bench.gpu: begin -->", "<!-- bench.gpu: end -->"
+_MISSING = "not measured yet"
+
+
+def table(results: Path) -> str:
+    """Markdown: a row for each target, with its figure or the word that there is none."""
+    found = {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("*.json"))}
+    devices = sorted(
+        {f"{entry['device']}, torch {entry['torch']}, commit {entry['commit']}" for entry in found.values()}
+    )
+    head = f"Measured on {'; '.join(devices)}." if devices else "Nothing has been measured on a card yet."
+    rows = [f"| {what} | {target} | {_figure(found, section, read)} |" for what, target, section, read in _ROWS]
+    return "\n".join([head, "", "| what | target | measured |", "|---|---|---|", *rows])
+
+
+def written_into(text: str, made: str) -> str:
+    """A text with what stands between the marks replaced. Raises ValueError if it has no marks."""
+    before, rest = text.split(BEGIN, 1)
+    _, after = rest.split(END, 1)
+    return f"{before}{BEGIN}\n{made}\n{END}{after}"
+
+
+def _figure(found: dict[str, Any], section: str, read: Callable[[Any], str]) -> str:
+    entry = found.get(section)
+    if entry is None:
+        return _MISSING
+    if "failed" in entry:
+        return f"failed: {entry['failed']}"
+    try:
+        return read(entry["result"])
+    except (KeyError, StopIteration, IndexError, TypeError):
+        return _MISSING
+
+
+def _pass_of(result: Any, rows: int) -> dict[str, Any]:
+    return next(one for one in result["passes"] if one["rows"] == rows)
+
+
+def _against_floor(result: Any) -> str:
+    one = _pass_of(result, 1)
+    return (
+        f"{median(one['seconds']) / one['floor_s']:.3f} ({median(one['seconds']):.2f} s at {one['link_gbps']:.1f} GB/s)"
+    )
+
+
+def _against_plain(result: Any) -> str:
+    return f"{median(_pass_of(result, 768)['seconds']) / median(_pass_of(result, 1)['seconds']):.3f}"
+
+
+def _busy(result: Any) -> str:
+    shares = [run["link_busy"] for run in result["generation"][0]["runs"]]
+    return f"{min(shares):.1%} to {max(shares):.1%}"
+
+
+def _faster(result: Any) -> str:
+    return ", ".join(f"{one['times_faster']:.2f}x at T={one['temperature']}" for one in result["generation"])
+
+
+def _attention(result: Any) -> str:
+    times = {name: spread["median"] for name, spread in result["768"].items()}
+    ours = times["tree_attention"]
+    return f"{times['sdpa, dense mask'] / ours:.2f}x faster; {ours / times['flash, no mask']:.2f}x its time"
+
+
+def _level(result: Any) -> str:
+    one = next(shape for shape in result["shapes"] if shape["shape"] == "llama-2-7b")
+    return ", ".join(f"{n} rows {median(times) / one['floor_s']:.2f}" for n, times in one["levels"].items())
+
+
+def _onchip(result: Any) -> str:
+    return ", ".join(f"{one['shape']} {one['times_faster']:.2f}x" for one in result["shapes"])
+
+
+def _peers(result: Any) -> str:
+    return ", ".join(
+        f"{name} {one['seconds_per_token']:.2f} s" if "seconds_per_token" in one else f"{name} failed: {one['failed']}"
+        for name, one in result.items()
+    )
+
+
+_ROWS: tuple[tuple[str, str, str, Callable[[Any], str]], ...] = (
+    ("70B shape in 24 GiB: pass of one token / (streamed bytes / pinned bandwidth)", "<= 1.03", "streamed", _against_floor),
+    ("pass of 768 nodes / pass of one token", "<= 1.05", "streamed", _against_plain),
+    ("link busy while generating", ">= 97 %", "streamed", _busy),
+    ("seconds per token against plain streaming, chosen tree", ">= 10x", "streamed", _faster),
+    ("the same shape by peers, seconds per token", "20x and 10x slower", "peers", _peers),
+    ("tree attention, 768 nodes, 4,096 before: against SDPA with a dense mask; against unmasked flash",
+     ">= 2x; <= 1.3x", "attention", _attention),
+    ("a level of a 7B draft / (its bytes / device bandwidth)", "<= 1.2", "onchip", _level),
+    ("whole models on the card, trees against plain", "", "onchip", _onchip),
+    ("ops against their references, memory checker", "all", "correctness", lambda result: result["tests"]),
+)  # fmt: skip
