@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tiny import random_tree
 
 from offload_rt.tree import search as module
-from offload_rt.tree.choose import Yield
+from offload_rt.tree.choose import Yield, best_prefix, choose, sizes_up_to
 from offload_rt.tree.describe import describe
 from offload_rt.tree.search import best_tree, expected_tokens, search
 from offload_rt.tree.topology import Topology
@@ -279,3 +279,31 @@ def test_one_text_does_not_overturn_an_expectation() -> None:
     for _ in range(10):
         known.observe(9.0, 5)
     assert 6.5 < known.corrected(9.0) < 8.5
+
+
+@given(st.integers(0, 10**6))
+def test_as_many_nodes_are_taken_as_pay(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    chances = np.sort(random.random(30))[::-1] * random.random()
+    seconds = 1.0 + np.maximum(np.arange(31) - random.integers(31), 0) * random.random() / 10
+    per_token = seconds / (1.0 + np.concatenate(([0.0], np.cumsum(chances))))
+    n = best_prefix(chances, seconds)
+    assert per_token[n] <= 1.01 * per_token.min()
+    assert (per_token[:n] > 1.01 * per_token.min()).all()
+
+
+@given(st.integers(0, 10**6), st.integers(1, 4))
+def test_the_choice_is_the_smallest_tree_that_is_nearly_the_best(seed: int, least_levels: int) -> None:
+    random = np.random.default_rng(seed)
+    expected = 1.0 + np.sort(random.random((21, 6)) * 5, axis=0)
+    sizes, seconds = sizes_up_to(20), 1.0 + np.sort(random.random((len(sizes_up_to(20)), 5)), axis=0)
+    choice = choose(expected, sizes, seconds, least_levels)
+    cost = {
+        (int(n), level): seconds[row, level - 1] / expected[n, level]
+        for row, n in enumerate(sizes)
+        for level in range(least_levels, 6)
+    }
+    good = [n for (n, _), value in cost.items() if value <= 1.01 * min(cost.values())]
+    assert choice.n_nodes == min(good)
+    assert cost[choice.n_nodes, choice.n_levels] == min(value for (n, _), value in cost.items() if n == choice.n_nodes)
+    assert choice.tokens / choice.seconds == pytest.approx(1 / cost[choice.n_nodes, choice.n_levels])

@@ -9,6 +9,9 @@ _PRIOR_WEIGHT = 4.0
 _MEMORY = 0.998
 # The tokens that expectations of whole trees are trusted for: one text differs from the next by as much as a factor of two.
 _YIELD_WEIGHT = 100.0
+# The smallest tree within this factor of the best one is taken: what a larger one gains is less than what is known of its
+# cost, and the link waits for it.
+_NEARLY = 1.01
 # The prior by rank: a fair draft, falling off as ranks do in language.
 _FIRST, _SECOND, _DECAY = 0.6, 0.12, 1.2
 # Ranks that are told apart; children beyond them are never worth a node.
@@ -30,7 +33,7 @@ class Choice:
 
 
 def choose(expected: np.ndarray, sizes: np.ndarray, seconds: np.ndarray, least_levels: int = 1) -> Choice:
-    """The size and depth with the least time for a token (Chen et al. 2024).
+    """The size and depth with the least time for a token (Chen et al. 2024), or the smallest tree that is nearly as good.
 
     expected  (n + 1, levels + 1): expected tokens of the best tree of so many nodes and levels, the root's included
     sizes     (m,) the sizes to choose from
@@ -39,19 +42,25 @@ def choose(expected: np.ndarray, sizes: np.ndarray, seconds: np.ndarray, least_l
     """
     per_token = seconds / expected[sizes, 1:]
     per_token[:, : least_levels - 1] = np.inf
-    size, level = np.unravel_index(int(per_token.argmin()), per_token.shape)
+    size = _first_good(per_token.min(1))
+    level = int(per_token[size].argmin())
     n = int(sizes[size])
-    return Choice(n, int(level) + 1, float(expected[n, level + 1]), float(seconds[size, level]))
+    return Choice(n, level + 1, float(expected[n, level + 1]), float(seconds[size, level]))
 
 
 def best_prefix(chances: np.ndarray, pass_s: np.ndarray) -> int:
-    """How many of some nodes are worth taking: the number with the least time for a token.
+    """How many of some nodes are worth taking: the number with the least time for a token, or fewer that are nearly as good.
 
     chances  (m,) descending: with which each node is accepted
     pass_s   (m + 1,) seconds of a pass with the root and the first 0, 1, ... m nodes
     """
     tokens = np.concatenate(([1.0], 1.0 + np.cumsum(chances)))
-    return int((pass_s / tokens).argmin())
+    return _first_good(pass_s / tokens)
+
+
+def _first_good(per_token: np.ndarray) -> int:
+    """The first of some sizes, ascending, that is within `_NEARLY` of the best."""
+    return int((per_token <= _NEARLY * per_token.min()).argmax())
 
 
 def sizes_up_to(n_nodes: int) -> np.ndarray:
