@@ -167,7 +167,7 @@ class PretendedGPU(Host):
         assert event.happened.wait(PATIENCE_S)
 
     def seconds_between(self, start: _Event, end: _Event) -> float | None:
-        return end.at - start.at if end.happened.is_set() else None
+        return end.at - start.at if start.happened.is_set() and end.happened.is_set() else None
 
     def synchronize(self) -> None:
         self._copies.flush()
@@ -597,11 +597,28 @@ def test_the_meter_of_a_device_counts_each_copy_once(
 
 
 @pytest.mark.parametrize(("name", "make"), BENCHES)
+def test_the_meter_says_how_long_no_layer_was_there(name: str, make: type[Host], files: Any) -> None:
+    late_s = 0.05
+
+    def late(i: int, n: int) -> None:
+        time.sleep(late_s)  # every part of a layer, whoever reads it
+
+    with bench(name, make, files, n_slots=2, trap=late) as b:
+        started = time.perf_counter()
+        for _ in range(3):
+            b.sweep()
+        elapsed = time.perf_counter() - started
+        assert eventually(lambda: b.streamer.meter.waited_s > 0.5 * 2 * N_LAYERS * late_s)
+        assert b.streamer.meter.waited_s <= elapsed
+
+
+@pytest.mark.parametrize(("name", "make"), BENCHES)
 def test_where_all_is_resident_nothing_moves_and_no_thread_runs(name: str, make: type[Host], files: Any) -> None:
     with bench(name, make, files, ("device",) * 4, 0) as b:
         for _ in range(2):
             b.sweep()
         assert b.streamer.meter.read() == (0, 0.0)
+        assert b.streamer.meter.waited_s == 0.0
 
 
 def test_the_trace_has_a_span_for_each_read(files: Any, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ class CopyDevice(Protocol):
         """Hold the calling thread until `event` has happened."""
 
     def seconds_between(self, start: Any, end: Any) -> float | None:
-        """Seconds from one event to another; None while the second has not happened."""
+        """Seconds from one event to another, negative if it came first; None while not both have happened."""
 
     def synchronize(self) -> None:
         """Hold the calling thread until all copies have ended."""
@@ -76,8 +76,8 @@ class CudaCopyDevice:
         event.synchronize()
 
     def seconds_between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float | None:
-        """Seconds between two recorded events; None while the second has not happened."""
-        return start.elapsed_time(end) / 1e3 if end.query() else None
+        """Seconds between two recorded events; see `CopyDevice`."""
+        return start.elapsed_time(end) / 1e3 if start.query() and end.query() else None
 
     def synchronize(self) -> None:
         """Hold the calling thread until all copies have ended."""

@@ -33,6 +33,7 @@ class CudaStreamer:
         self._changed = threading.Condition()
         self._closed = False
         self._timings: deque[tuple[Any, Any, int]] = deque()
+        self._waits: deque[tuple[Any, Any]] = deque()
         self._start()
 
     def sweep(self) -> Iterator[Block]:
@@ -75,7 +76,7 @@ class CudaStreamer:
 
     def _arrive(self, i: int) -> Block:
         """Wait until the copy of layer i has been enqueued, and let the compute wait for its end."""
-        k = self._n_consumed
+        k, idle = self._n_consumed, self._device.record_compute()
         with self._changed:
             while self._error is None and not self._is_parked and k not in self._ready:
                 self._changed.wait()
@@ -83,6 +84,7 @@ class CudaStreamer:
             if self._error is not None:
                 raise self._error
             ready = self._ready.pop(k)
+        self._waits.append((idle, ready))
         self._device.compute_waits_for(ready)
         return Block(i, self._supply.packed_layout(i), self._slots[k % len(self._slots)])
 
@@ -151,13 +153,20 @@ class CudaStreamer:
         return after
 
     def _count_finished(self) -> None:
+        """Add up what has ended: copies, and from the end of a layer's compute to the arrival of the next one."""
         while self._timings:
             start, end, nbytes = self._timings[0]
             seconds = self._device.seconds_between(start, end)
             if seconds is None:
-                return
+                break
             self.meter.add(nbytes, seconds)
             self._timings.popleft()
+        while self._waits:
+            seconds = self._device.seconds_between(*self._waits[0])
+            if seconds is None:
+                return
+            self.meter.waited_s += max(seconds, 0.0)
+            self._waits.popleft()
 
 
 def open_streamer(supply: Supply, trace: Trace, device: Any) -> CudaStreamer:
