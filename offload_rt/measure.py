@@ -124,6 +124,8 @@ def pass_profile(runner: Runner, moved: PassBytes, rows: tuple[int, int]) -> Mac
 
 def _arrival_gbps(runner: Runner, n_layers: int = 4) -> float:
     """GB/s at which the first layers of a sweep come in while nothing is computed; all links together."""
+    if runner.device.type == "cuda":
+        return _arrival_on_card_gbps(runner, n_layers)
     meter = runner.streamer.meter
     nbytes, busy_s = meter.read()
     with closing(runner.streamer.sweep()) as sweep:
@@ -131,6 +133,21 @@ def _arrival_gbps(runner: Runner, n_layers: int = 4) -> float:
             pass
     now_nbytes, now_busy_s = meter.read()
     return max(now_nbytes - nbytes, 1) / max(now_busy_s - busy_s, 1e-9) / 1e9
+
+
+def _arrival_on_card_gbps(runner: Runner, n_layers: int) -> float:
+    """The same by the clock: a meter of events lags behind. The first few layers may have come in already."""
+    order, arrived = runner.streamer.order, []
+    n_there = min(3, len(order) - 1)
+    started = _now(runner)
+    with closing(runner.streamer.sweep()) as sweep:
+        for block in sweep:
+            if block.i in order:
+                arrived.append((_now(runner), block.layout.nbytes))
+            if len(arrived) == n_there + n_layers:
+                break
+    begun = arrived[n_there - 1][0] if n_there else started
+    return sum(nbytes for _, nbytes in arrived[n_there:]) / max(arrived[-1][0] - begun, 1e-9) / 1e9
 
 
 def _restore(entry: Any, widths: tuple[int, ...], contexts: tuple[int, ...]) -> ComputeTimes | None:
@@ -195,8 +212,7 @@ def _seconds_of_a_pass(runner: Runner, block: Block, cache: KVCache, width: int,
 
 
 def _now(runner: Runner) -> float:
-    if runner.device.type == "cuda":
-        torch.cuda.synchronize(runner.device)
+    runner.finish()
     return time.perf_counter()
 
 

@@ -139,6 +139,7 @@ def pretended_card(monkeypatch: pytest.MonkeyPatch, nbytes: int = 4 << 30, pins:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (nbytes, nbytes))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(synchronize=lambda: None))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda fraction, device=None: None)
     monkeypatch.setattr(build, "CudaCapture", lambda: lambda compute: compute)
     monkeypatch.setattr(

@@ -156,6 +156,7 @@ class Loop:
         n_rows, context = sum(step.n_rows for step in steps), max(step.cache.n_committed for step in steps)
         link = self._runner.streamer.meter.read()
         logits = self._runner.forward(steps)
+        self._runner.finish()
         passed = time.perf_counter()
         with self._trace.span("verify", "tree"):
             for one, tree, rows in zip(live, trees, logits, strict=True):

@@ -154,7 +154,12 @@ class Runner:
     @property
     def is_resident(self) -> bool:
         """Whether all layers lie on the device."""
-        return self.streamer.is_resident
+        return not self.streamer.order
+
+    def finish(self) -> None:
+        """Wait until all that was given to the device to compute has ended; copies go on."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     def replay_passes(self, most_rows: int, capture: Callable[[Callable[[], None]], Replay]) -> None:
         """From now on compute passes of one sequence at fixed sizes, which are captured; all layers must be resident."""

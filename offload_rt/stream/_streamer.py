@@ -113,7 +113,7 @@ class Streamer(Protocol):
     """Brings every layer to the device, the next ones while the present one is computed."""
 
     meter: LinkMeter
-    is_resident: bool  # no layer has to be brought
+    order: list[int]  # the layers that have to be brought, in the order of a sweep
 
     def sweep(self) -> Iterator[Block]:
         """Yield every layer once, in order; a block dies at the next yield.

@@ -26,7 +26,7 @@ class CudaStreamer:
     def __init__(self, supply: Supply, trace: Trace, device: CopyDevice) -> None:
         self.meter = LinkMeter()
         self._supply, self._device = supply, device
-        self.is_resident = not supply.order
+        self.order = supply.order
         self._upstream = ThreadStreamer(supply.on_host(), trace, pinned=True)
         n_slots = supply.n_slots if supply.order else 0
         self._slots: list[Tensor] = [device.allocate(supply.packed_slot_nbytes) for _ in range(n_slots)]

@@ -33,9 +33,8 @@ class ThreadStreamer:
 
     def __init__(self, supply: Supply, trace: Trace, pinned: bool = False) -> None:
         self.meter, self._trace = LinkMeter(), trace
-        self._supply, self._order = supply, supply.order
-        self.is_resident = not supply.order
-        n_slots = supply.n_slots if self._order else 0
+        self._supply, self.order = supply, supply.order
+        n_slots = supply.n_slots if self.order else 0
         self._slots: list[Tensor] = [host_block(supply.slot_nbytes) for _ in range(n_slots)]
         self._pinned = [slot for slot in self._slots if pinned and pin(slot)]
         self._changed = threading.Condition()
@@ -128,7 +127,7 @@ class ThreadStreamer:
         if not self._slots or self._n_started >= self._n_consumed + len(self._slots):
             return None
         k = self._n_started
-        i = self._order[k % len(self._order)]
+        i = self.order[k % len(self.order)]
         try:
             fetch = _Fetch(self._supply.streamed[i].reads(i, self._slots[k % len(self._slots)]))
         except BaseException as error:  # as in `_run`: it belongs to the caller of sweep
@@ -143,7 +142,7 @@ class ThreadStreamer:
         nbytes, error = 0, None
         self.meter.begin()
         try:
-            with self._trace.span(threading.current_thread().name, f"layer {self._order[k % len(self._order)]}"):
+            with self._trace.span(threading.current_thread().name, f"layer {self.order[k % len(self.order)]}"):
                 nbytes = part()
         except BaseException as caught:  # whatever it is, it belongs to the caller of sweep
             error = caught
