@@ -127,7 +127,7 @@ __device__ void draw(const Tree& tree, const Outcome& outcome) {
   sync_block();
   if (lane == 0) ends[warp] = part;
   sync_block();
-  const double own = ends[lane], end = sum_to_lane(own), total = shuffle_from(end, 31);
+  const double own = lane < kVerifyWarps ? ends[lane] : 0., end = sum_to_lane(own), total = shuffle_from(end, 31);
   const double at = tree.uniforms[tree.n] * total;
   const uint32_t past = ballot(end > at), positive = ballot(own > 0.);
   // A draw of exactly the total, possible through rounding, falls into the last share of positive probability.

@@ -7,7 +7,9 @@
 
 namespace offload_rt {
 
-constexpr int kVerifyThreads = 1024;
+// Fewer threads than a block may have: the scalars cost every warp its share of the few float64 units of a consumer card.
+constexpr int kVerifyThreads = 512;
+constexpr int kVerifyWarps = kVerifyThreads / 32;
 // What is left of a law is added up anew where subtracting would leave mostly rounding.
 constexpr double kCancelled = 1e-4;
 // The smallest normal float32.
@@ -22,7 +24,7 @@ __device__ inline double block_sum(double x) {
   sync_block();
   if (lane == 0) of_warps[warp] = x;
   sync_block();
-  x = of_warps[lane];
+  x = lane < kVerifyWarps ? of_warps[lane] : 0.;
   for (int lanes = 16; lanes > 0; lanes /= 2) x += shuffle_xor(x, lanes);
   return x;
 }
@@ -49,6 +51,7 @@ struct Tree : Verify {
 
   __device__ double sum_of_row(const float* row) const {
     float part = 0.f;
+#pragma unroll 8
     for (int t = threadIdx.x; t < vocabulary; t += kVerifyThreads) part += row[t];
     return block_sum(part);
   }
@@ -111,12 +114,15 @@ struct Tree : Verify {
     const int n_kept = independent ? 0 : n_children(node);
     for (int j = threadIdx.x; j < n_kept; j += kVerifyThreads) kept[j] = rest[tokens[child_of(node, j)]];
     sync_block();
-    const float* law = law_of(node);
     const float factor = mass, share = child_law.share, floor = child_law.floor;
+    // Distinct by name, so that the loads of several rounds go before the stores of the first.
+    const float* __restrict__ law = law_of(node);
+    float* __restrict__ own = rest;
     float part = 0.f;
+#pragma unroll 8
     for (int t = threadIdx.x; t < vocabulary; t += kVerifyThreads) {
-      const float left = fmaxf(factor * rest[t] - share * law[t] - floor, 0.f);
-      rest[t] = left;
+      const float left = fmaxf(factor * own[t] - share * law[t] - floor, 0.f);
+      own[t] = left;
       part += left;
     }
     return block_sum(part) + put_back(node, i, mass, rest, n_kept);
@@ -156,8 +162,9 @@ struct Tree : Verify {
     return stays > 0. ? Residual{mass * stays, scale / stays} : Residual{0., 0.};
   }
 
-  __device__ void copy_row(float* to, const float* from) const {
+  __device__ void copy_row(float* __restrict__ to, const float* __restrict__ from) const {
     sync_block();
+#pragma unroll 8
     for (int t = threadIdx.x; t < vocabulary; t += kVerifyThreads) to[t] = from[t];
     sync_block();
   }
