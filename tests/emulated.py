@@ -1,12 +1,15 @@
-"""Builds the kernels of csrc/ for the CPU, every thread of a block a fiber; see cuda_on_cpu/fibers.h."""
+"""The kernels of csrc/ built for the CPU, every thread of a block a fiber; see cuda_on_cpu/fibers.h."""
 
 import hashlib
 import shutil
 import subprocess
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+
+from offload_rt.ops import _extension
 
 ROOT = Path(__file__).parent.parent
 EMULATION = ROOT / "tests" / "cuda_on_cpu"
@@ -28,6 +31,7 @@ def _command(target: Path) -> list[str]:
     return ["g++", *flags, *folders, "-x", "c++", *sources, "-x", "none", *link, "-o", str(target)]
 
 
+@cache
 def load() -> str:
     """Build, unless these very sources were built before, and load. Returns the name of the library in torch.ops."""
     if shutil.which("g++") is None:
@@ -40,4 +44,5 @@ def load() -> str:
         subprocess.run(_command(unfinished), check=True)
         unfinished.replace(target)
     torch.ops.load_library(str(target))
+    _extension.describe(LIBRARY)
     return LIBRARY

@@ -33,9 +33,7 @@ def kernels(request):
         if not _extension.is_loaded():
             pytest.skip("no card, or the kernels are not built for one")
         return Kernels("offload_rt", "cuda")
-    library = emulated.load()
-    _extension.describe(library)
-    return Kernels(library, "cpu")
+    return Kernels(emulated.load(), "cpu")
 
 
 def forest_of(n, seed, n_chain=0):

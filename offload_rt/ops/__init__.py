@@ -26,7 +26,7 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: float
     Returns (n, heads, head_dim).
     """
     if _extension.serves(q) and q.dtype in (torch.float16, torch.bfloat16) and q.shape[2] in _HEAD_DIMS:
-        return torch.ops.offload_rt.tree_attention(
+        return _extension.kernels().tree_attention(
             q, k, v, mask.bits, mask.depths, mask.first, mask.n_before, mask.window, scale
         )
     return reference.tree_attention(q, k, v, mask.dense(), scale)
@@ -35,13 +35,13 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: float
 def tree_masks(parents: Tensor) -> tuple[Tensor, Tensor]:
     """Packed ancestor masks and depths of a forest; see the reference."""
     if _extension.serves(parents) and len(parents) <= _MOST_MASKED_ROWS:
-        return torch.ops.offload_rt.tree_masks(parents)
+        return _extension.kernels().tree_masks(parents)
     return reference.tree_masks(parents)
 
 
 def commit_rows(keys: Tensor, values: Tensor, rows: Tensor, first: int) -> None:
     """Move rows `first + rows` of a cache to `first` and on, in place; see the reference."""
     if _extension.serves(keys) and keys.shape[3] * keys.element_size() % _VECTOR_BYTES == 0:
-        torch.ops.offload_rt.commit_rows(keys, values, rows, first)
+        _extension.kernels().commit_rows(keys, values, rows, first)
     else:
         reference.commit_rows(keys, values, rows, first)

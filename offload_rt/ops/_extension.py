@@ -2,6 +2,7 @@
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,11 @@ def _is_able(device: torch.device) -> bool:
 def serves(x: Tensor) -> bool:
     """Whether the kernels run where `x` lies."""
     return x.is_cuda and is_loaded() and _is_able(x.device)
+
+
+def kernels() -> Any:
+    """The ops of the library, by name."""
+    return torch.ops.offload_rt
 
 
 def describe(library: str) -> None:

@@ -48,7 +48,7 @@ def verify(
     uniforms  (n + 1,) float64 in [0, 1): one for each node, the last for the bonus
     """
     arrays, noise = arguments(candidates, uniforms, target.device)
-    verdict = torch.ops.offload_rt.verify(
+    verdict = _extension.kernels().verify(
         *arrays, laws, target, noise, candidates.n_levels, candidates.independent, leaf_to_root
     )
     end, bonus = verdict.tolist()
