@@ -12,17 +12,20 @@ PROMPT ?= def read_lines(path, encoding="utf-8"):
 
 .PHONY: venv kernels run test lint bench clean
 
-venv: .venv/installed
+venv: .venv/installed .venv/kernels
 
 .venv/installed: setup.py pyproject.toml
 	$(PYTHON) -c "import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 13) else 'needs Python 3.11 or 3.12, has ' + sys.version.split()[0] + '; set PYTHON')"
 	$(PYTHON) -m venv .venv
 	$(PY) -m pip install --quiet --disable-pip-version-check -e ".[dev,compare]"
+	touch $@
+
+# After the install, whose isolated build has no torch; without nvcc this says so and plain torch serves.
+.venv/kernels: .venv/installed scripts/build_kernels.py $(wildcard csrc/*)
 	$(PY) setup.py --quiet build_ext
 	touch $@
 
-# Where there is nvcc; elsewhere plain torch serves. After a change in csrc/.
-kernels: venv
+kernels: .venv/installed
 	$(PY) setup.py --quiet build_ext
 
 run: venv

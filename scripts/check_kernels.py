@@ -70,10 +70,11 @@ def main() -> None:
         print("kernels: not checked, there is no nvcc")
         return
     found = []
+    changed = max(path.stat().st_mtime for path in SOURCES.iterdir())
     for source in sorted(SOURCES.glob("*.cu")):
         log = BUILD / f"{source.stem}.ptxas"
-        if not log.exists() or log.stat().st_mtime < source.stat().st_mtime:
-            sys.exit(f"kernels: {source.name} has changed since it was built; run scripts/build_kernels.py")
+        if not log.exists() or log.stat().st_mtime < changed:
+            sys.exit("kernels: csrc/ has changed since it was built; run scripts/build_kernels.py")
         found += reports(log.read_text(encoding="utf-8"))
     print(f"{'kernel':<58} {'arch':>4} {'registers':>9} {'shared':>7} {'frame':>5} {'spilled':>7}")
     for one in demangled(found):
