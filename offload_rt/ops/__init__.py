@@ -18,13 +18,16 @@ _MOST_MASKED_ROWS = 6144
 _VECTOR_BYTES = 16
 
 
-def tree_attention(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: float) -> Tensor:
+def tree_attention(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask | Tensor | None, scale: float) -> Tensor:
     """Attention of rows of a forest to a prefix and to their ancestors; grouped KV heads are shared, not repeated.
 
     q     (n, heads, head_dim)
     k, v  (kv_heads, n_keys, head_dim), heads a multiple of kv_heads
+    mask  what the kernel takes; a dense one, (n, n_keys) bool, or None for no mask is for the reference
     Returns (n, heads, head_dim).
     """
+    if not isinstance(mask, TreeMask):
+        return reference.tree_attention(q, k, v, mask, scale)
     if _extension.serves(q) and q.dtype in (torch.float16, torch.bfloat16) and q.shape[2] in _HEAD_DIMS:
         return _extension.kernels().tree_attention(
             q, k, v, mask.bits, mask.depths, mask.first, mask.n_before, mask.window, scale
