@@ -10,15 +10,23 @@ EXPANDED := demo-cache/expanded-$(SIZE)
 ENGINE = --model $(EXPANDED) --draft-model models/demo-draft --device-memory $(BUDGET)
 PROMPT ?= def read_lines(path, encoding="utf-8"):
 
-.PHONY: venv run test lint bench clean
+.PHONY: venv kernels run test lint bench clean
 
-venv: .venv/installed
+venv: .venv/installed .venv/kernels
 
 .venv/installed: setup.py pyproject.toml
 	$(PYTHON) -c "import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 13) else 'needs Python 3.11 or 3.12, has ' + sys.version.split()[0] + '; set PYTHON')"
 	$(PYTHON) -m venv .venv
 	$(PY) -m pip install --quiet --disable-pip-version-check -e ".[dev,compare]"
 	touch $@
+
+# After the install, whose isolated build has no torch; without nvcc this says so and plain torch serves.
+.venv/kernels: .venv/installed scripts/build_kernels.py $(wildcard csrc/*)
+	$(PY) setup.py --quiet build_ext
+	touch $@
+
+kernels: .venv/installed
+	$(PY) setup.py --quiet build_ext
 
 run: venv
 	$(PY) scripts/expand.py --source models/demo-target --out $(EXPANDED) --size $(SIZE)
@@ -38,4 +46,4 @@ bench: venv
 	$(PY) -m bench.speculate
 
 clean:
-	rm -rf .venv demo-cache build *.egg-info
+	rm -rf .venv demo-cache build *.egg-info offload_rt/ops/_kernels.so

@@ -1,9 +1,20 @@
+import subprocess
+import sys
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_ext import build_ext
 
 # Bounded above: an unbounded torch fetches gigabytes of CUDA on a machine that has a CPU build at hand.
 TORCH = "torch>=2.11,<2.14"
+
+
+class BuildKernels(build_ext):
+    """`python setup.py build_ext` after the install: the kernels are built against the torch that is there by then."""
+
+    def run(self):
+        subprocess.run([sys.executable, Path(__file__).with_name("scripts") / "build_kernels.py"], check=True)
+
 
 setup(
     name="offload-rt",
@@ -14,6 +25,8 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11,<3.13",
     packages=find_packages(include=["offload_rt", "offload_rt.*"]),
+    package_data={"offload_rt.ops": ["_kernels.so"]},
+    cmdclass={"build_ext": BuildKernels},
     install_requires=[
         TORCH,
         "transformers>=5.17,<6",

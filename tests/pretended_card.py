@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from offload_rt import build
+from offload_rt.ops import _extension
 
 CARD = torch.device("cuda", 0)
 _GUARD = """
@@ -142,6 +143,7 @@ def pretended_card(monkeypatch: pytest.MonkeyPatch, nbytes: int = 4 << 30, pins:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(synchronize=lambda: None))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda fraction, device=None: None)
     monkeypatch.setattr(build, "CudaCapture", lambda: lambda compute: compute)
+    monkeypatch.setattr(_extension, "serves", lambda tensor: False)
     monkeypatch.setattr(
         torch.cuda,
         "cudart",

@@ -46,6 +46,7 @@ def main() -> int:
 
 def _run(sections: tuple[str, ...], seconds: float, again: bool, results: Path) -> int:
     results.mkdir(parents=True, exist_ok=True)
+    subprocess.run([sys.executable, "scripts/build_kernels.py"], cwd=ROOT, check=True)
     started, now, code = time.monotonic(), commit(), 0
     for name in sections:
         path = results / f"{name}.json"

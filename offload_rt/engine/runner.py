@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -21,8 +22,6 @@ from offload_rt.weights._image import Layout
 # Rows that go through a layer together. A long prompt is cut here layer by layer, so that one pass over the weights serves
 # all of it while its activations stay small. Where even that is too much, chunks shrink down to the least.
 CHUNK_ROWS, _LEAST_CHUNK_ROWS = 512, 16
-# Entries of a mask that is kept for the next layer instead of being made again.
-_KEPT_MASK = 2 << 20
 
 
 @dataclass(frozen=True)
@@ -74,36 +73,33 @@ class Step:
 
 @dataclass
 class _Segment:
-    """Rows [start, stop) of a step, which are rows `rows` of a chunk."""
+    """Rows [start, stop) of a step, which are rows `rows` of a chunk; masks are made on `device`."""
 
     step: Step
     start: int
     stop: int
     rows: slice
-    masks: dict[int | None, Tensor] = field(default_factory=dict)
+    device: torch.device
+    masks: dict[int | None, ops.TreeMask] = field(default_factory=dict)
 
     def positions(self) -> Tensor:
         """(n,) int64 positions in the sequence."""
         return torch.from_numpy(self.step.topology.depths[self.start : self.stop]) + self.step.cache.n_committed
 
-    def visible(self, window: int | None) -> Tensor | None:
-        """(n, n_keys) bool: which cached rows each row looks at; None: all of them."""
-        if window in self.masks:
-            return self.masks[window]
-        n_before = self.step.cache.n_committed
-        if self.stop == 1 and (window is None or n_before < window):
-            return None
-        tree = self.step.topology.visible(self.start, self.stop)
-        mask = torch.cat((torch.ones(len(tree), n_before, dtype=torch.bool), tree), dim=1)
-        if window is not None:
-            of_keys = torch.cat(
-                (torch.arange(n_before), torch.from_numpy(self.step.topology.depths[: self.stop]) + n_before)
-            )
-            mask &= of_keys > self.positions()[:, None] - window
-        mask = mask.to(self.step.cache.keys.device)
-        if mask.numel() <= _KEPT_MASK:
-            self.masks[window] = mask
-        return mask
+    @cached_property
+    def _forest(self) -> tuple[int, Tensor, Tensor]:
+        """Pending rows that all rows see; the mask and the depths of those behind."""
+        trunk, parents = self.step.topology.forest(self.start, self.stop)
+        bits, depths = ops.tree_masks(torch.from_numpy(parents).to(self.device))
+        return trunk, bits, depths
+
+    def mask(self, window: int | None) -> ops.TreeMask:
+        """Which cached rows each row looks at."""
+        if window not in self.masks:
+            trunk, bits, depths = self._forest
+            n_before, n = self.step.cache.n_committed + trunk, self.stop - self.start
+            self.masks[window] = ops.TreeMask(bits, depths, self.start - trunk, n, n_before, window or 0)
+        return self.masks[window]
 
 
 @dataclass(frozen=True)
@@ -168,10 +164,11 @@ class Runner:
         self._fixed = FixedPasses(model, most_rows, capture)
 
     def _replay(self, step: Step) -> Tensor:
-        whole = _Segment(step, step.n_done, len(step.tokens), slice(0, step.n_rows))
+        whole = _Segment(step, step.n_done, len(step.tokens), slice(0, step.n_rows), torch.device("cpu"))
         cos, sin = self._chunk(0, step.n_rows, [whole]).rope
         rows = torch.arange(step.n_keys - step.n_rows, step.n_keys)
-        inputs = RowsOfPass(step.tokens[step.n_done :], rows, cos, sin, whole.visible, step.n_keys)
+        tokens = step.tokens[step.n_done :]
+        inputs = RowsOfPass(tokens, rows, cos, sin, lambda window: whole.mask(window).dense(), step.n_keys)
         with self._trace.span("compute", "all layers"):
             return self._fixed.forward(step.cache, inputs)[step.n_rows - step.n_wanted :]
 
@@ -199,7 +196,7 @@ class Runner:
             outs = []
             for segment in chunk.segments:
                 keys, values = segment.step.cache.write(layer, segment.start, k[segment.rows], v[segment.rows])
-                outs.append(ops.tree_attention(q[segment.rows], keys, values, segment.visible(window), scale))
+                outs.append(ops.tree_attention(q[segment.rows], keys, values, segment.mask(window), scale))
             return torch.cat(outs) if len(outs) > 1 else outs[0]
 
         return attend
@@ -212,7 +209,7 @@ class Runner:
             start = step.n_done
             while start < len(step.tokens):
                 n = min(self._chunk_rows - n_rows, len(step.tokens) - start)
-                segments.append(_Segment(step, start, start + n, slice(n_rows, n_rows + n)))
+                segments.append(_Segment(step, start, start + n, slice(n_rows, n_rows + n), self.device))
                 start, n_rows = start + n, n_rows + n
                 if n_rows == self._chunk_rows:
                     chunks.append(self._chunk(first, n_rows, segments))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from offload_rt import ops
 from offload_rt.errors import CapacityError
 from offload_rt.models._spec import ModelSpec
 
@@ -66,10 +67,8 @@ class KVCache:
         n_in_place = next((i for i, row in enumerate(rows) if row != i), len(rows))
         moved = rows[n_in_place:]
         if moved:
-            source = torch.tensor(moved, device=self.keys.device) + start
-            target = slice(start + n_in_place, start + len(rows))
-            for store in (self.keys, self.values):
-                store[:, :, target] = store.index_select(2, source)
+            source = torch.tensor(moved, device=self.keys.device) - n_in_place
+            ops.commit_rows(self.keys, self.values, source, start + n_in_place)
         self.committed += [self._pending[row] for row in rows]
         self._pending = []
 

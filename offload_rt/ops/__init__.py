@@ -1,5 +1,50 @@
-"""One entry point per op. The plain torch reference serves wherever no kernel of our own is built."""
+"""One entry point per op. A kernel of csrc/ serves where it is built and fits; else the plain torch reference does."""
 
-from offload_rt.ops.reference import rms_norm, rotate, tree_attention
+import torch
+from torch import Tensor
 
-__all__ = ["rms_norm", "rotate", "tree_attention"]
+from offload_rt.ops import _extension, reference
+from offload_rt.ops._mask import TreeMask
+from offload_rt.ops._verify import Candidates, can_verify, verify
+from offload_rt.ops.reference import rms_norm, rotate
+
+__all__ = [
+    "Candidates", "TreeMask", "can_verify", "commit_rows", "rms_norm", "rotate", "tree_attention", "tree_masks", "verify",
+]  # fmt: skip
+
+_HEAD_DIMS = (64, 96, 128)
+# A block holds the whole forest in shared memory.
+_MOST_MASKED_ROWS = 6144
+_VECTOR_BYTES = 16
+
+
+def tree_attention(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask | Tensor | None, scale: float) -> Tensor:
+    """Attention of rows of a forest to a prefix and to their ancestors; grouped KV heads are shared, not repeated.
+
+    q     (n, heads, head_dim)
+    k, v  (kv_heads, n_keys, head_dim), heads a multiple of kv_heads
+    mask  what the kernel takes; a dense one, (n, n_keys) bool, or None for no mask is for the reference
+    Returns (n, heads, head_dim).
+    """
+    if not isinstance(mask, TreeMask):
+        return reference.tree_attention(q, k, v, mask, scale)
+    if _extension.serves(q) and q.dtype in (torch.float16, torch.bfloat16) and q.shape[2] in _HEAD_DIMS:
+        return _extension.kernels().tree_attention(
+            q, k, v, mask.bits, mask.depths, mask.first, mask.n_before, mask.window, scale
+        )
+    return reference.tree_attention(q, k, v, mask.dense(), scale)
+
+
+def tree_masks(parents: Tensor) -> tuple[Tensor, Tensor]:
+    """Packed ancestor masks and depths of a forest; see the reference."""
+    if _extension.serves(parents) and len(parents) <= _MOST_MASKED_ROWS:
+        return _extension.kernels().tree_masks(parents)
+    return reference.tree_masks(parents)
+
+
+def commit_rows(keys: Tensor, values: Tensor, rows: Tensor, first: int) -> None:
+    """Move rows `first + rows` of a cache to `first` and on, in place; see the reference."""
+    if _extension.serves(keys) and keys.shape[3] * keys.element_size() % _VECTOR_BYTES == 0:
+        _extension.kernels().commit_rows(keys, values, rows, first)
+    else:
+        reference.commit_rows(keys, values, rows, first)

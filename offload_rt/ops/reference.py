@@ -1,5 +1,6 @@
 """What each op means, in plain torch."""
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -36,3 +37,39 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scal
         q.transpose(0, 1)[None], k[None], v[None], attn_mask=visible, scale=scale, enable_gqa=q.shape[1] != k.shape[0]
     )
     return out[0].transpose(0, 1)
+
+
+def tree_masks(parents: Tensor) -> tuple[Tensor, Tensor]:
+    """Packed ancestor masks and depths of a forest.
+
+    parents  (n,) int64, parents[i] < i; below zero for a root
+    Returns (n, ceil(n / 32)) int32, of which bit j % 32 of word j // 32 in row i says that row j is row i or above it,
+    and (n,) int32 depths, 0 at a root.
+    """
+    above = parents.cpu().numpy()
+    n, n_run = len(above), _n_run(above)
+    mask = np.zeros((n, (n + 31) // 32 * 32), dtype=np.bool_)
+    mask[:n_run, :n_run] = np.tri(n_run, dtype=np.bool_)
+    mask[n_run:, n_run:n] = np.eye(n - n_run, dtype=np.bool_)
+    for node, parent in enumerate(above[n_run:].tolist(), n_run):
+        if parent >= 0:
+            mask[node] |= mask[parent]
+    bits = np.packbits(mask, axis=1, bitorder="little").view(np.int32)
+    depths = mask.sum(1, dtype=np.int32) - 1
+    return torch.from_numpy(bits).to(parents.device), torch.from_numpy(depths).to(parents.device)
+
+
+def _n_run(parents: np.ndarray) -> int:
+    """Rows before the first that is not the child of the one before it."""
+    breaks = np.flatnonzero(parents != np.arange(-1, len(parents) - 1))
+    return int(breaks[0]) if len(breaks) else len(parents)
+
+
+def commit_rows(keys: Tensor, values: Tensor, rows: Tensor, first: int) -> None:
+    """Move rows `first + rows` to `first` and on, in place.
+
+    keys, values  (n_layers, n_kv_heads, capacity, head_dim)
+    rows          (n,) int64, ascending, rows[i] >= i
+    """
+    for store in (keys, values):
+        store[:, :, first : first + len(rows)] = store.index_select(2, rows + first)

@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from offload_rt import ops
+
 
 @dataclass(frozen=True, eq=False)
 class Topology:
@@ -76,29 +78,30 @@ class Topology:
         return int(breaks[0]) if len(breaks) else len(self)
 
     @cached_property
-    def _ancestors(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of each node the last ancestor in the run, itself counted, (n,); and of those behind it the mask among themselves.
-
-        A prompt above a tree makes a long run, of which no mask of its length squared is ever made.
-        """
-        n_run = self._n_run
+    def _last_in_run(self) -> np.ndarray:
+        """(n,) of each node the last ancestor in the run, itself counted."""
         last = np.arange(len(self))
-        mask = np.eye(len(self) - n_run, dtype=bool)
-        for node, parent in enumerate(self.parents[n_run:].tolist(), n_run):
+        for node, parent in enumerate(self.parents[self._n_run :].tolist(), self._n_run):
             last[node] = last[parent]
-            if parent >= n_run:
-                mask[node - n_run] |= mask[parent - n_run]
-        return last, mask
+        return last
+
+    def forest(self, start: int, stop: int) -> tuple[int, np.ndarray]:
+        """What the nodes [start, stop) look at: all of the first so many nodes, and their ancestors in the forest behind.
+
+        Returns the number of nodes that all of them see, at most `start`, and the parents of the others up to `stop`
+        among themselves, below zero for a root. A prompt above a tree is among the former, so that no mask of its length
+        squared is ever made.
+        """
+        trunk = min(int(self._last_in_run[start:stop].min()) + 1, start)
+        # A node of an earlier part may hang from inside the trunk; none of these nodes looks at it.
+        return trunk, np.maximum(self.parents[trunk:stop] - trunk, -1)
 
     def visible(self, start: int, stop: int) -> Tensor:
         """(stop - start, stop) bool: which of nodes [0, stop) the nodes [start, stop) may look at."""
-        n_run, (last, mask) = self._n_run, self._ancestors
-        seen = np.arange(stop) <= last[start:stop, None]
-        if stop > n_run:
-            seen[:, n_run:] = False
-            first = max(start, n_run)
-            seen[first - start :, n_run:] = mask[first - n_run : stop - n_run, : stop - n_run]
-        return torch.from_numpy(seen)
+        trunk, parents = self.forest(start, stop)
+        bits, depths = ops.tree_masks(torch.from_numpy(parents))
+        seen = ops.TreeMask(bits, depths, start - trunk, stop - start, trunk, 0).dense()
+        return torch.ones(stop - start, stop, dtype=torch.bool) if seen is None else seen
 
     def after_chain(self, n: int) -> "Topology":
         """This tree below a chain of n nodes, whose last is the parent of the root."""

@@ -1,0 +1,234 @@
+// The ops as torch knows them: every schema, and the checks between a tensor and a kernel.
+//
+// Only torch's stable ABI is used, as of 2.11 (TORCH_TARGET_VERSION), so that one build serves that version and later ones.
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <algorithm>
+#include <optional>
+#include <tuple>
+
+#include "kernels.h"
+#include "launch.h"
+
+#ifndef CUDA_ON_CPU
+// Absent from a CPU build of torch, where the library must load all the same.
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device, void** stream);
+#endif
+
+namespace {
+
+using offload_rt::check_cuda;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+#ifdef CUDA_ON_CPU
+struct Device {
+  cudaStream_t stream = nullptr;
+  int n_processors = 16;
+  explicit Device(const Tensor&) {}
+};
+bool is_on_device(const Tensor& x) { return x.is_cpu(); }
+#else
+// Makes the tensor's card the current one, and knows what the launch needs of it.
+struct Device {
+  torch::stable::accelerator::DeviceGuard guard;
+  cudaStream_t stream;
+  int n_processors = 0;
+
+  explicit Device(const Tensor& x) : guard(x.get_device_index()) {
+    void* current = nullptr;
+    STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream != nullptr, "this build of torch has no CUDA");
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(x.get_device_index(), &current));
+    stream = static_cast<cudaStream_t>(current);
+    check_cuda(cudaDeviceGetAttribute(&n_processors, cudaDevAttrMultiProcessorCount, x.get_device_index()),
+               "number of multiprocessors");
+  }
+};
+bool is_on_device(const Tensor& x) { return x.is_cuda(); }
+#endif
+
+void check_dense(const Tensor& x, const char* name, ScalarType dtype, int64_t n_dims) {
+  STD_TORCH_CHECK(is_on_device(x), name, " must be on the device of the op");
+  STD_TORCH_CHECK(x.scalar_type() == dtype, name, " has the wrong dtype");
+  STD_TORCH_CHECK(x.dim() == n_dims, name, " must have ", n_dims, " dimensions, has ", x.dim());
+  STD_TORCH_CHECK(x.is_contiguous(), name, " must be contiguous");
+}
+
+void check_size(const Tensor& x, const char* name, int64_t dim, int64_t size) {
+  STD_TORCH_CHECK(x.size(dim) == size, name, " must have ", size, " entries in dimension ", dim, ", has ", x.size(dim));
+}
+
+// Rows are read 16 bytes at a time.
+void check_rows(const Tensor& x, const char* name, ScalarType dtype) {
+  STD_TORCH_CHECK(is_on_device(x), name, " must be on the device of the op");
+  STD_TORCH_CHECK(x.scalar_type() == dtype, name, " must have the dtype of q");
+  STD_TORCH_CHECK(x.dim() == 3 && x.stride(2) == 1, name, " must have 3 dimensions, the last of them dense");
+  const bool is_aligned = reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0 && x.stride(0) % 8 == 0 && x.stride(1) % 8 == 0;
+  STD_TORCH_CHECK(is_aligned, name, " must have rows that begin at multiples of 16 bytes");
+}
+
+// As an int, which is what the kernels count in.
+int count(int64_t n, const char* name) {
+  STD_TORCH_CHECK(n >= 0 && n < (int64_t{1} << 30), name, " is out of range: ", n);
+  return static_cast<int>(n);
+}
+
+template <typename T>
+const T* data(const Tensor& x) {
+  return static_cast<const T*>(x.data_ptr());
+}
+template <typename T>
+T* written(const Tensor& x) {
+  return static_cast<T*>(x.data_ptr());
+}
+
+Tensor tree_attention(Tensor q, Tensor k, Tensor v, Tensor masks, Tensor depths, int64_t first, int64_t n_before,
+                      int64_t window, double scale) {
+  const ScalarType dtype = q.scalar_type();
+  STD_TORCH_CHECK(dtype == ScalarType::Half || dtype == ScalarType::BFloat16, "q must be float16 or bfloat16");
+  check_rows(q, "q", dtype);
+  check_rows(k, "k", dtype);
+  check_rows(v, "v", dtype);
+  const int64_t n = q.size(0), n_heads = q.size(1), dim = q.size(2), n_kv_heads = k.size(0);
+  STD_TORCH_CHECK(dim == 64 || dim == 96 || dim == 128, "the head dimension must be 64, 96 or 128, is ", dim);
+  STD_TORCH_CHECK(n > 0 && n_kv_heads > 0 && n_heads % n_kv_heads == 0, "heads of q must be a multiple of those of k");
+  for (const auto& [x, name] : {std::pair<const Tensor&, const char*>(k, "k"), {v, "v"}}) {
+    check_size(x, name, 0, n_kv_heads);
+    check_size(x, name, 1, n_before + first + n);
+    check_size(x, name, 2, dim);
+  }
+  check_dense(masks, "masks", ScalarType::Int, 2);
+  check_dense(depths, "depths", ScalarType::Int, 1);
+  check_size(depths, "depths", 0, masks.size(0));
+  STD_TORCH_CHECK(first >= 0 && first + n <= masks.size(0), "masks must have a row for each pending row");
+  STD_TORCH_CHECK(scale > 0, "the scale must be positive");
+  const Device device(q);
+
+  offload_rt::TreeAttention args{};
+  args.q = q.data_ptr(), args.k = k.data_ptr(), args.v = v.data_ptr();
+  args.masks = data<int32_t>(masks), args.depths = data<int32_t>(depths);
+  args.q_row = q.stride(0), args.q_head = q.stride(1);
+  args.k_head = k.stride(0), args.k_row = k.stride(1), args.v_head = v.stride(0), args.v_row = v.stride(1);
+  args.n = count(n, "rows"), args.n_heads = count(n_heads, "heads"), args.group = count(n_heads / n_kv_heads, "group");
+  args.head_dim = static_cast<int>(dim), args.first = count(first, "first"), args.n_before = count(n_before, "n_before");
+  args.words = count(masks.size(1), "words"), args.window = count(window, "window");
+  args.scale_log2 = static_cast<float>(scale * 1.4426950408889634);
+  const auto tiling = offload_rt::choose_tiling(count(n * args.group, "rows"), count(n_kv_heads, "heads"),
+                                                count(n_before + first + n, "keys"), device.n_processors);
+  args.n_splits = tiling.n_splits;
+  const Tensor out = torch::stable::new_empty(q, {n, n_heads, dim});
+  args.out = out.data_ptr();
+  std::optional<Tensor> partial, weights;
+  if (args.n_splits > 1) {
+    partial = torch::stable::new_empty(q, {args.n_splits, n, n_heads, dim}, ScalarType::Float);
+    weights = torch::stable::new_empty(q, {args.n_splits, n, n_heads, 2}, ScalarType::Float);
+    args.partial = written<float>(*partial), args.weights = written<float2>(*weights);
+  }
+  offload_rt::tree_attention(args, dtype == ScalarType::Half, tiling.rows, device.stream);
+  return out;
+}
+
+std::tuple<Tensor, Tensor> tree_masks(Tensor parents) {
+  check_dense(parents, "parents", ScalarType::Long, 1);
+  const int64_t n = parents.size(0), words = (n + 31) / 32;
+  STD_TORCH_CHECK(n > 0 && n <= offload_rt::kMostMaskedRows, "parents must have 1 to ", offload_rt::kMostMaskedRows,
+                  " entries, has ", n);
+  const Device device(parents);
+  const Tensor masks = torch::stable::new_empty(parents, {n, words}, ScalarType::Int);
+  const Tensor depths = torch::stable::new_empty(parents, {n}, ScalarType::Int);
+  offload_rt::tree_masks({data<int64_t>(parents), written<int32_t>(masks), written<int32_t>(depths), count(n, "rows"),
+                          count(words, "words")},
+                         device.stream);
+  return {masks, depths};
+}
+
+void commit_rows(Tensor keys, Tensor values, Tensor rows, int64_t first) {
+  for (const auto& [x, name] : {std::pair<const Tensor&, const char*>(keys, "keys"), {values, "values"}}) {
+    check_dense(x, name, keys.scalar_type(), 4);
+    for (int64_t dim = 0; dim < 4; ++dim) check_size(x, name, dim, keys.size(dim));
+    const bool is_aligned = reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0 && x.size(3) * x.element_size() % 16 == 0;
+    STD_TORCH_CHECK(is_aligned, name, " must have rows of a multiple of 16 bytes");
+  }
+  check_dense(rows, "rows", ScalarType::Long, 1);
+  const int64_t n_rows = rows.size(0), capacity = keys.size(2);
+  STD_TORCH_CHECK(first >= 0 && first + n_rows <= capacity, "rows past the end of the cache");
+  if (n_rows == 0 || keys.numel() == 0) return;
+  const Device device(keys);
+  offload_rt::CommitRows args{};
+  args.keys = keys.data_ptr(), args.values = values.data_ptr(), args.rows = data<int64_t>(rows);
+  args.n_planes = keys.size(0) * keys.size(1), args.capacity = capacity;
+  args.n_vectors = count(keys.size(3) * static_cast<int64_t>(keys.element_size()) / 16, "width");
+  args.n_rows = count(n_rows, "rows"), args.first = count(first, "first");
+  offload_rt::commit_rows(args, device.stream);
+}
+
+Tensor verify(Tensor starts, Tensor children, Tensor tokens, Tensor drawn, Tensor row_of, Tensor laws, Tensor target,
+              Tensor uniforms, int64_t n_levels, bool independent, bool leaf_to_root) {
+  check_dense(target, "target", ScalarType::Float, 2);
+  check_dense(laws, "laws", ScalarType::Float, 2);
+  check_size(laws, "laws", 1, target.size(1));
+  check_dense(drawn, "drawn", ScalarType::Bool, 1);
+  check_dense(uniforms, "uniforms", ScalarType::Double, 1);
+  const int64_t n = target.size(0), vocabulary = target.size(1);
+  check_size(drawn, "drawn", 0, n);
+  check_size(uniforms, "uniforms", 0, n + 1);
+  using Sized = std::tuple<const Tensor&, const char*, int64_t>;
+  for (const auto& [x, name, size] : {Sized(starts, "starts", n + 1), Sized(children, "children", n - 1),
+                                      Sized(tokens, "tokens", n), Sized(row_of, "row_of", n)}) {
+    check_dense(x, name, ScalarType::Long, 1);
+    check_size(x, name, 0, size);
+  }
+  STD_TORCH_CHECK(n_levels > 0 && n_levels <= offload_rt::kMostLevels, "a tree may have ", offload_rt::kMostLevels,
+                  " levels, has ", n_levels);
+  const Device device(target);
+
+  const Tensor sums = torch::stable::new_empty(target, {laws.size(0)}, ScalarType::Double);
+  const Tensor rests = torch::stable::new_empty(target, {leaf_to_root ? n_levels : 1, vocabulary});
+  const Tensor kept = torch::stable::new_empty(target, {n});
+  const Tensor verdict = torch::stable::new_empty(target, {2}, ScalarType::Long);
+  offload_rt::Verify args{};
+  args.starts = data<int64_t>(starts), args.children = data<int64_t>(children), args.tokens = data<int64_t>(tokens);
+  args.drawn = data<bool>(drawn), args.row_of = data<int64_t>(row_of), args.laws = data<float>(laws);
+  args.target = data<float>(target), args.uniforms = data<double>(uniforms), args.sums = written<double>(sums);
+  args.rests = written<float>(rests), args.kept = written<float>(kept), args.verdict = written<int64_t>(verdict);
+  args.n = count(n, "nodes"), args.n_laws = count(laws.size(0), "laws"), args.n_levels = count(n_levels, "levels");
+  args.vocabulary = count(vocabulary, "vocabulary"), args.independent = independent, args.leaf_to_root = leaf_to_root;
+  offload_rt::verify(args, device.stream);
+  return verdict;
+}
+
+}  // namespace
+
+// The name is an argument of its own so that it is expanded before it is made a string.
+#define OFFLOAD_RT_LIBRARY(name, m) STABLE_TORCH_LIBRARY(name, m)
+#define OFFLOAD_RT_LIBRARY_IMPL(name, key, m) STABLE_TORCH_LIBRARY_IMPL(name, key, m)
+
+#ifdef CUDA_ON_CPU
+#define OFFLOAD_RT_NAME offload_rt_on_cpu
+#define OFFLOAD_RT_KEY CPU
+#else
+#define OFFLOAD_RT_NAME offload_rt
+#define OFFLOAD_RT_KEY CUDA
+#endif
+
+OFFLOAD_RT_LIBRARY(OFFLOAD_RT_NAME, m) {
+  m.def("tree_attention(Tensor q, Tensor k, Tensor v, Tensor masks, Tensor depths, int first, int n_before, int window, "
+        "float scale) -> Tensor");
+  m.def("tree_masks(Tensor parents) -> (Tensor masks, Tensor depths)");
+  m.def("commit_rows(Tensor(a!) keys, Tensor(b!) values, Tensor rows, int first) -> ()");
+  m.def("verify(Tensor starts, Tensor children, Tensor tokens, Tensor drawn, Tensor row_of, Tensor laws, Tensor target, "
+        "Tensor uniforms, int n_levels, bool independent, bool leaf_to_root) -> Tensor");
+}
+
+OFFLOAD_RT_LIBRARY_IMPL(OFFLOAD_RT_NAME, OFFLOAD_RT_KEY, m) {
+  m.impl("tree_attention", TORCH_BOX(&tree_attention));
+  m.impl("tree_masks", TORCH_BOX(&tree_masks));
+  m.impl("commit_rows", TORCH_BOX(&commit_rows));
+  m.impl("verify", TORCH_BOX(&verify));
+}

@@ -1,0 +1,71 @@
+"""The kernels of csrc/, where they are built and there is a card they run on."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Written by setup.py.
+LIBRARY = Path(__file__).with_name("_kernels.so")
+# What the kernels use came with this compute capability.
+LEAST_CAPABILITY = (8, 0)
+
+
+@cache
+def is_loaded() -> bool:
+    """Load the kernels once; False where they are not built or torch sees no card."""
+    if not LIBRARY.exists() or not torch.cuda.is_available():
+        return False
+    torch.ops.load_library(str(LIBRARY))
+    describe("offload_rt")
+    return True
+
+
+@cache
+def _is_able(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
+
+
+def serves(x: Tensor) -> bool:
+    """Whether the kernels run where `x` lies."""
+    return x.is_cuda and is_loaded() and _is_able(x.device)
+
+
+def kernels() -> Any:
+    """The ops of the library, by name."""
+    return torch.ops.offload_rt
+
+
+def describe(library: str) -> None:
+    """Tell torch what the ops of a library return, without computing it."""
+
+    def tree_attention(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        masks: Tensor,
+        depths: Tensor,
+        first: int,
+        n_before: int,
+        window: int,
+        scale: float,
+    ) -> Tensor:
+        return q.new_empty(q.shape)
+
+    def tree_masks(parents: Tensor) -> tuple[Tensor, Tensor]:
+        n = parents.shape[0]
+        return parents.new_empty((n, (n + 31) // 32), dtype=torch.int32), parents.new_empty((n,), dtype=torch.int32)
+
+    def commit_rows(keys: Tensor, values: Tensor, rows: Tensor, first: int) -> None:
+        return None
+
+    def verify(
+        starts: Tensor, children: Tensor, tokens: Tensor, drawn: Tensor, row_of: Tensor, laws: Tensor, target: Tensor,
+        uniforms: Tensor, n_levels: int, independent: bool, leaf_to_root: bool,
+    ) -> Tensor:  # fmt: skip
+        return starts.new_empty((2,))
+
+    for fake in (tree_attention, tree_masks, commit_rows, verify):
+        torch.library.register_fake(f"{library}::{fake.__name__}", fake)

@@ -1,0 +1,247 @@
+#include "fibers.h"
+
+#include <cstring>
+#include <deque>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#if !defined(__x86_64__)
+#include <ucontext.h>
+#endif
+
+namespace cuda_on_cpu {
+namespace {
+
+constexpr size_t kStackBytes = 96 << 10;
+constexpr size_t kGuardBytes = 4096;
+constexpr unsigned char kPoison = 0xff;  // NaN in every float type
+
+struct Copy {
+  void* to;
+  const void* from;
+  bool is_there;
+};
+
+enum class State { ready, at_block, at_warp, done };
+
+struct Fiber {
+  Here here;
+  State state = State::ready;
+  int index = 0;
+  std::vector<Copy> open;
+  std::deque<std::vector<Copy>> groups;
+#if defined(__x86_64__)
+  void* stack_pointer = nullptr;
+#else
+  ucontext_t context;
+#endif
+};
+
+struct Warp {
+  void* lanes[32];
+  Work work = nullptr;
+  int n_arrived = 0;
+};
+
+struct Machine {
+  std::vector<std::unique_ptr<unsigned char[]>> stacks;
+  std::vector<Fiber> fibers;
+  std::vector<Warp> warps;
+  std::vector<unsigned char> shared;
+  size_t nbytes_shared = 0;
+  const std::function<void()>* kernel = nullptr;
+  Fiber* current = nullptr;
+  int n_at_block = 0;
+  std::string failure;
+  std::mt19937 order{1};
+#if defined(__x86_64__)
+  void* scheduler = nullptr;
+#else
+  ucontext_t scheduler;
+#endif
+};
+
+Machine machine;
+
+#if defined(__x86_64__)
+// Saves what a call must keep, and goes on with another stack.
+extern "C" void cuda_on_cpu_switch(void** save, void* load);
+asm(R"(
+.text
+.type cuda_on_cpu_switch, @function
+cuda_on_cpu_switch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+.size cuda_on_cpu_switch, .-cuda_on_cpu_switch
+)");
+
+void to_scheduler() { cuda_on_cpu_switch(&machine.current->stack_pointer, machine.scheduler); }
+void to_fiber(Fiber& fiber) {
+  machine.current = &fiber;
+  cuda_on_cpu_switch(&machine.scheduler, fiber.stack_pointer);
+}
+#else
+void to_scheduler() { swapcontext(&machine.current->context, &machine.scheduler); }
+void to_fiber(Fiber& fiber) {
+  machine.current = &fiber;
+  swapcontext(&machine.scheduler, &fiber.context);
+}
+#endif
+
+void fiber_main() {
+  (*machine.kernel)();
+  machine.current->state = State::done;
+  to_scheduler();
+}
+
+void prepare(Fiber& fiber, unsigned char* stack) {
+#if defined(__x86_64__)
+  // Six registers and the return address; the stack is as a call would leave it.
+  auto* top = reinterpret_cast<void**>(reinterpret_cast<uintptr_t>(stack + kStackBytes) & ~uintptr_t{15});
+  *--top = nullptr;
+  *--top = reinterpret_cast<void*>(&fiber_main);
+  top -= 6;
+  std::memset(top, 0, 6 * sizeof(void*));
+  fiber.stack_pointer = top;
+#else
+  getcontext(&fiber.context);
+  fiber.context.uc_stack = {stack, 0, kStackBytes};
+  fiber.context.uc_link = nullptr;
+  makecontext(&fiber.context, fiber_main, 0);
+#endif
+}
+
+void fail(const std::string& why) {
+  if (machine.failure.empty()) machine.failure = why;
+}
+
+// Fails and never goes on with this thread.
+void stop(const std::string& why) {
+  fail(why);
+  to_scheduler();
+}
+
+// Runs the lanes of a warp until none can go on; whether any could.
+bool run_warp(int warp) {
+  bool has_run = false;
+  for (bool again = true; again && machine.failure.empty();) {
+    again = false;
+    for (int lane = 0; lane < 32 && machine.failure.empty(); ++lane) {
+      Fiber& fiber = machine.fibers[warp * 32 + lane];
+      if (fiber.state != State::ready) continue;
+      to_fiber(fiber);
+      again = has_run = true;
+    }
+  }
+  return has_run;
+}
+
+void run_block(Dim3 block, int n_threads) {
+  const int n_warps = n_threads / 32;
+  machine.fibers.assign(n_threads, Fiber());
+  machine.warps.assign(n_warps, Warp());
+  machine.n_at_block = 0;
+  std::memset(machine.shared.data(), kPoison, machine.nbytes_shared + kGuardBytes);
+  for (int i = 0; i < n_threads; ++i) {
+    Fiber& fiber = machine.fibers[i];
+    fiber.here = {Dim3(i), block};
+    fiber.index = i;
+    prepare(fiber, machine.stacks[i].get());
+  }
+  std::vector<int> order(n_warps);
+  std::iota(order.begin(), order.end(), 0);
+  std::shuffle(order.begin(), order.end(), machine.order);
+  for (bool has_run = true; has_run && machine.failure.empty();) {
+    has_run = false;
+    for (int warp : order) has_run |= run_warp(warp);
+  }
+  for (const Fiber& fiber : machine.fibers)
+    if (fiber.state != State::done) fail("thread " + std::to_string(fiber.index) + " waits for ever");
+  for (size_t i = 0; i < kGuardBytes; ++i)
+    if (machine.shared[machine.nbytes_shared + i] != kPoison) fail("a write past the end of shared memory");
+}
+
+}  // namespace
+
+void run(Dim3 grid, int n_threads, size_t nbytes_shared, const std::function<void()>& kernel) {
+  machine.failure.clear();
+  machine.kernel = &kernel;
+  machine.nbytes_shared = nbytes_shared;
+  machine.shared.resize(nbytes_shared + kGuardBytes);
+  while (machine.stacks.size() < static_cast<size_t>(n_threads))
+    machine.stacks.emplace_back(new unsigned char[kStackBytes]);
+  for (unsigned z = 0; z < grid.z; ++z)
+    for (unsigned y = 0; y < grid.y; ++y)
+      for (unsigned x = 0; x < grid.x && machine.failure.empty(); ++x) run_block(Dim3(x, y, z), n_threads);
+  if (!machine.failure.empty()) throw std::runtime_error(machine.failure);
+}
+
+const Here& here() { return machine.current->here; }
+unsigned char* shared_memory() { return machine.shared.data(); }
+
+void sync_block() {
+  Fiber& own = *machine.current;
+  own.state = State::at_block;
+  if (++machine.n_at_block == static_cast<int>(machine.fibers.size())) {
+    machine.n_at_block = 0;
+    for (Fiber& fiber : machine.fibers) fiber.state = State::ready;
+  }
+  to_scheduler();
+}
+
+void meet(Work work, void* own) {
+  Fiber& fiber = *machine.current;
+  const int first = fiber.index / 32 * 32;
+  Warp& warp = machine.warps[fiber.index / 32];
+  if (warp.n_arrived > 0 && warp.work != work) stop("lanes of a warp are in different operations");
+  warp.work = work;
+  warp.lanes[fiber.index - first] = own;
+  if (++warp.n_arrived < 32) {
+    fiber.state = State::at_warp;
+    to_scheduler();
+    return;
+  }
+  warp.n_arrived = 0;
+  work(warp.lanes);
+  for (int lane = 0; lane < 32; ++lane) machine.fibers[first + lane].state = State::ready;
+}
+
+void copy_later(void* to, const void* from, bool is_there) {
+  if (reinterpret_cast<uintptr_t>(to) % 16 || reinterpret_cast<uintptr_t>(from) % 16) stop("a copy is not aligned");
+  std::memset(to, kPoison, 16);
+  machine.current->open.push_back({to, from, is_there});
+}
+
+void close_group() {
+  machine.current->groups.push_back(std::move(machine.current->open));
+  machine.current->open.clear();
+}
+
+void wait_for_groups(int n_left) {
+  auto& groups = machine.current->groups;
+  for (; static_cast<int>(groups.size()) > n_left; groups.pop_front())
+    for (const Copy& copy : groups.front())
+      if (copy.is_there)
+        std::memcpy(copy.to, copy.from, 16);
+      else
+        std::memset(copy.to, 0, 16);
+}
+
+}  // namespace cuda_on_cpu

@@ -1,0 +1,317 @@
+"""The kernels against their plain torch references: emulated on a CPU thread by thread, and on a card where there is one."""
+
+import random
+from dataclasses import dataclass
+
+import emulated
+import numpy as np
+import pytest
+import torch
+from tiny import random_tree
+
+from offload_rt.ops import TreeMask, _extension, reference
+from offload_rt.ops._verify import arguments
+from offload_rt.rules import _decide
+from offload_rt.rules._kernels import traverse, walk
+from offload_rt.tree.topology import DraftTree, Draws
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Where the kernels are, and the device whose tensors they take."""
+
+    library: str
+    device: str
+
+    def __getattr__(self, name):
+        return getattr(getattr(torch.ops, self.library), name)
+
+
+@pytest.fixture(scope="module", params=["emulated", "card"])
+def kernels(request):
+    if request.param == "card":
+        if not _extension.is_loaded():
+            pytest.skip("no card, or the kernels are not built for one")
+        return Kernels("offload_rt", "cuda")
+    return Kernels(emulated.load(), "cpu")
+
+
+def forest_of(n, seed, n_chain=0):
+    """Parents of a random tree below a chain."""
+    return torch.from_numpy(random_tree(n, seed).after_chain(n_chain).parents.copy())
+
+
+def ancestors(parents):
+    """(n, n) bool by the plain definition."""
+    seen = torch.eye(len(parents), dtype=torch.bool)
+    for node, parent in enumerate(parents.tolist()):
+        if parent >= 0:
+            seen[node] |= seen[parent]
+    return seen
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of tree_attention."""
+
+    n: int
+    first: int
+    n_before: int
+    group: int
+    kv_heads: int
+    dim: int
+    window: int
+    dtype: torch.dtype
+    seed: int
+    n_chain: int = 0
+
+
+def inputs(case, device):
+    """q, k, v as views into larger stores in which everything else is NaN, and parents of the forest."""
+    generator = torch.Generator().manual_seed(case.seed)
+    n_rows, heads = case.first + case.n, case.kv_heads * case.group
+    n_keys = case.n_before + n_rows
+
+    def random_view(rows, columns, spare):
+        store = torch.full((rows + spare[0], columns + spare[1], case.dim), torch.nan, dtype=case.dtype)
+        store[:rows, :columns] = torch.randn(rows, columns, case.dim, generator=generator).to(case.dtype)
+        return store.to(device)[:rows, :columns]
+
+    q = random_view(case.n, heads, (1, 3))
+    k, v = (random_view(case.kv_heads, n_keys, (0, 37)) for _ in range(2))
+    n_chain = min(case.n_chain, n_rows - 1)
+    # A few rows stand behind those that are asked for: their keys are not there yet.
+    parents = forest_of(n_rows - n_chain + 5, case.seed, n_chain)
+    return q, k, v, parents
+
+
+def visible(case, parents):
+    """(n, n_keys) bool by the plain definition."""
+    seen = ancestors(parents)
+    positions = torch.cat((torch.arange(case.n_before), seen.sum(1) - 1 + case.n_before))[
+        : case.n_before + case.first + case.n
+    ]
+    rows = slice(case.first, case.first + case.n)
+    mask = torch.cat((torch.ones(case.n, case.n_before, dtype=torch.bool), seen[rows, : case.first + case.n]), 1)
+    if case.window:
+        mask &= positions > positions[case.n_before + case.first :, None] - case.window
+    return mask
+
+
+def random_case(seed):
+    draw = random.Random(seed)
+    group = draw.choice([1, 4, 8])
+    n = draw.choice([1, 2, 3, 7, 16, 33, 70]) if group > 1 else draw.choice([1, 5, 63, 70, 130])
+    return Case(
+        n=n,
+        first=draw.choice([0, 0, 1, 19, 40]),
+        n_before=draw.choice([0, 0, 1, 31, 64, 65, 128, 199]),
+        group=group,
+        kv_heads=draw.choice([1, 2]),
+        dim=draw.choice([64, 96, 128]),
+        window=draw.choice([0, 0, 1, 3, 8, 50, 100]),
+        dtype=draw.choice([torch.float16, torch.bfloat16]),
+        seed=seed,
+        n_chain=draw.choice([0, 0, 10, 60]),
+    )
+
+
+SPLIT = [
+    Case(1, 0, 700, 8, 2, 128, 0, torch.float16, 0),
+    Case(3, 2, 1030, 4, 1, 64, 0, torch.bfloat16, 1),
+    Case(9, 0, 900, 8, 1, 96, 0, torch.float16, 2),
+    Case(2, 0, 800, 1, 2, 64, 130, torch.float16, 3),
+    # The window leaves some of the splits nothing to do.
+    Case(4, 1, 1400, 4, 1, 64, 5, torch.float16, 4),
+]
+CASES = [random_case(seed) for seed in range(48)] + SPLIT
+
+
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: f"{case.n}x{case.group}-{case.n_before}-{case.dim}-{case.window}"
+)
+def test_tree_attention(kernels, case):
+    q, k, v, parents = inputs(case, kernels.device)
+    masks, depths = reference.tree_masks(parents.to(kernels.device))
+    out = kernels.tree_attention(q, k, v, masks, depths, case.first, case.n_before, case.window, case.dim**-0.5)
+    mask = visible(case, parents).to(kernels.device)
+    exact = reference.tree_attention(q.double(), k.double(), v.double(), mask, case.dim**-0.5)
+    assert out.dtype == case.dtype and out.shape == q.shape
+    # A weight is rounded to the dtype before the product, the result after it.
+    error = 4 * torch.finfo(case.dtype).eps
+    torch.testing.assert_close(out.double(), exact, atol=error, rtol=error)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_tree_masks(kernels, seed):
+    draw = random.Random(seed)
+    n = draw.choice([1, 2, 31, 32, 33, 64, 200, 700])
+    parents = forest_of(n, seed, draw.choice([0, 0, 100]))
+    if seed % 3 == 0 and len(parents) > 5:
+        parents[5] = -1  # a second tree
+    bits, depths = kernels.tree_masks(parents.to(kernels.device))
+    seen = ancestors(parents)
+    unpacked = np.unpackbits(bits.cpu().numpy().view(np.uint8), axis=1, bitorder="little")
+    assert np.array_equal(unpacked[:, : len(parents)], seen.numpy()) and not unpacked[:, len(parents) :].any()
+    assert torch.equal(depths.cpu().long(), seen.sum(1) - 1)
+    for mine, plain in zip((bits, depths), reference.tree_masks(parents), strict=True):
+        assert mine.dtype == plain.dtype and torch.equal(mine.cpu(), plain)
+
+
+def test_tree_masks_of_a_long_prompt(kernels):
+    n = 3000
+    bits, depths = kernels.tree_masks(torch.arange(-1, n - 1, device=kernels.device))
+    assert depths.tolist() == list(range(n))
+    unpacked = np.unpackbits(bits.cpu().numpy().view(np.uint8), axis=1, bitorder="little", count=n)
+    assert np.array_equal(unpacked, np.tri(n, dtype=np.uint8))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_dense_mask(seed):
+    """What the reference is given, against the plain definition."""
+    case = random_case(seed)
+    parents = forest_of(case.first + case.n + 2, seed)
+    mask = TreeMask(*reference.tree_masks(parents), case.first, case.n, case.n_before, case.window)
+    dense = mask.dense()
+    expected = visible(case, parents)
+    assert mask.n_keys == expected.shape[1]
+    assert torch.equal(dense, expected) if dense is not None else bool(expected.all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("seed", range(4))
+def test_commit_rows(kernels, dtype, seed):
+    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    shape = (draw.choice([1, 3]), draw.choice([1, 2, 5]), 50, draw.choice([8, 64, 96]))
+    stores = [torch.randn(shape, generator=generator).to(dtype) for _ in range(2)]
+    first, n = draw.choice([0, 3]), draw.choice([1, 7, 8, 9, 30])
+    rows = torch.randperm(40, generator=generator)[:n].sort().values
+    mine = [store.clone().to(kernels.device) for store in stores]
+    kernels.commit_rows(*mine, rows.to(kernels.device), first)
+    reference.commit_rows(*stores, rows, first)
+    assert all(torch.equal(own.cpu(), store) for own, store in zip(mine, stores, strict=True))
+
+
+def drafted(seed):
+    """A random drafted tree with given and drawn children and ties, and the target's laws."""
+    draw, rng = random.Random(seed), np.random.default_rng(seed)
+    n, vocabulary = draw.choice([1, 2, 6, 20, 60]), draw.choice([5, 37, 1000, 3001])
+    topology = random_tree(n, seed, reach=draw.choice([2, 8, 1000]))
+    while max(map(len, topology.children)) > vocabulary:
+        seed += 1000
+        topology = random_tree(n, seed)
+    independent = draw.random() < 0.2
+    drawn = rng.random(n) < draw.choice([0.0, 0.5, 1.0])
+    drawn[0] = False
+    if independent:
+        drawn[1:] = True
+    sharpness = draw.choice([0.5, 3.0, 10.0])
+    target = rng.standard_normal((n, vocabulary)) * sharpness
+    draft = target + rng.standard_normal((n, vocabulary)) * draw.choice([0.0, 0.3, 2.0])
+    target, draft = (torch.softmax(torch.from_numpy(logits), 1).float() for logits in (target, draft))
+    # Tokens that cannot be; and laws that have fewer tokens than were drawn.
+    for possible, share in ((target, draw.choice([0.0, 0.5])), (draft, draw.choice([0.0, 0.5, 0.9]))):
+        impossible = torch.from_numpy(rng.random(possible.shape) < share)
+        impossible[:, 0] = False
+        possible[impossible] = 0
+        possible.div_(possible.sum(1, keepdim=True))
+    tokens = np.zeros(n, dtype=np.int64)
+    for node, children in enumerate(topology.children):
+        left = draft[node].double().numpy().copy()
+        untaken = np.ones(vocabulary, dtype=bool)
+        for child in sorted(children, key=lambda child: bool(drawn[child])):  # the given tokens are never drawn
+            law = left if left.sum() > 0 else untaken.astype(float)
+            if drawn[child]:
+                tokens[child] = rng.choice(vocabulary, p=law / law.sum())
+            else:
+                tokens[child] = rng.choice(np.flatnonzero(untaken)) if rng.random() < 0.3 else (law * untaken).argmax()
+            if not independent:
+                left[tokens[child]], untaken[tokens[child]] = 0, False
+    row_of = np.arange(n)
+    return DraftTree(topology, torch.from_numpy(tokens), Draws(drawn, draft, row_of, independent)), target
+
+
+@pytest.mark.parametrize("kernel", [walk, traverse], ids=["walk", "traverse"])
+def test_verify(kernels, kernel):
+    """End node and bonus are those of the rules' own kernels."""
+    kinds = set()
+    for seed in range(60):
+        tree, target = drafted(seed)
+        n = len(tree.topology)
+        noise = torch.rand(n + 1, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        decision = _decide.decide(kernel, tree, target, noise[:n])
+        cumulative = decision.law.double().cumsum(0)
+        bonus = int(torch.searchsorted(cumulative, noise[n] * cumulative[-1], right=True))
+        candidates = _decide._candidates(tree, np.zeros((0, 0), dtype=np.float32))
+        arrays, there = arguments(candidates, noise, torch.device(kernels.device))
+        laws, target = tree.draws.laws.to(kernels.device), target.to(kernels.device)
+        verdict = kernels.verify(
+            *arrays, laws, target, there, candidates.n_levels, candidates.independent, kernel is traverse
+        )
+        assert verdict.tolist() == [decision.end, min(bonus, int(decision.law.nonzero()[-1]))], f"seed {seed}"
+        kinds.add((decision.end > 0, bool(tree.topology.children[decision.end])))
+    assert len(kinds) == 4, "accepted or not, at a leaf or not"
+
+
+def test_the_bonus_at_the_ends_of_the_law(kernels):
+    """Noise of 0, of almost 1, and laws whose tokens lie at the ends."""
+    root = [torch.tensor(x, device=kernels.device) for x in ([0, 0], [], [7], [False], [-1])]
+    root[1], root[3] = root[1].long(), root[3].bool()
+    for vocabulary in (1, 33, 2500):
+        for token in {0, vocabulary // 2, vocabulary - 1}:
+            law = torch.zeros(1, vocabulary, device=kernels.device)
+            law[0, token] = 1
+            for noise in (0.0, 0.5, 1 - 2**-53):
+                uniforms = torch.tensor([0.0, noise], dtype=torch.float64, device=kernels.device)
+                verdict = kernels.verify(*root, law[:0], law, uniforms, 1, False, True)
+                assert verdict.tolist() == [0, token]
+
+
+def samples(device):
+    """One call of each op."""
+    case = random_case(3)
+    q, k, v, parents = inputs(case, device)
+    parents = parents.to(device)
+    attention = (q, k, v, *reference.tree_masks(parents), case.first, case.n_before, case.window, 0.1)
+    store = torch.randn(2, 2, 20, 64, device=device)
+    tree, target = drafted(3)
+    candidates = _decide._candidates(tree, np.zeros((0, 0), dtype=np.float32))
+    noise = torch.rand(len(tree.topology) + 1, dtype=torch.float64)
+    arrays, noise = arguments(candidates, noise, torch.device(device))
+    verification = (*arrays, tree.draws.laws.to(device), target.to(device), noise, candidates.n_levels)
+    return {
+        "tree_attention": attention,
+        "tree_masks": (parents,),
+        "commit_rows": (store, store.clone(), torch.tensor([1, 4], device=device), 2),
+        "verify": (*verification, candidates.independent, True),
+    }
+
+
+@pytest.mark.parametrize("name", ["tree_attention", "tree_masks", "commit_rows", "verify"])
+def test_what_torch_knows_of_an_op(kernels, name):
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(getattr(kernels, name).default, samples(kernels.device)[name], test_utils=checks)
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "change", "message"),
+    [
+        ("tree_attention", 0, lambda x: x.float(), "float16 or bfloat16"),
+        ("tree_attention", 1, lambda x: x[:, 1:], "entries in dimension 1"),
+        ("tree_attention", 2, lambda x: x.float(), "dtype of q"),
+        ("tree_attention", 0, lambda x: x[..., :40], "head dimension"),
+        ("tree_attention", 3, lambda x: x.long(), "wrong dtype"),
+        ("tree_attention", 3, lambda x: x[:1], "depths must have 1"),
+        ("tree_masks", 0, lambda x: x.int(), "wrong dtype"),
+        ("tree_masks", 0, lambda x: x[::2], "contiguous"),
+        ("commit_rows", 0, lambda x: x[..., :62].contiguous(), "entries in dimension 3|16 bytes"),
+        ("commit_rows", 3, lambda _: 19, "past the end"),
+        ("verify", 1, lambda x: x[1:], "children must have"),
+        ("verify", 6, lambda x: x.double(), "target has the wrong dtype"),
+    ],
+)
+def test_wrong_arguments_are_refused_with_a_reason(kernels, name, place, change, message):
+    args = list(samples(kernels.device)[name])
+    args[place] = change(args[place])
+    with pytest.raises(RuntimeError, match=message):
+        getattr(kernels, name)(*args)
