@@ -5,6 +5,7 @@ import torch
 from tiny import CASES, feed, open_llm, prefill, prompt_of, random_tree, runner_of
 
 from offload_rt.engine.runner import Step
+from offload_rt.ops import reference
 from offload_rt.tree.topology import Topology
 
 
@@ -67,3 +68,14 @@ def test_captures_end_with_their_cache(zoo):
         assert len(runner_of(llm)._fixed._passes) == 1
         del cache
         assert len(runner_of(llm)._fixed._passes) == 0
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(8, 2), (4, 4), (6, 1)])
+def test_heads_of_a_group_as_rows_of_one_give_the_same(heads, groups):
+    generator = torch.Generator().manual_seed(heads)
+    q = torch.randn(5, heads, 16, generator=generator)
+    k, v = (torch.randn(groups, 11, 16, generator=generator) for _ in range(2))
+    visible = torch.rand(5, 11, generator=generator) < 0.5
+    visible[:, 0] = True
+    want = reference.tree_attention(q, k, v, visible, 0.3)
+    torch.testing.assert_close(reference.grouped_attention(q, k, v, visible, 0.3), want)

@@ -33,10 +33,21 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scal
     visible  (n, n_keys) bool, True where a row may look; None: everywhere
     Returns (n, heads, head_dim).
     """
+    if q.is_cuda and visible is not None and q.shape[1] != k.shape[0]:
+        return grouped_attention(q, k, v, visible, scale)
     out = F.scaled_dot_product_attention(
         q.transpose(0, 1)[None], k[None], v[None], attn_mask=visible, scale=scale, enable_gqa=q.shape[1] != k.shape[0]
     )
     return out[0].transpose(0, 1)
+
+
+def grouped_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
+    """The same, with the heads of a group as rows of one: torch's fast kernels of a card take a mask, or groups, not both."""
+    n, n_groups, head_dim = q.shape[0], k.shape[0], q.shape[2]
+    rows = q.view(n, n_groups, -1, head_dim).permute(1, 2, 0, 3).reshape(n_groups, -1, head_dim)
+    mask = visible.repeat(rows.shape[1] // n, 1)
+    out = F.scaled_dot_product_attention(rows[None], k[None], v[None], attn_mask=mask, scale=scale)[0]
+    return out.view(n_groups, -1, n, head_dim).permute(2, 0, 1, 3).reshape(q.shape)
 
 
 def tree_masks(parents: Tensor) -> tuple[Tensor, Tensor]:
