@@ -13,7 +13,7 @@ from offload_rt.kv.cache import KVCache
 from offload_rt.models._decoder import LayerWeights, decoder_layer
 from offload_rt.models._spec import EMBED, HEAD, NORM, ModelSpec
 from offload_rt.stream._streamer import Block, Streamer
-from offload_rt.trace import Trace
+from offload_rt.trace import COMPUTE, Trace
 from offload_rt.tree.topology import Topology
 from offload_rt.weights._image import Layout
 
@@ -132,9 +132,9 @@ class Runner:
         chunks = self.chunks(steps)
         with closing(self.streamer.sweep()) as sweep:
             for block in sweep:
-                with self._trace.span("compute", f"layer {block.i}"):
+                with self._trace.span(COMPUTE, f"layer {block.i}"):
                     self.layer(block, hidden, chunks)
-        with self._trace.span("compute", "head"):
+        with self._trace.span(COMPUTE, "head"):
             return self.logits(hidden, steps)
 
     def layer(self, block: Block, hidden: Tensor, chunks: Sequence["Chunk"]) -> None:

@@ -1,0 +1,84 @@
+"""What does it cost to keep the timeline of a run?
+
+    python -m bench.trace [--size 1600MB] [--rounds 9]
+
+The same generation with tracing on and off, in turn, by one loaded model: resident, where nothing hides the cost, and streamed
+within a quarter of its size. Greedy, so both compute the same. The ratio is that of the median times, with the least and
+the largest of the pairs beside it. The last line is one JSON object.
+"""
+
+import argparse
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from transformers import AutoTokenizer
+
+from bench._measure import Spread, commit, expanded_model, machine
+from bench._methods import DRAFT, TARGET
+from bench._prompts import held_out_prompts
+from offload_rt import LLM, SamplingParams
+from offload_rt.config import EngineConfig, parse_size
+from offload_rt.trace import Trace
+
+
+def cost(config: EngineConfig, prompt: list[int], n_new: int, rounds: int) -> dict[str, object]:
+    """Seconds with and without, their ratio, and the bytes of the timeline for each pass."""
+    trace = Trace(on=True)
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    with LLM.from_config(config, trace) as llm:
+        params = SamplingParams(max_new_tokens=n_new)
+        n_passes = llm.generate([prompt], params)[0].stats.n_passes  # warms up
+        for i in range(rounds):
+            for on in (True, False) if i % 2 else (False, True):
+                trace.on = on
+                started = time.perf_counter()
+                passes = llm.generate([prompt], params)[0].stats.n_passes
+                seconds[on].append((time.perf_counter() - started) / passes)
+                n_passes += passes * on
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        trace.write(path)
+        nbytes = path.stat().st_size / n_passes
+    pairs = [a / b for a, b in zip(seconds[True], seconds[False], strict=True)]
+    on, off = Spread.of(seconds[True]), Spread.of(seconds[False])
+    told = {"with_s": asdict(on), "without_s": asdict(off), "ratio": on.median / off.median}
+    return told | {"pairs": asdict(Spread.of(pairs)), "bytes_per_pass": nbytes}
+
+
+def main() -> None:
+    """Print a line for each and one JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", default="1600MB")
+    parser.add_argument("--rounds", type=int, default=9)
+    flags = parser.parse_args()
+    print(f"{machine()}; commit {commit()}")
+    prompt = held_out_prompts(AutoTokenizer.from_pretrained(TARGET), 1)[0]
+    streamed = str(expanded_model(flags.size))
+    cases = {
+        "resident, plain": (EngineConfig(TARGET, max_model_len=512, drafter="none"), 64),
+        "resident, drafted": (EngineConfig(TARGET, draft_model=DRAFT, max_model_len=512), 64),
+        "streamed, plain": (_within(streamed, flags.size, None), 4),
+        "streamed, drafted": (_within(streamed, flags.size, DRAFT), 24),
+    }
+    found = {}
+    for name, (config, n_new) in cases.items():
+        found[name] = one = cost(config, prompt, n_new, flags.rounds)
+        print(
+            f"{name:18} a pass takes {one['without_s']['median']:.4f} s, with tracing {one['with_s']['median']:.4f} s: "
+            f"ratio {one['ratio']:.4f}, pairs {Spread(**one['pairs'])}; {one['bytes_per_pass']:.0f} bytes a pass",
+            flush=True,
+        )
+    print(json.dumps({"bench": "trace", "machine": machine(), "commit": commit(), **vars(flags), "cases": found}))
+
+
+def _within(model: str, size: str, draft: str | None) -> EngineConfig:
+    budget = parse_size(size) // 4
+    drafter = "auto" if draft else "none"
+    return EngineConfig(model, draft_model=draft, device_memory=budget, max_model_len=256, drafter=drafter)
+
+
+if __name__ == "__main__":
+    main()
