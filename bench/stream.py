@@ -108,7 +108,7 @@ def against_accelerate(settings: Settings) -> dict[str, object] | None:
     with LLM(str(settings.model), device_memory=settings.budget, drafter="none") as llm:
         n_resident, max_len = llm.plan.count("device"), llm.max_model_len
     seconds, answers = {_OURS: [], _THEIRS: []}, {_OURS: [], _THEIRS: []}
-    with TemporaryDirectory(dir=settings.model.parent) as scratch:
+    with TemporaryDirectory() as scratch:
         job = Job(settings.model, settings.model, settings.budget, n_resident, max_len, Path(scratch))
         for _ in range(max(settings.rounds // 3, 2)):
             for name in seconds:

@@ -109,7 +109,7 @@ def _idle(
     reasons = [span for span in spans if span.lane == waits(LINK)]
     told = {why: _union([(s.start_s, s.end_s) for s in reasons if s.name == why], *run) for why in _names(reasons)}
     known = _union([pair for pairs in told.values() for pair in pairs], *run)
-    told["between two layers"] = _without([run], known)
+    told["between two reads"] = _without([run], known)
     for why, pairs in told.items():
         still = _both(pairs, gaps)
         during = {lane: _length(_both(still, of[lane])) / seconds for lane in _ACTIVITIES}

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from unittest import mock
 
 from transformers import AutoTokenizer
 
@@ -29,7 +30,7 @@ from scripts.peers._chart import draw
 from scripts.peers._contract import Job
 from scripts.peers._outcome import Row, Run, run_peer
 
-_DRAFT = ROOT / "models/demo-draft"
+_DRAFT, _BUILD = ROOT / "models/demo-draft", ROOT / "build"
 _PROMPT_TOKENS, _LEAST_MAX_LEN = 64, 256
 IMPORTS = "import torch; from transformers import AutoModelForCausalLM; import offload_rt.api"
 
@@ -98,11 +99,14 @@ def _take_turn(name: str, course: Course, i: int, found: Results) -> None:
 
 
 @contextmanager
-def scratch(near: Path) -> Iterator[Path]:
-    """A folder for what the peers write, on the disk of the model; and what offload_rt keeps between runs begins empty."""
-    with tempfile.TemporaryDirectory(dir=near, prefix="compare-") as folder:
-        os.environ |= {"XDG_CACHE_HOME": folder, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        yield Path(folder)
+def scratch() -> Iterator[Path]:
+    """A folder for what the peers write. What offload_rt keeps between runs begins empty; compiled extensions stay."""
+    _BUILD.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=_BUILD, prefix="compare-") as folder:
+        changes = {"XDG_CACHE_HOME": folder, "TORCH_EXTENSIONS_DIR": str(_BUILD / "torch-extensions")}
+        changes |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        with mock.patch.dict(os.environ, changes):
+            yield Path(folder)
 
 
 def main() -> None:
@@ -115,7 +119,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="prompts, each answered by every peer")
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--peers", nargs="+", choices=_contract.names(), default=_contract.names())
-    parser.add_argument("--timeout", type=float, default=300, help="seconds that one process may take")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=400,
+        help="seconds that one process may take",
+    )
     parser.add_argument("--chart", type=Path, help="file for a picture, PNG")
     flags = parser.parse_args()
     model = (flags.model or expanded_model(flags.size)).resolve()
@@ -124,12 +133,14 @@ def main() -> None:
     prompts = held_out_prompts(AutoTokenizer.from_pretrained(model), flags.rounds + 1, _PROMPT_TOKENS)
     about = f"{model.name}: {format_size(nbytes)} of weights, budget {format_size(budget)}"
     print(f"{machine()}\n{about}; {flags.rounds} prompts, {flags.tokens} tokens each; commit {commit()}\n", flush=True)
-    with scratch(model.parent) as folder:
+    with scratch() as folder:
         max_len = max(_PROMPT_TOKENS + flags.tokens, _LEAST_MAX_LEN)
         job = Job(model, flags.draft_model.resolve(), budget, 0, max_len, folder)
         found = run_all(Course(job, prompts[1:], prompts[0], flags.tokens, flags.timeout), flags.peers)
         imports = run_json(["-c", IMPORTS]).peak_rss
-    rows = _outcome.rows(flags.peers, found.runs, found.reasons, found.gbps)
+        rows = _outcome.rows(flags.peers, found.runs, found.reasons, found.gbps)
+        reference = [run.token_ids for run in found.runs.get(_outcome.REFERENCE, ())]
+        rows = _outcome.with_margins(rows, model, prompts[1:], reference)
     _tell(rows, found, imports)
     if flags.chart:
         draw(rows, _caption(about, found), flags.chart)

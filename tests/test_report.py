@@ -71,7 +71,7 @@ def test_what_lies_before_the_first_draft_is_not_counted(tmp_path: Path) -> None
 def test_a_link_that_stands_still_without_a_reason_is_told_too(tmp_path: Path) -> None:
     spans = tuple(span for span in STEP if span[0] != waits(LINK))
     found = report.shares(report.read(written(tmp_path / "t.json", spans)))
-    assert sum(found.idle["between two layers"].values()) * 9.5 == pytest.approx(2.5, abs=1e-5)
+    assert sum(found.idle["between two reads"].values()) * 9.5 == pytest.approx(2.5, abs=1e-5)
 
 
 def test_resident_layers_are_told_as_such(tmp_path: Path) -> None:

@@ -34,7 +34,6 @@ def open_engine(job: Job, offload: dict[str, object], source: str) -> DeepSpeedP
     source   where the weights come from in each pass; see `Supply`
     """
     os.environ.update(_ALONE)
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(job.scratch / "torch-extensions"))
     if not torch.cuda.is_available():
         os.environ["DS_ACCELERATOR"] = "cpu"
     # Not at the top: what stands above decides which accelerator it finds, and where it builds its extensions.

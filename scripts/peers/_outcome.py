@@ -3,7 +3,8 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from statistics import mean, median
 
 from bench._measure import Spread, run_json
@@ -34,14 +35,15 @@ class Run:
 
     @property
     def seconds_per_token(self) -> float:
-        """Of all tokens after those of the first pass, which is the prompt's."""
+        """Of all tokens after those of the first pass, which is the prompt's; of all where one pass brought them."""
         (first_s, first_n), (last_s, last_n) = self.arrivals[0], self.arrivals[-1]
-        return (last_s - first_s) / max(last_n - first_n, 1)
+        return (last_s - first_s) / (last_n - first_n) if last_n > first_n else last_s / last_n
 
     @property
     def tokens_per_pass(self) -> float:
-        """After the first pass."""
-        return (self.arrivals[-1][1] - self.arrivals[0][1]) / max(len(self.arrivals) - 1, 1)
+        """After the first pass; of it where it brought all."""
+        first_n, last_n = self.arrivals[0][1], self.arrivals[-1][1]
+        return (last_n - first_n) / (len(self.arrivals) - 1) if last_n > first_n else last_n
 
 
 def run_peer(
@@ -55,6 +57,22 @@ def run_peer(
 
 
 @dataclass(frozen=True)
+class Parting:
+    """A prompt and the token, counted from 0, at which an answer leaves the reference's.
+
+    margin  by which the reference's logit is above the runner-up's, in float32; None where it was not asked for
+    """
+
+    prompt: int
+    token: int
+    margin: float | None = None
+
+    def __str__(self) -> str:
+        close = f" ({self.margin:.3f} between the best two logits)" if self.margin is not None else ""
+        return f"token {self.token + 1} of prompt {self.prompt + 1}{close}"
+
+
+@dataclass(frozen=True)
 class Row:
     """What is told of a peer.
 
@@ -62,7 +80,7 @@ class Row:
     source      where the weights come from in each pass, as `Supply` has it
     floor_s     seconds per token if moving them were all there is
     read_bytes  from storage for each token, the prompt's pass included
-    parted      where its tokens leave the reference's: round -> token; empty where they never do
+    parted      where its tokens leave the reference's; empty where they never do
     """
 
     name: str
@@ -77,7 +95,7 @@ class Row:
     device_bytes: int | None = None
     read_bytes: float | None = None
     load_s: float | None = None
-    parted: dict[int, int] | None = None
+    parted: tuple[Parting, ...] | None = None
     versions: dict[str, str] | None = None
 
     def entry(self) -> dict[str, object]:
@@ -117,13 +135,38 @@ def _row(name: str, runs: Sequence[Run], gbps: Mapping[str, Sequence[float]], re
         device_bytes=max(run.report.device_bytes for run in runs),
         read_bytes=sum(sum(run.report.read_bytes) for run in runs) / n_tokens,
         load_s=median(run.report.load_s for run in runs),
-        parted={
-            i: at
+        parted=tuple(
+            Parting(i, at)
             for i, (run, ids) in enumerate(zip(runs, reference, strict=False))
             if (at := parting(run.token_ids, ids)) is not None
-        },
+        ),
         versions=runs[0].report.versions,
     )
+
+
+def with_margins(
+    found: Sequence[Row], model: Path, prompts: Sequence[list[int]], answers: Sequence[list[int]]
+) -> list[Row]:
+    """The rows, with how close a call it was wherever tokens part; `answers` are the reference's."""
+    parted = {one.prompt for row in found for one in row.parted or ()}
+    asked = {i: {"prompt": prompts[i], "tokens": answers[i]} for i in parted}
+    margins = {
+        i: run_json(
+            ["-m", "scripts.peers._margins", "--model", str(model)]
+            + [part for flag, ids in both.items() for part in (f"--{flag}", json.dumps(ids))]
+        ).result["margins"]
+        for i, both in asked.items()
+    }
+    return [
+        replace(row, parted=tuple(replace(one, margin=_at(margins[one.prompt], one.token)) for one in row.parted))
+        if row.parted
+        else row
+        for row in found
+    ]
+
+
+def _at(margins: Sequence[float], i: int) -> float | None:
+    return margins[i] if i < len(margins) else None
 
 
 def parting(one: Sequence[int], other: Sequence[int]) -> int | None:
@@ -162,11 +205,5 @@ def _cells(row: Row) -> tuple[str, ...]:
         per_pass,
         format_size(row.peak_bytes + row.device_bytes),
         format_size(row.read_bytes),
-        _sameness(row.parted),
+        f"parts at {', '.join(map(str, row.parted))}" if row.parted else "yes",
     )
-
-
-def _sameness(parted: Mapping[int, int]) -> str:
-    if not parted:
-        return "yes"
-    return "parts at " + ", ".join(f"token {at + 1} of prompt {i + 1}" for i, at in parted.items())
