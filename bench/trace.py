@@ -1,6 +1,6 @@
 """What does it cost to keep the timeline of a run?
 
-    python -m bench.trace [--size 1600MB] [--rounds 9]
+    python -m bench.trace [--size 2100MB] [--rounds 9]
 
 The same generation with tracing on and off, in turn, by one loaded model: resident, where nothing hides the cost, and streamed
 within a quarter of its size. Greedy, so both compute the same. The ratio is that of the median times, with the least and
@@ -51,7 +51,7 @@ def cost(config: EngineConfig, prompt: list[int], n_new: int, rounds: int) -> di
 def main() -> None:
     """Print a line for each and one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", default="1600MB")
+    parser.add_argument("--size", default="2100MB")
     parser.add_argument("--rounds", type=int, default=9)
     flags = parser.parse_args()
     print(f"{machine()}; commit {commit()}")

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from offload_rt.errors import DeviceError, OffloadError, SettingsError, TraceError, machine_error
-from offload_rt.trace import COMPUTE, DISK, DRAFT, FORMAT, LINK, VERIFY, WAIT, Span, waits
+from offload_rt.trace import COMPUTE, DISK, DRAFT, FORMAT, LINK, NOTHING_ASKED, SLOTS_FULL, VERIFY, WAIT, Span, waits
 
 _ACTIVITIES = (COMPUTE, DRAFT, VERIFY, WAIT)
 # Of link and compute standing still, what is too short to be told.
@@ -129,7 +129,7 @@ def window(spans: Sequence[Span]) -> tuple[float, float]:
 def text(found: Shares) -> str:
     """A few lines for people."""
     lines = [
-        f"{found.n_steps} steps in {found.seconds:.3f} s: the link was busy {found.link:.1%} of the time",
+        f"{found.seconds:.3f} s of {found.n_steps} passes: the link was busy {found.link:.1%} of the time",
         f"computing {found.compute:.1%}, drafting {found.draft:.1%}, verifying {found.verify:.1%}, "
         f"waiting for a layer {found.wait:.1%}, the rest {found.rest:.1%}",
     ]
@@ -192,13 +192,15 @@ def _length(pairs: list[tuple[float, float]]) -> float:
     return sum(b - a for a, b in pairs)
 
 
-_HEIGHTS = {DISK: 0.8, LINK: 0.8, WAIT: 0.8}
 _COLOURS = {DISK: "#8c6bb1", LINK: "#4878a8", COMPUTE: "#5a9e5a", DRAFT: "#e0a030", VERIFY: "#7b5aa6", WAIT: "#c44e52"}
-_STILL = {"slots full": "#dddddd", "nothing asked for": "#c44e52"}
+# Where the colour is not that of the lane: why a link stands still, a tree around its levels, the head after the layers.
+_NAMED = {SLOTS_FULL: "#d0d0d0", NOTHING_ASKED: "#303030", "tree": "#f4dcae", "head": "#2f6b2f"}
+# Bars have an edge where there are few enough to tell one from the other.
+_MOST_EDGED = 150
 
 
 def draw(spans: Sequence[Span], found: Shares, path: Path) -> None:
-    """Write a PNG: the whole run, and two steps of ordinary length from its middle. Raises SettingsError without matplotlib."""
+    """Write a PNG: the whole run, and two steps from its middle. Raises SettingsError without matplotlib."""
     try:
         import matplotlib
     except ImportError as error:
@@ -208,18 +210,19 @@ def draw(spans: Sequence[Span], found: Shares, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    lanes = _lanes(spans)
-    figure, panels = pyplot.subplots(2, 1, figsize=(12, 2.2 + 0.62 * len(lanes)), layout="constrained")
-    start, end = window(spans)
-    for axes, (a, b), title in zip(
-        panels, ((start, end), _two_steps(spans)), ("the whole run", "two steps of it"), strict=True
-    ):
-        _panel(axes, spans, lanes, (a, b), start)
+    lanes, run, steps = _lanes(spans), window(spans), _two_steps(spans)
+    shown = {"the whole run": run} | ({"two steps of it": steps} if steps != run else {})
+    size = (12, 1.2 + len(shown) * (0.4 + 0.3 * len(lanes)))
+    figure, panels = pyplot.subplots(len(shown), 1, figsize=size, layout="constrained", squeeze=False)
+    for axes, (title, between) in zip(panels[:, 0], shown.items(), strict=True):
+        _panel(axes, spans, lanes, between, run[0])
         axes.set_title(title, loc="left", fontsize=10)
-    panels[-1].set_xlabel("seconds since the first draft")
+    panels[-1, 0].set_xlabel("seconds since the first draft")
+    patches = [pyplot.Rectangle((0, 0), 1, 1, color=colour, label=name) for name, colour in _NAMED.items()]
+    figure.legend(handles=patches, loc="outside lower right", ncols=len(patches), frameon=False, fontsize=8)
     figure.suptitle(
-        f"link {found.link:.0%}, compute {found.compute:.0%}, draft {found.draft:.0%}, verify {found.verify:.0%}, "
-        f"waiting {found.wait:.0%} of {found.seconds:.2f} s",
+        f"{found.seconds:.2f} s: link {found.link:.0%}, compute {found.compute:.0%}, draft {found.draft:.0%}, "
+        f"verify {found.verify:.0%}, waiting for a layer {found.wait:.0%}",
         x=0.01,
         ha="left",
         fontsize=12,
@@ -250,19 +253,13 @@ def _panel(axes: Any, spans: Sequence[Span], lanes: list[str], shown: tuple[floa
     for row, lane in enumerate(lanes):
         visible = [span for span in spans if span.lane == lane and span.end_s > a and span.start_s < b]
         bars = [(max(s.start_s, a) - zero, min(s.end_s, b) - max(s.start_s, a)) for s in visible]
-        colours = [_colour(lane, s.name) for s in visible]
-        fine = (b - a) / max(len(visible), 1) > (b - a) / 120
-        edge = {"edgecolor": "white", "linewidth": 0.5} if fine else {"linewidth": 0}
-        axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=colours, **edge)
+        colours = [_NAMED.get(s.name, _COLOURS[lane.partition(",")[0]]) for s in visible]
+        width = 0.5 if len(visible) < _MOST_EDGED else 0.0
+        axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=colours, edgecolor="white", linewidth=width)
     axes.set(xlim=(a - zero, b - zero), ylim=(len(lanes) - 0.4, -0.6))
     axes.set_yticks(range(len(lanes)), lanes, fontsize=9)
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
-
-
-def _colour(lane: str, name: str) -> str:
-    kind = lane.partition(",")[0]
-    return _STILL.get(name, "#dddddd") if lane == waits(kind) else _COLOURS[kind]
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,7 +1,8 @@
 """DeepSpeed ZeRO-Inference with the weights on the disk, read by its asynchronous direct I/O."""
 
-from ctypes.util import find_library
-from pathlib import Path
+import os
+import shutil
+import subprocess
 
 import torch
 from transformers import AutoConfig
@@ -10,14 +11,17 @@ from scripts.peers import _deepspeed
 from scripts.peers._contract import Job
 
 TITLE, PACKAGES = "DeepSpeed ZeRO-Inference, NVMe", _deepspeed.PACKAGES
-_HEADER = Path("/usr/include/libaio.h")
 
 
 def unfit() -> str | None:
-    """Its I/O is an extension that is compiled on first use."""
-    if find_library("aio") is None or not _HEADER.exists():
-        return "its I/O extension needs libaio (libaio-dev), which is not installed"
-    return None
+    """Its I/O is an extension that is compiled on first use, against libaio."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        return "its I/O extension needs g++, which is not installed"
+    # As its own build finds it: where the compiler looks, CPATH and LIBRARY_PATH included.
+    probe = [compiler, "-x", "c++", "-", "-laio", "-o", os.devnull]
+    built = subprocess.run(probe, input=b"#include <libaio.h>\nint main() {}", capture_output=True, check=False)
+    return "its I/O extension needs libaio (libaio-dev), which is not installed" if built.returncode else None
 
 
 def load(job: Job) -> _deepspeed.DeepSpeedPeer:
