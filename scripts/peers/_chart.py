@@ -9,7 +9,7 @@ from scripts.peers._outcome import Row
 _COLOURS = {"disk": "#4878a8", "host": "#4878a8", "memory": "#b8b8b8"}
 _OURS = "#d1602f"
 _MEANINGS = {
-    "ours": "offload_rt, within the budget",
+    "ours": "offload_rt, weights from the disk or over the link",
     "disk": "weights from the disk",
     "host": "weights over the link",
     "memory": "all weights in memory",
@@ -40,7 +40,10 @@ def _scale(axes: Any, shown: Sequence[Row]) -> None:
 
     least = min(min(row.floor_s, row.seconds_per_token.least) for row in shown)
     largest = max(row.seconds_per_token.largest for row in shown)
-    axes.set(xscale="log", xlim=(least / 1.6, largest * 2.6), xlabel="seconds per token, log scale; shorter is faster")
+    axes.set(xscale="log", xlim=(least / 1.6, largest * 2.9))
+    axes.set_xlabel(
+        "seconds per token, log scale; thin lines from the least to the largest; GiB: peak memory of the process"
+    )
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_formatter(NullFormatter())
@@ -66,7 +69,8 @@ def _bar(axes: Any, i: int, row: Row) -> None:
     axes.barh(i, seconds.median, height=0.62, color=_OURS if _is_ours(row) else _COLOURS[row.source])
     axes.hlines(i, seconds.least, seconds.largest, color="#333333", lw=1)
     axes.plot([row.floor_s], [i], "|", ms=17, mew=2, color="black")
-    told = f"{seconds.median:.3f} s" + (f", {row.tokens_per_pass:.1f} tokens a pass" if row.tokens_per_pass > 1 else "")
+    per_pass = f", {row.tokens_per_pass:.1f} tokens a pass" if row.tokens_per_pass > 1 else ""
+    told = f"{seconds.median:.3f} s{per_pass}, {(row.peak_bytes + row.device_bytes) / 2**30:.1f} GiB"
     axes.text(max(seconds.largest, row.floor_s) * 1.07, i, told, va="center", fontsize=9)
 
 
