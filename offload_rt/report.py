@@ -195,8 +195,8 @@ def _length(pairs: list[tuple[float, float]]) -> float:
 _COLOURS = {DISK: "#8c6bb1", LINK: "#4878a8", COMPUTE: "#5a9e5a", DRAFT: "#e0a030", VERIFY: "#7b5aa6", WAIT: "#c44e52"}
 # Where the colour is not that of the lane: why a link stands still, a tree around its levels, the head after the layers.
 _NAMED = {SLOTS_FULL: "#d0d0d0", NOTHING_ASKED: "#303030", "tree": "#f4dcae", "head": "#2f6b2f"}
-# Bars have an edge where there are few enough to tell one from the other.
-_MOST_EDGED = 150
+# Bars at least so wide, as a part of the panel, are told apart by a white edge; narrower ones would be all edge.
+_LEAST_EDGED = 1 / 300
 
 
 def draw(spans: Sequence[Span], found: Shares, path: Path) -> None:
@@ -254,8 +254,9 @@ def _panel(axes: Any, spans: Sequence[Span], lanes: list[str], shown: tuple[floa
         visible = [span for span in spans if span.lane == lane and span.end_s > a and span.start_s < b]
         bars = [(max(s.start_s, a) - zero, min(s.end_s, b) - max(s.start_s, a)) for s in visible]
         colours = [_NAMED.get(s.name, _COLOURS[lane.partition(",")[0]]) for s in visible]
-        width = 0.5 if len(visible) < _MOST_EDGED else 0.0
-        axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=colours, edgecolor="white", linewidth=width)
+        is_wide = bars and np.median([width for _, width in bars]) > (b - a) * _LEAST_EDGED
+        edge = "white" if is_wide else "face"
+        axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=colours, edgecolor=edge, linewidth=0.6)
     axes.set(xlim=(a - zero, b - zero), ylim=(len(lanes) - 0.4, -0.6))
     axes.set_yticks(range(len(lanes)), lanes, fontsize=9)
     axes.tick_params(axis="y", length=0)

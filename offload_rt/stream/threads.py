@@ -13,6 +13,9 @@ from offload_rt.tiers._tier import Read
 from offload_rt.trace import DISK, LINK, NOTHING_ASKED, SLOTS_FULL, WAIT, Trace, slot_lane, waits
 from offload_rt.weights._image import host_block
 
+# What is shorter is no wait for a layer but the taking of a lock.
+_LEAST_WAIT_S = 1e-4
+
 
 class _Fetch:
     """One layer on its way into a slot, from now on."""
@@ -170,7 +173,8 @@ class ThreadStreamer:
     def _note_wait(self, i: int, started: float) -> None:
         ended = time.perf_counter()
         self.meter.waited_s += ended - started
-        self._trace.add(WAIT, f"layer {i}", started, ended)
+        if ended - started > _LEAST_WAIT_S:
+            self._trace.add(WAIT, f"layer {i}", started, ended)
 
     def _stands_still(self) -> None:
         """Say why nothing is read, where it is more than a hand-over from one request to the next."""
