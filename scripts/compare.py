@@ -111,6 +111,30 @@ def scratch() -> Iterator[Path]:
 
 def main() -> None:
     """Print the table and one JSON line, and draw the chart."""
+    flags = _flags()
+    model = (flags.model or expanded_model(flags.size)).resolve()
+    nbytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    budget = flags.budget or nbytes // 4
+    about = f"{model.name}: {format_size(nbytes)} of weights, budget {format_size(budget)}"
+    print(f"{machine()}\n{about}; {flags.rounds} prompts, {flags.tokens} tokens each; commit {commit()}\n", flush=True)
+    prompts = held_out_prompts(AutoTokenizer.from_pretrained(model), flags.rounds + 1, _PROMPT_TOKENS)
+    with scratch() as folder:
+        max_len = max(_PROMPT_TOKENS + flags.tokens, _LEAST_MAX_LEN)
+        job = Job(model, flags.draft_model.resolve(), budget, 0, max_len, folder)
+        found = run_all(Course(job, prompts[1:], prompts[0], flags.tokens, flags.timeout), flags.peers)
+        imports = run_json(["-c", IMPORTS]).peak_rss
+        reference = [run.token_ids for run in found.runs.get(_outcome.REFERENCE, ())]
+        rows = _outcome.rows(flags.peers, found.runs, found.reasons, found.gbps)
+        rows = _outcome.with_margins(rows, model, prompts[1:], reference)
+    _tell(rows, found, imports)
+    if flags.chart:
+        draw(rows, _caption(about, found), flags.chart)
+    said = {"bench": "compare", "machine": machine(), "commit": commit(), "model": model.name, "model_bytes": nbytes}
+    said |= {"budget_bytes": budget, "rounds": flags.rounds, "tokens": flags.tokens, "imports_bytes": imports}
+    print(json.dumps(said | {"gbps": found.gbps, "rows": [row.entry() for row in rows], "ratios": ratios(found)}))
+
+
+def _flags() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a checkpoint; default: the demo target expanded to --size")
     parser.add_argument("--draft-model", type=Path, default=_DRAFT)
@@ -119,34 +143,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="prompts, each answered by every peer")
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--peers", nargs="+", choices=_contract.names(), default=_contract.names())
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=400,
-        help="seconds that one process may take",
-    )
+    parser.add_argument("--timeout", type=float, default=400, help="seconds that one process may take")
     parser.add_argument("--chart", type=Path, help="file for a picture, PNG")
-    flags = parser.parse_args()
-    model = (flags.model or expanded_model(flags.size)).resolve()
-    nbytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
-    budget = flags.budget or nbytes // 4
-    prompts = held_out_prompts(AutoTokenizer.from_pretrained(model), flags.rounds + 1, _PROMPT_TOKENS)
-    about = f"{model.name}: {format_size(nbytes)} of weights, budget {format_size(budget)}"
-    print(f"{machine()}\n{about}; {flags.rounds} prompts, {flags.tokens} tokens each; commit {commit()}\n", flush=True)
-    with scratch() as folder:
-        max_len = max(_PROMPT_TOKENS + flags.tokens, _LEAST_MAX_LEN)
-        job = Job(model, flags.draft_model.resolve(), budget, 0, max_len, folder)
-        found = run_all(Course(job, prompts[1:], prompts[0], flags.tokens, flags.timeout), flags.peers)
-        imports = run_json(["-c", IMPORTS]).peak_rss
-        rows = _outcome.rows(flags.peers, found.runs, found.reasons, found.gbps)
-        reference = [run.token_ids for run in found.runs.get(_outcome.REFERENCE, ())]
-        rows = _outcome.with_margins(rows, model, prompts[1:], reference)
-    _tell(rows, found, imports)
-    if flags.chart:
-        draw(rows, _caption(about, found), flags.chart)
-    said = {"bench": "compare", "machine": machine(), "commit": commit(), "model": model.name, "model_bytes": nbytes}
-    said |= {"budget_bytes": budget, "rounds": flags.rounds, "tokens": flags.tokens, "imports_bytes": imports}
-    print(json.dumps(said | {"gbps": found.gbps, "rows": [row.entry() for row in rows], "ratios": ratios(found)}))
+    return parser.parse_args()
 
 
 def ratios(found: Results) -> dict[str, list[float]]:
