@@ -31,7 +31,7 @@ def draw(rows: Sequence[Row], caption: str, path: Path) -> None:
     _legend(figure, axes, shown)
     axes.set_title(caption, loc="left", fontsize=8.5, color="#555555")
     figure.suptitle("Seconds per token: the same model, prompts and tokens", x=0.01, ha="left", fontweight="bold")
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=100)
     pyplot.close(figure)
 
 
