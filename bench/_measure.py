@@ -4,10 +4,12 @@ import json
 import math
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -83,11 +85,11 @@ def run_json(arguments: Sequence[str], timeout_s: float = math.inf) -> ProcessRu
     started, peak = time.perf_counter(), 0
     with TemporaryFile("w+") as out, TemporaryFile("w+") as errors:
         # Files, not pipes: whoever writes more than a pipe holds would wait for a reader.
-        with subprocess.Popen([sys.executable, *arguments], cwd=ROOT, stdout=out, stderr=errors) as process:
+        command = [sys.executable, *arguments]
+        with _group(subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=errors, start_new_session=True)) as process:
             while process.poll() is None:
                 peak = max(peak, _high_water(process.pid))
                 if time.perf_counter() - started > timeout_s:
-                    process.kill()
                     raise RuntimeError(f"took longer than {timeout_s:.0f} s")
                 time.sleep(0.005)
         told, said = (_lines(file) for file in (out, errors))
@@ -95,6 +97,17 @@ def run_json(arguments: Sequence[str], timeout_s: float = math.inf) -> ProcessRu
         reason = said[-1] if said else "without a word"
         raise RuntimeError(f"{' '.join(arguments[:3])} failed with exit code {process.returncode}: {reason}")
     return ProcessRun(json.loads(told[-1]) if told else {}, time.perf_counter() - started, peak)
+
+
+@contextmanager
+def _group(process: subprocess.Popen) -> Iterator[subprocess.Popen]:
+    """A process that leads a session; if it has not ended by the end, it and all it started, compilers too, are killed."""
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def _lines(file: IO[str]) -> list[str]:

@@ -116,7 +116,8 @@ def main() -> None:
     nbytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
     budget = flags.budget or nbytes // 4
     about = f"{model.name}: {format_size(nbytes)} of weights, budget {format_size(budget)}"
-    print(f"{machine()}\n{about}; {flags.rounds} prompts, {flags.tokens} tokens each; commit {commit()}\n", flush=True)
+    measured = commit()  # now, not at the end: the tree may change meanwhile
+    print(f"{machine()}\n{about}; {flags.rounds} prompts, {flags.tokens} tokens each; commit {measured}\n", flush=True)
     prompts = held_out_prompts(AutoTokenizer.from_pretrained(model), flags.rounds + 1, _PROMPT_TOKENS)
     with scratch() as folder:
         max_len = max(_PROMPT_TOKENS + flags.tokens, _LEAST_MAX_LEN)
@@ -129,7 +130,7 @@ def main() -> None:
     _tell(rows, found, imports)
     if flags.chart:
         draw(rows, _caption(about, found), flags.chart)
-    said = {"bench": "compare", "machine": machine(), "commit": commit(), "model": model.name, "model_bytes": nbytes}
+    said = {"bench": "compare", "machine": machine(), "commit": measured, "model": model.name, "model_bytes": nbytes}
     said |= {"budget_bytes": budget, "rounds": flags.rounds, "tokens": flags.tokens, "imports_bytes": imports}
     print(json.dumps(said | {"gbps": found.gbps, "rows": [row.entry() for row in rows], "ratios": ratios(found)}))
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from checkpoints import speaking_checkpoint
 
+from bench._measure import run_json
 from scripts import compare
 from scripts.peers import _contract, _outcome
 from scripts.peers._contract import Answer, Job, Report, Supply
@@ -119,3 +120,20 @@ def test_two_systems_give_the_same_tokens_in_processes_of_their_own(tmp_path: Pa
     assert runs[1].report.supply.source == "disk" and runs[1].report.supply.pass_bytes > 0
     with pytest.raises(RuntimeError, match="failed with exit code 1: "):
         _outcome.run_peer("offload_rt_plain", Job(tmp_path / "x", model, 1, 1, 64, tmp_path), [[5]], [3], 6)
+
+
+def test_a_process_that_hangs_is_ended_with_all_it_started(tmp_path: Path) -> None:
+    told = tmp_path / "pid"
+    code = (
+        "import subprocess, sys, time; child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']);"
+        f"open({str(told)!r}, 'w').write(str(child.pid)); time.sleep(60)"
+    )
+    with pytest.raises(RuntimeError, match="took longer than 2 s"):
+        run_json(["-c", code], timeout_s=2)
+    status = Path(f"/proc/{told.read_text()}/status")
+    assert not status.exists() or "Z (zombie)" in status.read_text()
+
+
+def test_a_process_that_fails_says_why() -> None:
+    with pytest.raises(RuntimeError, match="exit code 1: ValueError: out of luck"):
+        run_json(["-c", "raise ValueError('out of luck')"])
