@@ -4,7 +4,6 @@ import json
 import math
 import os
 import platform
-import signal
 import subprocess
 import sys
 import time
@@ -86,7 +85,7 @@ def run_json(arguments: Sequence[str], timeout_s: float = math.inf) -> ProcessRu
     with TemporaryFile("w+") as out, TemporaryFile("w+") as errors:
         # Files, not pipes: whoever writes more than a pipe holds would wait for a reader.
         command = [sys.executable, *arguments]
-        with _group(subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=errors, start_new_session=True)) as process:
+        with _family(subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=errors)) as process:
             while process.poll() is None:
                 peak = max(peak, _high_water(process.pid))
                 if time.perf_counter() - started > timeout_s:
@@ -100,13 +99,14 @@ def run_json(arguments: Sequence[str], timeout_s: float = math.inf) -> ProcessRu
 
 
 @contextmanager
-def _group(process: subprocess.Popen) -> Iterator[subprocess.Popen]:
-    """A process that leads a session; if it has not ended by the end, it and all it started, compilers too, are killed."""
+def _family(process: subprocess.Popen) -> Iterator[subprocess.Popen]:
+    """A process that, where it has not ended by the end, is killed with all that it started, compilers too."""
     try:
         yield process
     finally:
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+            for one in (*psutil.Process(process.pid).children(recursive=True), process):
+                one.kill()
             process.wait()
 
 
