@@ -102,6 +102,8 @@ def _take_turn(name: str, course: Course, i: int, found: Results) -> None:
 def scratch() -> Iterator[Path]:
     """A folder for what the peers write. What offload_rt keeps between runs begins empty; compiled extensions stay."""
     _BUILD.mkdir(exist_ok=True)
+    for lock in (_BUILD / "torch-extensions").glob("*/lock"):
+        lock.unlink()  # of a compilation that was killed: the next would wait for its end for ever
     with tempfile.TemporaryDirectory(dir=_BUILD, prefix="compare-") as folder:
         changes = {"XDG_CACHE_HOME": folder, "TORCH_EXTENSIONS_DIR": str(_BUILD / "torch-extensions")}
         changes |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
