@@ -44,6 +44,7 @@ bench: .venv/compared
 	$(PY) -m bench.stream
 	$(PY) -m bench.verify
 	$(PY) -m bench.speculate
+	$(PY) -m bench.trace
 
 clean:
 	rm -rf .venv demo-cache build *.egg-info
