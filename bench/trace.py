@@ -24,7 +24,7 @@ from offload_rt.config import EngineConfig, parse_size
 from offload_rt.trace import COMPUTE, Trace
 
 # A resident pass takes a hundredth of a streamed one, and so many more of them are timed.
-_RESIDENT_ROUNDS = 10
+_RESIDENT_ROUNDS = 5
 
 
 def cost(config: EngineConfig, prompt: list[int], n_new: int, rounds: int) -> dict[str, object]:
