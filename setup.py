@@ -41,7 +41,8 @@ setup(
     ],
     extras_require={
         "dev": ["pytest>=8.3,<10", "hypothesis>=6.120,<7", "ruff>=0.12,<1", "matplotlib>=3.9,<4"],
-        "compare": ["accelerate>=1.10,<2"],
+        # What `make compare` runs beside offload_rt, at the versions it was tried with.
+        "compare": [TORCH, "accelerate>=1.15,<1.16", "deepspeed>=0.19.8,<0.20", "matplotlib>=3.9,<4"],
         "plot": ["matplotlib>=3.9,<4"],
     },
 )

@@ -1,16 +1,19 @@
 """What every benchmark says: the machine it ran on, medians with their spread, one JSON line at the end."""
 
 import json
+import math
 import os
 import platform
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from tempfile import TemporaryFile
+from typing import IO, Any
 
 import psutil
 
@@ -76,20 +79,41 @@ class ProcessRun:
     peak_rss: int
 
 
-def run_json(arguments: Sequence[str]) -> ProcessRun:
-    """Run `python <arguments>` in the repository. Raises RuntimeError if it fails."""
+def run_json(arguments: Sequence[str], timeout_s: float = math.inf) -> ProcessRun:
+    """Run `python <arguments>` in the repository. Raises RuntimeError, with the last line of its errors, if it fails."""
     started, peak = time.perf_counter(), 0
-    with subprocess.Popen(
-        [sys.executable, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as process:
-        while process.poll() is None:
-            peak = max(peak, _high_water(process.pid))
-            time.sleep(0.005)
-        out = process.stdout.read()
+    with TemporaryFile("w+") as out, TemporaryFile("w+") as errors:
+        # Files, not pipes: whoever writes more than a pipe holds would wait for a reader.
+        command = [sys.executable, *arguments]
+        with _family(subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=errors)) as process:
+            while process.poll() is None:
+                peak = max(peak, _high_water(process.pid))
+                if time.perf_counter() - started > timeout_s:
+                    raise RuntimeError(f"took longer than {timeout_s:.0f} s")
+                time.sleep(0.005)
+        told, said = (_lines(file) for file in (out, errors))
     if process.returncode:
-        raise RuntimeError(f"{' '.join(arguments)} failed with exit code {process.returncode}")
-    lines = out.strip().splitlines()
-    return ProcessRun(json.loads(lines[-1]) if lines else {}, time.perf_counter() - started, peak)
+        reason = said[-1] if said else "without a word"
+        raise RuntimeError(f"{' '.join(arguments[:3])} failed with exit code {process.returncode}: {reason}")
+    return ProcessRun(json.loads(told[-1]) if told else {}, time.perf_counter() - started, peak)
+
+
+@contextmanager
+def _family(process: subprocess.Popen) -> Iterator[subprocess.Popen]:
+    """A process that, where it has not ended by the end, is killed with all that it started, compilers too."""
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            for one in (*psutil.Process(process.pid).children(recursive=True), process):
+                one.kill()
+            process.wait()
+
+
+def _lines(file: IO[str]) -> list[str]:
+    """The lines of a file that are not blank."""
+    file.seek(0)
+    return [line.strip() for line in file if line.strip()]
 
 
 def _high_water(pid: int) -> int:

@@ -13,7 +13,9 @@ import time
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
@@ -28,11 +30,14 @@ from offload_rt.tiers.paced import PacedTier
 from offload_rt.trace import Trace
 from offload_rt.tree.topology import Topology
 from offload_rt.weights import dense
+from scripts.peers._contract import Job
+from scripts.peers._outcome import run_peer
 
 PASSES = 3  # in each measurement; the circle is full before and after, so each moves exactly its own bytes
 # What a run imports of torch and transformers: the classes of the latter are loaded when they are named.
 IMPORTS = "import torch; from transformers import AutoTokenizer, LlamaConfig; import offload_rt.api, offload_rt.console"
 PROMPT = [0, 300, 17, 511, 42]
+_OURS, _THEIRS = "offload_rt_plain", "accelerate_disk"
 
 
 @dataclass(frozen=True)
@@ -101,27 +106,24 @@ def against_accelerate(settings: Settings) -> dict[str, object] | None:
         print('\n## Accelerate is not installed: pip install -e ".[compare]"')
         return None
     with LLM(str(settings.model), device_memory=settings.budget, drafter="none") as llm:
-        n_resident = llm.plan.count("device")
-    common = ["--model", str(settings.model), "--tokens", str(settings.tokens), "--prompt-ids", json.dumps(PROMPT)]
-    ours, theirs, same = [], [], True
-    for _ in range(max(settings.rounds // 3, 2)):
-        drop_from_page_cache(settings.model)
-        mine = run_json(["-m", "bench._offload_rt", *common, "--budget", str(settings.budget)])
-        peer = run_json(["-m", "bench._accelerate", *common, "--resident-layers", str(n_resident)])
-        ours += mine.result["seconds"][1:]
-        theirs += peer.result["seconds"][1:]
-        same &= mine.result["token_ids"] == peer.result["token_ids"]
-    ratio = Spread.of(theirs).median / Spread.of(ours).median
+        n_resident, max_len = llm.plan.count("device"), llm.max_model_len
+    seconds, answers = {_OURS: [], _THEIRS: []}, {_OURS: [], _THEIRS: []}
+    with TemporaryDirectory() as scratch:
+        job = Job(settings.model, settings.model, settings.budget, n_resident, max_len, Path(scratch))
+        for _ in range(max(settings.rounds // 3, 2)):
+            for name in seconds:
+                drop_from_page_cache(settings.model)
+                answer = run_peer(name, job, [PROMPT], PROMPT, settings.tokens).report.answers[0]
+                seconds[name] += [after - before for (before, _), (after, _) in pairwise(answer.arrivals)]
+                answers[name].append(answer.token_ids)
+    ours, theirs = (Spread.of(seconds[name]) for name in (_OURS, _THEIRS))
+    same = answers[_OURS] == answers[_THEIRS]
     print(f"\n## Seconds per token, cold, {n_resident} layers resident in both")
-    print(f"offload_rt               {Spread.of(ours)}")
-    print(f"Accelerate disk offload  {Spread.of(theirs)}")
+    print(f"offload_rt               {ours}")
+    print(f"Accelerate disk offload  {theirs}")
+    ratio = theirs.median / ours.median
     print(f"ratio of medians {ratio:.2f}; the same tokens: {'yes' if same else 'no (bf16, sums in another order)'}")
-    return {
-        "offload_rt_s": asdict(Spread.of(ours)),
-        "accelerate_s": asdict(Spread.of(theirs)),
-        "ratio": ratio,
-        "same_tokens": same,
-    }
+    return {"offload_rt_s": asdict(ours), "accelerate_s": asdict(theirs), "ratio": ratio, "same_tokens": same}
 
 
 def paced_overlap(settings: Settings) -> dict[str, object]:

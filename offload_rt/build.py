@@ -191,7 +191,7 @@ def load(blueprint: Blueprint, trace: Trace, progress: Progress | None = None) -
             for one in (runner, draft_runner):
                 if one is not None and one.is_resident:
                     one.replay_passes(blueprint.limits.n_nodes, capture)
-        engine = _with_drafter(blueprint, runner, (host, resident), draft_runner, draft_layers)
+        engine = _with_drafter(blueprint, runner, (host, resident), draft_runner, draft_layers, trace)
         opened.pop_all()  # from here on they are the engine's to close
         return engine
 
@@ -218,7 +218,7 @@ def _load_draft(blueprint: Blueprint, draft: Checkpoint, layers: DeviceTier, met
         disk.close()
     place = Placing(blueprint.device, draft.layers[0][0].torch_dtype())
     outer = _outer(draft, place, meter)
-    # Its layers are in the trace as the drafting of a tree; one by one they would fill it.
+    # Its passes are in the trace as levels of a tree; layer by layer they would fill it.
     return _runner(place, draft, Supply(layers, (None,) * draft.spec.n_layers, 0), outer, Trace(on=False))
 
 
@@ -228,6 +228,7 @@ def _with_drafter(
     tiers: tuple[HostTier, DeviceTier],
     draft: Runner | None,
     draft_layers: DeviceTier,
+    trace: Trace,
 ) -> Engine:
     drafting, limits, moved = blueprint.drafting, blueprint.limits, blueprint.plan.pass_bytes
     if limits.n_nodes == 1:
@@ -238,7 +239,7 @@ def _with_drafter(
     pace = Pace(profile, moved)
     model, knowledge = None, Knowledge()
     if draft is not None:
-        model = DraftModel(draft, runner.spec.vocab_size, limits.n_levels)
+        model = DraftModel(draft, runner.spec.vocab_size, limits.n_levels, trace)
         knowledge = recall(runner.spec, draft.spec)
     parts = DraftParts(limits, pace, drafting.child_law, model, knowledge)
     return Engine(runner, drafting.module.open_drafter(parts), pace, *tiers, draft, draft_layers)

@@ -40,6 +40,10 @@ class CheckpointError(UserError):
     """A checkpoint that is missing, incomplete or damaged."""
 
 
+class TraceError(UserError):
+    """A file that is not the timeline of a run, or not all of it."""
+
+
 class PromptError(UserError):
     """A prompt that cannot be continued."""
 

@@ -339,9 +339,9 @@ def test_a_trace_is_written_with_spans_of_reading_and_computing(line: Any, model
     )
     assert code == 0
     events = json.loads(path.read_text())["traceEvents"]
-    lanes = {event["args"]["name"] for event in events if event["ph"] == "M"}
+    lanes = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert {"compute", "draft", "verify"} < lanes
-    assert any(lane.startswith("read") for lane in lanes)
+    assert "link, slot 0" in lanes
     assert sum(event["name"] == "head" for event in events if event["ph"] == "X") == 3
 
 

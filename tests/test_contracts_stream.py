@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import json
 import queue
 import random
 import threading
@@ -29,7 +30,7 @@ from offload_rt.tiers.device import DeviceTier
 from offload_rt.tiers.disk import DiskTier, ReadSettings
 from offload_rt.tiers.host import HostTier
 from offload_rt.tiers.paced import PacedTier
-from offload_rt.trace import Trace
+from offload_rt.trace import NOTHING_ASKED, SLOTS_FULL, Trace
 from offload_rt.weights._image import LayerImage, Layout, pack
 
 # What happens before a read: told the layer, and how often that layer has been asked for.
@@ -621,17 +622,46 @@ def test_where_all_is_resident_nothing_moves_and_no_thread_runs(name: str, make:
         assert b.streamer.meter.waited_s == 0.0
 
 
-def test_the_trace_has_a_span_for_each_read(files: Any, tmp_path: Path) -> None:
+def test_the_trace_has_a_span_for_each_layer_in_the_lane_of_its_slot(files: Any, tmp_path: Path) -> None:
     trace = Trace()
-    supply, tiers = build_supply(Host(), ("disk", "device", "disk"), 2, files)
+    supply, tiers = build_supply(Host(), ("disk", "device", "disk", "disk"), 2, files)
     streamer = plugins.find("stream", "threads").open_streamer(supply, trace, torch.device("cpu"))
     for _ in streamer.sweep():
-        pass
+        time.sleep(0.01)  # until the slots are full
     streamer.close()
     for tier in tiers:
         tier.close()
-    trace.write(tmp_path / "trace.json")
-    written = (tmp_path / "trace.json").read_text()
-    assert '"layer 0"' in written
-    assert '"layer 2"' in written
-    assert '"layer 1"' not in written
+    found = lanes_of(trace, tmp_path)
+    assert found["link, slot 0"][:2] == ["layer 0", "layer 3"]
+    assert found["link, slot 1"][:1] == ["layer 2"]
+    assert found["link, waits"][0] == NOTHING_ASKED and SLOTS_FULL in found["link, waits"]
+    assert {*found.get("wait", [])} <= {"layer 0", "layer 2", "layer 3"}
+
+
+def test_copies_to_a_gpu_are_traced_by_their_events(files: Any, tmp_path: Path) -> None:
+    trace, device = Trace(), PretendedGPU()
+    supply, tiers = build_supply(device, ("host", "device", "host", "disk"), 2, files)
+    streamer = CudaStreamer(supply, trace, device)
+    started = time.perf_counter()
+    for block in streamer.sweep():
+        device.look(block)
+    streamer.close()
+    took = time.perf_counter() - started
+    device.close()
+    for tier in tiers:
+        tier.close()
+    found = lanes_of(trace, tmp_path)
+    copied = [name for lane in ("link, slot 0", "link, slot 1") for name in found[lane]]
+    assert {"layer 0", "layer 2", "layer 3"} <= {*copied} and "layer 1" not in copied
+    assert "layer 3" in found["disk, slot 0"]
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert max(event["ts"] + event["dur"] for event in events if event["ph"] == "X") <= (took + 1) * 1e6
+
+
+def lanes_of(trace: Trace, folder: Path) -> dict[str, list[str]]:
+    """The names of the spans of each lane, by their start."""
+    trace.write(folder / "trace.json")
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    spans = [event for event in events if event["ph"] == "X"]
+    return {name: [span["name"] for span in spans if span["tid"] == i] for i, name in lanes.items()}

@@ -18,7 +18,7 @@ FLOORS = (
     {"engine"},
     {"drafters", "measure"},
     {"drafting", "build", "api"},
-    {"console", "run", "calibrate"},
+    {"console", "run", "calibrate", "report"},
 )
 FLOOR_OF = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
 # Parts of one floor of which the first may know the second; never the other way round.

@@ -31,6 +31,7 @@ from offload_rt.drafters._parts import DraftParts
 from offload_rt.engine.loop import Drafter, DraftLimits
 from offload_rt.engine.runner import Runner, Step
 from offload_rt.kv.cache import KVCache
+from offload_rt.trace import Trace
 from offload_rt.tree.topology import Topology
 
 SIZES = {
@@ -227,7 +228,7 @@ def drafter_of(llm: LLM, name: str, rule: str, limits: DraftLimits, level_s: flo
     """Another drafter for an LLM with a draft model: one that has learned nothing yet and knows no clock."""
     rule = plugins.find("rules", rule)
     child_law = rule.CHILD_LAW if rule.NEEDS_LAWS else "without_replacement"
-    model = DraftModel(llm.engine.draft, llm.engine.runner.spec.vocab_size, limits.n_levels)
+    model = DraftModel(llm.engine.draft, llm.engine.runner.spec.vocab_size, limits.n_levels, Trace(on=False))
     return plugins.find("drafters", name).open_drafter(DraftParts(limits, Steady(level_s), child_law, model))
 
 

@@ -13,6 +13,7 @@ from offload_rt.engine.sequence import Sequence
 from offload_rt.errors import NumericsError
 from offload_rt.kv.cache import KVCache
 from offload_rt.sampling import generator_on
+from offload_rt.trace import DRAFT, Trace
 from offload_rt.tree.topology import Topology
 
 # Rows that may be computed for a tree, in nodes of the tree: a growing tree drops nodes that better ones displace.
@@ -97,10 +98,11 @@ class DraftModel:
 
     vocab_size  of the target, which the logits are cut or filled up to
     max_levels  of a tree: room for so many tokens stays free in the draft's context
+    trace       gets a span for each pass, a level or round of the trees
     """
 
-    def __init__(self, runner: Runner, vocab_size: int, max_levels: int) -> None:
-        self._runner, self.vocab_size = runner, vocab_size
+    def __init__(self, runner: Runner, vocab_size: int, max_levels: int, trace: Trace) -> None:
+        self._runner, self.vocab_size, self._trace = runner, vocab_size, trace
         self._limit = max(runner.spec.max_positions - max_levels, 1)
         self._growths: WeakKeyDictionary[Sequence, Growth] = WeakKeyDictionary()
 
@@ -123,14 +125,18 @@ class DraftModel:
         """
         growing, n_passes = list(saplings), 0
         while growing := [one for one in growing if len(one.growth.tokens) > one.growth.n_done]:
-            logits = self._runner.forward([one.growth.step() for one in growing])
-            for one, rows in zip(growing, logits, strict=True):
-                one.growth.computed()
-                if not bool(rows.amax(-1).isfinite().all()):
-                    raise NumericsError("the draft model's logits are not all numbers", change="check its checkpoint")
-                one.take(self._to_vocabulary(rows.float()))
+            with self._trace.span(DRAFT, f"level {n_passes + 1}"):
+                self._grow_a_level(growing)
             n_passes += 1
         return n_passes
+
+    def _grow_a_level(self, growing: list[Sapling]) -> None:
+        logits = self._runner.forward([one.growth.step() for one in growing])
+        for one, rows in zip(growing, logits, strict=True):
+            one.growth.computed()
+            if not bool(rows.amax(-1).isfinite().all()):
+                raise NumericsError("the draft model's logits are not all numbers", change="check its checkpoint")
+            one.take(self._to_vocabulary(rows.float()))
 
     def _to_vocabulary(self, logits: Tensor) -> Tensor:
         missing = self.vocab_size - logits.shape[-1]

@@ -16,7 +16,7 @@ from offload_rt.engine.sequence import Sequence
 from offload_rt.errors import CapacityError
 from offload_rt.kv.cache import KVCache
 from offload_rt.sampling import probs
-from offload_rt.trace import Trace
+from offload_rt.trace import DRAFT, VERIFY, Trace
 from offload_rt.tree.choose import N_RANKS
 from offload_rt.tree.topology import DraftTree, Topology, Verdict
 
@@ -149,19 +149,20 @@ class Loop:
     def _pass(self, live: Several[Live], tally: Tally) -> None:
         started, is_prefill = time.perf_counter(), tally.n_passes == 0
         n_before = sum(len(one.sequence.tokens) for one in live)
-        with self._trace.span("draft", "tree"):
-            trees = self._drafter.propose([one.sequence for one in live], min(one.n_nodes for one in live))
+        trees = self._drafter.propose([one.sequence for one in live], min(one.n_nodes for one in live))
         drafted = time.perf_counter()
+        self._trace.add(DRAFT, "tree", started, drafted)
         steps = [_ask(one, tree) for one, tree in zip(live, trees, strict=True)]
         n_rows, context = sum(step.n_rows for step in steps), max(step.cache.n_committed for step in steps)
         link = self._runner.streamer.meter.read()
         logits = self._runner.forward(steps)
         self._runner.finish()
         passed = time.perf_counter()
-        with self._trace.span("verify", "tree"):
-            for one, tree, rows in zip(live, trees, logits, strict=True):
-                self._accept(one, tree, rows, tally)
+        for one, tree, rows in zip(live, trees, logits, strict=True):
+            self._accept(one, tree, rows, tally)
         ended = time.perf_counter()
+        n_new = sum(len(one.sequence.tokens) for one in live) - n_before
+        self._trace.add(VERIFY, f"{n_new} tokens of {sum(len(tree.topology) for tree in trees)} nodes", passed, ended)
         tally.n_passes += 1
         tally.draft_s += drafted - started
         tally.verify_s += ended - passed
@@ -172,7 +173,7 @@ class Loop:
         tally.promised_s += float(self._pace.seconds(np.array([n_rows]), context, draft_s)[0])
         tally.promised_tokens += sum(tree.expected for tree in trees)
         tally.measured_s += ended - started
-        tally.measured_tokens += sum(len(one.sequence.tokens) for one in live) - n_before
+        tally.measured_tokens += n_new
         nbytes, busy_s = (new - old for new, old in zip(self._runner.streamer.meter.read(), link, strict=True))
         self._pace.passed(n_rows, context, draft_s, ended - started, nbytes / busy_s / 1e9 if busy_s > 0 else 0.0)
 

@@ -15,7 +15,7 @@ from offload_rt.kv.cache import KVCache
 from offload_rt.models._decoder import LayerWeights, decoder_layer
 from offload_rt.models._spec import EMBED, HEAD, NORM, ModelSpec
 from offload_rt.stream._streamer import Block, Streamer
-from offload_rt.trace import Trace
+from offload_rt.trace import COMPUTE, Trace
 from offload_rt.tree.topology import Topology
 from offload_rt.weights._image import Layout
 
@@ -142,9 +142,9 @@ class Runner:
         chunks = self.chunks(steps)
         with closing(self.streamer.sweep()) as sweep:
             for block in sweep:
-                with self._trace.span("compute", f"layer {block.i}"):
+                with self._trace.span(COMPUTE, f"layer {block.i}"):
                     self.layer(block, hidden, chunks)
-        with self._trace.span("compute", "head"):
+        with self._trace.span(COMPUTE, "head"):
             return self.logits(hidden, steps)
 
     @property
@@ -169,7 +169,7 @@ class Runner:
         rows = torch.arange(step.n_keys - step.n_rows, step.n_keys)
         tokens = step.tokens[step.n_done :]
         inputs = RowsOfPass(tokens, rows, cos, sin, lambda window: whole.mask(window).dense(), step.n_keys)
-        with self._trace.span("compute", "all layers"):
+        with self._trace.span(COMPUTE, "all layers"):
             return self._fixed.forward(step.cache, inputs)[step.n_rows - step.n_wanted :]
 
     def layer(self, block: Block, hidden: Tensor, chunks: Sequence["Chunk"]) -> None:

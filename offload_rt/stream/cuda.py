@@ -1,8 +1,10 @@
 """The streamer of a CUDA device: copies on a stream of their own, ordered with the compute by events alone."""
 
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +13,18 @@ from offload_rt.stream._device import CopyDevice, CudaCopyDevice
 from offload_rt.stream._meter import LinkMeter
 from offload_rt.stream._streamer import Block, Supply, refuse_closed, visit
 from offload_rt.stream.threads import ThreadStreamer
-from offload_rt.trace import Trace
+from offload_rt.trace import LINK, Trace, slot_lane
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A copy of (part of) a layer into a slot, between two events."""
+
+    start: Any
+    end: Any
+    nbytes: int
+    layer: int
+    slot: int
 
 
 class CudaStreamer:
@@ -25,15 +38,18 @@ class CudaStreamer:
 
     def __init__(self, supply: Supply, trace: Trace, device: CopyDevice) -> None:
         self.meter = LinkMeter()
-        self._supply, self._device = supply, device
+        self._supply, self._device, self._trace = supply, device, trace
         self.order = supply.order
         self._upstream = ThreadStreamer(supply.on_host(), trace, pinned=True)
         n_slots = supply.n_slots if supply.order else 0
         self._slots: list[Tensor] = [device.allocate(supply.packed_slot_nbytes) for _ in range(n_slots)]
         self._changed = threading.Condition()
         self._closed = False
-        self._timings: deque[tuple[Any, Any, int]] = deque()
+        self._timings: deque[_Copy] = deque()
         self._waits: deque[tuple[Any, Any]] = deque()
+        self._epoch = device.record_compute()
+        device.wait(self._epoch)
+        self._epoch_s = time.perf_counter()
         self._start()
 
     def sweep(self) -> Iterator[Block]:
@@ -148,18 +164,19 @@ class CudaStreamer:
         after = self._free[slot]
         for to, source in moves:
             start, after = self._device.copy(to, source, after)
-            self._timings.append((start, after, len(to)))
+            self._timings.append(_Copy(start, after, len(to), block.i, slot))
         self._count_finished()
         return after
 
     def _count_finished(self) -> None:
         """Add up what has ended: copies, and from the end of a layer's compute to the arrival of the next one."""
         while self._timings:
-            start, end, nbytes = self._timings[0]
-            seconds = self._device.seconds_between(start, end)
+            copy = self._timings[0]
+            seconds = self._device.seconds_between(copy.start, copy.end)
             if seconds is None:
                 break
-            self.meter.add(nbytes, seconds)
+            self.meter.add(copy.nbytes, seconds)
+            self._note(copy, seconds)
             self._timings.popleft()
         while self._waits:
             seconds = self._device.seconds_between(*self._waits[0])
@@ -167,6 +184,11 @@ class CudaStreamer:
                 return
             self.meter.waited_s += max(seconds, 0.0)
             self._waits.popleft()
+
+    def _note(self, copy: _Copy, seconds: float) -> None:
+        if self._trace.on:
+            started = self._epoch_s + self._device.seconds_between(self._epoch, copy.start)
+            self._trace.add(slot_lane(LINK, copy.slot), f"layer {copy.layer}", started, started + seconds)
 
 
 def open_streamer(supply: Supply, trace: Trace, device: Any) -> CudaStreamer:

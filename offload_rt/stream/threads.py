@@ -11,16 +11,20 @@ from offload_rt.stream._meter import LinkMeter
 from offload_rt.stream._streamer import Block, Supply, refuse_closed, visit
 from offload_rt.tiers._pinning import pin, unpin
 from offload_rt.tiers._tier import Read
-from offload_rt.trace import Trace
+from offload_rt.trace import DISK, LINK, NOTHING_ASKED, SLOTS_FULL, WAIT, Trace, slot_lane, waits
 from offload_rt.weights._image import host_block
+
+# What is shorter is no wait for a layer but the taking of a lock.
+_LEAST_WAIT_S = 1e-4
 
 
 class _Fetch:
-    """One layer on its way into a slot."""
+    """One layer on its way into a slot, from now on."""
 
     def __init__(self, parts: list[Read]) -> None:
         self.parts = parts[::-1]
         self.n_missing = len(parts)
+        self.started = time.perf_counter()
 
 
 class ThreadStreamer:
@@ -33,6 +37,8 @@ class ThreadStreamer:
 
     def __init__(self, supply: Supply, trace: Trace, pinned: bool = False) -> None:
         self.meter, self._trace = LinkMeter(), trace
+        # Towards pinned memory it is the disk that is read, and the link comes after it.
+        self._link = DISK if pinned else LINK
         self._supply, self.order = supply, supply.order
         n_slots = supply.n_slots if self.order else 0
         self._slots: list[Tensor] = [host_block(supply.slot_nbytes) for _ in range(n_slots)]
@@ -42,6 +48,7 @@ class ThreadStreamer:
         self._rewind()
         n_threads = max((tier.n_parallel for tier in supply.streamed if tier is not None), default=0)
         self._threads = [threading.Thread(target=self._work, name=f"read-{i}", daemon=True) for i in range(n_threads)]
+        self._stands_still()
         for thread in self._threads:
             thread.start()
 
@@ -81,7 +88,7 @@ class ThreadStreamer:
         with self._changed:
             while self._error is None and not self._closed and not self._has_arrived(k):
                 self._changed.wait()
-            self.meter.waited_s += time.perf_counter() - started
+            self._note_wait(i, started)
             refuse_closed(self._closed)
             if self._error is not None:
                 raise self._error
@@ -105,6 +112,7 @@ class ThreadStreamer:
             self._rewind()
             # Nothing is fetched before the next sweep asks: what made this one fail would fail again behind its back.
             self._parked = True
+            self._stands_still()
 
     def _work(self) -> None:
         while True:
@@ -114,6 +122,8 @@ class ThreadStreamer:
                 if self._closed:
                     return
                 k, part = job
+                if self._n_reading == 0:
+                    self._trace.state(waits(self._link), None)
                 self._n_reading += 1
             self._run(k, part)
 
@@ -142,8 +152,7 @@ class ThreadStreamer:
         nbytes, error = 0, None
         self.meter.begin()
         try:
-            with self._trace.span(threading.current_thread().name, f"layer {self.order[k % len(self.order)]}"):
-                nbytes = part()
+            nbytes = part()
         except BaseException as caught:  # whatever it is, it belongs to the caller of sweep
             error = caught
         self.meter.end(nbytes)
@@ -154,9 +163,29 @@ class ThreadStreamer:
             self._error = self._error or error
             if fetch.n_missing == 0 and error is None:
                 del self._under_way[k]
+                self._note_fetch(k, fetch)
+            if self._n_reading == 0:
+                self._stands_still()
             # The caller waits for whole fetches; a finished part is news only when something else could wait for it.
             if k not in self._under_way or error is not None or self._n_reading == 0:
                 self._changed.notify_all()
+
+    def _note_fetch(self, k: int, fetch: _Fetch) -> None:
+        layer, lane = self.order[k % len(self.order)], slot_lane(self._link, k % len(self._slots))
+        self._trace.add(lane, f"layer {layer}", fetch.started, time.perf_counter())
+
+    def _note_wait(self, i: int, started: float) -> None:
+        ended = time.perf_counter()
+        self.meter.waited_s += ended - started
+        if ended - started > _LEAST_WAIT_S:
+            self._trace.add(WAIT, f"layer {i}", started, ended)
+
+    def _stands_still(self) -> None:
+        """Say why nothing is read, where it is more than a hand-over from one request to the next."""
+        if self._n_started == 0 or self._parked or self._error is not None:
+            self._trace.state(waits(self._link), NOTHING_ASKED)
+        elif self._n_started == self._n_consumed + len(self._slots):
+            self._trace.state(waits(self._link), SLOTS_FULL)
 
 
 def open_streamer(supply: Supply, trace: Trace, device: torch.device) -> ThreadStreamer:

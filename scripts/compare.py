@@ -1,0 +1,180 @@
+"""How long does a token take of the same checkpoint, prompts and machine, in one system and another?
+
+python -m scripts.compare [--size 2100MB] [--rounds 2] [--tokens 48] [--chart docs/compare.png]
+
+Every peer (a file of `scripts/peers`) runs in a process of its own, with the settings an expert would choose, and answers one
+prompt a round; the rounds go through all peers in turn, each from another one on, so that a disk or a core that is slow for a
+while is slow for all. Warming up is not counted. Where weights come from the disk they are cold in every pass. Beside each
+figure stands its floor: the bytes that a pass has to move, at the best rate measured between the rounds when nothing else is
+done. Greedy tokens are compared with those of the resident model. The last line is one JSON object.
+"""
+
+import argparse
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from unittest import mock
+
+from transformers import AutoTokenizer
+
+from bench._measure import ROOT, commit, drop_from_page_cache, expanded_model, machine, run_json
+from bench._prompts import held_out_prompts
+from offload_rt.config import format_size, parse_size
+from scripts.peers import _contract, _outcome
+from scripts.peers._chart import draw
+from scripts.peers._contract import Job
+from scripts.peers._outcome import Row, Run, run_peer
+
+_DRAFT, _BUILD = ROOT / "models/demo-draft", ROOT / "build"
+_PROMPT_TOKENS, _LEAST_MAX_LEN = 64, 256
+IMPORTS = "import torch; from transformers import AutoModelForCausalLM; import offload_rt.api"
+
+
+@dataclass(frozen=True)
+class Course:
+    """What is asked of all peers.
+
+    prompts    one for each round; warm_up comes before each
+    timeout_s  of one process
+    """
+
+    job: Job
+    prompts: list[list[int]]
+    warm_up: list[int]
+    n_tokens: int
+    timeout_s: float
+
+
+@dataclass
+class Results:
+    """What was found so far.
+
+    gbps     per source of weights one rate a round
+    runs     per peer one a round
+    reasons  why a peer has no figures
+    """
+
+    gbps: dict[str, list[float]]
+    runs: dict[str, list[Run]]
+    reasons: dict[str, str]
+
+
+def measure_floor(course: Course) -> tuple[dict[str, float], int]:
+    """GB/s by source, and how many layers fit into the budget beside everything else."""
+    drop_from_page_cache(course.job.model)
+    found = run_json(["-m", "scripts.peers._floor", "--job", course.job.text()], course.timeout_s).result
+    return found["gbps"], found["n_resident"]
+
+
+def run_all(course: Course, peers: Sequence[str]) -> Results:
+    """All rounds of all peers; a peer that fails has a reason from then on, and no figures."""
+    reasons = {name: _contract.refusal(_contract.find(name)) for name in peers}
+    found = Results({}, {name: [] for name in peers}, {name: why for name, why in reasons.items() if why})
+    for i in range(len(course.prompts)):
+        gbps, n_resident = measure_floor(course)
+        course = replace(course, job=replace(course.job, n_resident=n_resident))
+        for source, rate in gbps.items():
+            found.gbps.setdefault(source, []).append(rate)
+        for name in (*peers[i % len(peers) :], *peers[: i % len(peers)]):
+            if name not in found.reasons:
+                _take_turn(name, course, i, found)
+    return found
+
+
+def _take_turn(name: str, course: Course, i: int, found: Results) -> None:
+    drop_from_page_cache(course.job.model)
+    try:
+        run = run_peer(name, course.job, [course.prompts[i]], course.warm_up, course.n_tokens, course.timeout_s)
+    except RuntimeError as error:
+        found.reasons[name] = str(error)
+        print(f"round {i + 1}  {name}: {error}", flush=True)
+        return
+    found.runs[name].append(run)
+    print(f"round {i + 1}  {name}: {run.seconds_per_token:.4f} s per token", flush=True)
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """A folder for what the peers write. What offload_rt keeps between runs begins empty; compiled extensions stay."""
+    _BUILD.mkdir(exist_ok=True)
+    for lock in (_BUILD / "torch-extensions").glob("*/lock"):
+        lock.unlink()  # of a compilation that was killed: the next would wait for its end for ever
+    with tempfile.TemporaryDirectory(dir=_BUILD, prefix="compare-") as folder:
+        changes = {"XDG_CACHE_HOME": folder, "TORCH_EXTENSIONS_DIR": str(_BUILD / "torch-extensions")}
+        changes |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        with mock.patch.dict(os.environ, changes):
+            yield Path(folder)
+
+
+def main() -> None:
+    """Print the table and one JSON line, and draw the chart."""
+    flags = _flags()
+    model = (flags.model or expanded_model(flags.size)).resolve()
+    nbytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    budget = flags.budget or nbytes // 4
+    about = f"{model.name}: {format_size(nbytes)} of weights, budget {format_size(budget)}"
+    measured = commit()  # now, not at the end: the tree may change meanwhile
+    print(f"{machine()}\n{about}; {flags.rounds} prompts, {flags.tokens} tokens each; commit {measured}\n", flush=True)
+    prompts = held_out_prompts(AutoTokenizer.from_pretrained(model), flags.rounds + 1, _PROMPT_TOKENS)
+    with scratch() as folder:
+        max_len = max(_PROMPT_TOKENS + flags.tokens, _LEAST_MAX_LEN)
+        job = Job(model, flags.draft_model.resolve(), budget, 0, max_len, folder)
+        found = run_all(Course(job, prompts[1:], prompts[0], flags.tokens, flags.timeout), flags.peers)
+        imports = run_json(["-c", IMPORTS]).peak_rss
+        reference = [run.token_ids for run in found.runs.get(_outcome.REFERENCE, ())]
+        rows = _outcome.rows(flags.peers, found.runs, found.reasons, found.gbps)
+        rows = _outcome.with_margins(rows, model, prompts[1:], reference)
+    _tell(rows, found, imports)
+    if flags.chart:
+        draw(rows, _caption(about, found), flags.chart)
+    said = {"bench": "compare", "machine": machine(), "commit": measured, "model": model.name, "model_bytes": nbytes}
+    said |= {"budget_bytes": budget, "rounds": flags.rounds, "tokens": flags.tokens, "imports_bytes": imports}
+    print(json.dumps(said | {"gbps": found.gbps, "rows": [row.entry() for row in rows], "ratios": ratios(found)}))
+
+
+def _flags() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="a checkpoint; default: the demo target expanded to --size")
+    parser.add_argument("--draft-model", type=Path, default=_DRAFT)
+    parser.add_argument("--size", default="2100MB")
+    parser.add_argument("--budget", type=parse_size, help="default: a quarter of the weights")
+    parser.add_argument("--rounds", type=int, default=2, help="prompts, each answered by every peer")
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--peers", nargs="+", choices=_contract.names(), default=_contract.names())
+    parser.add_argument("--timeout", type=float, default=400, help="seconds that one process may take")
+    parser.add_argument("--chart", type=Path, help="file for a picture, PNG")
+    return parser.parse_args()
+
+
+def ratios(found: Results) -> dict[str, list[float]]:
+    """How many times faster the speculative offload_rt is than each other peer, round by round: the same prompt each time."""
+    ours = found.runs.get("offload_rt_speculative", [])
+    return {
+        name: [run.seconds_per_token / mine.seconds_per_token for run, mine in zip(runs, ours, strict=True)]
+        for name, runs in found.runs.items()
+        if ours and len(runs) == len(ours) and name != "offload_rt_speculative"
+    }
+
+
+def _tell(rows: Sequence[Row], found: Results, imports: int) -> None:
+    rates = ", ".join(f"{source} {min(rates):.2f} to {max(rates):.2f} GB/s" for source, rates in found.gbps.items())
+    print(f"\n{_outcome.table(rows)}\n\nrates measured between the rounds: {rates}; a floor is of the best")
+    print(
+        f"peaks include what importing torch and transformers takes, {format_size(imports)}, and file pages a peer maps"
+    )
+    for name, values in ratios(found).items():
+        spread = f"{median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+        print(f"offload_rt, speculative, is {spread} times as fast as {_contract.find(name).TITLE}")
+
+
+def _caption(about: str, found: Results) -> str:
+    return f"{about} where weights are offloaded; disk up to {max(found.gbps['disk']):.2f} GB/s\n{machine()}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,9 @@
+"""Systems that run the same checkpoint, one file each; the folder is the registry. Each runs in a process of its own.
+
+A module here has
+
+    TITLE      what a reader calls it
+    PACKAGES   packages it needs, by the names they are imported by
+    unfit()    why it cannot run on this machine even where they are installed; None where it can
+    load(job)  the loaded model, a `Peer`
+"""
