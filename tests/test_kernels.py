@@ -170,8 +170,8 @@ def test_tree_masks_of_a_long_prompt(kernels):
 def test_the_dense_mask(seed):
     """What the reference is given, against the plain definition."""
     case = random_case(seed)
-    parents = forest_of(case.first + case.n + 2, seed)
-    mask = TreeMask(*reference.tree_masks(parents), case.first, case.n, case.n_before, case.window)
+    parents = forest_of(case.first + case.n, seed)
+    mask = TreeMask(*reference.tree_masks(parents), case.first, case.n_before, case.window or None)
     dense = mask.dense()
     expected = visible(case, parents)
     assert mask.n_keys == expected.shape[1]

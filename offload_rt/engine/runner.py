@@ -97,8 +97,8 @@ class _Segment:
         """Which cached rows each row looks at."""
         if window not in self.masks:
             trunk, bits, depths = self._forest
-            n_before, n = self.step.cache.n_committed + trunk, self.stop - self.start
-            self.masks[window] = ops.TreeMask(bits, depths, self.start - trunk, n, n_before, window or 0)
+            n_before = self.step.cache.n_committed + trunk
+            self.masks[window] = ops.TreeMask(bits, depths, self.start - trunk, n_before, window)
         return self.masks[window]
 
 

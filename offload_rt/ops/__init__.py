@@ -30,7 +30,7 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask | Tensor | No
         return reference.tree_attention(q, k, v, mask, scale)
     if _extension.serves(q) and q.dtype in (torch.float16, torch.bfloat16) and q.shape[2] in _HEAD_DIMS:
         return _extension.kernels().tree_attention(
-            q, k, v, mask.bits, mask.depths, mask.first, mask.n_before, mask.window, scale
+            q, k, v, mask.bits, mask.depths, mask.first, mask.n_before, mask.window or 0, scale
         )
     return reference.tree_attention(q, k, v, mask.dense(), scale)
 
