@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizerBase
 
 from offload_rt import plugins
 from offload_rt.config import EngineConfig
-from offload_rt.drafters._model import draft_rows
 from offload_rt.engine.loop import DraftLimits, Rule
 from offload_rt.errors import SettingsError
 from offload_rt.models._spec import ModelSpec
@@ -43,7 +42,7 @@ class Drafting:
         if config.drafter == "none":
             return DraftLimits(1, 1)
         n_levels = config.tree_depth or _N_LEVELS
-        sizes = _SIZES[self.draft is not None]
+        sizes = _SIZES[self.module.NEEDS_MODEL]
         room = min(budget * _TREE_SHARE, budget - least)
         n_nodes = config.tree_size or next((n for n in sizes if extra(n) <= room), sizes[-1])
         return DraftLimits(n_nodes, n_levels, config.tree_size is not None, config.tree_depth is not None)
@@ -99,16 +98,6 @@ def _other_tokenizer(have: str, need: str) -> SettingsError:
     return SettingsError(
         "the draft model has another tokenizer", need=need, have=have, change="give a draft of the target's family"
     )
-
-
-def draft_nbytes(draft: Checkpoint, vocab_size: int, max_len: int, n_nodes: int) -> int:
-    """Bytes a draft model takes on the device: weights, cache, activations, and the laws its trees were drawn from."""
-    spec = draft.spec
-    itemsize = draft.layers[0][0].torch_dtype().itemsize
-    cache = draft_rows(max_len, n_nodes) * spec.kv_nbytes(itemsize)
-    # Noise, its order and a copy of the law, of float32, for one level; and the laws of all nodes.
-    laws = n_nodes * vocab_size * 4 * 4
-    return draft.nbytes + cache + spec.scratch_nbytes(n_nodes, n_nodes, itemsize) + laws
 
 
 def warm_up(rule: Rule) -> None:
