@@ -101,7 +101,7 @@ def draw_up(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting) ->
         )
     dtype = _pick_dtype(config.dtype, checkpoint)
     names = [name for name, _ in spec.layer_tensors()]
-    budgets = _budgets(config, device)
+    budgets = budgets_of(config, device)
     target = Sizes.of_checkpoint(checkpoint, dtype)
     draft = drafting.draft and Sizes.of_checkpoint(drafting.draft, drafting.draft.layers[0][0].torch_dtype())
     disk = DiskTier(checkpoint.layers, names)
@@ -211,7 +211,8 @@ def _pick_dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:
     ]
 
 
-def _budgets(config: EngineConfig, device: torch.device) -> Budgets:
+def budgets_of(config: EngineConfig, device: torch.device) -> Budgets:
+    """The settings, or what is free, less a margin. Raises CapacityError for more than there is."""
     spare = less_margin(memory_free())
     if device.type == "cpu":
         return Budgets(_within(config.device_memory, "--device-memory", spare, memory_limit()))

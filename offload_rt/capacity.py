@@ -35,14 +35,14 @@ class Sizes:
 
     layer_nbytes  bytes of each layer's block
     outer_nbytes  bytes of the weights outside the layers
-    itemsize      bytes of a number of the weights
+    dtype         of the weights
     n_converted   numbers of the largest tensor that is converted where it is used; 0 where none is
     """
 
     spec: ModelSpec
     layer_nbytes: tuple[int, ...]
     outer_nbytes: int
-    itemsize: int
+    dtype: torch.dtype
     n_converted: int = 0
 
     @property
@@ -58,7 +58,7 @@ class Sizes:
             spec=checkpoint.spec,
             layer_nbytes=tuple(sum(one.stop - one.start for one in layer) for layer in checkpoint.layers),
             outer_nbytes=sum(record.stop - record.start for record in checkpoint.outer),
-            itemsize=checkpoint.layers[0][0].torch_dtype().itemsize,
+            dtype=checkpoint.layers[0][0].torch_dtype(),
             n_converted=max((math.prod(one.shape) for one in records if one.torch_dtype() != dtype), default=0),
         )
 
@@ -67,7 +67,7 @@ class Sizes:
         """Of a model whose weights are all of `dtype`, laid out as they are on a device."""
         layer = packed_layout((name, shape, dtype) for name, shape in spec.layer_tensors())
         outer = sum(math.prod(shape) for _, shape in spec.outer_tensors())
-        return cls(spec, (layer.nbytes,) * spec.n_layers, outer * dtype.itemsize, dtype.itemsize)
+        return cls(spec, (layer.nbytes,) * spec.n_layers, outer * dtype.itemsize, dtype)
 
 
 @dataclass(frozen=True)
@@ -137,10 +137,11 @@ def need(target: Sizes, draft: Sizes | None, dtype: torch.dtype, max_len: int, n
 
 def _draft_nbytes(draft: Sizes, vocab_size: int, max_len: int, n_nodes: int) -> int:
     """Bytes a draft model takes on the device: weights, cache, activations, and the laws its trees were drawn from."""
-    cache = draft_rows(max_len, n_nodes) * draft.spec.kv_nbytes(draft.itemsize)
+    itemsize = draft.dtype.itemsize
+    cache = draft_rows(max_len, n_nodes) * draft.spec.kv_nbytes(itemsize)
     # Noise, its order and a copy of the law, of float32, for one level; and the laws of all nodes.
     laws = n_nodes * vocab_size * 4 * 4
-    return draft.nbytes + cache + draft.spec.scratch_nbytes(n_nodes, n_nodes, draft.itemsize) + laws
+    return draft.nbytes + cache + draft.spec.scratch_nbytes(n_nodes, n_nodes, itemsize) + laws
 
 
 def _max_model_len(

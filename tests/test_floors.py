@@ -17,7 +17,7 @@ FLOORS = (
     {"kv", "tiers", "stream", "rules"},
     {"engine"},
     {"drafters", "measure", "roofline", "simulate"},
-    {"drafting", "capacity", "acceptance", "forecast", "build", "api"},
+    {"drafting", "capacity", "acceptance", "forecast", "sweep", "build", "here", "api"},
     {"console", "run", "calibrate", "plan"},
 )
 FLOOR_OF = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
@@ -32,6 +32,12 @@ NEIGHBOURS = {
     ("forecast", "drafting"),
     ("forecast", "capacity"),  # what fits, before it is foretold what that takes
     ("forecast", "acceptance"),
+    ("sweep", "forecast"),
+    ("sweep", "capacity"),
+    ("here", "forecast"),  # this machine is one to plan for
+    ("here", "build"),  # and has its budgets
+    ("calibrate", "console"),
+    ("plan", "console"),
     ("build", "capacity"),
     ("build", "drafting"),  # which drafter it is, and the parts it is built from
     ("api", "build"),  # the engine, and the surface over it
