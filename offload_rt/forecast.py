@@ -134,7 +134,7 @@ def foretell(question: Question, machine: Machine) -> Forecast:
     if question.context + question.tokens > fitted.max_model_len:
         raise CapacityError(
             "the context is too long", need=f"{question.context} tokens and {question.tokens} more",
-            have=f"room for {fitted.max_model_len}", change="lower --context, or raise --max-model-len",
+            have=f"room for {fitted.max_model_len}", change="lower --context or --max-new-tokens, or raise --max-model-len",
         )  # fmt: skip
     costs = _costs(question, machine)
     scheme = Scheme.of(fitted.plan, machine.links, machine.has_card, machine.drag)

@@ -51,7 +51,7 @@ class PlanSettings:
         "auto: the first of measured, a preset of this pair, guess",
     )  # fmt: skip
     context: int = setting(128, "tokens before the first pass", parse=int)
-    tokens: int = setting(128, "tokens that are generated", parse=int)
+    max_new_tokens: int = setting(128, "tokens that are generated", parse=int)
     sweep: str | None = setting(None, "draw the curve over this", choices=_SWEEPS)
     plot: str | None = setting(None, "file for a picture of the curve, PNG; needs matplotlib")
     json: bool = setting(False, "print one JSON object instead of tables")
@@ -59,7 +59,7 @@ class PlanSettings:
     offline: bool = setting(False, "use only what the hub cache already holds")
 
     def __post_init__(self) -> None:
-        SamplingParams(temperature=self.temperature, max_new_tokens=self.tokens)
+        SamplingParams(temperature=self.temperature, max_new_tokens=self.max_new_tokens)
         if self.context < 1:
             raise SettingsError(f"--context is {self.context}", need="at least 1", change="raise --context")
         if self.plot is not None and self.sweep is None:
@@ -180,7 +180,13 @@ def _question(settings: PlanSettings, config: EngineConfig) -> "Question":
     acceptance = assume(settings.acceptance, pair, (names[0].lower(), names[-1].lower()), settings.temperature)
     draft = sizes[1] if len(sizes) > 1 else None
     return Question(
-        config, pick_drafter(config), (sizes[0], draft), dtypes[0], acceptance, settings.context, settings.tokens
+        config,
+        pick_drafter(config),
+        (sizes[0], draft),
+        dtypes[0],
+        acceptance,
+        settings.context,
+        settings.max_new_tokens,
     )
 
 

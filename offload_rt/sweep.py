@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from offload_rt.capacity import need
-from offload_rt.errors import CapacityError
+from offload_rt.errors import CapacityError, SettingsError
 from offload_rt.forecast import Forecast, Machine, Question, foretell
 from offload_rt.tiers._placement import least_budget
 
@@ -34,7 +34,11 @@ class Sweep:
 
 
 def sweep(over: str, question: Question, machine: Machine) -> Sweep:
-    """Foretell along "ram", "memory", "tree" or "context"."""
+    """Foretell along "ram", "memory", "tree" or "context". Raises SettingsError for "ram" where there is no card beside it."""
+    if over == "ram" and not machine.has_card:
+        raise SettingsError(
+            "--sweep ram", need="a card beside that memory", have=machine.title, change="use --sweep memory"
+        )
     return {"ram": _ram, "memory": _memory, "tree": _tree, "context": _context}[over](question, machine)
 
 
