@@ -3,17 +3,20 @@
 import time
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
 from rich.table import Table
 
-from offload_rt.api import Stats
-from offload_rt.build import Blueprint
 from offload_rt.config import format_size
 from offload_rt.errors import SettingsError
 from offload_rt.machine import MachineProfile, PassBytes, pass_time
 from offload_rt.tiers._placement import Plan
+
+if TYPE_CHECKING:  # these take seconds to load, and a plan needs none of them
+    from offload_rt.api import Stats
+    from offload_rt.build import Blueprint
 
 _SECONDS_BETWEEN_DRAWS = 0.1
 
@@ -59,7 +62,7 @@ def _rate(nbytes: int, seconds: float) -> str:
     return f", {nbytes / seconds / 1e9:.2f} GB/s" if seconds else ""
 
 
-def plan_table(blueprint: Blueprint, profile: MachineProfile) -> Table:
+def plan_table(blueprint: "Blueprint", profile: MachineProfile) -> Table:
     """What lies where, what a pass moves, and what it should cost."""
     plan = blueprint.plan
     title = f"{blueprint.checkpoint.directory} on {blueprint.device.type}, {blueprint.dtype}".replace("torch.", "")
@@ -101,7 +104,7 @@ def placement_table(title: str, plan: Plan, cache_rows: int) -> Table:
     return table
 
 
-def report(stats: Stats, moved: PassBytes, plain_s: float | None = None) -> str:
+def report(stats: "Stats", moved: PassBytes, plain_s: float | None = None) -> str:
     """The closing report.
 
     plain_s  seconds of a pass of plain decoding, where they were measured
@@ -126,7 +129,7 @@ def report(stats: Stats, moved: PassBytes, plain_s: float | None = None) -> str:
     return "\n".join(lines)
 
 
-def _link_line(stats: Stats, moved: PassBytes) -> str:
+def _link_line(stats: "Stats", moved: PassBytes) -> str:
     streamed = sum(nbytes for _, nbytes in moved.streamed)
     if not streamed or not stats.link_gbps:
         return "all weights resident: nothing crossed a link"

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from offload_rt import plugins
 from offload_rt.config import EngineConfig
@@ -15,6 +15,9 @@ from offload_rt.errors import SettingsError
 from offload_rt.models._spec import ModelSpec
 from offload_rt.tree.topology import DraftTree, Draws, Topology
 from offload_rt.weights._checkpoint import Checkpoint
+
+if TYPE_CHECKING:  # it takes a second to load, and a plan needs none
+    from transformers import PreTrainedTokenizerBase
 
 # Levels of a tree unless the setting says otherwise; deeper nodes are hardly ever reached.
 _N_LEVELS = 24
@@ -74,7 +77,7 @@ def pick_drafter(config: EngineConfig) -> Drafting:
 def check_pair(
     target: ModelSpec,
     draft: ModelSpec,
-    tokenizers: tuple[PreTrainedTokenizerBase | None, PreTrainedTokenizerBase | None],
+    tokenizers: "tuple[PreTrainedTokenizerBase | None, PreTrainedTokenizerBase | None]",
 ) -> None:
     """Raises SettingsError where draft and target do not mean the same by a token, naming the first that differs."""
     ours, theirs = tokenizers
@@ -90,7 +93,7 @@ def check_pair(
             raise _other_tokenizer(f"{have} for token {token}", f"{need}, as the target has")
 
 
-def _by_id(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+def _by_id(tokenizer: "PreTrainedTokenizerBase") -> dict[int, str]:
     return {token: text for text, token in tokenizer.get_vocab().items()}
 
 
