@@ -36,6 +36,7 @@ bench: venv
 	$(PY) -m bench.stream
 	$(PY) -m bench.verify
 	$(PY) -m bench.speculate
+	$(PY) -m bench.simulate
 
 clean:
 	rm -rf .venv demo-cache build *.egg-info

@@ -7,7 +7,7 @@ import argparse
 import json
 import re
 import sys
-from dataclasses import MISSING, asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from offload_rt.config import EngineConfig, SamplingParams, add_flags, format_size, from_flags, parse_size, setting
@@ -152,7 +152,10 @@ def _with_card(settings: PlanSettings, config: EngineConfig, card: Card) -> "Mac
             f"--device-memory {settings.device_memory}", need=f"at most the card's {format_size(card.memory_nbytes)}",
             change="lower --device-memory",
         )  # fmt: skip
-    return Machine.with_card(card, ram, disk, config.device_memory, link)
+    machine = Machine.with_card(card, ram, disk, config.device_memory, link)
+    defaults = (("--ram", settings.ram, _RAM), ("--disk", settings.disk, _DISK))
+    assumed = tuple(f"{flag} was not given: {default} is assumed" for flag, given, default in defaults if given is None)
+    return replace(machine, sources=(*machine.sources, *assumed))
 
 
 def _question(settings: PlanSettings, config: EngineConfig) -> "Question":
