@@ -83,6 +83,7 @@ class Question:
     models   the target and the draft model
     context  tokens before the first pass
     tokens   that are generated
+    seed     by which the length of each accepted path is drawn; None: all are as long as expected
     """
 
     config: EngineConfig
@@ -92,6 +93,7 @@ class Question:
     acceptance: Assumed
     context: int
     tokens: int
+    seed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ class Forecast:
 
     @property
     def tokens_per_pass(self) -> float:
-        """Expected of the tree."""
+        """Of the passes on the virtual clock."""
         return float(self.run.tokens.mean())
 
     @property
@@ -143,7 +145,8 @@ def foretell(question: Question, machine: Machine) -> Forecast:
     topology = _tree(question, fitted.limits, costs, Pace(profile, crossing))
     span = (question.context, question.context + question.tokens)
     by_rank = question.acceptance.by_rank
-    run = generate(scheme, costs, (topology, by_rank), span)
+    rng = None if question.seed is None else np.random.default_rng(question.seed)
+    run = generate(scheme, costs, (topology, by_rank), span, rng)
     alone = generate(scheme, costs, (Topology.chain(1), by_rank), (question.context, question.context + 1))
     draft_s = costs.draft_s(topology, question.context)
     compute_s = float(costs.target.at(np.array([len(topology)]), question.context)[0])

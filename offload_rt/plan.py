@@ -52,6 +52,7 @@ class PlanSettings:
     )  # fmt: skip
     context: int = setting(128, "tokens before the first pass", parse=int)
     max_new_tokens: int = setting(128, "tokens that are generated", parse=int)
+    seed: int | None = setting(None, "draw how long each accepted path is; default: as long as expected", parse=int)
     sweep: str | None = setting(None, "draw the curve over this", choices=_SWEEPS)
     plot: str | None = setting(None, "file for a picture of the curve, PNG; needs matplotlib")
     json: bool = setting(False, "print one JSON object instead of tables")
@@ -59,7 +60,7 @@ class PlanSettings:
     offline: bool = setting(False, "use only what the hub cache already holds")
 
     def __post_init__(self) -> None:
-        SamplingParams(temperature=self.temperature, max_new_tokens=self.max_new_tokens)
+        SamplingParams(temperature=self.temperature, max_new_tokens=self.max_new_tokens, seed=self.seed)
         if self.context < 1:
             raise SettingsError(f"--context is {self.context}", need="at least 1", change="raise --context")
         if self.plot is not None and self.sweep is None:
@@ -183,13 +184,14 @@ def _question(settings: PlanSettings, config: EngineConfig) -> "Question":
     acceptance = assume(settings.acceptance, pair, (names[0].lower(), names[-1].lower()), settings.temperature)
     draft = sizes[1] if len(sizes) > 1 else None
     return Question(
-        config,
-        pick_drafter(config),
-        (sizes[0], draft),
-        dtypes[0],
-        acceptance,
-        settings.context,
-        settings.max_new_tokens,
+        config=config,
+        drafting=pick_drafter(config),
+        models=(sizes[0], draft),
+        dtype=dtypes[0],
+        acceptance=acceptance,
+        context=settings.context,
+        tokens=settings.max_new_tokens,
+        seed=settings.seed,
     )
 
 

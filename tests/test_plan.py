@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,13 @@ def test_a_longer_context_takes_memory_and_time() -> None:
     residents = [one.fit.plan.count("device") for one in forecasts]
     assert points[0].x == 64 and residents == sorted(residents, reverse=True) and residents[-1] < residents[0]
     assert forecasts[-1].compute_s > forecasts[0].compute_s
+
+
+def test_drawn_paths_are_repeatable_and_about_as_long_as_expected() -> None:
+    asked = replace(question(max_model_len=4096), tokens=2000)
+    expected, one, again, other = (foretell(replace(asked, seed=seed), machine()) for seed in (None, 1, 1, 2))
+    assert one.seconds_per_token == again.seconds_per_token != other.seconds_per_token
+    assert one.seconds_per_token == pytest.approx(expected.seconds_per_token, rel=0.15)
 
 
 # Acceptance.
