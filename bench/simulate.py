@@ -48,11 +48,11 @@ from offload_rt.weights import dense
 from offload_rt.weights._image import host_block
 
 RESULTS = ROOT / "bench/results/simulate.jsonl"
-CONTEXT, N_PASSES = 64, 3
+CONTEXT, N_PASSES = 64, 2
 # At which the drag is measured: no width of the settings'.
 DRAG_ROWS = 64
 # Others on the same cores make a pass take several times as long: a round in which they had more than this is repeated.
-_LITTLE, _N_TRIES = 0.06, 2
+_LITTLE = 0.06
 
 
 @dataclass(frozen=True)
@@ -136,10 +136,10 @@ class Bench:
         streamer.close()
         return [after - before for before, after in pairwise(moments[1:])]
 
-    def sample(self, setting: Setting) -> Sample:
+    def sample(self, setting: Setting, tries: int) -> Sample:
         """A round; again where others had more than a little of the cores, and at last the quietest of these."""
         samples = []
-        for _ in range(_N_TRIES):
+        for _ in range(tries):
             quiet = Quiet()
             drag, before = self.drag(setting), self.compute_s(setting)
             pass_s = median(self.pass_s(setting))
@@ -201,7 +201,7 @@ def _busy_s() -> float:
     return times.user + times.system + times.irq + times.softirq + times.steal
 
 
-def passes(size: str, seconds: float) -> list[Compared]:
+def passes(size: str, seconds: float, tries: int) -> list[Compared]:
     """Measure all settings in turn, in rounds for so long, and simulate each with what was measured beside it."""
     started = time.perf_counter()
     with LLM(str(expanded_model(size)), drafter="none", max_model_len=512) as llm:
@@ -210,7 +210,7 @@ def passes(size: str, seconds: float) -> list[Compared]:
         for setting in itertools.cycle(SETTINGS):
             if time.perf_counter() - started > seconds and samples[setting]:
                 break
-            samples[setting].append(bench.sample(setting))
+            samples[setting].append(bench.sample(setting, tries))
             print(f"{setting}: {samples[setting][-1]}", flush=True)
         return [_compared(bench, setting, samples[setting]) for setting in SETTINGS]
 
@@ -314,12 +314,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="2100MB")
     parser.add_argument("--seconds", type=float, default=420.0, help="of measuring passes")
+    parser.add_argument("--tries", type=int, default=2, help="of a round in which others had part of the cores")
     parser.add_argument("--parts", nargs="+", choices=("passes", "published"), default=["passes", "published"])
     flags = parser.parse_args()
     print(f"{machine()}\ncommit {commit()}")
     result: dict[str, object] = {"bench": "simulate", "machine": machine(), "commit": commit(), **vars(flags)}
     if "passes" in flags.parts:
-        compared = passes(flags.size, flags.seconds)
+        compared = passes(flags.size, flags.seconds, flags.tries)
         for one in compared:
             print(_line(one))
         within = sum(abs(one.error) <= 0.1 for one in compared)
