@@ -53,6 +53,7 @@ bench: .venv/compared
 	$(PY) -m bench.verify
 	$(PY) -m bench.speculate
 	$(PY) -m bench.trace
+	$(PY) -m bench.simulate
 
 clean:
 	rm -rf .venv demo-cache build *.egg-info offload_rt/ops/_kernels.so

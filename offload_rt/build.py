@@ -1,8 +1,6 @@
 """Building the parts of an engine from its settings: what is planned, and what is loaded by the plan."""
 
-import math
 import threading
-from bisect import bisect_right
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -11,20 +9,20 @@ from dataclasses import dataclass, replace
 import torch
 
 from offload_rt import measure, plugins
+from offload_rt.capacity import LIBRARIES, Sizes, fit, less_margin
 from offload_rt.config import EngineConfig
 from offload_rt.drafters._model import DraftModel
 from offload_rt.drafters._parts import DraftParts, Knowledge, recall
-from offload_rt.drafting import Drafting, draft_nbytes, warm_up
+from offload_rt.drafting import Drafting, warm_up
 from offload_rt.engine.fixed import CudaCapture
 from offload_rt.engine.loop import Drafter, DraftLimits
 from offload_rt.engine.pace import Pace
-from offload_rt.engine.runner import CHUNK_ROWS, Placing, Runner
+from offload_rt.engine.runner import Placing, Runner
 from offload_rt.errors import CapacityError, DeviceError, SettingsError
 from offload_rt.machine import MachineProfile, memory_free, memory_limit
-from offload_rt.models._spec import ModelSpec
 from offload_rt.stream._streamer import Streamer, Supply
 from offload_rt.tiers._memory import MemoryTier
-from offload_rt.tiers._placement import Budgets, Need, Plan, least_budget, place
+from offload_rt.tiers._placement import Budgets, Plan
 from offload_rt.tiers._tier import read_parallel
 from offload_rt.tiers.device import DeviceTier
 from offload_rt.tiers.disk import DiskTier
@@ -34,15 +32,6 @@ from offload_rt.weights import dense
 from offload_rt.weights._checkpoint import Checkpoint
 from offload_rt.weights._header import TensorRecord
 from offload_rt.weights._image import LayerImage, host_block, repack
-
-# Part of the free memory that is left to others, and at least so many bytes of it.
-_MARGIN, _LEAST_MARGIN = 0.05, 256 << 20
-# Part of the budget that the default context may take.
-_CACHE_SHARE = 1 / 8
-# What libraries of a GPU take of the budget for their own work, and what is lost between blocks of different sizes.
-_LIBRARIES = 256 << 20
-# The default context is never shorter, however small the budget: a refusal is better than a model that forgets at once.
-_SHORTEST_CONTEXT = 256
 
 _STREAMERS = {"cpu": "threads", "cuda": "cuda"}
 
@@ -128,38 +117,21 @@ def draw_up(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting) ->
         )
     dtype = _pick_dtype(config.dtype, checkpoint)
     names = [name for name, _ in spec.layer_tensors()]
-    budgets = _budgets(config, device)
+    budgets = budgets_of(config, device)
+    target = Sizes.of_checkpoint(checkpoint, dtype)
+    draft = drafting.draft and Sizes.of_checkpoint(drafting.draft, drafting.draft.layers[0][0].torch_dtype())
     disk = DiskTier(checkpoint.layers, names)
-    layer_nbytes = [disk.layout(i).nbytes for i in range(spec.n_layers)]
-
-    def need(max_len: int, n_nodes: int) -> Need:
-        found = _need(checkpoint, drafting.draft, dtype, max_len, n_nodes)
-        return replace(found, libraries=_LIBRARIES) if device.type == "cuda" else found
-
     try:
-        shortest = config.max_model_len or min(_SHORTEST_CONTEXT, spec.max_positions)
-        plain = need(shortest, 1)
-        limits = drafting.limits(
-            config,
-            lambda n: need(shortest, n).total - plain.total,
-            budgets.device,
-            least_budget(layer_nbytes, plain),
-        )
-        max_len = _max_model_len(
-            config,
-            spec,
-            dtype.itemsize,
-            budgets.device,
-            lambda n: least_budget(layer_nbytes, need(n, limits.n_nodes)),
-        )
-        plan = place(layer_nbytes, need(max_len, limits.n_nodes), budgets)
-        if plan.count("disk") and len(plan.tiers) > plan.count("device"):
+        target = replace(target, layer_nbytes=tuple(disk.layout(i).nbytes for i in range(spec.n_layers)))
+        fitted = fit(config, drafting, (target, draft), dtype, budgets)
+        if fitted.plan.count("disk"):
             disk = _tuned(disk, checkpoint, names)
     except BaseException:
         disk.close()
         raise
-    rows = _cache_rows(max_len, limits.n_nodes)
-    return Blueprint(checkpoint, drafting, limits, device, dtype, disk, plan, max_len, rows)
+    return Blueprint(
+        checkpoint, drafting, fitted.limits, device, dtype, disk, fitted.plan, fitted.max_model_len, fitted.cache_rows
+    )
 
 
 def load(blueprint: Blueprint, trace: Trace, progress: Progress | None = None) -> Engine:
@@ -267,16 +239,16 @@ def _pick_dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:
     ]
 
 
-def _budgets(config: EngineConfig, device: torch.device) -> Budgets:
-    free = memory_free()
-    spare = max(free - max(int(free * _MARGIN), _LEAST_MARGIN), 0)
+def budgets_of(config: EngineConfig, device: torch.device) -> Budgets:
+    """The settings, or what is free, less a margin. Raises CapacityError for more than there is."""
+    spare = less_margin(memory_free())
     if device.type == "cpu":
         return Budgets(_within(config.device_memory, "--device-memory", spare, memory_limit()))
     on_card, all_of_card = torch.cuda.mem_get_info(device)
-    card = max(on_card - max(int(on_card * _MARGIN), _LEAST_MARGIN), 0)
     return Budgets(
-        _within(config.device_memory, "--device-memory", card, all_of_card),
+        _within(config.device_memory, "--device-memory", less_margin(on_card), all_of_card),
         _within(config.host_memory, "--host-memory", spare, memory_limit()),
+        LIBRARIES,
     )
 
 
@@ -286,44 +258,6 @@ def _within(asked: int | None, flag: str, default: int, limit: int) -> int:
             f"{flag} is more than there is", need=f"{asked} bytes", have=f"{limit}", change=f"lower {flag}"
         )
     return default if asked is None else asked
-
-
-def _max_model_len(
-    config: EngineConfig, spec: ModelSpec, itemsize: int, budget: int, least: Callable[[int], int]
-) -> int:
-    """The setting, or the longest context whose cache takes its share of the budget and leaves room for the rest.
-
-    least  the smallest budget that would do for a context
-    """
-    limit, asked = spec.max_positions, config.max_model_len
-    if asked is not None and asked > limit:
-        raise CapacityError("--max-model-len", need=str(asked), have=f"a model of {limit} positions", change="lower it")
-    if asked is not None:
-        return asked
-    shortest = min(_SHORTEST_CONTEXT, limit)
-    lengths = range(shortest, limit + 1)
-    fits = bisect_right(lengths, budget, key=lambda n: max(least(n), int(n * spec.kv_nbytes(itemsize) / _CACHE_SHARE)))
-    return max(shortest, shortest + fits - 1)
-
-
-def _cache_rows(max_len: int, max_nodes: int) -> int:
-    """Rows of one sequence of the longest kind: all its tokens but the last, and a tree."""
-    return max_len - 1 + max_nodes
-
-
-def _need(checkpoint: Checkpoint, draft: Checkpoint | None, dtype: torch.dtype, max_len: int, n_nodes: int) -> Need:
-    """Bytes on the device besides layers, for sequences of up to `max_len` tokens and trees of up to `n_nodes`."""
-    spec = checkpoint.spec
-    hidden = 2 * (max_len + n_nodes) * spec.hidden_size * dtype.itemsize
-    records = [record for records in (*checkpoint.layers, checkpoint.outer) for record in records]
-    converted = max((math.prod(record.shape) for record in records if record.torch_dtype() != dtype), default=0)
-    rows = min(CHUNK_ROWS, max_len + n_nodes)
-    return Need(
-        outer=sum(record.stop - record.start for record in checkpoint.outer),
-        cache=_cache_rows(max_len, n_nodes) * spec.kv_nbytes(dtype.itemsize),
-        scratch=hidden + converted * dtype.itemsize + spec.scratch_nbytes(rows, n_nodes, dtype.itemsize),
-        draft=draft_nbytes(draft, spec.vocab_size, max_len, n_nodes) if draft else 0,
-    )
 
 
 def _tuned(disk: DiskTier, checkpoint: Checkpoint, names: list[str]) -> DiskTier:

@@ -94,7 +94,9 @@ def _calibrate(settings: CalibrateSettings, config: EngineConfig) -> None:
             "calibrate", need="trees of several nodes", have="--tree-size 1", change="raise --tree-size"
         )
     if settings.plot is not None:
-        _check_plot(settings.plot)
+        from offload_rt.console import check_plot
+
+        check_plot(settings.plot)
     from offload_rt.api import LLM
 
     prompts = _prompts(settings.prompt_file)
@@ -193,18 +195,6 @@ def _print_table(findings: Findings) -> None:
         highlight=False,
         soft_wrap=True,
     )
-
-
-def _check_plot(path: str) -> None:
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise SettingsError(
-            "--plot", need="matplotlib", have="none", change="pip install 'offload-rt[plot]'"
-        ) from error
-    folder = Path(path).resolve().parent
-    if not folder.is_dir():
-        raise SettingsError(f"--plot {path}", need="a folder that exists", have=f"no {folder}", change="make it")
 
 
 def _draw(findings: Findings, path: str) -> None:

@@ -1,16 +1,22 @@
 """What a person sees: the loading bar, the plan as a table, the closing report. All of it goes to stderr or where asked."""
 
 import time
+from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
 from rich.table import Table
 
-from offload_rt.api import Stats
-from offload_rt.build import Blueprint
 from offload_rt.config import format_size
+from offload_rt.errors import SettingsError
 from offload_rt.machine import MachineProfile, PassBytes, pass_time
+from offload_rt.tiers._placement import Plan
+
+if TYPE_CHECKING:  # these take seconds to load, and a plan needs none of them
+    from offload_rt.api import Stats
+    from offload_rt.build import Blueprint
 
 _SECONDS_BETWEEN_DRAWS = 0.1
 
@@ -56,17 +62,31 @@ def _rate(nbytes: int, seconds: float) -> str:
     return f", {nbytes / seconds / 1e9:.2f} GB/s" if seconds else ""
 
 
-def plan_table(blueprint: Blueprint, profile: MachineProfile) -> Table:
+def plan_table(blueprint: "Blueprint", profile: MachineProfile) -> Table:
     """What lies where, what a pass moves, and what it should cost."""
     plan = blueprint.plan
-    table = Table(
-        title=f"{blueprint.checkpoint.directory} on {blueprint.device.type}, {blueprint.dtype}".replace("torch.", "")
+    title = f"{blueprint.checkpoint.directory} on {blueprint.device.type}, {blueprint.dtype}".replace("torch.", "")
+    table = placement_table(title, plan, blueprint.cache_rows)
+    for tier, nbytes in plan.pass_bytes.streamed:
+        if nbytes:
+            table.add_row(
+                f"bytes per pass at {profile.link(tier):.2f} GB/s (measured)", f"{tier} to device", format_size(nbytes)
+            )
+    seconds = pass_time(profile, plan.pass_bytes)
+    table.add_row(
+        f"predicted, weights read at {profile.memory_gbps:.1f} GB/s", profile.source, f"{seconds:.3f} s per token"
     )
+    return table
+
+
+def placement_table(title: str, plan: Plan, cache_rows: int) -> Table:
+    """What lies where."""
+    table = Table(title=title)
     table.add_column("what")
     table.add_column("where")
     table.add_column("size", justify="right")
     table.add_row("embedding, last norm, head", "device", format_size(plan.need.outer))
-    table.add_row(f"cache of {blueprint.cache_rows} tokens", "device", format_size(plan.need.cache))
+    table.add_row(f"cache of {cache_rows} tokens", "device", format_size(plan.need.cache))
     table.add_row("activations", "device", format_size(plan.need.scratch))
     if plan.need.draft:
         table.add_row("draft model, its cache and laws", "device", format_size(plan.need.draft))
@@ -83,19 +103,10 @@ def plan_table(blueprint: Blueprint, profile: MachineProfile) -> Table:
         f"{format_size(plan.device_nbytes)} of {format_size(plan.budgets.device)}",
         end_section=True,
     )
-    for tier, nbytes in plan.pass_bytes.streamed:
-        if nbytes:
-            table.add_row(
-                f"bytes per pass at {profile.link(tier):.2f} GB/s (measured)", f"{tier} to device", format_size(nbytes)
-            )
-    seconds = pass_time(profile, plan.pass_bytes)
-    table.add_row(
-        f"predicted, weights read at {profile.memory_gbps:.1f} GB/s", profile.source, f"{seconds:.3f} s per token"
-    )
     return table
 
 
-def report(stats: Stats, moved: PassBytes, plain_s: float | None = None) -> str:
+def report(stats: "Stats", moved: PassBytes, plain_s: float | None = None) -> str:
     """The closing report.
 
     plain_s  seconds of a pass of plain decoding, where they were measured
@@ -120,7 +131,7 @@ def report(stats: Stats, moved: PassBytes, plain_s: float | None = None) -> str:
     return "\n".join(lines)
 
 
-def _link_line(stats: Stats, moved: PassBytes) -> str:
+def _link_line(stats: "Stats", moved: PassBytes) -> str:
     streamed = sum(nbytes for _, nbytes in moved.streamed)
     if not streamed or not stats.link_gbps:
         return "all weights resident: nothing crossed a link"
@@ -129,3 +140,16 @@ def _link_line(stats: Stats, moved: PassBytes) -> str:
         f"{streamed / 1e9:.2f} GB per pass at {stats.link_gbps:.2f} GB/s, link busy {stats.link_busy:.0%} of the time; "
         f"floor at this rate {floor:.3f} s per token"
     )
+
+
+def check_plot(path: str) -> None:
+    """Raises SettingsError where a picture cannot be drawn, or not be written to this file."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise SettingsError(
+            "--plot", need="matplotlib", have="none", change="pip install 'offload-rt[plot]'"
+        ) from error
+    folder = Path(path).resolve().parent
+    if not folder.is_dir():
+        raise SettingsError(f"--plot {path}", need="a folder that exists", have=f"no {folder}", change="make it")

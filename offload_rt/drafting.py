@@ -3,19 +3,21 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from offload_rt import plugins
 from offload_rt.config import EngineConfig
-from offload_rt.drafters._model import draft_rows
 from offload_rt.engine.loop import DraftLimits, Rule
 from offload_rt.errors import SettingsError
 from offload_rt.models._spec import ModelSpec
 from offload_rt.tree.topology import DraftTree, Draws, Topology
 from offload_rt.weights._checkpoint import Checkpoint
+
+if TYPE_CHECKING:  # it takes a second to load, and a plan needs none
+    from transformers import PreTrainedTokenizerBase
 
 # Levels of a tree unless the setting says otherwise; deeper nodes are hardly ever reached.
 _N_LEVELS = 24
@@ -43,7 +45,7 @@ class Drafting:
         if config.drafter == "none":
             return DraftLimits(1, 1)
         n_levels = config.tree_depth or _N_LEVELS
-        sizes = _SIZES[self.draft is not None]
+        sizes = _SIZES[self.module.NEEDS_MODEL]
         room = min(budget * _TREE_SHARE, budget - least)
         n_nodes = config.tree_size or next((n for n in sizes if extra(n) <= room), sizes[-1])
         return DraftLimits(n_nodes, n_levels, config.tree_size is not None, config.tree_depth is not None)
@@ -75,7 +77,7 @@ def pick_drafter(config: EngineConfig) -> Drafting:
 def check_pair(
     target: ModelSpec,
     draft: ModelSpec,
-    tokenizers: tuple[PreTrainedTokenizerBase | None, PreTrainedTokenizerBase | None],
+    tokenizers: "tuple[PreTrainedTokenizerBase | None, PreTrainedTokenizerBase | None]",
 ) -> None:
     """Raises SettingsError where draft and target do not mean the same by a token, naming the first that differs."""
     ours, theirs = tokenizers
@@ -91,7 +93,7 @@ def check_pair(
             raise _other_tokenizer(f"{have} for token {token}", f"{need}, as the target has")
 
 
-def _by_id(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+def _by_id(tokenizer: "PreTrainedTokenizerBase") -> dict[int, str]:
     return {token: text for text, token in tokenizer.get_vocab().items()}
 
 
@@ -99,16 +101,6 @@ def _other_tokenizer(have: str, need: str) -> SettingsError:
     return SettingsError(
         "the draft model has another tokenizer", need=need, have=have, change="give a draft of the target's family"
     )
-
-
-def draft_nbytes(draft: Checkpoint, vocab_size: int, max_len: int, n_nodes: int) -> int:
-    """Bytes a draft model takes on the device: weights, cache, activations, and the laws its trees were drawn from."""
-    spec = draft.spec
-    itemsize = draft.layers[0][0].torch_dtype().itemsize
-    cache = draft_rows(max_len, n_nodes) * spec.kv_nbytes(itemsize)
-    # Noise, its order and a copy of the law, of float32, for one level; and the laws of all nodes.
-    laws = n_nodes * vocab_size * 4 * 4
-    return draft.nbytes + cache + spec.scratch_nbytes(n_nodes, n_nodes, itemsize) + laws
 
 
 def warm_up(rule: Rule) -> None:

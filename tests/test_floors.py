@@ -12,13 +12,13 @@ import offload_rt
 ROOT = Path(offload_rt.__file__).parent
 FLOORS = (
     {"errors", "config", "plugins", "files"},
-    {"machine", "ops", "comm", "trace"},
+    {"machine", "hardware", "ops", "comm", "trace"},
     {"models", "weights", "tree", "text", "sampling"},
     {"kv", "tiers", "stream", "rules"},
     {"engine"},
-    {"drafters", "measure"},
-    {"drafting", "build", "api"},
-    {"console", "run", "calibrate", "report"},
+    {"drafters", "measure", "roofline", "simulate"},
+    {"drafting", "capacity", "acceptance", "forecast", "sweep", "build", "here", "api"},
+    {"console", "run", "calibrate", "plan", "report"},
 )
 FLOOR_OF = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
 # Parts of one floor of which the first may know the second; never the other way round.
@@ -27,6 +27,18 @@ NEIGHBOURS = {
     ("plugins", "errors"),  # errors.py imports nothing at all
     ("config", "errors"),
     ("stream", "tiers"),  # a streamer reads from tiers
+    ("hardware", "machine"),  # a card is a machine that is written down instead of measured
+    ("capacity", "drafting"),  # how large trees may be
+    ("forecast", "drafting"),
+    ("forecast", "capacity"),  # what fits, before it is foretold what that takes
+    ("forecast", "acceptance"),
+    ("sweep", "forecast"),
+    ("sweep", "capacity"),
+    ("here", "forecast"),  # this machine is one to plan for
+    ("here", "build"),  # and has its budgets
+    ("calibrate", "console"),
+    ("plan", "console"),
+    ("build", "capacity"),
     ("build", "drafting"),  # which drafter it is, and the parts it is built from
     ("api", "build"),  # the engine, and the surface over it
     ("api", "drafting"),

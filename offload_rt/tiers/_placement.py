@@ -29,10 +29,11 @@ class Need:
 
 @dataclass(frozen=True)
 class Budgets:
-    """Bytes that may be used; host 0 where there is no tier between device and disk."""
+    """Bytes that may be used; host 0 where there is no tier between device and disk; `libraries` of those of the device."""
 
     device: int
     host: int = 0
+    libraries: int = 0
 
 
 @dataclass(frozen=True)

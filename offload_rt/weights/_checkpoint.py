@@ -2,7 +2,9 @@
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,15 +82,43 @@ def locate(model: str, revision: str | None = None, offline: bool = False) -> Pa
     return _download(model, revision, offline)
 
 
+def find_config(model: str, revision: str | None = None, offline: bool = False) -> dict[str, Any]:
+    """The config of a model whose weights need not be there: of a file, a directory, or the hub.
+
+    Raises CheckpointError if there is none.
+    """
+    try:
+        path = Path(model).expanduser()
+        is_file, is_directory = path.is_file(), path.is_dir()
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"{model}: {error}", change="give a config.json or its directory") from error
+    if is_file or is_directory:
+        return read_json(path if is_file else path / "config.json")
+    if model.startswith((".", "/", "~")) or model.endswith(".json") or model.count("/") != 1:
+        raise CheckpointError(
+            f"no model called {model}", need="a config.json, its directory, or a hub id like org/name",
+            change="give one of these, or the name of a shape that is built in",
+        )  # fmt: skip
+    fetch = partial(huggingface_hub.hf_hub_download, model, "config.json", revision=revision, local_files_only=offline)
+    return read_json(_from_hub(model, offline, fetch))
+
+
 def _download(model: str, revision: str | None, offline: bool) -> Path:
+    patterns = list(_WANTED_FILES)
+    return _from_hub(
+        model,
+        offline,
+        lambda: huggingface_hub.snapshot_download(
+            model, revision=revision, allow_patterns=patterns, local_files_only=offline
+        ),
+    )
+
+
+def _from_hub(model: str, offline: bool, fetch: Callable[[], str]) -> Path:
+    """What the hub gives. Raises CheckpointError, in one sentence, where it gives nothing."""
     advice = "check the name, or give the directory of a checkpoint"
     try:
-        patterns = list(_WANTED_FILES)
-        return Path(
-            huggingface_hub.snapshot_download(
-                model, revision=revision, allow_patterns=patterns, local_files_only=offline
-            )
-        )
+        return Path(fetch())
     except HFValidationError as error:
         raise CheckpointError(f"{model!r} is neither a directory nor a hub id", change=advice) from error
     except GatedRepoError as error:

@@ -1,0 +1,281 @@
+"""Planning from a config alone: what fits is what the loader would say, and every mistake is one sentence."""
+
+import itertools
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import llama_config, llama_tensors, write_checkpoint
+
+from offload_rt import LLM, plan
+from offload_rt.acceptance import assume
+from offload_rt.capacity import Sizes, fit
+from offload_rt.config import EngineConfig
+from offload_rt.drafters._parts import Knowledge
+from offload_rt.drafting import pick_drafter
+from offload_rt.errors import SettingsError
+from offload_rt.forecast import Forecast, Machine, Question, foretell
+from offload_rt.hardware import CARDS, find_card
+from offload_rt.models._known import KNOWN
+from offload_rt.models._spec import ModelSpec, spec_of
+from offload_rt.roofline import Roof
+from offload_rt.sweep import sweep
+from offload_rt.tree.choose import N_RANKS, Acceptance
+
+PAIR = ["--model", "llama2-70b", "--draft-model", "llama2-7b"]
+
+
+def question(
+    target: str = "llama2-70b", draft: str | None = "llama2-7b", context: int = 128, **settings: Any
+) -> Question:
+    config = EngineConfig(target, draft, drafter="static_tree" if draft else "none", **settings)
+    specs = [spec_of(KNOWN[name]) for name in (target, draft or target)]
+    sizes = [Sizes.of_spec(spec, torch.float16) for spec in specs]
+    acceptance = assume("auto", (specs[0], specs[1]), (target, draft or ""), 0.0)
+    models = (sizes[0], sizes[1] if draft else None)
+    return Question(config, pick_drafter(config), models, torch.float16, acceptance, context, 64)
+
+
+def machine(card: str = "rtx4090", ram: int = 160 * 10**9, **more: Any) -> Machine:
+    return Machine.with_card(find_card(card), ram, 7.0, **more)
+
+
+def planned(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert plan.main([*arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one sentence of a plan that is refused."""
+    assert plan.main(arguments) == 2
+    out, error = capsys.readouterr()
+    assert out == "" and error.startswith("error: ") and error.count("\n") == 1
+    return error
+
+
+# What is known of models and cards.
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("llama2-7b", 6.74), ("llama2-13b", 13.02), ("llama2-70b", 68.98), ("llama3-8b", 8.03), ("llama3-70b", 70.55),
+     ("tinyllama-1.1b", 1.10), ("sheared-llama-1.3b", 1.35), ("llama-68m", 0.068), ("vicuna-33b", 32.5)],
+)  # fmt: skip
+def test_known_shapes_have_as_many_weights_as_their_papers_say(name: str, billions: float) -> None:
+    spec = spec_of(KNOWN[name])
+    tensors = [*spec.outer_tensors(), *[one for _ in range(spec.n_layers) for one in spec.layer_tensors()]]
+    assert sum(int(np.prod(shape)) for _, shape in tensors) / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
+def test_every_card_says_where_its_figures_are_from(card) -> None:
+    assert "vendor specification" in card.source and card.link.source
+    assert card.link.gbps < card.memory_gbps < 1e4 and 10 < card.tflops < 2000
+    assert find_card(card.name.upper()) is card
+
+
+def test_the_roofline_is_the_longer_of_reading_and_multiplying() -> None:
+    spec, roof = spec_of(KNOWN["llama2-7b"]), Roof(flops=1e12, bandwidth=1e11, launch_s=0.0)
+    n_weights = sum(int(np.prod(shape)) for _, shape in spec.layer_tensors())
+    assert roof.layer_s(spec, 1, 0, 2) == pytest.approx(2 * n_weights / 1e11, rel=0.01)
+    assert roof.layer_s(spec, 1000, 0, 2) == pytest.approx(2 * 1000 * n_weights / 1e12, rel=0.05)
+    # One row and a context so long that its keys and values are the most of it.
+    keys = 2 * 10**6 * spec.n_kv_heads * spec.head_dim * 2
+    assert roof.layer_s(spec, 1, 10**6, 2) == pytest.approx((keys + 2 * n_weights) / 1e11, rel=0.01)
+    times = roof.compute_times(spec, torch.float16)
+    by_hand = 32 * roof.layer_s(spec, 64, 1024, 2) + roof.head_s(spec, 64, 2)
+    assert float(times.at(np.array([64]), 1024)[0]) == pytest.approx(by_hand)
+
+
+# What fits.
+
+
+def test_a_config_alone_is_planned_as_its_checkpoint_is_loaded(tmp_path: Path) -> None:
+    config = llama_config()
+    write_checkpoint(tmp_path, config, llama_tensors(config))
+    engine = EngineConfig(str(tmp_path), device="cpu", drafter="none", device_memory=1_000_000)
+    with LLM.open(engine) as llm:
+        loaded, blueprint = llm.plan, llm.blueprint
+    checkpoint = blueprint.checkpoint
+    by_config, by_file = Sizes.of_spec(spec_of(config), torch.float32), Sizes.of_checkpoint(checkpoint, torch.float32)
+    planned = fit(engine, pick_drafter(engine), (by_config, None), torch.float32, loaded.budgets)
+    assert planned.plan.need == loaded.need
+    assert (planned.max_model_len, planned.cache_rows) == (blueprint.max_model_len, blueprint.cache_rows)
+    # On a device every tensor begins at a multiple of 256 bytes.
+    padding = 256 * len(checkpoint.spec.layer_tensors())
+    for exact, packed in zip(by_file.layer_nbytes, by_config.layer_nbytes, strict=True):
+        assert exact <= packed <= exact + padding
+
+
+def test_a_70b_is_planned_for_a_4090_without_weights() -> None:
+    arguments = [*PAIR, "--gpu", "rtx4090", "--ram", "160GB", "--json", "--offline"]
+    done = subprocess.run(
+        [sys.executable, "-m", "offload_rt.plan", *arguments], capture_output=True, text=True, check=True
+    )
+    found = json.loads(done.stdout)
+    assert found["plan"]["tiers"].count("host") + found["plan"]["tiers"].count("device") == 80
+    assert found["predicted_seconds_per_token"] == pytest.approx(0.54, abs=0.08)  # Sequoia on this card: 0.57
+    assert found["bound"].startswith("the host-to-card link")
+
+
+def test_layers_that_do_not_fit_beside_the_card_come_from_the_disk(capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned([*PAIR, "--gpu", "rtx4090", "--ram", "64GiB", "--disk", "7GB/s"], capsys)
+    assert 0 < found["plan"]["tiers"].count("disk") < 80
+    assert found["bound"].startswith("the disk")
+    nbytes = sum(n for t, n in zip(found["plan"]["tiers"], found["plan"]["layer_nbytes"], strict=True) if t == "disk")
+    assert found["link_seconds"]["disk"] == pytest.approx(nbytes / 7e9)
+    assert found["pass_seconds"] == pytest.approx(nbytes / 7e9, rel=0.02)
+
+
+def test_a_faster_link_and_disk_and_card_are_never_slower() -> None:
+    def seconds(**more: Any) -> float:
+        return foretell(question(), machine(**more)).seconds_per_token
+
+    assert seconds(link_gbps=50.0) < 0.75 * seconds() < seconds(link_gbps=12.0)
+    assert seconds(card="h200") < seconds(card="l40") < seconds()
+
+
+def test_plain_decoding_is_planned_without_a_draft() -> None:
+    forecast = foretell(question(draft=None), machine())
+    assert len(forecast.topology) == 1 and forecast.draft_s == 0
+    assert forecast.seconds_per_token == pytest.approx(forecast.run.pass_s)
+
+
+@pytest.mark.parametrize("over", ["ram", "memory"])
+def test_more_memory_never_makes_a_token_slower(over: str) -> None:
+    points = sweep(over, question(draft=None, max_model_len=512), machine(ram=64 * 10**9)).points
+    seconds = [point.forecast.seconds_per_token for point in points if point.forecast is not None]
+    assert len(seconds) > 8
+    assert all(after <= before * 1.005 for before, after in itertools.pairwise(seconds))
+    assert seconds[-1] < 0.7 * seconds[0]
+
+
+def test_the_tree_that_is_chosen_is_as_good_as_any_that_is_asked_for() -> None:
+    asked = question(max_model_len=512)
+    chosen = foretell(asked, machine("l40"))
+    points = sweep("tree", asked, machine("l40")).points
+    best = min(point.forecast.seconds_per_token for point in points if point.forecast is not None)
+    assert chosen.seconds_per_token <= 1.02 * best
+
+
+def test_a_longer_context_takes_memory_and_time() -> None:
+    points = sweep("context", question(), machine("l40")).points
+    forecasts: list[Forecast] = [point.forecast for point in points if point.forecast is not None]
+    residents = [one.fit.plan.count("device") for one in forecasts]
+    assert points[0].x == 64 and residents == sorted(residents, reverse=True) and residents[-1] < residents[0]
+    assert forecasts[-1].compute_s > forecasts[0].compute_s
+
+
+def test_drawn_paths_are_repeatable_and_about_as_long_as_expected() -> None:
+    asked = replace(question(max_model_len=4096), tokens=2000)
+    expected, one, again, other = (foretell(replace(asked, seed=seed), machine()) for seed in (None, 1, 1, 2))
+    assert one.seconds_per_token == again.seconds_per_token != other.seconds_per_token
+    assert one.seconds_per_token == pytest.approx(expected.seconds_per_token, rel=0.15)
+
+
+# Acceptance.
+
+
+def specs() -> tuple[ModelSpec, ModelSpec]:
+    return spec_of(KNOWN["llama2-70b"]), spec_of(KNOWN["llama2-7b"])
+
+
+def test_what_was_measured_here_comes_before_what_was_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("llama2-70b", "llama2-7b")
+    monkeypatch.setattr("offload_rt.acceptance.recall", lambda *_: Knowledge())
+    assert "Sequoia" in assume("auto", specs(), names, 0.0).source
+    assert "guess" in assume("auto", specs(), names, 0.3).source
+    assert "guess" in assume("guess", specs(), names, 0.0).source
+    seen = Acceptance()
+    for _ in range(50):
+        seen.observe(3, 1)
+    monkeypatch.setattr("offload_rt.acceptance.recall", lambda *_: Knowledge({"dynamic 0.0": seen}))
+    found = assume("auto", specs(), names, 0.0)
+    assert "measured on this machine" in found.source and found.by_rank == pytest.approx(seen.by_rank())
+
+
+def test_probabilities_may_be_given() -> None:
+    found = assume("0.7,0.1", specs(), ("a", "b"), 0.0)
+    assert found.by_rank[:3] == pytest.approx([0.7, 0.1, 0.0]) and len(found.by_rank) == N_RANKS
+    for wrong in ("0.7,x", "0.7,0.6", "0.5,nan"):
+        with pytest.raises(SettingsError):
+            assume(wrong, specs(), ("a", "b"), 0.0)
+
+
+# The command line.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--gpu", "rtx4099"], "rtx4090"),
+        (["--gpu", "rtx4090", "--disk", "7"], "7GB/s"),
+        (["--gpu", "rtx4090", "--disk", "0GB/s"], "7GB/s"),
+        (["--gpu", "rtx4090", "--ram", "much"], "not a size"),
+        (["--gpu", "rtx4090", "--device-memory", "25GiB"], "24.00 GiB"),
+        (["--gpu", "rtx4090", "--device-memory", "2GiB"], "the device memory budget is too small"),
+        (["--gpu", "rtx4090", "--max-model-len", "9000"], "4096"),
+        (["--gpu", "rtx4090", "--context", "4000"], "lower --context"),
+        (["--gpu", "rtx4090", "--plot", "x.png"], "--sweep"),
+        (["--gpu", "rtx4090", "--acceptance", "sequoia"], "llama2-70b-chat"),
+        (["--gpu", "rtx4090", "--draft-model", "llama3-8b"], "another tokenizer"),
+        (["--gpu", "rtx4090", "--temperature", "-1"], "temperature"),
+        (["--gpu", "this"], "--disk"),
+        (["--gpu", "this", "--link", "12GB/s"], "name a card"),
+    ],
+)
+def test_a_mistake_is_one_sentence(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert told in refused(["--model", "llama2-70b", *arguments], capsys)
+
+
+def test_a_model_that_is_not_there_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damaged = tmp_path / "config.json"
+    damaged.write_text("{", encoding="utf-8")
+    for model, told in [
+        ("no-such-model", "built in"),
+        ("nobody/nothing-of-this-name", "not in the hub cache"),
+        (str(tmp_path / "nowhere"), "no model called"),
+        (str(damaged), "not JSON"),
+    ]:
+        assert told in refused(["--model", model, "--gpu", "rtx4090", "--offline"], capsys)
+
+
+def test_a_config_file_and_its_directory_are_the_same_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(KNOWN["llama2-70b"]), encoding="utf-8")
+    card = ["--gpu", "l40", "--ram", "160GB"]
+    by_name, by_file, by_directory = (
+        planned(["--model", str(one), *card], capsys)["plan"]
+        for one in ("llama2-70b", tmp_path / "config.json", tmp_path)
+    )
+    assert by_name == by_file == by_directory
+
+
+def test_the_table_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main([*PAIR, "--gpu", "rtx4090", "--ram", "160GB", "--sweep", "ram"]) == 0
+    out = capsys.readouterr().out
+    for told in ("s per token", "a pass waits for the host-to-card link", "Sequoia", "vendor specification"):
+        assert told in out
+    assert "--disk was not given: 7GB/s is assumed" in out and "--ram was not given" not in out
+    assert sum("#" in line for line in out.splitlines()) == 12
+
+
+def test_a_curve_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "curve.png"
+    assert plan.main(["--model", "llama2-13b", "--gpu", "rtx3060", "--sweep", "memory", "--plot", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    models = Path(__file__).resolve().parents[1] / "models"
+    monkeypatch.setattr("offload_rt.here._N_ROWS", 16)
+    arguments = ["--model", str(models / "demo-target"), "--device-memory", "11.5MB", "--max-model-len", "256"]
+    found = planned([*arguments, "--draft-model", str(models / "demo-draft"), "--tree-size", "8"], capsys)
+    assert found["machine"].startswith("this machine")
+    assert found["plan"]["tiers"].count("disk") > 0 and found["predicted_seconds_per_token"] > 0
