@@ -3,9 +3,9 @@
     python -m bench.simulate [--size 2100MB] [--seconds 420]
 
 Part "passes": passes of so many rows over a model of which a part is resident and the rest comes over a link of a set speed
-(memory behind `tiers/paced.py`), against the simulator, which is told the time of a layer by width, the speed of the link, and
-what a byte that arrives costs the computation, all three measured in the same run. Part "published": the rows of Sequoia's
-tables for Llama 70B on an L40 and an RTX 4090. The last line is one JSON object, which is also appended to
+(memory behind `tiers/paced.py`), against the simulator, which is told the time of a layer by width, what the link reaches while
+nothing is computed, and what a byte that arrives costs the computation, all three measured in the same run. Part "published":
+rows of Sequoia's table of Llama 70B on an L40. The last line is one JSON object, which is also appended to
 bench/results/simulate.jsonl.
 """
 
@@ -52,7 +52,7 @@ CONTEXT, N_PASSES = 64, 2
 # At which the drag is measured: no width of the settings'.
 DRAG_ROWS = 64
 # Others on the same cores make a pass take several times as long: a round in which they had more than this is repeated.
-_LITTLE = 0.06
+_LITTLE, _N_PAIRS = 0.06, 4
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,13 @@ SETTINGS = (
 class Sample:
     """One round of a setting: seconds of a pass, of computing it just before and just after, and the drag.
 
+    gbps    at which the link brought the same layers while nothing was computed
     others  part of the cores that other programs had meanwhile
     """
 
     pass_s: float
     compute_s: float
+    gbps: float
     drag: float
     others: float
 
@@ -96,6 +98,8 @@ class Compared:
     without_drag_s: float
     closed_s: float
     compute_s: float
+    gbps: float
+    drag: float
     others: float
 
     @property
@@ -110,6 +114,7 @@ class Bench:
     def __init__(self, llm: LLM) -> None:
         self._like, self._source = llm.engine.runner, llm.engine.resident
         self.spec = self._like.spec
+        self._drags: dict[float, float] = {}
         self.layer_nbytes = [self._source.layout(i).nbytes for i in range(self.spec.n_layers)]
 
     def plan(self, setting: Setting) -> Plan:
@@ -117,8 +122,11 @@ class Bench:
         budget = int(setting.share * sum(self.layer_nbytes))
         return place(self.layer_nbytes, Need(0, 0, 0), Budgets(budget))
 
-    def pass_s(self, setting: Setting) -> list[float]:
-        """Seconds of some passes, the circle full before the first and after the last."""
+    def pass_s(self, setting: Setting) -> tuple[float, float]:
+        """Seconds of a pass, and GB/s at which a sweep that computes nothing brings the same layers.
+
+        The circle is full before and after what is timed.
+        """
         plan, tier = self.plan(setting), PacedTier(self._source, setting.gbps)
         streamed = tuple(tier if name == "disk" else None for name in plan.tiers)
         streamer = ThreadStreamer(Supply(self._source, streamed, plan.n_slots), Trace(on=False))
@@ -133,17 +141,24 @@ class Bench:
             moments.append(time.perf_counter())
             runner.forward([step])
             cache.discard()
+        for _ in range(2):
+            moments.append(time.perf_counter())
+            for _ in streamer.sweep():
+                pass
+        moments.append(time.perf_counter())
         streamer.close()
-        return [after - before for before, after in pairwise(moments[1:])]
+        seconds = [after - before for before, after in pairwise(moments)]
+        return median(seconds[1 : 1 + N_PASSES]), plan.on("disk") / seconds[-1] / 1e9
 
     def sample(self, setting: Setting, tries: int) -> Sample:
         """A round; again where others had more than a little of the cores, and at last the quietest of these."""
         samples = []
         for _ in range(tries):
             quiet = Quiet()
-            drag, before = self.drag(setting), self.compute_s(setting)
-            pass_s = median(self.pass_s(setting))
-            samples.append(Sample(pass_s, (before + self.compute_s(setting)) / 2, drag, quiet.others()))
+            before = self.compute_s(setting)
+            pass_s, gbps = self.pass_s(setting)
+            compute_s = (before + self.compute_s(setting)) / 2
+            samples.append(Sample(pass_s, compute_s, gbps, self._drag(setting.gbps), quiet.others()))
             if samples[-1].others < _LITTLE:
                 break
         return min(samples, key=lambda sample: sample.others)
@@ -153,10 +168,20 @@ class Bench:
         times = compute_times(self._like, setting.n_rows, CONTEXT)
         return float(times.at(np.array([setting.n_rows]), CONTEXT)[0])
 
-    def drag(self, setting: Setting) -> float:
-        """Part of the speed that is lost for each GB/s that comes in, by one layer while others are copied at that rate."""
-        tier, stop = PacedTier(self._source, setting.gbps), threading.Event()
+    def _drag(self, gbps: float) -> float:
+        """Part of the speed that is lost for each GB/s that comes in: the quickest passes with and without copies beside them.
+
+        Measured once for each rate.
+        """
+        if gbps not in self._drags:
+            alone, together = zip(*(self._with_and_without(gbps) for _ in range(_N_PAIRS)), strict=True)
+            self._drags[gbps] = max(min(together) / min(alone) - 1, 0.0) / gbps
+        return self._drags[gbps]
+
+    def _with_and_without(self, gbps: float) -> tuple[float, float]:
+        tier, stop = PacedTier(self._source, gbps), threading.Event()
         into = host_block(max(self.layer_nbytes))
+        read_parallel(tier.reads(0, into), 1)
 
         def copy() -> None:
             i = 0
@@ -170,7 +195,7 @@ class Bench:
         together = self._layers_s()
         stop.set()
         thread.join()
-        return max(together / alone - 1, 0.0) / setting.gbps
+        return alone, together
 
     def _layers_s(self) -> float:
         """Seconds of a pass over all layers where they lie."""
@@ -217,16 +242,16 @@ def passes(size: str, seconds: float, tries: int) -> list[Compared]:
 
 def _compared(bench: Bench, setting: Setting, samples: list[Sample]) -> Compared:
     plan = bench.plan(setting)
-    links = (("disk", setting.gbps), ("host", 1.0))
 
     def simulated(sample: Sample, drag: float) -> float:
+        links = (("disk", sample.gbps),)
         compute = ComputeTimes((setting.n_rows,), (CONTEXT,), ((sample.compute_s,),))
         work = Costs(compute, head=head_share(bench.spec)).work(Topology.chain(setting.n_rows), CONTEXT)
         return float(simulate(Scheme.of(plan, links, False, drag), [work] * 6).pass_s.mean())
 
     def closed(sample: Sample) -> float:
         compute = ComputeTimes((setting.n_rows,), (CONTEXT,), ((sample.compute_s,),))
-        profile = MachineProfile("paced", True, links, 1.0, 0.0, compute)
+        profile = MachineProfile("paced", True, (("disk", sample.gbps), ("host", 1.0)), 1.0, 0.0, compute)
         return pass_time(profile, plan.pass_bytes, setting.n_rows, CONTEXT)
 
     return Compared(
@@ -238,6 +263,8 @@ def _compared(bench: Bench, setting: Setting, samples: list[Sample]) -> Compared
         without_drag_s=median(simulated(sample, 0.0) for sample in samples),
         closed_s=median(closed(sample) for sample in samples),
         compute_s=median(sample.compute_s for sample in samples),
+        gbps=median(sample.gbps for sample in samples),
+        drag=samples[0].drag,
         others=max(sample.others for sample in samples),
     )
 
@@ -303,9 +330,9 @@ def _line(one: Compared) -> str:
     asked = one.setting
     closed, bare = (seconds / one.measured_s - 1 for seconds in (one.closed_s, one.without_drag_s))
     return (
-        f"{asked.share:.3f} of the weights, {asked.gbps:3} GB/s, {asked.n_rows:3} rows, {one.n_resident} resident: computing "
-        f"{one.compute_s:.3f} s, measured {one.measured_s:.3f} s, simulated {one.simulated_s:.3f} s: {one.error:+.1%} "
-        f"(without drag {bare:+.1%}, closed form {closed:+.1%}; others had {one.others:.0%})"
+        f"{asked.share:.3f} of the weights, {asked.gbps:3} GB/s ({one.gbps:.2f} reached), {asked.n_rows:3} rows: "
+        f"computing {one.compute_s:.3f} s, measured {one.measured_s:.3f} s, simulated {one.simulated_s:.3f} s, "
+        f"{one.error:+.1%} (without drag {bare:+.1%}, closed form {closed:+.1%}; others had {one.others:.0%})"
     )
 
 
