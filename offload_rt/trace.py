@@ -3,9 +3,9 @@
 import json
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 from offload_rt.files import write_atomically
 
@@ -27,9 +27,11 @@ def waits(link: str) -> str:
     return f"{link}, waits"
 
 
-@dataclass(frozen=True)
-class Span:
-    """Something that took from `start_s` to `end_s` on the clock of `time.perf_counter`."""
+class Span(NamedTuple):
+    """Something that took from `start_s` to `end_s` on the clock of `time.perf_counter`.
+
+    Made while the run goes on: a frozen dataclass takes twice as long to make (1.3 us against 0.6).
+    """
 
     lane: str
     name: str
