@@ -95,6 +95,14 @@ def plan_table(blueprint: Blueprint, profile: MachineProfile) -> Table:
     return table
 
 
+def print_table(table: Table) -> None:
+    """Print to stdout; rich itself would end the program where nobody reads any more. Raises OSError."""
+    console = Console()
+    with console.capture() as captured:
+        console.print(table)
+    print(captured.get(), end="", flush=True)
+
+
 def report(stats: Stats, moved: PassBytes, plain_s: float | None = None) -> str:
     """The closing report.
 

@@ -11,7 +11,7 @@ import offload_rt
 
 ROOT = Path(offload_rt.__file__).parent
 FLOORS = (
-    {"errors", "config", "plugins", "files"},
+    {"errors", "config", "plugins", "files", "program"},
     {"machine", "ops", "comm", "trace"},
     {"models", "weights", "tree", "text", "sampling"},
     {"kv", "tiers", "stream", "rules"},
@@ -26,10 +26,12 @@ NEIGHBOURS = {
     ("weights", "models"),  # a checkpoint is checked against the model's list of tensors
     ("plugins", "errors"),  # errors.py imports nothing at all
     ("config", "errors"),
+    ("program", "errors"),
     ("stream", "tiers"),  # a streamer reads from tiers
     ("build", "drafting"),  # which drafter it is, and the parts it is built from
     ("api", "build"),  # the engine, and the surface over it
     ("api", "drafting"),
+    ("calibrate", "console"),
     ("run", "console"),  # the command line, and what a person sees of it
 }
 MODULES = sorted(ROOT.rglob("*.py"))
