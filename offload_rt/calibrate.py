@@ -93,7 +93,9 @@ def _calibrate(settings: CalibrateSettings, config: EngineConfig) -> None:
         _check_plot(settings.plot)
     check_address_space()
     from offload_rt.api import LLM
+    from offload_rt.console import quiet_libraries
 
+    quiet_libraries()
     prompts = _prompts(settings.prompt_file)
     if config.drafter != "static_tree":
         with LLM.from_config(config) as llm:

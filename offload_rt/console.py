@@ -1,11 +1,13 @@
 """What a person sees: the loading bar, the plan as a table, the closing report. All of it goes to stderr or where asked."""
 
+import os
 import time
 from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
 from rich.table import Table
+from transformers.utils import logging
 
 from offload_rt.api import Stats
 from offload_rt.build import Blueprint
@@ -93,6 +95,12 @@ def plan_table(blueprint: Blueprint, profile: MachineProfile) -> Table:
         f"predicted, weights read at {profile.memory_gbps:.1f} GB/s", profile.source, f"{seconds:.3f} s per token"
     )
     return table
+
+
+def quiet_libraries() -> None:
+    """Let transformers report errors only: its warnings quote whatever a config holds, and no run depends on them."""
+    if "TRANSFORMERS_VERBOSITY" not in os.environ:
+        logging.set_verbosity_error()
 
 
 def print_table(table: Table) -> None:

@@ -14,6 +14,9 @@ _NO_MEMORY = (
     "failed to map segment",
     "Cannot allocate memory",
 )
+# Characters of a message; what a hostile file quotes in it may be megabytes.
+_LONGEST = 1000
+
 
 class OffloadError(Exception):
     """The machine could not: memory, disk, driver, numbers.
@@ -28,7 +31,14 @@ class OffloadError(Exception):
         self.problem, self.need, self.have, self.change = problem, need, have, change
         facts = ", ".join(f"{verb} {fact}" for verb, fact in (("needs", need), ("has", have)) if fact)
         sentence = f"{problem}: {facts}" if facts else problem
-        super().__init__(f"{sentence}; {change}" if change else sentence)
+        super().__init__(_one_line(f"{sentence}; {change}" if change else sentence))
+
+
+def _one_line(text: str) -> str:
+    """A sentence that a terminal shows as one, whatever a file has put into it: no control characters, not endless."""
+    if len(text) > _LONGEST:
+        text = f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
 class UserError(OffloadError):

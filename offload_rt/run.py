@@ -19,6 +19,9 @@ from offload_rt.program import INTERRUPTED, check_address_space, end, run_progra
 if TYPE_CHECKING:
     from offload_rt.api import LLM, Output
 
+# Bytes of a prompt; no model's context is as long, and a device or a pipe may never end.
+_MOST_PROMPT = 1 << 28
+
 
 @dataclass(frozen=True)
 class RunSettings:
@@ -84,10 +87,11 @@ def _run(settings: RunSettings, config: EngineConfig, params: SamplingParams, so
     from rich.console import Console
 
     from offload_rt.api import LLM
-    from offload_rt.console import LoadingBar, report
+    from offload_rt.console import LoadingBar, quiet_libraries, report
     from offload_rt.trace import Trace
     from offload_rt.tree.describe import describe
 
+    quiet_libraries()
     prompt = None if settings.plan else _prompt(settings)
     if settings.plan:
         return _print_plan(config, settings.json)
@@ -132,7 +136,12 @@ def _prompt(settings: RunSettings) -> str:
             raise PromptError("--prompt is not UTF-8 text", change="convert it")
         return settings.prompt
     try:
-        raw = sys.stdin.buffer.read() if settings.prompt_file == "-" else Path(settings.prompt_file).read_bytes()
+        with sys.stdin.buffer if settings.prompt_file == "-" else Path(settings.prompt_file).open("rb") as file:
+            raw = file.read(_MOST_PROMPT + 1)
+        if len(raw) > _MOST_PROMPT:
+            raise PromptError(
+                f"--prompt-file {settings.prompt_file} is too long", need=f"at most {_MOST_PROMPT} bytes", change="shorten it"
+            )
         return raw.decode("utf-8")
     except OSError as error:
         raise PromptError(

@@ -13,7 +13,7 @@ ROOT = Path(offload_rt.__file__).parent
 FLOORS = (
     {"errors", "config", "plugins", "files", "program"},
     {"machine", "ops", "comm", "trace"},
-    {"models", "weights", "tree", "text", "sampling"},
+    {"models", "weights", "tree", "text", "chat", "sampling"},
     {"kv", "tiers", "stream", "rules"},
     {"engine"},
     {"drafters", "measure"},
@@ -27,6 +27,7 @@ NEIGHBOURS = {
     ("plugins", "errors"),  # errors.py imports nothing at all
     ("config", "errors"),
     ("program", "errors"),
+    ("text", "chat"),
     ("stream", "tiers"),  # a streamer reads from tiers
     ("build", "drafting"),  # which drafter it is, and the parts it is built from
     ("api", "build"),  # the engine, and the surface over it
