@@ -5,6 +5,7 @@ size and depth of tree would cost for a token. Later runs start from what was me
 """
 
 import argparse
+import io
 import json
 import sys
 from dataclasses import dataclass, replace
@@ -14,7 +15,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from offload_rt.config import EngineConfig, SamplingParams, add_flags, from_flags, setting
-from offload_rt.errors import DeviceError, OffloadError, PromptError, SettingsError, machine_error
+from offload_rt.errors import PromptError, SettingsError
+from offload_rt.files import write_atomically
+from offload_rt.program import check_address_space, end, run_program
 
 if TYPE_CHECKING:
     from offload_rt.api import LLM
@@ -75,15 +78,8 @@ def main(arguments: list[str] | None = None) -> int:
         flags = parser.parse_args(arguments)
         _calibrate(from_flags(CalibrateSettings, flags), from_flags(EngineConfig, flags))
         return 0
-    except OffloadError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except (MemoryError, OSError, RuntimeError) as error:
-        print(f"error: {machine_error(error)}", file=sys.stderr)
-        return DeviceError.exit_code
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    except (Exception, KeyboardInterrupt) as error:
+        return end(error)
 
 
 def _calibrate(settings: CalibrateSettings, config: EngineConfig) -> None:
@@ -97,8 +93,11 @@ def _calibrate(settings: CalibrateSettings, config: EngineConfig) -> None:
         from offload_rt.console import check_plot
 
         check_plot(settings.plot)
+    check_address_space()
     from offload_rt.api import LLM
+    from offload_rt.console import quiet_libraries
 
+    quiet_libraries()
     prompts = _prompts(settings.prompt_file)
     if config.drafter != "static_tree":
         with LLM.from_config(config) as llm:
@@ -175,8 +174,9 @@ def _as_json(findings: Findings) -> dict[str, object]:
 
 
 def _print_table(findings: Findings) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from offload_rt.console import print_table
 
     table = Table(title="seconds per token by size (rows) and levels (columns) of the tree")
     table.add_column("nodes", justify="right")
@@ -184,16 +184,13 @@ def _print_table(findings: Findings) -> None:
         table.add_column(str(depth), justify="right")
     for size, costs in zip(findings.sizes, findings.cost, strict=True):
         table.add_row(str(size), *(f"{cost:.4f}" for cost in costs))
-    console = Console()
-    console.print(table)
+    print_table(table)
     ranks = ", ".join(f"{p:.3f}" for p in findings.acceptance[:8])
     n_nodes, n_levels, seconds = findings.best
-    console.print(f"acceptance by rank: {ranks} ...", highlight=False)
-    console.print(
+    print(f"acceptance by rank: {ranks} ...")
+    print(
         f"best: {n_nodes} nodes on {n_levels} levels, {seconds:.4f} s per token; plain {findings.pass_s[0]:.4f} s; "
-        f"link {findings.link_s:.4f} s a pass, a level of the draft {findings.level_s:.4f} s",
-        highlight=False,
-        soft_wrap=True,
+        f"link {findings.link_s:.4f} s a pass, a level of the draft {findings.level_s:.4f} s"
     )
 
 
@@ -219,9 +216,11 @@ def _draw(findings: Findings, path: str) -> None:
     cost.plot([n_nodes], [seconds], "*", ms=14, color="black", label=f"best: {n_nodes} nodes, {n_levels} levels")
     cost.set(title="seconds per token", xlabel="nodes of the tree", ylabel="seconds", xscale="log", ylim=(0, None))
     cost.legend(fontsize="small")
-    figure.savefig(path, dpi=120)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=120)
     pyplot.close(figure)
+    write_atomically(Path(path), picture.getvalue())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

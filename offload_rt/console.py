@@ -1,5 +1,6 @@
 """What a person sees: the loading bar, the plan as a table, the closing report. All of it goes to stderr or where asked."""
 
+import os
 import time
 from pathlib import Path
 from types import TracebackType
@@ -104,6 +105,23 @@ def placement_table(title: str, plan: Plan, cache_rows: int) -> Table:
         end_section=True,
     )
     return table
+
+
+def quiet_libraries() -> None:
+    """Let transformers report errors only: its warnings quote whatever a config holds, and no run depends on them."""
+    # Not at the top: it takes seconds to load, and a plan needs none of it.
+    from transformers.utils import logging
+
+    if "TRANSFORMERS_VERBOSITY" not in os.environ:
+        logging.set_verbosity_error()
+
+
+def print_table(table: Table) -> None:
+    """Print to stdout; rich itself would end the program where nobody reads any more. Raises OSError."""
+    console = Console()
+    with console.capture() as captured:
+        console.print(table)
+    print(captured.get(), end="", flush=True)
 
 
 def report(stats: "Stats", moved: PassBytes, plain_s: float | None = None) -> str:

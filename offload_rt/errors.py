@@ -5,6 +5,18 @@ Every message says what was needed, what there is, and what to change.
 
 import errno
 
+# How allocators, threads and the loader of libraries say that memory is out.
+_NO_MEMORY = (
+    "can't allocate memory",
+    "out of memory",
+    "can't start new thread",
+    "bad_alloc",
+    "failed to map segment",
+    "Cannot allocate memory",
+)
+# Characters of a message; what a hostile file quotes in it may be megabytes.
+_LONGEST = 1000
+
 
 class OffloadError(Exception):
     """The machine could not: memory, disk, driver, numbers.
@@ -19,7 +31,14 @@ class OffloadError(Exception):
         self.problem, self.need, self.have, self.change = problem, need, have, change
         facts = ", ".join(f"{verb} {fact}" for verb, fact in (("needs", need), ("has", have)) if fact)
         sentence = f"{problem}: {facts}" if facts else problem
-        super().__init__(f"{sentence}; {change}" if change else sentence)
+        super().__init__(_one_line(f"{sentence}; {change}" if change else sentence))
+
+
+def _one_line(text: str) -> str:
+    """A sentence that a terminal shows as one, whatever a file has put into it: no control characters, not endless."""
+    if len(text) > _LONGEST:
+        text = f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
 class UserError(OffloadError):
@@ -64,11 +83,11 @@ class NumericsError(OffloadError):
     """The model computed something that is not a number."""
 
 
-def machine_error(error: Exception) -> OffloadError:
+def machine_error(error: BaseException) -> OffloadError:
     """A failure of the machine in one sentence. Raises anything that is a fault of this program again."""
     text = " ".join(str(error).split())
     full = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
-    if full or any(words in text for words in ("can't allocate memory", "out of memory", "can't start new thread")):
+    if full or (isinstance(error, RuntimeError | ImportError) and any(words in text for words in _NO_MEMORY)):
         return DeviceError(
             "out of memory", have=text[:200], change="lower --device-memory, --host-memory or --max-model-len"
         )
@@ -76,4 +95,6 @@ def machine_error(error: Exception) -> OffloadError:
         return DeviceError(
             f"{error.filename or 'the machine'}: {error.strerror or text}", change="check the disk and its free space"
         )
+    if isinstance(error, ImportError) and "shared object" in text:
+        return DeviceError("a library cannot be loaded", have=text, change="install it again, or raise ulimit -n")
     raise error

@@ -49,12 +49,9 @@ def read_settings(layers: Sequence[Sequence[TensorRecord]], names: Sequence[str]
     """
     disk = _disk_of(layers[0][0].path)
     known = read_cached(_CACHE, _VERSION)
-    try:
-        request_nbytes, n_parallel = map(int, known[disk])
-        if request_nbytes > 0 and n_parallel > 0:
-            return ReadSettings(request_nbytes, n_parallel)
-    except (KeyError, TypeError, ValueError):
-        pass  # not measured yet, or not by this program
+    for settings in _CANDIDATES:  # anything else was not measured by this program
+        if known.get(disk) == [settings.request_nbytes, settings.n_parallel]:
+            return settings
     best = _measure_settings(layers[: min(len(layers), 2)], names)
     write_cached(_CACHE, _VERSION, {**known, disk: [best.request_nbytes, best.n_parallel]})
     return best
@@ -161,7 +158,7 @@ def _restore(entry: Any, widths: tuple[int, ...], contexts: tuple[int, ...]) -> 
         seconds = np.array(entry["seconds"], dtype=np.float64)
         if (entry["widths"], entry["contexts"]) != (list(widths), list(contexts)):
             return None
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         return None
     if seconds.shape != (len(contexts), len(widths)) or not (np.isfinite(seconds) & (seconds > 0)).all():
         return None

@@ -11,8 +11,9 @@ from dataclasses import MISSING, asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from offload_rt.config import EngineConfig, SamplingParams, add_flags, format_size, from_flags, parse_size, setting
-from offload_rt.errors import DeviceError, OffloadError, SettingsError, machine_error
+from offload_rt.errors import SettingsError
 from offload_rt.hardware import CARDS, Card, find_card
+from offload_rt.program import end, run_program
 
 if TYPE_CHECKING:
     from offload_rt.forecast import Forecast, Machine, Question
@@ -105,15 +106,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         _plan(from_flags(PlanSettings, parser.parse_args(arguments)))
         return 0
-    except OffloadError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except (MemoryError, OSError, RuntimeError) as error:
-        print(f"error: {machine_error(error)}", file=sys.stderr)
-        return DeviceError.exit_code
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    except (Exception, KeyboardInterrupt) as error:
+        return end(error)
 
 
 def _plan(settings: PlanSettings) -> None:
@@ -308,4 +302,4 @@ def _draw(settings: PlanSettings, curve: "Sweep", machine: "Machine") -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from offload_rt.errors import DeviceError, OffloadError, SettingsError, TraceError, machine_error
+from offload_rt.errors import SettingsError, TraceError
+from offload_rt.program import end, run_program
 from offload_rt.trace import COMPUTE, DISK, DRAFT, FORMAT, LINK, NOTHING_ASKED, SLOTS_FULL, VERIFY, WAIT, Span, waits
 
 _ACTIVITIES = (COMPUTE, DRAFT, VERIFY, WAIT)
@@ -280,12 +281,8 @@ def main(arguments: list[str] | None = None) -> int:
         draw(spans, found, out)
         print(json.dumps(asdict(found)) if flags.json else f"{text(found)}\npicture: {out}")
         return 0
-    except OffloadError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except (MemoryError, OSError, RuntimeError) as error:
-        print(f"error: {machine_error(error)}", file=sys.stderr)
-        return DeviceError.exit_code
+    except (Exception, KeyboardInterrupt) as error:
+        return end(error)
 
 
 def _check_folder(out: Path) -> None:
@@ -295,4 +292,4 @@ def _check_folder(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

@@ -6,8 +6,6 @@ settings, 3 the machine could not (memory, disk, driver), 130 interrupted.
 
 import argparse
 import json
-import os
-import signal
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,12 +13,14 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from offload_rt.config import EngineConfig, SamplingParams, add_flags, from_flags, setting
-from offload_rt.errors import DeviceError, OffloadError, PromptError, machine_error
+from offload_rt.errors import PromptError
+from offload_rt.program import INTERRUPTED, check_address_space, end, run_program
 
 if TYPE_CHECKING:
     from offload_rt.api import LLM, Output
 
-INTERRUPTED = 130
+# Bytes of a prompt; no model's context is as long, and a device or a pipe may never end.
+_MOST_PROMPT = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,6 @@ class _Progress:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns its exit code."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     # Where the terminal's coding has no such character, a mark stands for it: the run is worth more than the character.
     sys.stdout.reconfigure(errors="replace")
     so_far, as_json = _Progress(), False
@@ -66,17 +65,9 @@ def main(arguments: list[str] | None = None) -> int:
         as_json = flags.json and not flags.plan
         settings, config = from_flags(RunSettings, flags), from_flags(EngineConfig, flags)
         _run(settings, config, from_flags(SamplingParams, flags), so_far)
-        code = 0
-    except KeyboardInterrupt:
-        code = _end_early("interrupted", INTERRUPTED, so_far, as_json)
-    except BrokenPipeError:
-        _drop_stdout()  # whoever read it has had enough
-        code = 0
-    except OffloadError as error:
-        code = _end_early(str(error), error.exit_code, so_far, as_json)
-    except (MemoryError, OSError, RuntimeError) as error:
-        code = _end_early(str(machine_error(error)), DeviceError.exit_code, so_far, as_json)
-    return code
+        return 0
+    except (Exception, KeyboardInterrupt) as error:
+        return end(error, lambda code: _tell_rest(code, so_far, as_json))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -91,14 +82,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(settings: RunSettings, config: EngineConfig, params: SamplingParams, so_far: _Progress) -> None:
+    check_address_space()
     # Not at the top: a wrong flag is told before the seconds that torch takes to load.
     from rich.console import Console
 
     from offload_rt.api import LLM
-    from offload_rt.console import LoadingBar, report
+    from offload_rt.console import LoadingBar, quiet_libraries, report
     from offload_rt.trace import Trace
     from offload_rt.tree.describe import describe
 
+    quiet_libraries()
     prompt = None if settings.plan else _prompt(settings)
     if settings.plan:
         return _print_plan(config, settings.json)
@@ -143,7 +136,14 @@ def _prompt(settings: RunSettings) -> str:
             raise PromptError("--prompt is not UTF-8 text", change="convert it")
         return settings.prompt
     try:
-        raw = sys.stdin.buffer.read() if settings.prompt_file == "-" else Path(settings.prompt_file).read_bytes()
+        with sys.stdin.buffer if settings.prompt_file == "-" else Path(settings.prompt_file).open("rb") as file:
+            raw = file.read(_MOST_PROMPT + 1)
+        if len(raw) > _MOST_PROMPT:
+            raise PromptError(
+                f"--prompt-file {settings.prompt_file} is too long",
+                need=f"at most {_MOST_PROMPT} bytes",
+                change="shorten it",
+            )
         return raw.decode("utf-8")
     except OSError as error:
         raise PromptError(
@@ -154,11 +154,9 @@ def _prompt(settings: RunSettings) -> str:
 
 
 def _print_plan(config: EngineConfig, as_json: bool) -> None:
-    from rich.console import Console
-
     from offload_rt import measure
     from offload_rt.api import LLM
-    from offload_rt.console import plan_table
+    from offload_rt.console import plan_table, print_table
     from offload_rt.machine import pass_time
 
     with LLM.open(config) as llm:
@@ -173,7 +171,7 @@ def _print_plan(config: EngineConfig, as_json: bool) -> None:
             )
         )
     else:
-        Console().print(plan_table(blueprint, profile))
+        print_table(plan_table(blueprint, profile))
 
 
 def _print_json(text: str, token_ids: list[int], finish_reason: str, stats: dict[str, Any] | None) -> None:
@@ -182,24 +180,13 @@ def _print_json(text: str, token_ids: list[int], finish_reason: str, stats: dict
     )
 
 
-def _end_early(message: str, code: int, so_far: _Progress, as_json: bool) -> int:
-    """Say why the run ended, after what it had produced."""
-    try:
-        if as_json and so_far.token_ids:
-            _print_json(so_far.text, list(so_far.token_ids), "interrupted" if code == INTERRUPTED else "error", None)
-        elif so_far.text:
-            print()
-        sys.stdout.flush()
-    except OSError:
-        _drop_stdout()  # its reader has gone, or its disk is full
-    print(message if code == INTERRUPTED else f"error: {message}", file=sys.stderr)
-    return code
-
-
-def _drop_stdout() -> None:
-    """Send what is still to be written nowhere: Python would complain once more when it flushes stdout at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _tell_rest(code: int, so_far: _Progress, as_json: bool) -> None:
+    """End the text where it is, or print the object of what there is of it."""
+    if as_json and so_far.token_ids:
+        _print_json(so_far.text, list(so_far.token_ids), "interrupted" if code == INTERRUPTED else "error", None)
+    elif so_far.text and not as_json:
+        print()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

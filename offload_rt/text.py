@@ -6,6 +6,7 @@ from typing import Protocol
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from offload_rt.chat import render
 from offload_rt.errors import CheckpointError, PromptError
 
 
@@ -92,16 +93,13 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase | None:
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool = False) -> list[int]:
     """Token ids of a prompt, as it is or as the user's turn of a chat.
 
-    Raises PromptError if the model has no chat template or its template fails.
+    Raises PromptError if the tokenizer has no ids for it, or the model's chat template is missing or fails.
     """
-    if not chat:
-        return tokenizer.encode(prompt)
-    if not tokenizer.chat_template:
-        raise PromptError("the model has no chat template", change="leave out --chat")
+    text = render(tokenizer, prompt) if chat else prompt
     try:
-        turns = [{"role": "user", "content": prompt}]
-        return list(tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=True, return_dict=False))
-    except Exception as error:  # a template is the checkpoint's own program and may raise anything
+        return tokenizer.encode(text, add_special_tokens=not chat)
+    except Exception as error:  # tokenizers raises bare Exception where a vocabulary lacks what its own rules need
         raise PromptError(
-            f"the model's chat template failed: {' '.join(str(error).split())[:200]}", change="leave out --chat"
+            f"the model's tokenizer failed: {' '.join(str(error).split())[:200]}",
+            change="use the tokenizer of this model",
         ) from error

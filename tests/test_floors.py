@@ -11,9 +11,9 @@ import offload_rt
 
 ROOT = Path(offload_rt.__file__).parent
 FLOORS = (
-    {"errors", "config", "plugins", "files"},
+    {"errors", "config", "plugins", "files", "program"},
     {"machine", "hardware", "ops", "comm", "trace"},
-    {"models", "weights", "tree", "text", "sampling"},
+    {"models", "weights", "tree", "text", "chat", "sampling"},
     {"kv", "tiers", "stream", "rules"},
     {"engine"},
     {"drafters", "measure", "roofline", "simulate"},
@@ -26,6 +26,8 @@ NEIGHBOURS = {
     ("weights", "models"),  # a checkpoint is checked against the model's list of tensors
     ("plugins", "errors"),  # errors.py imports nothing at all
     ("config", "errors"),
+    ("program", "errors"),
+    ("text", "chat"),
     ("stream", "tiers"),  # a streamer reads from tiers
     ("hardware", "machine"),  # a card is a machine that is written down instead of measured
     ("capacity", "drafting"),  # how large trees may be
@@ -42,6 +44,7 @@ NEIGHBOURS = {
     ("build", "drafting"),  # which drafter it is, and the parts it is built from
     ("api", "build"),  # the engine, and the surface over it
     ("api", "drafting"),
+    ("calibrate", "console"),
     ("run", "console"),  # the command line, and what a person sees of it
 }
 MODULES = sorted(ROOT.rglob("*.py"))

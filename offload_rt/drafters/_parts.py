@@ -45,7 +45,7 @@ def recall(target: ModelSpec, draft: ModelSpec) -> Knowledge:
             {key: Calibration.of(*counts) for key, counts in entry["calibration"].items()},
             {key: Yield.of(*counts) for key, counts in entry["yields"].items()},
         )
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return Knowledge()
 
 

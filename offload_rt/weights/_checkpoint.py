@@ -34,6 +34,8 @@ _WANTED_FILES = (
     "merges.txt",
     "*.jinja",
 )
+# Bytes of a file that is no weights; the largest tokenizers have some tens of megabytes.
+_MOST_TEXT = 1 << 29
 # Old Llama checkpoints carry the rotary frequencies, which follow from the config.
 _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 # A number of more digits is no layer's; Python refuses to convert thousands of them.
@@ -137,6 +139,7 @@ def open_checkpoint(directory: Path) -> Checkpoint:
 
     Raises UnsupportedModelError for a config that is not understood, CheckpointError for everything else.
     """
+    _refuse_odd_files(directory)
     spec = spec_of(read_json(directory / "config.json"))
     found = _tensors(directory)
     layers = tuple(
@@ -146,6 +149,24 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     outer = tuple(_expect(found, name, shape) for name, shape in spec.outer_tensors())
     _refuse_extra(spec, found, {record.name for records in (*layers, outer) for record in records})
     return Checkpoint(directory, spec, layers, outer)
+
+
+def _refuse_odd_files(directory: Path) -> None:
+    """Raises CheckpointError for what would be read for ever, or to the end of memory: pipes, devices, enormous files."""
+    try:
+        present = [path for path in directory.iterdir() if any(path.match(pattern) for pattern in _WANTED_FILES)]
+        for path in sorted(path for path in present if not path.is_dir()):
+            if not path.is_file():
+                raise CheckpointError(f"{path} is no file", change="download it again")
+            if path.suffix != ".safetensors" and path.stat().st_size > _MOST_TEXT:
+                raise CheckpointError(
+                    f"{path} is too large", need=f"at most {_MOST_TEXT} bytes", have=f"{path.stat().st_size}",
+                    change="download it again",
+                )  # fmt: skip
+    except OSError as error:
+        raise CheckpointError(
+            f"{directory}: {error.strerror or error}", change="give the directory of a checkpoint"
+        ) from error
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class TensorRecord:
         """Raises CheckpointError for a dtype that weights of this project cannot have."""
         if self.dtype not in _DTYPES:
             raise CheckpointError(
-                f"{self.path.name}: tensor {self.name!r} has dtype {self.dtype}",
+                f"{self.path.name}: tensor {self.name!r} has dtype {self.dtype!r}",
                 need="one of " + ", ".join(_DTYPES),
                 change="use an unquantised checkpoint",
             )

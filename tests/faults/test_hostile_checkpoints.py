@@ -1,0 +1,205 @@
+"""Headers, configs, indices and tokenizers that someone spoilt: opened, or refused in one sentence, and soon."""
+
+import json
+import random
+import resource
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import (
+    dealt,
+    entries_of,
+    file_bytes,
+    llama_config,
+    llama_tensors,
+    speaking_checkpoint,
+    write_checkpoint,
+    write_sharded,
+)
+from test_command_line import PROMPT
+
+from faults.counting import Count
+from faults.process import Job, Zygote, judge
+from faults.spoiling import spoil_bytes, spoil_json, spoil_length, spoil_text, spoil_value
+from offload_rt.errors import OffloadError
+from offload_rt.models._spec import spec_of
+from offload_rt.text import TextStream, encode, load_tokenizer
+from offload_rt.weights._checkpoint import end_ids, open_checkpoint, read_json
+from offload_rt.weights._header import read_header
+
+N_HEADERS, N_CONFIGS, N_INDICES, N_TOKENIZERS, N_PROCESSES = 6000, 3200, 600, 600, 24
+SLOW_S = 5.0  # of one case, on a machine that does other things besides
+GROWTH = 600 << 20  # bytes that all cases together may take beyond what was taken before
+
+INDEX = "model.safetensors.index.json"
+FAMILIES = {
+    "llama": {},
+    "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 8},
+    "qwen2": {
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8,
+        "max_window_layers": 1, "head_dim": None,
+    },
+    "qwen3": {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False,
+        "layer_types": ["full_attention"] * 3,
+    },
+}  # fmt: skip
+ROPES = (
+    None,
+    {"rope_type": "linear", "factor": 2.0},
+    {"rope_type": "dynamic", "factor": 2.0},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32, "beta_slow": 1},
+    {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def memory() -> Iterator[None]:
+    """No case makes memory explode: what it takes stays, so the largest of all is seen at the end."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    yield
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10) - before < GROWTH
+
+
+def _survives(call: Callable[[], Any], faults: Count, seed: object) -> None:
+    """It returns, or is refused in one sentence."""
+    started = time.process_time()
+    with faults.one():
+        try:
+            call()
+        except OffloadError as error:
+            told = str(error)
+            assert told.isprintable() and len(told) < 6000, (seed, told[:300])
+        except BaseException as error:
+            raise AssertionError(f"seed {seed}: {type(error).__name__} {str(error)[:300]}") from error
+        assert time.process_time() - started < SLOW_S, seed
+
+
+def _header(chance: random.Random, entries: Any, data: bytes) -> bytes:
+    """A safetensors file that was spoilt somewhere."""
+    match chance.randrange(10):
+        case 0 | 1:
+            return spoil_length(file_bytes(entries, data), chance)
+        case 2:
+            return spoil_bytes(file_bytes(entries, data), chance)
+        case 3:
+            text = spoil_text(json.dumps(entries), chance)
+            return _framed(text.encode("utf-8", "surrogatepass"), data)
+        case _:
+            for _ in range(chance.choice((1, 1, 2, 3))):
+                entries = spoil_value(entries, chance)
+            return _framed(json.dumps(entries).encode("utf-8", "surrogatepass"), data)
+
+
+def _framed(header: bytes, data: bytes) -> bytes:
+    return len(header).to_bytes(8, "little") + header + data
+
+
+def test_headers(tmp_path: Path, faults: Count) -> None:
+    config = llama_config()
+    entries, data = entries_of(llama_tensors(config))
+    few = {name: entries[name] for name in list(entries)[:4]}
+    few_data = data[: max(entry["data_offsets"][1] for entry in few.values())]
+    path = write_checkpoint(tmp_path, config, {}) / "model.safetensors"
+    for seed in range(N_HEADERS):
+        chance = random.Random(seed)
+        whole = seed % 8 == 0
+        path.write_bytes(_header(chance, entries if whole else few, data if whole else few_data))
+        call = (lambda: open_checkpoint(tmp_path)) if whole else (lambda: read_header(path))
+        _survives(call, faults, seed)
+
+
+def test_configs(tmp_path: Path, faults: Count) -> None:
+    path = tmp_path / "config.json"
+    for seed in range(N_CONFIGS):
+        chance = random.Random(seed)
+        config = llama_config(**chance.choice(list(FAMILIES.values())))
+        if rope := chance.choice(ROPES):
+            config[chance.choice(("rope_scaling", "rope_parameters"))] = {"rope_theta": 10000.0, **rope}
+        path.write_bytes(spoil_json(config, chance))
+        _survives(lambda: (spec_of(read_json(path)), end_ids(tmp_path)), faults, seed)
+
+
+def test_indices(tmp_path: Path, faults: Count) -> None:
+    config = llama_config()
+    tensors = llama_tensors(config)
+    write_sharded(tmp_path, config, tensors, dealt(tensors, 2))
+    sound = json.loads((tmp_path / INDEX).read_text())
+    for seed in range(N_INDICES):
+        (tmp_path / INDEX).write_bytes(spoil_json(sound, random.Random(seed)))
+        _survives(lambda: open_checkpoint(tmp_path), faults, seed)
+
+
+def test_tokenizers(tmp_path: Path, faults: Count) -> None:
+    speaking_checkpoint(tmp_path, num_hidden_layers=1)
+    names = ("tokenizer.json", "tokenizer.json", "tokenizer_config.json", "config.json")
+    sound = {name: json.loads((tmp_path / name).read_text()) for name in names}
+
+    def use() -> None:
+        tokenizer = load_tokenizer(tmp_path)
+        ids = encode(tokenizer, PROMPT)
+        stream = TextStream(tokenizer, ids[:20], ("x",))
+        for token in (0, 1, 50, 10**6):
+            stream.add(token)
+
+    for seed in range(N_TOKENIZERS):
+        chance = random.Random(seed)
+        name = chance.choice(names)
+        (tmp_path / name).write_bytes(spoil_json(sound[name], chance))
+        _survives(use, faults, seed)
+        (tmp_path / name).write_text(json.dumps(sound[name]))
+
+
+def test_the_same_through_the_command_line(
+    model: Path, tmp_path: Path, folder: Callable[[], Path], run_all: Any, faults: Count
+) -> None:
+    jobs = []
+    for seed in range(N_PROCESSES):
+        chance, copy = random.Random(seed), tmp_path / f"m{seed}"
+        shutil.copytree(model, copy)
+        name = ("config.json", "tokenizer.json", "model.safetensors")[seed % 3]
+        if name == "model.safetensors":
+            raw = (copy / name).read_bytes()
+            n = int.from_bytes(raw[:8], "little")
+            (copy / name).write_bytes(_header(chance, json.loads(raw[8 : 8 + n]), raw[8 + n :]))
+        else:
+            (copy / name).write_bytes(spoil_json(json.loads((copy / name).read_text()), chance))
+        arguments = ["--model", str(copy), "--prompt", PROMPT, "--device", "cpu", "--quiet", "--max-new-tokens", "3"]
+        jobs.append(Job([*arguments, "--device-memory", "100MB", "--max-model-len", "64"], folder()))
+    for ended in run_all(jobs):
+        with faults.one():
+            judge(ended, [0, 2, 3])
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors", "tokenizer.json", "generation_config.json", INDEX]
+)
+@pytest.mark.parametrize("kind", ["pipe", "endless", "folder", "enormous"])
+def test_files_that_are_none(
+    kind: str, name: str, model: Path, tmp_path: Path, folder: Callable[[], Path], zygote: Zygote, faults: Count
+) -> None:
+    import os
+
+    copy = tmp_path / "m"
+    shutil.copytree(model, copy)
+    (copy / name).unlink(missing_ok=True)
+    match kind:
+        case "pipe":
+            os.mkfifo(copy / name)
+        case "endless":
+            (copy / name).symlink_to("/dev/zero")
+        case "folder":
+            (copy / name).mkdir()
+        case "enormous":
+            with (copy / name).open("wb") as file:
+                file.truncate(1 << 40)
+    with faults.one():
+        arguments = ["--model", str(copy), "--prompt", PROMPT, "--device", "cpu", "--quiet", "--max-new-tokens", "3"]
+        judge(zygote.start(Job(arguments, folder())).end(), [2], name)

@@ -1,0 +1,102 @@
+"""SIGINT, SIGTERM and SIGHUP at random moments of a run: it ends soon, with what it had produced."""
+
+import random
+import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from faults.counting import Count
+from faults.process import Ended, Job, Running, Zygote, judge, start_fresh
+
+N_MOMENTS = 20
+SIGNALS = {"SIGINT": signal.SIGINT, "SIGTERM": signal.SIGTERM, "SIGHUP": signal.SIGHUP}
+KINDS = {"text": [], "json": ["--json"], "plan": ["--plan"], "trace": ["--trace", "trace.json"]}
+
+Speaks = Callable[..., list[str]]
+Folder = Callable[[], Path]
+Start = Callable[[Job], Running]
+
+
+def _interrupted(start: Start, job: Job, moment: float, *numbers: int) -> Ended:
+    """Run, and send signals so many seconds after the program's first line, one close behind the other."""
+    running = start(job)
+    running.wait_for(running.has_begun)
+    time.sleep(moment)
+    for number in numbers:
+        running.send(number)
+        time.sleep(moment / 1000)
+    return running.end()
+
+
+def _seconds(start: Start, job: Job) -> float:
+    """What the same run takes undisturbed."""
+    running = start(job)
+    running.wait_for(running.has_begun)
+    ended = running.end()
+    judge(ended, [0])
+    return ended.seconds
+
+
+def _judge_all(jobs: list[tuple[Job, float, tuple[int, ...]]], start: Start, faults: Count, check: Callable) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        for ended in pool.map(lambda one: _interrupted(start, one[0], one[1], *one[2]), jobs):
+            with faults.one():
+                judge(ended, [0, 130])
+                assert (ended.err == "interrupted\n") == (ended.code == 130), ended.err
+                check(ended)
+
+
+@pytest.mark.parametrize("name", SIGNALS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_twenty_random_moments(
+    kind: str, name: str, zygote: Zygote, speaks: Speaks, folder: Folder, begins_with: str, faults: Count
+) -> None:
+    arguments, moments = speaks("--max-new-tokens", "50", *KINDS[kind]), random.Random(f"{kind} {name}")
+    whole = _seconds(zygote.start, Job(arguments, folder()))
+    jobs = [
+        (Job(arguments, folder()), moments.uniform(0, whole), (SIGNALS[name],) * moments.choice((1, 1, 2)))
+        for _ in range(N_MOMENTS)
+    ]
+
+    def check(ended: Ended) -> None:
+        if kind in ("text", "trace"):
+            assert begins_with.startswith(ended.out.removesuffix("\n"))
+        left = {path.name for path in ended.job.folder.iterdir()} - {"cache", "trace.json"}
+        assert left == {"stdin", "stdout", "stderr"}
+
+    _judge_all(jobs, zygote.start, faults, check)
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_moments_of_a_fresh_process_imports_included(
+    name: str, speaks: Speaks, folder: Folder, begins_with: str, faults: Count
+) -> None:
+    arguments, moments = speaks("--max-new-tokens", "50"), random.Random(name)
+    whole = _seconds(start_fresh, Job(arguments, folder()))
+    jobs = [(Job(arguments, folder()), moments.uniform(0, whole), (SIGNALS[name],)) for _ in range(6)]
+    _judge_all(jobs, start_fresh, faults, lambda ended: _is_a_beginning(ended, begins_with))
+
+
+def _is_a_beginning(ended: Ended, text: str) -> None:
+    assert text.startswith(ended.out.removesuffix("\n"))
+
+
+@pytest.mark.parametrize("name", SIGNALS)
+def test_calibrating(name: str, zygote: Zygote, pair: list[str], folder: Folder, faults: Count) -> None:
+    arguments, moments = [*pair, "--tokens", "8", "--json"], random.Random(name)
+    running = zygote.start(Job(arguments, folder(), program="calibrate"))
+    running.wait_for(running.has_begun)
+    ended = running.end()
+    assert ended.code == 0, ended.err
+    for _ in range(4):
+        with faults.one():
+            job = Job(arguments, folder(), program="calibrate")
+            disturbed = _interrupted(zygote.start, job, moments.uniform(0, ended.seconds), SIGNALS[name])
+            lines = disturbed.err.splitlines()
+            assert disturbed.code in (0, 130), disturbed.err
+            assert "Traceback" not in disturbed.err and "Exception" not in disturbed.err
+            assert (lines[-1] == "interrupted") == (disturbed.code == 130)
