@@ -110,5 +110,8 @@ def place(layer_nbytes: Sequence[int], need: Need, budgets: Budgets) -> Plan:
 
 
 def spread(n: int, k: int) -> set[int]:
-    """k of the numbers [0, n), as evenly as they go."""
-    return {i for i in range(n) if (i + 1) * k // n > i * k // n}
+    """k of the numbers [0, n), as evenly as they go, with as many others before the first as behind the last.
+
+    A resident layer at the end of a pass would be computed while the slots are full already, and drafting comes next.
+    """
+    return {(2 * j + 1) * n // (2 * k) for j in range(k)}
