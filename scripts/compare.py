@@ -32,7 +32,8 @@ from scripts.peers._outcome import Row, Run, run_peer
 
 _DRAFT, _BUILD = ROOT / "models/demo-draft", ROOT / "build"
 _PROMPT_TOKENS, _LEAST_MAX_LEN = 64, 256
-IMPORTS = "import torch; from transformers import AutoModelForCausalLM; import offload_rt.api"
+# The classes of transformers are loaded when they are named.
+IMPORTS = "import torch; from transformers import AutoTokenizer, LlamaForCausalLM; import offload_rt.api"
 
 
 @dataclass(frozen=True)
