@@ -145,8 +145,11 @@ def test_generation_by_draws_is_as_fast_as_by_expectation() -> None:
     assert drawn.seconds_per_token == pytest.approx(expected.seconds_per_token, rel=0.05)
     assert expected.works[-1].layers_s > expected.works[0].layers_s  # the context has grown
     assert expected.works[0].draft_s == pytest.approx(0.02 * topology.depths.max())
-    whole = expected.works[0].layers_s + expected.works[0].after_s
-    assert whole == pytest.approx(float(target.at(np.array([24]), 100)[0]) + 0.01)
+    whole = float(target.at(np.array([len(topology)]), 100)[0])
+    assert expected.works[0].layers_s == pytest.approx(0.95 * whole)
+    assert expected.works[0].after_s == pytest.approx(0.05 * whole + 0.01)
+    for run in (expected, drawn):
+        assert 1000 <= run.tokens.sum() < 1006  # no pass goes beyond the span
 
 
 def test_a_tree_of_one_node_drafts_nothing_and_gives_one_token() -> None:
