@@ -140,7 +140,9 @@ def _prompt(settings: RunSettings) -> str:
             raw = file.read(_MOST_PROMPT + 1)
         if len(raw) > _MOST_PROMPT:
             raise PromptError(
-                f"--prompt-file {settings.prompt_file} is too long", need=f"at most {_MOST_PROMPT} bytes", change="shorten it"
+                f"--prompt-file {settings.prompt_file} is too long",
+                need=f"at most {_MOST_PROMPT} bytes",
+                change="shorten it",
             )
         return raw.decode("utf-8")
     except OSError as error:

@@ -100,5 +100,6 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool = False) 
         return tokenizer.encode(text, add_special_tokens=not chat)
     except Exception as error:  # tokenizers raises bare Exception where a vocabulary lacks what its own rules need
         raise PromptError(
-            f"the model's tokenizer failed: {' '.join(str(error).split())[:200]}", change="use the tokenizer of this model"
+            f"the model's tokenizer failed: {' '.join(str(error).split())[:200]}",
+            change="use the tokenizer of this model",
         ) from error

@@ -134,7 +134,9 @@ def _refuse_odd_files(directory: Path) -> None:
                     change="download it again",
                 )  # fmt: skip
     except OSError as error:
-        raise CheckpointError(f"{directory}: {error.strerror or error}", change="give the directory of a checkpoint") from error
+        raise CheckpointError(
+            f"{directory}: {error.strerror or error}", change="give the directory of a checkpoint"
+        ) from error
 
 
 def read_json(path: Path) -> dict[str, Any]:

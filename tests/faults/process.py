@@ -180,6 +180,11 @@ class Zygote:
         theirs.close()
         assert self._control.recv(16) == b"ready", "the rehearsal failed"
 
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
     def start(self, job: Job) -> Running:
         """Fork a run."""
         mine, theirs = socket.socketpair()
@@ -218,7 +223,9 @@ def judge(
     text    what the run would have printed undisturbed; None: not to be compared
     beside  the model's folder, in which nothing may have been left
     """
-    told = f"{ended.job.arguments}: exit code {ended.code}, after {ended.seconds:.1f} s\n{ended.out[-300:]}\n{ended.err}"
+    told = (
+        f"{ended.job.arguments}: exit code {ended.code}, after {ended.seconds:.1f} s\n{ended.out[-300:]}\n{ended.err}"
+    )
     assert ended.code in codes, told
     assert ended.seconds < PATIENCE_S / 2, told
     assert ended.n_left == 0, told

@@ -15,7 +15,13 @@ from offload_rt.trace import Trace
 Speaks = Callable[..., list[str]]
 Folder = Callable[[], Path]
 
-KINDS = {"text": [], "json": ["--json"], "plan": ["--plan"], "help": ["--help"], "report": ["--show-tree", "--baseline"]}
+KINDS = {
+    "text": [],
+    "json": ["--json"],
+    "plan": ["--plan"],
+    "help": ["--help"],
+    "report": ["--show-tree", "--baseline"],
+}
 WORDS = {"stdout": ["No space left"], "stderr": []}
 
 
@@ -84,6 +90,16 @@ def test_a_reader_that_has_had_enough(
         out, _ = head.communicate(timeout=PATIENCE_S)
         judge(running.end(), [0])
         assert out.decode() == begins_with[:n]
+
+
+def test_a_reader_that_goes_while_it_speaks(zygote: Zygote, endless: list[str], folder: Folder, faults: Count) -> None:
+    read, write = os.pipe()
+    with faults.one():
+        running = zygote.start(Job(endless, folder(), stdout=write))
+        os.close(write)
+        os.read(read, 20)
+        os.close(read)
+        judge(running.end(), [0])
 
 
 @pytest.mark.parametrize("name", ["", ".", "/", "no/such/folder/t.json", "x" * 300, "cache"])
