@@ -87,7 +87,7 @@ def _be_small() -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
     limits = {
         resource.RLIMIT_CPU: _CPU_S,
         resource.RLIMIT_AS: pages * os.sysconf("SC_PAGESIZE") + _NBYTES,

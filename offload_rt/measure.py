@@ -36,6 +36,8 @@ _CACHE, _VERSION = "disk.json", 1
 _CANDIDATES = (ReadSettings(1 << 20, 4), ReadSettings(4 << 20, 2), ReadSettings(512 << 10, 8), ReadSettings(2 << 20, 4))
 _ROUNDS = 3
 _PASSES, _PASSES_VERSION, _REPEATS = "passes.json", 1, 2
+# Of a pass; a cache that says anything else is damaged, and numbers of other sizes overflow in what follows from them.
+_SHORTEST_S, _LONGEST_S = 1e-9, 1e6
 # Remembered times are measured anew when they are off by this much.
 _STALE = 1.3
 # A setting must win by this much before it displaces the first: less is noise on a shared disk.
@@ -160,7 +162,7 @@ def _restore(entry: Any, widths: tuple[int, ...], contexts: tuple[int, ...]) -> 
             return None
     except (KeyError, TypeError, ValueError, OverflowError):
         return None
-    if seconds.shape != (len(contexts), len(widths)) or not (np.isfinite(seconds) & (seconds > 0)).all():
+    if seconds.shape != (len(contexts), len(widths)) or not ((seconds > _SHORTEST_S) & (seconds < _LONGEST_S)).all():
         return None
     return ComputeTimes(widths, contexts, tuple(map(tuple, seconds.tolist())))
 

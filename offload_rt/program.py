@@ -80,6 +80,10 @@ def settle() -> None:
         signals.settled = True
 
 
+class _Interrupt(KeyboardInterrupt):
+    """Of another class, for Python remembers a plain one that has passed through C, and kills itself by SIGINT at exit."""
+
+
 class _Signals:
     """What signals do to a program."""
 
@@ -104,7 +108,7 @@ class _Signals:
             self._leave()
         self.received = True
         if not self.settled:
-            raise KeyboardInterrupt
+            raise _Interrupt
 
     def _unraisable(self, ignored: Any) -> None:
         # In a destructor or a callback of the interpreter: there the exception would be printed, and the run go on.

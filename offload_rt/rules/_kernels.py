@@ -7,7 +7,8 @@ size of the vocabulary; only a drawn child costs a pass over it. See the laws of
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
+
+from offload_rt.compiled import compiled
 
 # Partial sums of so many entries are added up in float64.
 _BLOCK = 1024
@@ -40,7 +41,7 @@ class Candidates(NamedTuple):
     n_levels: int
 
 
-@njit(cache=True, fastmath={"reassoc", "contract", "nsz"})
+@compiled(fastmath={"reassoc", "contract", "nsz"})
 def _block_sums(values):
     total = 0.0
     for first in range(0, len(values), _BLOCK):
@@ -51,7 +52,7 @@ def _block_sums(values):
     return total
 
 
-@njit(cache=True, fastmath={"reassoc", "contract", "nsz"})
+@compiled(fastmath={"reassoc", "contract", "nsz"})
 def _subtract(rest, factor, law, share, floor):
     """rest <- max(factor * rest - share * law - floor, 0) in place; returns its sum."""
     factor, share, floor = rest.dtype.type(factor), rest.dtype.type(share), rest.dtype.type(floor)
@@ -66,7 +67,7 @@ def _subtract(rest, factor, law, share, floor):
     return total
 
 
-@njit(cache=True)
+@compiled()
 def _left_of_law(tree, node, i):
     """Mass and number of the tokens that the i-th child of a node, a drawn one, was drawn from."""
     first, last = tree.starts[node], tree.starts[node + 1]
@@ -97,14 +98,14 @@ def _left_of_law(tree, node, i):
     return left, len(law) - n_taken
 
 
-@njit(cache=True)
+@compiled()
 def _law_of_child(tree, node, i):
     """The law of a drawn child as (share, floor): share * q + floor on the tokens it was drawn from."""
     left, n_left = _left_of_law(tree, node, i)
     return (1.0 / left, 0.0) if left >= _TINY else (0.0, 1.0 / max(n_left, 1))
 
 
-@njit(cache=True)
+@compiled()
 def _odds(tree, node, i, mass, rest):
     """min(1, mass * rest / law) at the token of the i-th child; `mass` includes the scale of `rest`."""
     child = tree.children[tree.starts[node] + i]
@@ -119,7 +120,7 @@ def _odds(tree, node, i, mass, rest):
     return min(1.0, wanted / law)
 
 
-@njit(cache=True)
+@compiled()
 def _strike_drawn(tree, node, i, mass, rest, share, floor):
     """rest <- max(mass * rest - law of the i-th child, 0); returns its sum."""
     first = tree.starts[node]
@@ -137,7 +138,7 @@ def _strike_drawn(tree, node, i, mass, rest, share, floor):
     return total
 
 
-@njit(cache=True)
+@compiled()
 def _reject(tree, node, i, mass, scale, rest):
     """Strike the rejected i-th child of a node out of its residual.
 
@@ -156,7 +157,7 @@ def _reject(tree, node, i, mass, scale, rest):
     return (mass * kept, scale / kept) if kept > 0.0 else (0.0, 0.0)
 
 
-@njit(cache=True)
+@compiled()
 def walk(tree, target, uniforms, odds):
     """Token by token: accept a child, or strike it out and try the next (Miao et al. 2024; Chen et al. 2024).
 
@@ -182,7 +183,7 @@ def walk(tree, target, uniforms, odds):
     return node, (rest * scale).astype(target.dtype)
 
 
-@njit(cache=True)
+@compiled()
 def traverse(tree, target, uniforms, odds):
     """Leaf to root (Weng et al. 2025): a node is tried after its subtree, with the mass which the subtree left it.
 

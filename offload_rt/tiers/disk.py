@@ -13,7 +13,7 @@ from torch import Tensor
 
 from offload_rt.errors import LinkError
 from offload_rt.tiers._tier import Read
-from offload_rt.weights._header import TensorRecord
+from offload_rt.weights._header import TensorRecord, stamp_of
 from offload_rt.weights._image import PAGE, Layout, Slot, align_up, packed_layout
 
 # Ranges this close are read as one: the bytes between cost less than another request.
@@ -71,11 +71,13 @@ class DiskTier:
         self._settings = settings or ReadSettings()
         self.n_parallel = self._settings.n_parallel
         self._files: dict[Path, int] = {}
+        self._stamps = {record.path: record.stamp for records in layers for record in records}
         self._bounce = threading.local()
         self._blocks = [_plan(records, names, self._settings.request_nbytes) for records in layers]
         try:
             for path in sorted({record.path for records in layers for record in records}):
                 self._files[path] = _open(path)
+                self._check(path)
         except LinkError:
             self.close()
             raise
@@ -120,9 +122,16 @@ class DiskTier:
                 into[part.offset : part.offset + part.nbytes].copy_(
                     bounce[part.start - first : part.start - first + part.nbytes]
                 )
+            self._check(part.path)
             return part.nbytes
 
         return read
+
+    def _check(self, path: Path) -> None:
+        """Raises LinkError if a file is another than when its header was read: other weights give another text."""
+        stamp = self._stamps[path]
+        if stamp is not None and stamp_of(os.fstat(self._files[path])) != stamp:
+            raise LinkError(f"{path} changed while in use", change="run again")
 
     def _bounce_block(self, nbytes: int) -> Tensor:
         if getattr(self._bounce, "block", None) is None or len(self._bounce.block) < nbytes:

@@ -1,10 +1,11 @@
 """The kernel of the search for the best tree; apart, so that only a search loads numba."""
 
 import numpy as np
-from numba import njit
+
+from offload_rt.compiled import compiled
 
 
-@njit(cache=True)
+@compiled()
 def branch(below, row, values):
     """Best expected tokens of a root whose children are of the first b ranks, for every b and every number of nodes.
 

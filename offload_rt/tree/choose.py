@@ -7,6 +7,8 @@ import numpy as np
 # An estimate starts from the prior, which weighs as much as so many observations, and forgets old ones at this rate.
 _PRIOR_WEIGHT = 4.0
 _MEMORY = 0.998
+# More of anything than the observations that are remembered, each of a tree of a thousand nodes, can add up to.
+_MOST_COUNTED = 1e9
 # The tokens that expectations of whole trees are trusted for: one text differs from the next by as much as a factor of two.
 _YIELD_WEIGHT = 100.0
 # The smallest tree within this factor of the best one is taken: what a larger one gains is less than what is known of its
@@ -177,7 +179,7 @@ class Yield:
 
 def _checked(numbers: list[float], like: np.ndarray) -> np.ndarray:
     found = np.array(numbers, dtype=np.float64)
-    if found.shape != like.shape or not np.isfinite(found).all() or (found < 0).any():
+    if found.shape != like.shape or not ((found >= 0) & (found < _MOST_COUNTED)).all():
         raise ValueError("not the counts of this version")
     return found
 

@@ -2,9 +2,10 @@
 
 import json
 import math
+import os
 import struct
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,11 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """Where a tensor lies: bytes [start, stop) of a file. `dtype` is the file's own word for it."""
+    """Where a tensor lies: bytes [start, stop) of a file.
+
+    dtype  the file's own word for it
+    stamp  of the file when its header was read, see `stamp_of`; None: of no file
+    """
 
     name: str
     dtype: str
@@ -29,6 +34,7 @@ class TensorRecord:
     path: Path
     start: int
     stop: int
+    stamp: tuple[int, int] | None = None
 
     def torch_dtype(self) -> torch.dtype:
         """Raises CheckpointError for a dtype that weights of this project cannot have."""
@@ -41,6 +47,11 @@ class TensorRecord:
         return _DTYPES[self.dtype]
 
 
+def stamp_of(status: os.stat_result) -> tuple[int, int]:
+    """What changes when the content of a file does: its size, and the time it was written."""
+    return status.st_size, status.st_mtime_ns
+
+
 def read_header(path: Path) -> dict[str, TensorRecord]:
     """The tensors of a safetensors file, by name.
 
@@ -48,12 +59,14 @@ def read_header(path: Path) -> dict[str, TensorRecord]:
     fewer bytes than the file has.
     """
     try:
-        size = path.stat().st_size
         with path.open("rb") as file:
+            stamp = stamp_of(os.fstat(file.fileno()))
+            size = stamp[0]
             raw = _header_bytes(file.read(8), size, file.read, path)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from error
-    return _records(_parse(raw, path), path, 8 + len(raw), size)
+    records = _records(_parse(raw, path), path, 8 + len(raw), size)
+    return {name: replace(record, stamp=stamp) for name, record in records.items()}
 
 
 def _header_bytes(prefix: bytes, size: int, read: Any, path: Path) -> bytes:

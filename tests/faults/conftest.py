@@ -1,5 +1,6 @@
 """What every test of faults shares: a model that talks without end, the process that forks runs, and the count."""
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +13,7 @@ from test_command_line import PROMPT, SMALL
 from faults.counting import Count
 from faults.process import Ended, Job, Zygote
 from offload_rt import LLM, SamplingParams
+from offload_rt.errors import CapacityError
 
 COUNT = pytest.StashKey[Count]()
 
@@ -47,6 +49,16 @@ def begins_with(model: Path) -> str:
 def speaks(model: Path) -> Callable[..., list[str]]:
     """The arguments of a run that says no more than its text."""
     return lambda *more, model=model: ["--model", str(model), *SMALL, "--prompt", PROMPT, "--quiet", *more]
+
+
+@pytest.fixture(scope="session")
+def endless(model: Path) -> list[str]:
+    """The arguments of a run that goes on until it is stopped, with as little memory as will do."""
+    flags = ["--model", str(model), "--prompt", PROMPT, "--quiet", "--device", "cpu", "--max-model-len", "8192"]
+    with pytest.raises(CapacityError) as least:
+        LLM(str(model), device="cpu", max_model_len=8192, device_memory=1)
+    budget = re.search(r"set --device-memory to (\d+)", str(least.value)).group(1)
+    return [*flags, "--max-new-tokens", "8000", "--device-memory", budget]
 
 
 @pytest.fixture(scope="session")

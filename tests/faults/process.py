@@ -180,6 +180,11 @@ class Zygote:
         theirs.close()
         assert self._control.recv(16) == b"ready", "the rehearsal failed"
 
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
     def start(self, job: Job) -> Running:
         """Fork a run."""
         mine, theirs = socket.socketpair()

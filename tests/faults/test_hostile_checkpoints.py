@@ -1,6 +1,7 @@
 """Headers, configs, indices and tokenizers that someone spoilt: opened, or refused in one sentence, and soon."""
 
 import json
+import os
 import random
 import resource
 import shutil
@@ -185,8 +186,6 @@ def test_the_same_through_the_command_line(
 def test_files_that_are_none(
     kind: str, name: str, model: Path, tmp_path: Path, folder: Callable[[], Path], zygote: Zygote, faults: Count
 ) -> None:
-    import os
-
     copy = tmp_path / "m"
     shutil.copytree(model, copy)
     (copy / name).unlink(missing_ok=True)
@@ -202,4 +201,4 @@ def test_files_that_are_none(
                 file.truncate(1 << 40)
     with faults.one():
         arguments = ["--model", str(copy), "--prompt", PROMPT, "--device", "cpu", "--quiet", "--max-new-tokens", "3"]
-        judge(zygote.start(Job(arguments, folder())).end(), [2], name)
+        judge(zygote.start(Job(arguments, folder())).end(), [2], str(copy) if kind == "folder" else name)

@@ -92,6 +92,16 @@ def test_a_reader_that_has_had_enough(
         assert out.decode() == begins_with[:n]
 
 
+def test_a_reader_that_goes_while_it_speaks(zygote: Zygote, endless: list[str], folder: Folder, faults: Count) -> None:
+    read, write = os.pipe()
+    with faults.one():
+        running = zygote.start(Job(endless, folder(), stdout=write))
+        os.close(write)
+        os.read(read, 20)
+        os.close(read)
+        judge(running.end(), [0])
+
+
 @pytest.mark.parametrize("name", ["", ".", "/", "no/such/folder/t.json", "x" * 300, "cache"])
 def test_a_timeline_that_cannot_be_written(
     name: str, zygote: Zygote, speaks: Speaks, folder: Folder, faults: Count

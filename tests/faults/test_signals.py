@@ -1,5 +1,7 @@
 """SIGINT, SIGTERM and SIGHUP at random moments of a run: it ends soon, with what it had produced."""
 
+import json
+import os
 import random
 import signal
 import time
@@ -13,6 +15,7 @@ from faults.counting import Count
 from faults.process import Ended, Job, Running, Zygote, judge, start_fresh
 
 N_MOMENTS = 20
+ENOUGH = 20  # characters that show that generation is under way
 SIGNALS = {"SIGINT": signal.SIGINT, "SIGTERM": signal.SIGTERM, "SIGHUP": signal.SIGHUP}
 KINDS = {"text": [], "json": ["--json"], "plan": ["--plan"], "trace": ["--trace", "trace.json"]}
 
@@ -77,12 +80,57 @@ def test_moments_of_a_fresh_process_imports_included(
 ) -> None:
     arguments, moments = speaks("--max-new-tokens", "50"), random.Random(name)
     whole = _seconds(start_fresh, Job(arguments, folder()))
-    jobs = [(Job(arguments, folder()), moments.uniform(0, whole), (SIGNALS[name],)) for _ in range(6)]
+    jobs = [(Job(arguments, folder()), moments.uniform(0, whole), (SIGNALS[name],)) for _ in range(4)]
     _judge_all(jobs, start_fresh, faults, lambda ended: _is_a_beginning(ended, begins_with))
 
 
 def _is_a_beginning(ended: Ended, text: str) -> None:
     assert text.startswith(ended.out.removesuffix("\n"))
+
+
+@pytest.mark.parametrize("name", SIGNALS)
+def test_an_interrupted_run_ends_soon_with_what_it_had_produced(
+    name: str, zygote: Zygote, endless: list[str], folder: Folder, begins_with: str, faults: Count
+) -> None:
+    with faults.one():
+        running = zygote.start(Job(endless, folder()))
+        running.wait_for(lambda: len(running.said()) > ENOUGH)
+        running.send(SIGNALS[name])
+        ended = running.end()
+        judge(ended, [130])
+        assert ended.err == "interrupted\n" and ended.out.endswith("\n")
+        n = min(len(ended.out) - 1, len(begins_with))
+        assert n >= ENOUGH and ended.out[:n] == begins_with[:n]
+
+
+def test_an_interrupt_when_nobody_reads_any_more_is_no_traceback(
+    zygote: Zygote, endless: list[str], folder: Folder, faults: Count
+) -> None:
+    """As Ctrl-C on a pipeline does: the reader dies of it too."""
+    read, write = os.pipe()
+    with faults.one():
+        running = zygote.start(Job(endless, folder(), stdout=write))
+        os.close(write)
+        os.read(read, ENOUGH)
+        running.send(signal.SIGSTOP)
+        os.close(read)
+        running.send(signal.SIGINT)
+        running.send(signal.SIGCONT)
+        judge(running.end(), [0, 130])
+
+
+def test_a_run_that_is_killed_leaves_a_cache_for_the_next(
+    zygote: Zygote, pair: list[str], folder: Folder, tmp_path: Path, faults: Count
+) -> None:
+    arguments, moments = [*pair, "--prompt", "the quick brown", "--quiet", "--max-new-tokens", "12"], random.Random(9)
+    whole = _seconds(zygote.start, Job(arguments, folder()))
+    for _ in range(6):
+        with faults.one():
+            killed = _interrupted(zygote.start, Job(arguments, folder()), moments.uniform(0, whole), signal.SIGKILL)
+            assert killed.code in (0, -signal.SIGKILL)
+            for path in (killed.job.cache_home / "offload_rt").glob("*.json"):
+                assert set(json.loads(path.read_text())) == {"version", "entries"}
+    judge(zygote.start(Job(arguments, folder(), cache=killed.job.cache_home)).end(), [0])
 
 
 @pytest.mark.parametrize("name", SIGNALS)
@@ -92,7 +140,7 @@ def test_calibrating(name: str, zygote: Zygote, pair: list[str], folder: Folder,
     running.wait_for(running.has_begun)
     ended = running.end()
     assert ended.code == 0, ended.err
-    for _ in range(4):
+    for _ in range(3):
         with faults.one():
             job = Job(arguments, folder(), program="calibrate")
             disturbed = _interrupted(zygote.start, job, moments.uniform(0, ended.seconds), SIGNALS[name])

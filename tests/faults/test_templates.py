@@ -18,8 +18,8 @@ from offload_rt.errors import CheckpointError, PromptError
 from offload_rt.text import encode, load_tokenizer
 
 ENDLESS = {
-    "nested loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}{% endfor %}{% endfor %}{% endfor %}",
-    "power": "{{ 10 ** 10 ** 9 }}",
+    "nested loops": "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3,
+    "power": "{{ 10 ** (10 ** 9) }}",
     "long text": "{{ 'x' * 10 ** 11 }}",
     "doubling": "{% set n = namespace(t='x' * 1000) %}{% for i in range(60) %}{% set n.t = n.t + n.t %}{% endfor %}{{ n.t }}",
     "growing": "{% for i in range(99999) %}{% for j in range(99999) %}{{ messages[0].content }}{% endfor %}{% endfor %}",
@@ -97,7 +97,7 @@ def test_a_template_that_is_wrong_or_forbidden_is_one_sentence_and_reaches_nothi
         except PromptError as error:
             assert "\n" not in str(error) and len(str(error)) < 500
         else:
-            assert name in ("deep blocks", "format string") and "object" not in text, text
+            assert name in ("attr", "deep blocks", "format string", "format map") and "class" not in text, text
         assert not (directory / "reached").exists()
 
 
@@ -132,7 +132,8 @@ def test_a_child_that_stands_still_is_not_waited_for(
 
 
 def test_a_sound_template_gives_what_transformers_gives(directory: Path) -> None:
-    template = "{% for turn in messages %}<{{ turn.role }}>{{ turn.content | trim }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+    template = "{% for turn in messages %}<{{ turn.role }}>{{ turn.content | trim }}{% endfor %}"
+    template += "{% if add_generation_prompt %}<a>{% endif %}"
     tokenizer = load_tokenizer(_give(directory, template))
     turns = [{"role": "user", "content": PROMPT}]
     wanted = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=True, return_dict=False)

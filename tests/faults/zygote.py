@@ -5,6 +5,7 @@ which a few could be started afresh. A fork runs `python -m offload_rt.<program>
 """
 
 import contextlib
+import gc
 import json
 import os
 import runpy
@@ -23,6 +24,7 @@ def main(control: socket.socket, rehearsal: list[str]) -> None:
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell starts in the background
     _rehearse(rehearsal)
+    gc.freeze()  # a collection in a fork would copy all that it looks at
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     control.send(b"ready")
     while True:

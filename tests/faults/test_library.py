@@ -1,243 +1,34 @@
-"""What goes wrong while it runs: interrupts, readers that go away, full disks, files that shrink, numbers that are none."""
+"""The same inside one process: what a run tells when a read fails, and what an `LLM` is good for afterwards."""
 
 import contextlib
 import json
 import os
-import re
-import resource
 import shutil
-import signal
-import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from checkpoints import llama_config, llama_tensors, speaking_checkpoint, write_checkpoint
-from test_command_line import PROMPT, SMALL, command, surroundings
+from test_command_line import PROMPT, SMALL
 
+from faults.process import PATIENCE_S
 from offload_rt import LLM, SamplingParams, build, run
-from offload_rt.errors import CapacityError, LinkError, NumericsError, OffloadError
+from offload_rt.errors import LinkError, NumericsError, OffloadError
 from offload_rt.tiers.disk import DiskTier
 
-ENOUGH = 20  # characters that show that generation is under way
-PATIENCE_S = 120.0  # what takes so long, even on a busy machine, has hung
-ENDLESS = ["--device", "cpu", "--max-model-len", "8192", "--max-new-tokens", "8000"]
 
-
-@dataclass(frozen=True)
-class Ended:
-    """A process that has ended, and how long it took after it was disturbed."""
-
-    code: int
-    out: bytes
-    err: bytes
-    seconds: float
-    n_left: int
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return speaking_checkpoint(tmp_path_factory.mktemp("speaking"))
-
-
-@pytest.fixture(scope="module")
-def begins_with(model: Path) -> str:
-    """How the endless answer begins."""
-    with LLM(str(model), device="cpu", max_model_len=256) as llm:
-        return llm.generate(PROMPT, SamplingParams(max_new_tokens=200))[0].text
-
-
-def _disturbed(arguments: list[str], disturb: Callable[[subprocess.Popen], None], **how: Any) -> Ended:
-    """Start a run, wait until it has spoken, disturb it, and wait for its end."""
-    process = subprocess.Popen(
-        command(*arguments),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=surroundings(),
-        start_new_session=True,
-        **how,
-    )
-    watch = threading.Timer(PATIENCE_S, process.kill)
-    watch.start()
-    said = b""
-    while len(said) < ENOUGH and (more := os.read(process.stdout.fileno(), ENOUGH)):
-        said += more
-    disturb(process)
-    started = time.perf_counter()
-    if process.stdout.closed:
-        rest, err = b"", process.stderr.read()
-        process.wait()
-    else:
-        rest, err = process.communicate()
-    watch.cancel()
-    left = [one for one in psutil.process_iter(["pid"]) if _session(one.pid) == process.pid]
-    return Ended(process.returncode, said + rest, err, time.perf_counter() - started, len(left))
-
-
-def _session(pid: int) -> int | None:
-    try:
-        return os.getsid(pid)
-    except OSError:
-        return None
-
-
-def _truncate(path: Path) -> Callable[[subprocess.Popen], None]:
-    return lambda process: os.truncate(path, path.stat().st_size // 2)
-
-
-def _interrupt_without_a_reader(process: subprocess.Popen) -> None:
-    """As Ctrl-C on a pipeline does: the reader dies of it too."""
-    process.send_signal(signal.SIGSTOP)
-    process.stdout.close()
-    process.send_signal(signal.SIGINT)
-    process.send_signal(signal.SIGCONT)
-
-
-def _to_a_full_disk(arguments: list[str]) -> Ended:
-    with open("/dev/full", "wb") as full:
-        done = subprocess.run(
-            command(*arguments), stdout=full, stderr=subprocess.PIPE, env=surroundings(), timeout=PATIENCE_S
-        )
-    return Ended(done.returncode, b"", done.stderr, 0.0, 0)
-
-
-def _in_little_memory(arguments: list[str], nbytes: int) -> Ended:
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_AS, (nbytes, nbytes))
-
-    done = subprocess.run(
-        command(*arguments), capture_output=True, env=surroundings(), timeout=PATIENCE_S, preexec_fn=limit
-    )
-    return Ended(done.returncode, done.stdout, done.stderr, 0.0, 0)
-
-
-def _through_head(arguments: list[str]) -> Ended:
-    line = [*command(*arguments)]
-    first = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=surroundings())
-    head = subprocess.Popen(["head", "-c", "5"], stdin=first.stdout, stdout=subprocess.PIPE)
-    first.stdout.close()
-    out, _ = head.communicate(timeout=PATIENCE_S)
-    err = first.stderr.read()
-    return Ended(first.wait(timeout=PATIENCE_S), out, err, 0.0, 0)
-
-
-@pytest.fixture(scope="module")
-def ended(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future]]:
-    """All processes of this file, two at a time."""
-    shrinking = [tmp_path_factory.mktemp("shrinking") / str(n) for n in range(2)]
-    for copy in shrinking:
-        shutil.copytree(model, copy)
-    hungry = tmp_path_factory.mktemp("hungry")
-    # Three kilobytes of cache for a token, and a million tokens: the plan allows it, what Python and torch take does not.
-    speaking_checkpoint(hungry, max_position_embeddings=2**21, num_key_value_heads=4)
-    million = ["--max-model-len", "1150000", "--max-new-tokens", "1149000", "--device-memory", "4200000000"]
-    with pytest.raises(CapacityError) as least:
-        LLM(str(model), device="cpu", max_model_len=8192, device_memory=1)
-    budget = re.search(r"set --device-memory to (\d+)", str(least.value)).group(1)
-
-    def speaks(directory: Path, *more: str) -> list[str]:
-        return ["--model", str(directory), "--prompt", PROMPT, "--quiet", *ENDLESS, "--device-memory", budget, *more]
-
-    short = ["--model", str(model), *SMALL, "--prompt", PROMPT, "--quiet"]
-    much = ["--model", str(hungry), "--prompt", PROMPT, "--device", "cpu", "--quiet", *million]
-    jobs: dict[str, Callable[[], Ended]] = {
-        "SIGINT": lambda: _disturbed(speaks(model), lambda process: process.send_signal(signal.SIGINT)),
-        "SIGTERM": lambda: _disturbed(speaks(model), lambda process: process.send_signal(signal.SIGTERM)),
-        "no reader": lambda: _disturbed(speaks(model), _interrupt_without_a_reader),
-        "truncated": lambda: _disturbed(speaks(shrinking[0]), _truncate(shrinking[0] / "model.safetensors")),
-        "gone reader": lambda: _disturbed(speaks(model), lambda process: process.stdout.close()),
-        "head": lambda: _through_head(speaks(model)),
-        "full disk": lambda: _to_a_full_disk(short),
-        "full disk, json": lambda: _to_a_full_disk([*short, "--json"]),
-        "little memory": lambda: _in_little_memory(much, 4 << 30),
-    }
-    # In the background of a shell interrupts are ignored, by all that is started there.
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-    with ThreadPoolExecutor(2) as pool:
-        yield {name: pool.submit(job) for name, job in jobs.items()}
-    signal.signal(signal.SIGINT, handler)
-
-
-def _one_sentence(err: bytes, *words: str) -> None:
-    lines = err.decode().splitlines()
-    assert len(lines) == 1, lines
-    assert lines[0].startswith("error: ")
-    for word in words:
-        assert word in lines[0]
-
-
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-def test_an_interrupted_run_ends_soon_with_what_it_had_produced(
-    name: str, ended: dict[str, Future], begins_with: str
-) -> None:
-    done = ended[name].result()
-    assert done.code == 130
-    assert done.err == b"interrupted\n"
-    text = done.out.decode()
-    assert text.endswith("\n")
-    assert len(text) > ENOUGH
-    n = min(len(text) - 1, len(begins_with))
-    assert text[:n] == begins_with[:n]
-    assert done.seconds < PATIENCE_S / 2
-    assert done.n_left == 0
-
-
-def test_an_interrupt_when_nobody_reads_any_more_is_no_traceback(ended: dict[str, Future]) -> None:
-    done = ended["no reader"].result()
-    assert done.code in (0, 130)
-    assert done.err in (b"", b"interrupted\n")
-
-
-@pytest.mark.parametrize("name", ["head", "gone reader"])
-def test_a_reader_that_has_had_enough_ends_the_run_quietly(
-    name: str, ended: dict[str, Future], begins_with: str
-) -> None:
-    done = ended[name].result()
-    assert (done.code, done.err) == (0, b"")
-    n = 5 if name == "head" else ENOUGH
-    assert done.out.decode()[:n] == begins_with[:n]
-
-
-@pytest.mark.parametrize("name", ["full disk", "full disk, json"])
-def test_a_full_disk_under_stdout_is_one_sentence(name: str, ended: dict[str, Future]) -> None:
-    done = ended[name].result()
-    assert done.code == 3
-    _one_sentence(done.err, "No space left")
-
-
-def test_a_file_that_shrinks_while_it_is_read_ends_the_run_after_what_it_had_produced(
-    ended: dict[str, Future], begins_with: str
-) -> None:
-    done = ended["truncated"].result()
-    assert done.code == 3
-    _one_sentence(done.err, "model.safetensors")
-    text = done.out.decode()
-    n = min(len(text) - 1, len(begins_with))
-    assert n >= ENOUGH - 1
-    assert text[:n] == begins_with[:n]
-
-
-def test_too_little_memory_is_one_sentence(ended: dict[str, Future]) -> None:
-    done = ended["little memory"].result()
-    assert (done.code, done.out) == (3, b"")
-    _one_sentence(done.err, "out of memory", "--max-model-len")
-
-
-# The same inside this process.
+def _one_sentence(err: str, *words: str) -> None:
+    lines = err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: "), lines
+    assert all(word in lines[0] for word in words), lines
 
 
 @pytest.fixture
 def line(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., tuple[int, str, str]]]:
-    handler = signal.getsignal(signal.SIGTERM)
     yield lambda *arguments: (run.main(list(arguments)), *capfd.readouterr())
-    signal.signal(signal.SIGTERM, handler)
 
 
 def _spoil_after(n_reads: int, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
@@ -311,7 +102,7 @@ def test_weights_that_are_not_numbers_are_told(name: str, value: float, line: An
     write_checkpoint(tmp_path / "m", config, tensors)
     code, out, err = line("--model", str(tmp_path / "m"), *SMALL, "--prompt", PROMPT, "--quiet")
     assert (code, out) == (3, "")
-    _one_sentence(err.encode(), "not all numbers")
+    _one_sentence(err, "not all numbers")
 
 
 def test_an_error_that_is_ours_is_not_taken_for_the_machines(
