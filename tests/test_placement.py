@@ -168,5 +168,5 @@ def test_a_plan_for_people_names_every_part(checkpoint: Path, capsys: pytest.Cap
 def test_resident_layers_stand_in_the_middle_of_their_parts(sizes: tuple[int, int]) -> None:
     n, k = sizes
     places = sorted(spread(n, k))
-    assert len(places) == k and 0 <= places[0] and places[-1] < n
+    assert len(places) == k and places[0] >= 0 and places[-1] < n
     assert abs(places[0] - (n - 1 - places[-1])) <= 1
