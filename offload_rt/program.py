@@ -5,6 +5,7 @@ import os
 import resource
 import signal
 import sys
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -15,13 +16,15 @@ INTERRUPTED = 130
 # Address space in which torch and transformers can be imported (0.65 GB for the CPU's build). With less they do not raise:
 # the loader, C++ and the interpreter itself each give up in a way of their own.
 _LEAST_ADDRESS_SPACE = 1 << 30
+# What an interrupted program has to clean up before it takes another signal for a wish to end at any price.
+_PATIENCE_S = 1.0
 
 
 def run_program(main: Callable[[], int]) -> int:
     """Run a program as the whole of this process; returns its exit code, with nothing left to be written at exit.
 
-    The first SIGINT, SIGTERM or SIGHUP raises KeyboardInterrupt; another one ends the process at once, and none is heard
-    once the program is ending of itself.
+    The first SIGINT, SIGTERM or SIGHUP raises KeyboardInterrupt, unless the program is ending of itself; another one, some
+    time later, ends the process at once.
     """
     signals = _Signals()
     try:
@@ -89,6 +92,7 @@ class _Signals:
 
     def __init__(self) -> None:
         self.received = self.settled = False
+        self._since = 0.0
 
     def listen(self) -> None:
         """Take the signals that are not ignored, as SIGINT is in the background of a shell."""
@@ -104,9 +108,13 @@ class _Signals:
                 signal.signal(number, signal.SIG_IGN)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
         if self.received:
-            self._leave()
-        self.received = True
+            # At once it may be the same one, sent to the process and to its group, and a file half written.
+            if now - self._since > _PATIENCE_S:
+                self._leave()
+            return
+        self.received, self._since = True, now
         if not self.settled:
             raise _Interrupt
 

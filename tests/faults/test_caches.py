@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from numba.core import caching
 
 from faults.counting import Count
 from faults.injected import Failure
@@ -188,7 +189,7 @@ def test_compiled_functions_need_no_cache(
 
 
 def test_compiled_functions_need_no_folder(monkeypatch: pytest.MonkeyPatch, faults: Count) -> None:
-    monkeypatch.setattr("numba.core.caching._CacheImpl._locator_classes", [])
+    monkeypatch.setattr(caching._CacheImpl, "_locator_classes", [])
     with faults.one():
         assert _doubled()(2.0) == 4.0
 

@@ -13,8 +13,8 @@ import pytest
 
 from faults.counting import Count
 from faults.process import Ended, Job, Running, Zygote, judge, start_fresh
+from offload_rt import program
 
-N_MOMENTS = 20
 ENOUGH = 20  # characters that show that generation is under way
 SIGNALS = {"SIGINT": signal.SIGINT, "SIGTERM": signal.SIGTERM, "SIGHUP": signal.SIGHUP}
 KINDS = {"text": [], "json": ["--json"], "plan": ["--plan"], "trace": ["--trace", "trace.json"]}
@@ -53,16 +53,32 @@ def _judge_all(jobs: list[tuple[Job, float, tuple[int, ...]]], start: Start, fau
                 check(ended)
 
 
-@pytest.mark.parametrize("name", SIGNALS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_twenty_random_moments(
-    kind: str, name: str, zygote: Zygote, speaks: Speaks, folder: Folder, begins_with: str, faults: Count
+@pytest.mark.parametrize(
+    ("kind", "name", "n_moments"),
+    [
+        ("text", "SIGINT", 20),
+        ("text", "SIGTERM", 20),
+        ("text", "SIGHUP", 6),
+        ("json", "SIGINT", 8),
+        ("plan", "SIGTERM", 8),
+        ("trace", "SIGINT", 8),
+    ],
+)
+def test_random_moments(
+    kind: str,
+    name: str,
+    n_moments: int,
+    zygote: Zygote,
+    speaks: Speaks,
+    folder: Folder,
+    begins_with: str,
+    faults: Count,
 ) -> None:
     arguments, moments = speaks("--max-new-tokens", "50", *KINDS[kind]), random.Random(f"{kind} {name}")
     whole = _seconds(zygote.start, Job(arguments, folder()))
     jobs = [
         (Job(arguments, folder()), moments.uniform(0, whole), (SIGNALS[name],) * moments.choice((1, 1, 2)))
-        for _ in range(N_MOMENTS)
+        for _ in range(n_moments)
     ]
 
     def check(ended: Ended) -> None:
@@ -148,3 +164,19 @@ def test_calibrating(name: str, zygote: Zygote, pair: list[str], folder: Folder,
             assert disturbed.code in (0, 130), disturbed.err
             assert "Traceback" not in disturbed.err and "Exception" not in disturbed.err
             assert (lines[-1] == "interrupted") == (disturbed.code == 130)
+
+
+def test_another_signal_ends_what_does_not_end_of_itself(monkeypatch: pytest.MonkeyPatch, faults: Count) -> None:
+    codes, now = [], [100.0]
+    monkeypatch.setattr(os, "_exit", codes.append)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    signals = program._Signals()
+    with faults.one():
+        with pytest.raises(KeyboardInterrupt):
+            signals(signal.SIGINT, None)
+        signals(signal.SIGINT, None)
+        assert codes == []  # it may be the same one, sent twice
+        now[0] += 2
+        signals.settled = True  # which says nothing more on stderr
+        signals(signal.SIGTERM, None)
+        assert codes == [130]
