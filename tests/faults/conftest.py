@@ -1,6 +1,7 @@
 """What every test of faults shares: a model that talks without end, the process that forks runs, and the count."""
 
 import re
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,6 +27,19 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     """One line at the end of the session."""
     if config.stash[COUNT].tried:
         terminalreporter.write_line(str(config.stash[COUNT]))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _heed_signals() -> Iterator[None]:
+    """Also in the background of a shell, where what is started ignores them."""
+    numbers = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
+    kept = [signal.getsignal(number) for number in numbers]
+    for number, handler in zip(numbers, kept, strict=True):
+        if handler == signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler)
+    yield
+    for number, handler in zip(numbers, kept, strict=True):
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

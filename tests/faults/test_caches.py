@@ -189,7 +189,7 @@ def test_compiled_functions_need_no_cache(
 
 
 def test_compiled_functions_need_no_folder(monkeypatch: pytest.MonkeyPatch, faults: Count) -> None:
-    monkeypatch.setattr(caching._CacheImpl, "_locator_classes", [])
+    monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
     with faults.one():
         assert _doubled()(2.0) == 4.0
 
