@@ -106,6 +106,7 @@ def test_a_config_alone_is_planned_as_its_checkpoint_is_loaded(tmp_path: Path) -
     by_config, by_file = Sizes.of_spec(spec_of(config), torch.float32), Sizes.of_checkpoint(checkpoint, torch.float32)
     planned = fit(engine, pick_drafter(engine), (by_config, None), torch.float32, loaded.budgets)
     assert planned.plan.need == loaded.need
+    assert loaded.need.outer == by_file.outer_nbytes == 4 * (2 * 40 * 16 + 16)  # embedding, head and norm, in float32
     assert (planned.max_model_len, planned.cache_rows) == (blueprint.max_model_len, blueprint.cache_rows)
     # On a device every tensor begins at a multiple of 256 bytes.
     padding = 256 * len(checkpoint.spec.layer_tensors())
@@ -170,6 +171,8 @@ def test_a_longer_context_takes_memory_and_time() -> None:
     residents = [one.fit.plan.count("device") for one in forecasts]
     assert points[0].x == 64 and residents == sorted(residents, reverse=True) and residents[-1] < residents[0]
     assert forecasts[-1].compute_s > forecasts[0].compute_s
+    tight = sweep("context", question(), machine(device_memory=19 * 2**30)).points
+    assert tight[0].forecast is not None and tight[-1].forecast is None
 
 
 def test_drawn_paths_are_repeatable_and_about_as_long_as_expected() -> None:

@@ -76,6 +76,18 @@ def test_disk_and_host_are_stages_that_overlap() -> None:
     assert steady(equal, Work(0.0, 0.1, 0.0)) == pytest.approx(12 * 0.5, rel=0.01)
 
 
+def test_what_comes_from_the_disk_crosses_the_link_of_the_card_as_well() -> None:
+    plan = plan_of(16, 3, 8)
+    n_disk, n_streamed = plan.count("disk"), plan.count("disk") + plan.count("host")
+    assert n_disk == 8
+    assert dict(crossed(plan, True).streamed) == {"host": n_streamed * LAYER, "disk": n_disk * LAYER}
+    assert crossed(plan, False) == plan.pass_bytes
+    links = (("disk", 4.0), ("host", 2.0))
+    assert steady(Scheme.of(plan, links, has_card=True), Work(0.0, 0.1, 0.0)) == pytest.approx(
+        n_streamed * 0.5, rel=0.02
+    )
+
+
 def test_drag_slows_the_device_while_bytes_come_in() -> None:
     scheme = Scheme((("disk",),) * 4, (LAYER,) * 4, (("disk", 2.0),), 3, drag=0.1)
     # 2 s of link and 10 s of computing, of which the 2 s go by at 1 / 1.2 of the speed.
@@ -87,7 +99,7 @@ SCHEMES = st.builds(
         plan_of(n, min(2 + device * (n - 2), n - 1), host * n if has_card else 0),
         has_card,
     ),
-    st.integers(8, 60),
+    st.integers(24, 80),
     st.floats(0, 0.7),
     st.floats(0, 1),
     st.booleans(),
@@ -95,22 +107,20 @@ SCHEMES = st.builds(
 
 
 @settings(max_examples=60, deadline=None)
-@given(SCHEMES, st.floats(0.05, 20), st.floats(0, 0.3))
-def test_the_closed_form_says_what_the_clock_says(
-    built: tuple[Plan, bool], compute_s: float, draft_part: float
-) -> None:
-    """Within 3 % of the longer of link and device, and as much above as the closed form rounds at their balance."""
+@given(SCHEMES, st.floats(0.05, 20), st.floats(0, 4))
+def test_the_closed_form_says_what_the_clock_says(built: tuple[Plan, bool], compute_s: float, draft_s: float) -> None:
+    """Within 3 % and a few layers, and as much below as the closed form rounds where link and device are equal."""
     plan, has_card = built
-    draft_s = draft_part * compute_s
     times = ComputeTimes((1,), (0,), ((compute_s,),))
     profile = MachineProfile("imagined", False, LINKS, 1.0, 0.0, times)
     closed = pass_time(profile, crossed(plan, has_card), 1, 0, draft_s)
     run = steady(Scheme.of(plan, LINKS, has_card), Work(draft_s, compute_s, 0.0), 12)
     n_streamed = plan.count("host") + plan.count("disk")
-    # What the closed form leaves out: uneven turns of slow and fast layers, which a few slots cannot level.
+    # What the closed form leaves out: uneven turns of slow and fast layers, which a few slots cannot level; and that after a
+    # long draft the link begins when a layer has been computed, and the device ends with layers that came last.
     uneven = 0.5 * LAYER / 2e9 if 0 < plan.count("host") < n_streamed else 0.0
-    one_layer = compute_s / len(plan.tiers) + LAYER / 20e9
-    assert closed / 1.10 - 1e-9 <= run <= 1.03 * closed + uneven + one_layer
+    layers = 3 * compute_s / len(plan.tiers) + LAYER / 20e9
+    assert closed / 1.10 - 1e-9 <= run <= 1.03 * closed + uneven + layers
 
 
 @settings(max_examples=40, deadline=None)
