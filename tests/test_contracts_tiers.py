@@ -262,14 +262,10 @@ def test_a_file_cut_short_after_opening_is_an_error(place: Path, n_lost: int) ->
     records = on_disk(place, layers)
     tier = DiskTier(records, NAMES, ReadSettings(4096, 2))
     path = records[0][0].path
-    size = max(path.stat().st_size - n_lost, 0)
-    os.truncate(path, size)
-    for i, layer in enumerate(layers):
-        if max(record.stop for record in records[i]) <= size:
-            assert same(read_into(tier, i, 0xA5), layer)
-        else:
-            with pytest.raises(LinkError, match=path.name):
-                read_parallel(tier.reads(i, host_block(tier.layout(i).nbytes)), 2)
+    os.truncate(path, max(path.stat().st_size - n_lost, 0))
+    for i in range(len(layers)):  # also those of which nothing is lost: the file is no longer the one that was checked
+        with pytest.raises(LinkError, match=path.name):
+            read_parallel(tier.reads(i, host_block(tier.layout(i).nbytes)), 2)
     tier.close()
 
 
