@@ -10,7 +10,7 @@ EXPANDED := demo-cache/expanded-$(SIZE)
 ENGINE = --model $(EXPANDED) --draft-model models/demo-draft --device-memory $(BUDGET)
 PROMPT ?= def read_lines(path, encoding="utf-8"):
 
-.PHONY: venv kernels run test lint bench compare clean
+.PHONY: venv kernels run test test-faults test-rest lint bench compare clean
 
 venv: .venv/installed .venv/kernels
 
@@ -38,8 +38,15 @@ run: venv
 	$(PY) -m offload_rt.run $(ENGINE) --plan
 	$(PY) -m offload_rt.run $(ENGINE) --max-new-tokens $(TOKENS) --prompt '$(PROMPT)' --show-tree --baseline
 
+# Two processes: one core is idle in most tests of faults, which wait for programs to end.
 test: venv
-	$(PY) -m pytest
+	$(MAKE) --no-print-directory --jobs=2 test-faults test-rest
+
+test-faults:
+	$(PY) -m pytest tests/faults
+
+test-rest:
+	$(PY) -m pytest --ignore tests/faults
 
 lint: venv
 	$(PY) -m ruff check .
