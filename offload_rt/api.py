@@ -1,6 +1,7 @@
 """The public Python surface: `LLM`, what it returns, and how a run is measured."""
 
 import time
+import weakref
 from collections.abc import Iterator
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from offload_rt.engine.sequence import Sequence
 from offload_rt.errors import CapacityError, PromptError, SettingsError
 from offload_rt.text import TextStream, encode, load_tokenizer
 from offload_rt.tiers._placement import Plan
+from offload_rt.tiers.disk import DiskTier
 from offload_rt.trace import Trace
 from offload_rt.tree.topology import Topology
 from offload_rt.weights._checkpoint import end_ids, locate, open_checkpoint
@@ -88,7 +90,10 @@ class Piece:
 
 
 class LLM:
-    """A model larger than its memory budget, ready to generate. A context manager; `close()` releases everything."""
+    """A model larger than its memory budget, ready to generate.
+
+    A context manager; `close()` releases everything, and so does losing the last reference, or the end of the program.
+    """
 
     def __init__(
         self,
@@ -147,12 +152,14 @@ class LLM:
         """
         trace = trace or Trace(on=False)
         try:
-            self._engine = load(self.blueprint, trace, progress)
+            self._engine = engine = load(self.blueprint, trace, progress)
         except BaseException:
-            self.blueprint.disk.close()
+            self._releases()
             raise
-        engine = self._engine
-        self._loop = Loop(engine.runner, engine.drafter, self.blueprint.drafting.rule, engine.pace, trace)
+        # At the latest when the program ends: threads that are still reading would be torn down with the interpreter.
+        self._releases.detach()
+        self._releases = weakref.finalize(self, _release, engine, self.blueprint.disk)
+        self._trace = trace
 
     def _prepare(self, config: EngineConfig) -> None:
         self._engine: Engine | None = None
@@ -167,6 +174,7 @@ class LLM:
             check_pair(checkpoint.spec, draft.spec, (self.tokenizer, load_tokenizer(place)))
             drafting = replace(drafting, draft=draft)
         self.blueprint = draw_up(config, checkpoint, drafting)
+        self._releases = weakref.finalize(self, self.blueprint.disk.close)
 
     @property
     def plan(self) -> Plan:
@@ -179,6 +187,12 @@ class LLM:
         if self._engine is None:
             raise SettingsError("this LLM is closed", change="make a new one")
         return self._engine
+
+    @property
+    def _loop(self) -> Loop:
+        # Made for each run, so that nothing but the engine holds the weights.
+        engine = self.engine
+        return Loop(engine.runner, engine.drafter, self.blueprint.drafting.rule, engine.pace, self._trace)
 
     @property
     def max_model_len(self) -> int:
@@ -195,12 +209,8 @@ class LLM:
 
     def close(self) -> None:
         """End all transfers, join the threads, release the memory; may be called again."""
-        if self._engine is not None:
-            engine, self._engine = self._engine, None
-            engine.close()
-            if engine.draft is not None and not engine.drafter.knowledge.is_empty:
-                remember(engine.runner.spec, engine.draft.spec, engine.drafter.knowledge)
-        self.blueprint.disk.close()
+        self._engine = None
+        self._releases()
 
     def generate(
         self, prompts: Prompt | Several[Prompt], params: SamplingParams | Several[SamplingParams] | None = None
@@ -338,6 +348,14 @@ class _Run:
             measured_tokens_per_pass=tally.measured_tokens / (tally.n_passes - 1) if measured else None,
             tree_widths=np.bincount(tally.topology.depths).tolist(),
         )
+
+
+def _release(engine: Engine, disk: DiskTier) -> None:
+    """End all transfers, and keep what was learned of a pair of models."""
+    engine.close()
+    disk.close()
+    if engine.draft is not None and not engine.drafter.knowledge.is_empty:
+        remember(engine.runner.spec, engine.draft.spec, engine.drafter.knowledge)
 
 
 def _several(prompts: Prompt | Several[Prompt]) -> list[Prompt]:

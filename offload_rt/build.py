@@ -2,9 +2,9 @@
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -19,7 +19,7 @@ from offload_rt.engine.loop import Drafter, DraftLimits
 from offload_rt.engine.pace import Pace
 from offload_rt.engine.runner import Placing, Runner
 from offload_rt.errors import CapacityError, DeviceError, SettingsError
-from offload_rt.machine import MachineProfile, memory_free, memory_limit
+from offload_rt.machine import MachineProfile, cards, memory_free, memory_limit
 from offload_rt.stream._streamer import Streamer, Supply
 from offload_rt.tiers._memory import MemoryTier
 from offload_rt.tiers._placement import Budgets, Plan
@@ -32,6 +32,7 @@ from offload_rt.weights import dense
 from offload_rt.weights._checkpoint import Checkpoint
 from offload_rt.weights._header import TensorRecord
 from offload_rt.weights._image import LayerImage, host_block, repack
+from offload_rt.worker import done_ahead
 
 _STREAMERS = {"cpu": "threads", "cuda": "cuda"}
 
@@ -44,6 +45,7 @@ class Blueprint:
 
     max_model_len  most tokens of a sequence
     cache_rows     rows of keys and values that the plan has room for
+    notice         what its user should know of the device; empty if nothing
     """
 
     checkpoint: Checkpoint
@@ -55,6 +57,7 @@ class Blueprint:
     plan: Plan
     max_model_len: int
     cache_rows: int
+    notice: str = ""
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,8 @@ class Engine:
 
     def close(self) -> None:
         """End all transfers and release the weights."""
+        for runner in filter(None, (self.runner, self.draft)):
+            runner.forget_passes()
         self.streamer.close()
         self.host.close()
         self.resident.close()
@@ -101,11 +106,28 @@ def pick_device(name: str) -> torch.device:
     """The device of a setting. Raises DeviceError if it is cuda and there is none."""
     if name == "cuda" and not torch.cuda.is_available():
         raise DeviceError(
-            "--device cuda", need="a CUDA device", have="none that torch can use", change="use --device cpu"
+            "--device cuda", need="a CUDA device that torch can use", have=_why_no_card(), change="use --device cpu"
         )
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def _why_no_card() -> str:
+    """What torch says of a card that it cannot use: no driver, one that is too old, a build without CUDA."""
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return f"none ({str(error).splitlines()[0].split('. ')[0].rstrip('.')})"
+    return "none"
+
+
+def _notice(asked: str, device: torch.device) -> str:
+    """Says so where a card is there and a CPU computes although nobody asked for it."""
+    found = cards() if asked == "auto" and device.type == "cpu" else []
+    if not found:
+        return ""
+    return f"computing on the CPU: there is a {found[0]}, but torch can use {_why_no_card()}; --device cpu if that is meant"
 
 
 def draw_up(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting) -> Blueprint:
@@ -130,8 +152,9 @@ def draw_up(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting) ->
         disk.close()
         raise
     return Blueprint(
-        checkpoint, drafting, fitted.limits, device, dtype, disk, fitted.plan, fitted.max_model_len, fitted.cache_rows
-    )
+        checkpoint, drafting, fitted.limits, device, dtype, disk, fitted.plan, fitted.max_model_len, fitted.cache_rows,
+        _notice(config.device, device),
+    )  # fmt: skip
 
 
 def load(blueprint: Blueprint, trace: Trace, progress: Progress | None = None) -> Engine:
@@ -249,6 +272,7 @@ def budgets_of(config: EngineConfig, device: torch.device) -> Budgets:
         _within(config.device_memory, "--device-memory", less_margin(on_card), all_of_card),
         _within(config.host_memory, "--host-memory", spare, memory_limit()),
         LIBRARIES,
+        has_card=True,
     )
 
 
@@ -287,16 +311,10 @@ def _fill(tiers: dict[str, MemoryTier], blueprint: Blueprint, meter: _Meter) -> 
         if name != "disk":
             same.setdefault((name, tuple(blueprint.checkpoint.layers[i])), []).append(i)
 
-    with ThreadPoolExecutor(1) as pool:
-        firsts = iter([layers[0] for layers in same.values()])
-
-        def begin() -> Future[LayerImage] | None:
-            i = next(firsts, None)
-            return None if i is None else pool.submit(_read, blueprint.disk, i, blueprint.device, meter)
-
-        coming = begin()
+    reads = (partial(_read, blueprint.disk, layers[0], blueprint.device, meter) for layers in same.values())
+    with closing(done_ahead(reads, "loads")) as images:
         for (name, _), layers in same.items():
-            image, coming = coming.result(), begin()
+            image = next(images)
             if name == "device":
                 image = _on(blueprint.device, image)
             for i in layers:

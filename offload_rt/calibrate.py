@@ -4,7 +4,6 @@ It generates from a few prompts to learn how often the draft is right, times pas
 size and depth of tree would cost for a token. Later runs start from what was measured.
 """
 
-import argparse
 import io
 import json
 import sys
@@ -14,10 +13,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from offload_rt.config import EngineConfig, SamplingParams, add_flags, from_flags, setting
+from offload_rt.config import EngineConfig, Parser, SamplingParams, add_flags, from_flags, setting
 from offload_rt.errors import PromptError, SettingsError
 from offload_rt.files import write_atomically
-from offload_rt.program import check_address_space, end, run_program
+from offload_rt.program import check_address_space, exit_code, run_program
 
 if TYPE_CHECKING:
     from offload_rt.api import LLM
@@ -69,17 +68,15 @@ PROMPTS = (
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns its exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m offload_rt.calibrate", description=__doc__.split("\n\n")[0], allow_abbrev=False
-    )
+    parser = Parser("python -m offload_rt.calibrate", __doc__.split("\n\n")[0])
     for cls in (EngineConfig, CalibrateSettings):
         add_flags(parser, cls)
-    try:
+
+    def work() -> None:
         flags = parser.parse_args(arguments)
         _calibrate(from_flags(CalibrateSettings, flags), from_flags(EngineConfig, flags))
-        return 0
-    except (Exception, KeyboardInterrupt) as error:
-        return end(error)
+
+    return exit_code(work)
 
 
 def _calibrate(settings: CalibrateSettings, config: EngineConfig) -> None:

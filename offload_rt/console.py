@@ -29,7 +29,8 @@ class LoadingBar:
         columns = (TextColumn("loading"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeElapsedColumn())
         self._console = console
         # In a log file a bar is noise: one line at the end says the same.
-        self._bar = Progress(*columns, console=console, disable=not console.is_terminal)
+        # Drawn by the one who calls, for a thread of the bar's own is waited for in ways that an interrupt can break.
+        self._bar = Progress(*columns, console=console, disable=not console.is_terminal, auto_refresh=False)
         self._task = self._bar.add_task("loading", total=None)
         self._started: float | None = None
         self._drawn = 0.0
@@ -50,7 +51,7 @@ class LoadingBar:
         self._started = self._started or now
         if done >= total or now - self._drawn > _SECONDS_BETWEEN_DRAWS:
             self._drawn = now
-            self._bar.update(self._task, completed=done, total=total)
+            self._bar.update(self._task, completed=done, total=total, refresh=True)
         if done >= total and not self._console.is_terminal:
             seconds = now - self._started
             self._console.print(

@@ -14,6 +14,17 @@ _NO_MEMORY = (
     "failed to map segment",
     "Cannot allocate memory",
 )
+# How the driver says that the card cannot be had. Its other errors ("an illegal memory access") are faults of this program.
+_NO_CARD = (
+    "CUDA-capable device",
+    "CUDA driver version is insufficient",
+    "CUDA driver initialization failed",
+    "CUDA error: initialization error",
+    "CUDA error: uncorrectable ECC error",
+    "CUDA error: unknown error",
+    "Found no NVIDIA driver",
+    "NVIDIA driver on your system is too old",
+)
 # Characters of a message; what a hostile file quotes in it may be megabytes.
 _LONGEST = 1000
 
@@ -90,6 +101,12 @@ def machine_error(error: BaseException) -> OffloadError:
     if full or (isinstance(error, RuntimeError | ImportError) and any(words in text for words in _NO_MEMORY)):
         return DeviceError(
             "out of memory", have=text[:200], change="lower --device-memory, --host-memory or --max-model-len"
+        )
+    if isinstance(error, RuntimeError) and any(words in text for words in _NO_CARD):
+        return DeviceError(
+            "the card cannot be used",
+            have=text[:200],
+            change="end what else uses it, see nvidia-smi, or use --device cpu",
         )
     if isinstance(error, OSError):
         return DeviceError(

@@ -4,9 +4,9 @@ The picture shows the whole run above and two of its steps below: what the link 
 what was computed, drafted and verified, and when computing waited for a layer.
 """
 
-import argparse
 import json
 import sys
+from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from offload_rt.config import Parser
 from offload_rt.errors import SettingsError, TraceError
-from offload_rt.program import end, run_program
+from offload_rt.program import exit_code, run_program
 from offload_rt.trace import COMPUTE, DISK, DRAFT, FORMAT, LINK, NOTHING_ASKED, SLOTS_FULL, VERIFY, WAIT, Span, waits
 
 _ACTIVITIES = (COMPUTE, DRAFT, VERIFY, WAIT)
@@ -266,23 +267,20 @@ def _panel(axes: Any, spans: Sequence[Span], lanes: list[str], shown: tuple[floa
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns its exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m offload_rt.report", description=__doc__.split("\n\n")[0], allow_abbrev=False
-    )
+    parser = Parser("python -m offload_rt.report", __doc__.split("\n\n")[0])
     parser.add_argument("file", type=Path, metavar="FILE", help="written by python -m offload_rt.run --trace FILE")
     parser.add_argument("--out", type=Path, help="the picture; default: FILE with .png in place of its suffix")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
-    try:
-        flags = parser.parse_args(arguments)
-        spans = read(flags.file)
-        found = shares(spans)
-        out = flags.out or flags.file.with_suffix(".png")
-        _check_folder(out)
-        draw(spans, found, out)
-        print(json.dumps(asdict(found)) if flags.json else f"{text(found)}\npicture: {out}")
-        return 0
-    except (Exception, KeyboardInterrupt) as error:
-        return end(error)
+    return exit_code(lambda: _report(parser.parse_args(arguments)))
+
+
+def _report(flags: Namespace) -> None:
+    spans = read(flags.file)
+    found = shares(spans)
+    out = flags.out or flags.file.with_suffix(".png")
+    _check_folder(out)
+    draw(spans, found, out)
+    print(json.dumps(asdict(found)) if flags.json else f"{text(found)}\npicture: {out}")
 
 
 def _check_folder(out: Path) -> None:

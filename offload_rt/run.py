@@ -4,7 +4,6 @@ Text goes to stdout as it is produced; progress and the report go to stderr. Exi
 settings, 3 the machine could not (memory, disk, driver), 130 interrupted.
 """
 
-import argparse
 import json
 import sys
 from dataclasses import asdict, dataclass
@@ -12,9 +11,9 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from offload_rt.config import EngineConfig, SamplingParams, add_flags, from_flags, setting
+from offload_rt.config import EngineConfig, Parser, SamplingParams, add_flags, from_flags, setting
 from offload_rt.errors import PromptError
-from offload_rt.program import INTERRUPTED, check_address_space, end, run_program
+from offload_rt.program import INTERRUPTED, check_address_space, exit_code, run_program, whole
 
 if TYPE_CHECKING:
     from offload_rt.api import LLM, Output
@@ -49,33 +48,44 @@ class RunSettings:
 
 @dataclass
 class _Progress:
-    """What has come out so far, for the case that the run ends early."""
+    """What has come out so far, for the case that the run ends early.
 
+    as_json  it is printed as one object at the end, not as it comes
+    is_told  all that there will be is on stdout
+    """
+
+    as_json: bool = False
     text: str = ""
     token_ids: tuple[int, ...] = ()
+    is_told: bool = False
+
+    def tell_rest(self, code: int) -> None:
+        """End the text where it is, or print the object of what there is of it."""
+        if self.is_told:
+            return
+        if self.as_json and self.token_ids:
+            _print_json(self.text, list(self.token_ids), "interrupted" if code == INTERRUPTED else "error", None)
+        elif self.text and not self.as_json:
+            print()
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns its exit code."""
     # Where the terminal's coding has no such character, a mark stands for it: the run is worth more than the character.
     sys.stdout.reconfigure(errors="replace")
-    so_far, as_json = _Progress(), False
-    try:
+    so_far = _Progress()
+
+    def work() -> None:
         flags = _parser().parse_args(arguments)
-        as_json = flags.json and not flags.plan
+        so_far.as_json = flags.json and not flags.plan
         settings, config = from_flags(RunSettings, flags), from_flags(EngineConfig, flags)
         _run(settings, config, from_flags(SamplingParams, flags), so_far)
-        return 0
-    except (Exception, KeyboardInterrupt) as error:
-        return end(error, lambda code: _tell_rest(code, so_far, as_json))
+
+    return exit_code(work, so_far.tell_rest)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m offload_rt.run",
-        description="Generate from a model larger than the memory of its device.",
-        allow_abbrev=False,
-    )
+def _parser() -> Parser:
+    parser = Parser("python -m offload_rt.run", "Generate from a model larger than the memory of its device.")
     for cls in (EngineConfig, RunSettings, SamplingParams):
         add_flags(parser, cls)
     return parser
@@ -104,29 +114,34 @@ def _run(settings: RunSettings, config: EngineConfig, params: SamplingParams, so
         llm.check_prompt(ids)
         with LoadingBar(console) as bar:
             llm.load(trace, bar)
-        if llm.engine.notice:
-            console.print(llm.engine.notice, highlight=False, soft_wrap=True)
+        for notice in filter(None, (llm.blueprint.notice, llm.engine.notice)):
+            console.print(notice, highlight=False, soft_wrap=True)
         try:
-            output = _generate(llm, ids, params, so_far, settings.json)
+            output = _generate(llm, ids, params, so_far)
         finally:
             if settings.trace is not None:
                 trace.write(Path(settings.trace))
         if settings.json:
-            _print_json(output.text, output.token_ids, output.finish_reason, asdict(output.stats))
+            with whole():
+                _print_json(output.text, output.token_ids, output.finish_reason, asdict(output.stats))
+                so_far.is_told = True
         plain = median(llm.time_plain(len(ids))) if settings.baseline else None
         console.print(report(output.stats, llm.plan.pass_bytes, plain), highlight=False, soft_wrap=True)
         if settings.show_tree:
             console.print(describe(output.topology), highlight=False, soft_wrap=True, markup=False)
 
 
-def _generate(llm: "LLM", ids: list[int], params: SamplingParams, so_far: _Progress, as_json: bool) -> "Output":
+def _generate(llm: "LLM", ids: list[int], params: SamplingParams, so_far: _Progress) -> "Output":
     for piece in llm.stream(ids, params):
-        so_far.text += piece.text
-        so_far.token_ids += tuple(piece.token_ids)
-        if not as_json:
-            print(piece.text, end="", flush=True)
-    if not as_json:
-        print(flush=True)
+        with whole():
+            so_far.text += piece.text
+            so_far.token_ids += tuple(piece.token_ids)
+            if not so_far.as_json:
+                print(piece.text, end="", flush=True)
+    if not so_far.as_json:
+        with whole():
+            print(flush=True)
+            so_far.is_told = True
     return piece.output
 
 
@@ -178,14 +193,6 @@ def _print_json(text: str, token_ids: list[int], finish_reason: str, stats: dict
     print(
         json.dumps({"text": text, "token_ids": token_ids, "finish_reason": finish_reason, "stats": stats}), flush=True
     )
-
-
-def _tell_rest(code: int, so_far: _Progress, as_json: bool) -> None:
-    """End the text where it is, or print the object of what there is of it."""
-    if as_json and so_far.token_ids:
-        _print_json(so_far.text, list(so_far.token_ids), "interrupted" if code == INTERRUPTED else "error", None)
-    elif so_far.text and not as_json:
-        print()
 
 
 if __name__ == "__main__":

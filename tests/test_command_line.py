@@ -186,7 +186,7 @@ def test_calibrating_is_one_object_of_what_was_found(processes: dict[str, Future
     assert np.shape(found["cost"]) == (3, 2) and np.min(found["cost"]) > 0
     n_nodes, n_levels, seconds = found["best"]
     assert 1 <= n_nodes <= 24 and 1 <= n_levels <= 4
-    assert seconds <= np.min(found["cost"]) * (1 + 1e-9)
+    assert seconds <= np.min(found["cost"]) * 1.01  # the smallest of those that are as good
     report = done.stderr.decode()
     assert report.count("tokens per pass") == report.count(" s per token") == 8
     assert report.count("adaptive_tree: ") == report.count("static_tree: ") == 4
@@ -225,11 +225,7 @@ def line(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., tuple[int,
 
     def call(*arguments: str) -> tuple[int, str, str]:
         capfd.readouterr()
-        try:
-            code = run.main(list(arguments))
-        except SystemExit as ended:
-            code = ended.code
-        return code, *capfd.readouterr()
+        return run.main(list(arguments)), *capfd.readouterr()
 
     yield call
     signal.signal(signal.SIGTERM, handler)
@@ -359,6 +355,9 @@ def test_a_trace_is_written_with_spans_of_reading_and_computing(line: Any, model
         (["--prompt", "x", "--top-p", "0"], ["top_p"]),
         (["--prompt", "x", "--stop", ""], ["stop"]),
         (["--prompt", "x", "--drafter", "telepathy"], ["telepathy", "none"]),
+        (["--prompt", "x", "--drafter", "none", "--tree-size", "4"], ["--tree-size with --drafter none"]),
+        (["--prompt", "x", "--drafter", "none", "--tree-depth", "4"], ["--tree-depth with --drafter none"]),
+        (["--prompt", "x", "--tree-siez", "4"], ["did you mean --tree-size?"]),
         (["--prompt", "x", "--host-memory", "1GB"], ["--host-memory"]),
         (["--prompt", "x", "--max-model-len", "100000"], ["--max-model-len", "8192"]),
         (["--prompt", "x", "--device-memory", "1000TiB"], ["--device-memory"]),
@@ -410,9 +409,47 @@ def test_a_damaged_tokenizer_is_refused(line: Any, model: Path, tmp_path: Path) 
     "arguments", [["--prompt", "x"], ["--model", "m", "--max-new-tokens", "many"], ["--modle", "m"]]
 )
 def test_flags_that_cannot_be_read_are_exit_code_2(arguments: list[str], line: Any) -> None:
+    _refused(line(*arguments))
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_what_stands_on_stdout_is_not_printed_again_by_an_interrupt(
+    flags: list[str], line: Any, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = [
+        "--model",
+        str(model),
+        *SMALL,
+        "--prompt",
+        "x",
+        "--max-new-tokens",
+        "3",
+        "--baseline",
+        "--quiet",
+        *flags,
+    ]
+    whole = line(*arguments)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LLM, "time_plain", interrupted)
     code, out, err = line(*arguments)
-    assert (code, out) == (2, "")
-    assert "error: " in err.splitlines()[-1]
+    assert (code, err) == (130, "interrupted\n")
+    assert len(out.splitlines()) == len(whole[1].splitlines())
+    assert out.endswith("\n") and not out.endswith("\n\n")
+    if flags:
+        assert json.loads(out)["finish_reason"] == "length"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_card_that_torch_cannot_use_is_told(line: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offload_rt.build.cards", lambda: ["NVIDIA GeForce RTX 4090"])
+    arguments = ["--model", str(model), "--prompt", "x", "--max-new-tokens", "1", "--device-memory", "1MB"]
+    code, _, err = line(*arguments, "--max-model-len", "64")
+    assert code == 0
+    assert "computing on the CPU: there is a NVIDIA GeForce RTX 4090, but torch can use none (" in err
+    assert "computing on" not in line(*arguments, "--max-model-len", "64", "--device", "cpu")[2]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

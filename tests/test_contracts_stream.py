@@ -25,6 +25,7 @@ from offload_rt import plugins
 from offload_rt.errors import LinkError
 from offload_rt.stream._streamer import Block, Streamer, Supply
 from offload_rt.stream.cuda import CudaStreamer
+from offload_rt.stream.threads import ThreadStreamer
 from offload_rt.tiers._tier import Read, Tier
 from offload_rt.tiers.device import DeviceTier
 from offload_rt.tiers.disk import DiskTier, ReadSettings
@@ -32,6 +33,7 @@ from offload_rt.tiers.host import HostTier
 from offload_rt.tiers.paced import PacedTier
 from offload_rt.trace import NOTHING_ASKED, SLOTS_FULL, Trace
 from offload_rt.weights._image import LayerImage, Layout, pack
+from offload_rt.worker import Monitor, at_work
 
 # What happens before a read: told the layer, and how often that layer has been asked for.
 Trap = Callable[[int, int], None]
@@ -334,7 +336,7 @@ def bench(
     if make is RealGPU and not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
     device = make()
-    before = set(threading.enumerate())
+    before = at_work()
     watched: list[Watched] = []
 
     def watch(tier: Tier) -> Tier:
@@ -349,7 +351,7 @@ def bench(
         for tier in watched:
             tier.trap = None
         streamer.close()
-        left = set(threading.enumerate()) - before
+        left = at_work() - before
         device.close()
         for tier in tiers:
             tier.close()
@@ -560,6 +562,62 @@ def test_a_sweep_over_a_closed_streamer_is_an_error_rather_than_a_wait_without_e
             thread.join(5.0)
             assert not thread.is_alive(), "the sweep waits for ever"
             assert isinstance(ended[0], LinkError)
+
+
+@pytest.mark.parametrize(("name", "make"), BENCHES)
+def test_memory_that_runs_out_between_two_reads_is_told_to_the_sweep(
+    name: str, make: type[Host], files: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(*_: object) -> None:
+        raise MemoryError
+
+    with bench(name, make, files) as b:
+        with monkeypatch.context() as patch:
+            patch.setattr(ThreadStreamer, "_note_fetch", no_memory)
+            with pytest.raises(MemoryError):
+                b.sweep()
+        b.device.seen()
+        b.sweep()
+
+
+@pytest.mark.parametrize(("name", "make"), BENCHES)
+def test_a_sweep_that_is_held_half_way_does_not_disturb_the_next(name: str, make: type[Host], files: Any) -> None:
+    """As when whoever caught an interrupt holds its traceback."""
+    with bench(name, make, files) as b:
+        for n in (1, 3, 4):
+            held = b.streamer.sweep()
+            for _ in range(n):
+                next(held)
+            b.sweep()
+            newer = b.streamer.sweep()
+            b.device.look(next(newer))
+            with pytest.raises(LinkError, match="another pass"):
+                list(held)
+            for block in newer:
+                b.device.look(block)
+            b.device.seen()
+            b.sweep()
+
+
+@pytest.mark.parametrize(("name", "make"), BENCHES)
+def test_a_sweep_whose_end_was_interrupted_does_not_disturb_the_next(
+    name: str, make: type[Host], files: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait_for, n_waits = Monitor.wait_for, 0
+
+    def interrupted(monitor: Monitor, look: Callable[[], Any]) -> Any:
+        nonlocal n_waits
+        n_waits += threading.current_thread() is threading.main_thread()
+        if n_waits in (2, 3) and threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        return wait_for(monitor, look)
+
+    with bench(name, make, files) as b:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Monitor, "wait_for", interrupted)
+            for _ in b.streamer.sweep():
+                pass
+        b.sweep()
 
 
 @pytest.mark.parametrize(("name", "make"), [bench for bench in BENCHES if "cuda" not in bench.id])

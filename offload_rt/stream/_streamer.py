@@ -86,13 +86,18 @@ def refuse_closed(is_closed: bool) -> None:
 
 
 def visit(
-    supply: Supply, arrive: Callable[[int], Block], release: Callable[[], None], park: Callable[[], None]
+    supply: Supply,
+    arrive: Callable[[int], Block],
+    release: Callable[[], None],
+    park: Callable[[], None],
+    is_newest: Callable[[], bool],
 ) -> Iterator[Block]:
     """The sweep of every streamer: resident layers where they lie, the others as they arrive.
 
-    arrive   waits for a streamed layer
-    release  gives its slot back, called at the next step
-    park     called when the sweep is left half-way (an error, Ctrl-C), so that the next one begins at the first layer
+    arrive     waits for a streamed layer
+    release    gives its slot back, called at the next step
+    park       called when the sweep is left half-way (an error, Ctrl-C), so that the next one begins at the first layer
+    is_newest  whether no other sweep has begun since: the layers that arrive are for that one
     """
     finished = False
     try:
@@ -102,10 +107,12 @@ def visit(
                 yield Block(i, image.layout, image.block)
             else:
                 yield arrive(i)
+                if not is_newest():
+                    raise LinkError("the weights are in use by another pass", change="end one before the next begins")
                 release()
         finished = True
     finally:
-        if not finished:
+        if not finished and is_newest():
             park()
 
 

@@ -1,6 +1,6 @@
 """The streamer of a CUDA device: copies on a stream of their own, ordered with the compute by events alone."""
 
-import threading
+import atexit
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -14,6 +14,7 @@ from offload_rt.stream._meter import LinkMeter
 from offload_rt.stream._streamer import Block, Supply, refuse_closed, visit
 from offload_rt.stream.threads import ThreadStreamer
 from offload_rt.trace import LINK, Trace, slot_lane
+from offload_rt.worker import Monitor, Worker
 
 
 @dataclass(frozen=True)
@@ -43,21 +44,27 @@ class CudaStreamer:
         self._upstream = ThreadStreamer(supply.on_host(), trace, pinned=True)
         n_slots = supply.n_slots if supply.order else 0
         self._slots: list[Tensor] = [device.allocate(supply.packed_slot_nbytes) for _ in range(n_slots)]
-        self._changed = threading.Condition()
+        self._state = Monitor()
         self._closed = False
+        self._n_sweeps = 0
         self._timings: deque[_Copy] = deque()
         self._waits: deque[tuple[Any, Any]] = deque()
         self._epoch = device.record_compute()
         device.wait(self._epoch)
         self._epoch_s = time.perf_counter()
+        if self._slots:
+            atexit.register(self.close)  # see ThreadStreamer
         self._start()
 
     def sweep(self) -> Iterator[Block]:
         """Yield every layer once, in order; see `Streamer`. The compute of a block may still run when the next is asked for."""
         refuse_closed(self._closed)
-        if self._is_parked:
+        self._n_sweeps += 1
+        if self._stopping or (self.order and self._n_consumed % len(self.order)):
+            self._stop()  # the last one was left half-way; an interrupt may have met its end
             self._start()
-        yield from visit(self._supply, self._arrive, self._release, self._stop)
+        newest = self._n_sweeps
+        yield from visit(self._supply, self._arrive, self._release, self._stop, lambda: newest == self._n_sweeps)
 
     def close(self) -> None:
         """Join the threads, end the copies, release the slots."""
@@ -66,6 +73,7 @@ class CudaStreamer:
             self._closed = True
             self._upstream.close()
             self._slots.clear()
+            atexit.unregister(self.close)
 
     def _start(self) -> None:
         self._stopping = self._is_parked = False
@@ -73,33 +81,30 @@ class CudaStreamer:
         self._n_copied = self._n_consumed = 0
         self._ready: dict[int, Any] = {}
         self._free = [self._device.event() for _ in self._slots]
-        self._feeder = threading.Thread(target=self._feed, name="copies", daemon=True)
+        self._feeder = Worker(self._feed, "copies", daemon=True)
         if self._slots:
             self._feeder.start()
 
     def _stop(self) -> None:
-        with self._changed:
+        with self._state.lock:
             self._stopping = True
-            self._changed.notify_all()
-        if self._feeder.ident is not None:
-            self._feeder.join()
+            self._state.ring()
+        self._feeder.join()
         self._device.synchronize()
         self._count_finished()
         # No copies before the next sweep asks: what made this one fail would fail again behind its back.
-        with self._changed:
+        with self._state.lock:
             self._is_parked = True
-            self._changed.notify_all()
+            self._state.ring()
 
     def _arrive(self, i: int) -> Block:
         """Wait until the copy of layer i has been enqueued, and let the compute wait for its end."""
         k, idle = self._n_consumed, self._device.record_compute()
-        with self._changed:
-            while self._error is None and not self._is_parked and k not in self._ready:
-                self._changed.wait()
-            refuse_closed(self._is_parked)
-            if self._error is not None:
-                raise self._error
-            ready = self._ready.pop(k)
+        self._state.wait_for(lambda: self._error is not None or self._is_parked or k in self._ready)
+        refuse_closed(self._is_parked)
+        if self._error is not None:
+            raise self._error
+        ready = self._ready[k]
         self._waits.append((idle, ready))
         self._device.compute_waits_for(ready)
         return Block(i, self._supply.packed_layout(i), self._slots[k % len(self._slots)])
@@ -107,10 +112,11 @@ class CudaStreamer:
     def _release(self) -> None:
         refuse_closed(self._closed)
         used = self._device.record_compute()
-        with self._changed:
+        with self._state.lock:
             self._free[self._n_consumed % len(self._slots)] = used
+            del self._ready[self._n_consumed]
             self._n_consumed += 1
-            self._changed.notify_all()
+            self._state.ring()
 
     def _feed(self) -> None:
         """Enqueue copies for ever; an error goes to the caller of `sweep`."""
@@ -118,9 +124,9 @@ class CudaStreamer:
             while self._feed_sweep():
                 pass
         except BaseException as error:  # whatever it is, it belongs to the caller of sweep
-            with self._changed:
-                self._error = error
-                self._changed.notify_all()
+            self._error = error
+            with self._state.lock:
+                self._state.ring()
 
     def _feed_sweep(self) -> bool:
         """Copy every streamed layer once; returns whether to go on."""
@@ -133,10 +139,10 @@ class CudaStreamer:
                 if slot is None:
                     return False
                 done = self._copy(block, slot)
-                with self._changed:
+                with self._state.lock:
                     self._ready[self._n_copied] = done
                     self._n_copied += 1
-                    self._changed.notify_all()
+                    self._state.ring()
                 if self._supply.is_transient(block.i):
                     # The pinned slot is refilled at the next step of this loop: its copy must have ended.
                     self._device.wait(done)
@@ -146,10 +152,8 @@ class CudaStreamer:
 
     def _wait_for_slot(self) -> int | None:
         """The next slot, once its last compute has been enqueued; None when the streamer stops."""
-        with self._changed:
-            while not self._stopping and self._n_copied >= self._n_consumed + len(self._slots):
-                self._changed.wait()
-            return None if self._stopping else self._n_copied % len(self._slots)
+        self._state.wait_for(lambda: self._stopping or self._n_copied < self._n_consumed + len(self._slots))
+        return None if self._stopping else self._n_copied % len(self._slots)
 
     def _copy(self, block: Block, slot: int) -> Any:
         """One copy where the block lies on the host as on the device; otherwise one for each tensor."""

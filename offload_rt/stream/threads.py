@@ -1,8 +1,9 @@
 """The streamer of a CPU: threads fill slots by blocking reads that release the interpreter lock."""
 
-import threading
+import atexit
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from offload_rt.tiers._pinning import pin, unpin
 from offload_rt.tiers._tier import Read
 from offload_rt.trace import DISK, LINK, NOTHING_ASKED, SLOTS_FULL, WAIT, Trace, slot_lane, waits
 from offload_rt.weights._image import host_block
+from offload_rt.worker import Monitor, Worker
 
 # What is shorter is no wait for a layer but the taking of a lock.
 _LEAST_WAIT_S = 1e-4
@@ -43,37 +45,48 @@ class ThreadStreamer:
         n_slots = supply.n_slots if self.order else 0
         self._slots: list[Tensor] = [host_block(supply.slot_nbytes) for _ in range(n_slots)]
         self._pinned = [slot for slot in self._slots if pinned and pin(slot)]
-        self._changed = threading.Condition()
+        self._state = Monitor()
         self._closed = self._parked = False
+        self._n_sweeps = 0
         self._rewind()
         n_threads = max((tier.n_parallel for tier in supply.streamed if tier is not None), default=0)
-        self._threads = [threading.Thread(target=self._work, name=f"read-{i}", daemon=True) for i in range(n_threads)]
-        self._stands_still()
+        self._threads = [Worker(self._work, f"read-{i}", daemon=True) for i in range(n_threads)]
+        self._note_standstill()
+        # At the latest then: a thread that still reads when the interpreter goes ends the process by abort().
+        if self._threads:
+            atexit.register(self.close)
         for thread in self._threads:
             thread.start()
 
     def sweep(self) -> Iterator[Block]:
         """Yield every layer once, in order; see `Streamer`."""
         refuse_closed(self._closed)
+        self._n_sweeps += 1
+        if not self._parked and self.order and self._n_consumed % len(self.order):
+            self._park()  # the last one was left half-way, and an interrupt met its end
         self._go_on()
-        yield from visit(self._supply, self._arrive, self._release, self._park)
+        newest = self._n_sweeps
+        yield from visit(self._supply, self._arrive, self._release, self._park, lambda: newest == self._n_sweeps)
 
     def close(self) -> None:
         """Join the threads and release the slots."""
-        with self._changed:
+        with self._state.lock:
             self._closed = True
-            self._changed.notify_all()
+            self._state.ring()
         for thread in self._threads:
             thread.join()
+        atexit.unregister(self.close)
         for slot in self._pinned:
             unpin(slot)
         self._pinned.clear()
         self._slots.clear()
 
     def _go_on(self) -> None:
-        with self._changed:
+        if self._parked:
+            self._stand_still()
+        with self._state.lock:
             self._parked = False
-            self._changed.notify_all()
+            self._state.ring()
 
     def _rewind(self) -> None:
         self._n_consumed = 0  # fetches whose compute has finished
@@ -85,47 +98,52 @@ class ThreadStreamer:
     def _arrive(self, i: int) -> Block:
         """Wait until the next fetch, which is layer i, is in its slot."""
         k, started = self._n_consumed, time.perf_counter()
-        with self._changed:
-            while self._error is None and not self._closed and not self._has_arrived(k):
-                self._changed.wait()
-            self._note_wait(i, started)
-            refuse_closed(self._closed)
-            if self._error is not None:
-                raise self._error
+        self._state.wait_for(lambda: self._error is not None or self._closed or self._has_arrived(k))
+        self._note_wait(i, started)
+        refuse_closed(self._closed)
+        if self._error is not None:
+            raise self._error
         return Block(i, self._supply.streamed[i].layout(i), self._slots[k % len(self._slots)])
 
     def _has_arrived(self, k: int) -> bool:
         return k < self._n_started and k not in self._under_way
 
     def _release(self) -> None:
-        with self._changed:
+        with self._state.lock:
             self._n_consumed += 1
-            self._changed.notify_all()
+            self._state.ring()
 
     def _park(self) -> None:
-        with self._changed:
-            for fetch in self._under_way.values():
-                fetch.parts.clear()
-            self._n_started = self._n_consumed + len(self._slots)  # no new fetch while the last parts come in
-            while self._n_reading:
-                self._changed.wait()
-            self._rewind()
-            # Nothing is fetched before the next sweep asks: what made this one fail would fail again behind its back.
+        """Fetch nothing before the next sweep asks: what made this one fail would fail again behind its back."""
+        with self._state.lock:
             self._parked = True
-            self._stands_still()
+        self._stand_still()
+
+    def _stand_still(self) -> None:
+        """Wait for the reads of a parked streamer that are under way, and forget what has come."""
+        self._state.wait_for(lambda: not self._n_reading)
+        with self._state.lock:
+            self._rewind()
+            self._note_standstill()
 
     def _work(self) -> None:
-        while True:
-            with self._changed:
-                while not self._closed and (job := self._next_part()) is None:
-                    self._changed.wait()
-                if self._closed:
-                    return
-                k, part = job
-                if self._n_reading == 0:
-                    self._trace.state(waits(self._link), None)
-                self._n_reading += 1
-            self._run(k, part)
+        while not self._closed:
+            try:
+                self._state.wait_for(self._next_step)()
+            except BaseException as error:  # no memory for what lies between two reads; it is for the caller of sweep
+                self._error = error
+
+    def _next_step(self) -> Callable[[], None] | None:
+        """What a thread has to do, counted as begun; None while it has to wait. Called with the lock held."""
+        if self._closed:
+            return _nothing
+        part = self._next_part()
+        if part is None:
+            return None
+        if self._n_reading == 0:
+            self._trace.state(waits(self._link), None)
+        self._n_reading += 1
+        return partial(self._run, *part)
 
     def _next_part(self) -> tuple[int, Read] | None:
         """The next read to do, or None while all slots are full or a read has failed. Called with the lock held."""
@@ -142,7 +160,7 @@ class ThreadStreamer:
             fetch = _Fetch(self._supply.streamed[i].reads(i, self._slots[k % len(self._slots)]))
         except BaseException as error:  # as in `_run`: it belongs to the caller of sweep
             self._error = error
-            self._changed.notify_all()
+            self._state.ring()
             return None
         self._under_way[k] = fetch
         self._n_started += 1
@@ -150,14 +168,14 @@ class ThreadStreamer:
 
     def _run(self, k: int, part: Read) -> None:
         nbytes, error = 0, None
-        self.meter.begin()
         try:
+            self.meter.begin()
             nbytes = part()
         except BaseException as caught:  # whatever it is, it belongs to the caller of sweep
             error = caught
-        self.meter.end(nbytes)
-        with self._changed:
+        with self._state.lock:
             self._n_reading -= 1
+            self.meter.end(nbytes)
             fetch = self._under_way[k]
             fetch.n_missing -= 1
             self._error = self._error or error
@@ -165,10 +183,10 @@ class ThreadStreamer:
                 del self._under_way[k]
                 self._note_fetch(k, fetch)
             if self._n_reading == 0:
-                self._stands_still()
+                self._note_standstill()
             # The caller waits for whole fetches; a finished part is news only when something else could wait for it.
             if k not in self._under_way or error is not None or self._n_reading == 0:
-                self._changed.notify_all()
+                self._state.ring()
 
     def _note_fetch(self, k: int, fetch: _Fetch) -> None:
         layer, lane = self.order[k % len(self.order)], slot_lane(self._link, k % len(self._slots))
@@ -180,12 +198,16 @@ class ThreadStreamer:
         if ended - started > _LEAST_WAIT_S:
             self._trace.add(WAIT, f"layer {i}", started, ended)
 
-    def _stands_still(self) -> None:
+    def _note_standstill(self) -> None:
         """Say why nothing is read, where it is more than a hand-over from one request to the next."""
         if self._n_started == 0 or self._parked or self._error is not None:
             self._trace.state(waits(self._link), NOTHING_ASKED)
         elif self._n_started == self._n_consumed + len(self._slots):
             self._trace.state(waits(self._link), SLOTS_FULL)
+
+
+def _nothing() -> None:
+    """What a thread of a closed streamer has to do."""
 
 
 def open_streamer(supply: Supply, trace: Trace, device: torch.device) -> ThreadStreamer:

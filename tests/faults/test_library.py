@@ -1,9 +1,12 @@
 """The same inside one process: what a run tells when a read fails, and what an `LLM` is good for afterwards."""
 
 import contextlib
+import gc
 import json
 import os
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +21,7 @@ from faults.process import PATIENCE_S
 from offload_rt import LLM, SamplingParams, build, run
 from offload_rt.errors import LinkError, NumericsError, OffloadError
 from offload_rt.tiers.disk import DiskTier
+from offload_rt.worker import at_work
 
 
 def _one_sentence(err: str, *words: str) -> None:
@@ -59,6 +63,13 @@ def _spoil_after(n_reads: int, monkeypatch: pytest.MonkeyPatch, error: BaseExcep
         (MemoryError(), 3, "error", "error: out of memory"),
         (RuntimeError("can't start new thread"), 3, "error", "error: out of memory"),
         (OSError(12, "Cannot allocate memory"), 3, "error", "error: out of memory"),
+        (
+            RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable"),
+            3,
+            "error",
+            "error: the card cannot be",
+        ),
+        (RuntimeError("Found no NVIDIA driver on your system"), 3, "error", "error: the card cannot be used"),
         (KeyboardInterrupt(), 130, "interrupted", "interrupted"),
     ],
 )
@@ -127,6 +138,17 @@ def _streaming(model: Path) -> Iterator[LLM]:
         yield llm
 
 
+@contextlib.contextmanager
+def _nothing_is_left(model: Path) -> Iterator[None]:
+    """No thread and no file more than before, once what a first run leaves for ever is there."""
+    with _streaming(model):
+        pass
+    workers, files = at_work(), len(os.listdir("/proc/self/fd"))
+    yield
+    assert at_work() <= workers
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
 def test_an_llm_goes_on_after_a_failed_pass(model: Path, begins_with: str, monkeypatch: pytest.MonkeyPatch) -> None:
     params = SamplingParams(max_new_tokens=20)
     with _streaming(model) as llm:
@@ -170,30 +192,54 @@ def test_a_stream_held_over_the_end_of_its_llm_is_an_error(model: Path) -> None:
     assert isinstance(ended[0], OffloadError)
 
 
-def test_closing_leaves_no_thread_and_no_file(model: Path) -> None:
-    with _streaming(model):
-        pass
-    threads, files = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
+def _one_at_work(model: Path) -> LLM:
+    before = at_work()
     llm = LLM(str(model), device="cpu", max_model_len=64, device_memory=1_000_000)
     llm.generate(PROMPT, SamplingParams(max_new_tokens=2))
-    assert set(threading.enumerate()) > threads
-    llm.close()
-    llm.close()
-    assert set(threading.enumerate()) <= threads
-    assert len(os.listdir("/proc/self/fd")) == files
+    assert at_work() > before
+    return llm
+
+
+def test_closing_leaves_no_thread_and_no_file(model: Path) -> None:
+    with _nothing_is_left(model):
+        llm = _one_at_work(model)
+        llm.close()
+        llm.close()
     with pytest.raises(OffloadError, match="closed"):
         llm.generate(PROMPT)
 
 
+def test_an_llm_that_nobody_holds_leaves_no_thread_and_no_file(model: Path) -> None:
+    with _nothing_is_left(model):
+        _one_at_work(model)
+        gc.collect()
+
+
+_FORGETFUL = """
+import sys
+from offload_rt import LLM, SamplingParams
+target, draft = sys.argv[1:]
+llm = LLM(target, draft, device="cpu", max_model_len=64, device_memory=1_500_000, tree_size=8)
+assert llm.plan.count("disk")
+print(len(llm.generate("a", SamplingParams(max_new_tokens=20))[0].token_ids))
+"""
+
+
+def test_a_program_that_forgets_to_close_ends_well_and_remembers(model: Path, tmp_path: Path) -> None:
+    draft = speaking_checkpoint(tmp_path / "draft", num_hidden_layers=2)
+    ended = subprocess.run(
+        [sys.executable, "-c", _FORGETFUL, str(model), str(draft)], env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
+        capture_output=True, text=True, timeout=PATIENCE_S,
+    )  # fmt: skip
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "20\n", "")
+    assert (tmp_path / "offload_rt" / "pairs.json").exists()
+
+
 def test_a_file_lost_while_loading_leaves_no_thread_and_no_file(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with _streaming(model):
-        pass
-    threads, files = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
-    _spoil_after(1, monkeypatch, LinkError("the disk has gone"))
-    with pytest.raises(LinkError):
-        LLM(str(model), device="cpu", max_model_len=64)
-    assert set(threading.enumerate()) <= threads
-    assert len(os.listdir("/proc/self/fd")) == files
+    with _nothing_is_left(model), monkeypatch.context() as patch:
+        _spoil_after(1, patch, LinkError("the disk has gone"))
+        with pytest.raises(LinkError):
+            LLM(str(model), device="cpu", max_model_len=64)
 
 
 @pytest.mark.parametrize("n_reads", [3, 5])
@@ -202,16 +248,11 @@ def test_a_disk_lost_once_the_streamer_runs_leaves_no_thread_and_no_file(
 ) -> None:
     """While the draft is loaded, or while passes are timed."""
     draft = {"draft_model": str(speaking_checkpoint(tmp_path / "draft", num_hidden_layers=2)), "tree_size": 8}
-    with _streaming(model):
-        pass
-    threads, files = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
     for settings in ({"device_memory": 1_000_000}, {"device_memory": 1_500_000, **draft}):
-        with monkeypatch.context() as patch:
+        with _nothing_is_left(model), monkeypatch.context() as patch:
             _spoil_after(n_reads, patch, LinkError("the disk has gone"))
             with pytest.raises(LinkError):
                 LLM(str(model), device="cpu", max_model_len=64, **settings)
-        assert set(threading.enumerate()) <= threads
-        assert len(os.listdir("/proc/self/fd")) == files
 
 
 @pytest.mark.parametrize("drafter", ["static_tree", "dynamic_tree", "hybrid_tree"])

@@ -84,6 +84,9 @@ def test_random_moments(
     def check(ended: Ended) -> None:
         if kind in ("text", "trace"):
             assert begins_with.startswith(ended.out.removesuffix("\n"))
+        if kind == "json":
+            assert all(begins_with.startswith(json.loads(line)["text"]) for line in ended.out.splitlines())
+            assert len(ended.out.splitlines()) <= 1
         left = {path.name for path in ended.job.folder.iterdir()} - {"cache", "trace.json"}
         assert left == {"stdin", "stdout", "stderr"}
 

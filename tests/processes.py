@@ -1,0 +1,21 @@
+"""Processes that tests start and look for."""
+
+import time
+
+import psutil
+
+
+def is_soon_over(pid: int) -> bool:
+    """Whether it ends before patience does: a signal takes a moment."""
+    until = time.monotonic() + 20
+    while _is_running(pid) and time.monotonic() < until:
+        time.sleep(0.02)
+    return not _is_running(pid)
+
+
+def _is_running(pid: int) -> bool:
+    """Whether it has not ended; where nobody takes its end, it stays as a zombie."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
