@@ -43,9 +43,9 @@ struct Rows {
     return block.first_row + block.warp * Tile::kWarpRows + 16 * m + 8 * half + block.lane / 4;
   }
 
-  // Row of the forest; the last one where there is no such row.
+  // Row of the masks; the last one where there is no such row.
   static __device__ int node_of(const TreeAttention& args, const Block<Tile>& block, int m, int half) {
-    return args.first + min(row_of(block, m, half) / args.group, args.n - 1);
+    return min(row_of(block, m, half) / args.group, args.n - 1);
   }
 
   static __device__ void mask_prefix(const TreeAttention& args, const Block<Tile>& block, Scores& scores, int stage) {
@@ -54,14 +54,14 @@ struct Rows {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int depth = args.window ? args.depths[node_of(args, block, m, half)] : 0;
-        const int too_early = args.window ? args.n_before + depth - args.window : -1;
+        const int too_early = args.window ? block.n_before + depth - args.window : -1;
         const int first_key = stage * Tile::kKeys + block.lane % 4 * 2;
 #pragma unroll
         for (int j = 0; j < kKeyTiles; ++j)
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             const int key = first_key + 8 * j + e;
-            if (key <= too_early || key >= args.n_before) scores[m][j][2 * half + e] = kNone;
+            if (key <= too_early || key >= block.n_before) scores[m][j][2 * half + e] = kNone;
           }
       }
   }
@@ -84,7 +84,7 @@ struct Rows {
             const int bit = i / 2 * 8 + block.lane % 4 * 2 + i % 2;
             bool is_seen = bits >> bit & 1;
             // Depths are needed only where the path is longer than the window.
-            if (is_seen && too_shallow >= 0) is_seen = args.depths[first_key + 32 * w + bit] > too_shallow;
+            if (is_seen && too_shallow >= 0) is_seen = args.key_depths[first_key + 32 * w + bit] > too_shallow;
             if (!is_seen) scores[m][4 * w + i / 2][2 * half + i % 2] = kNone;
           }
         }

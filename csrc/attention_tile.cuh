@@ -41,12 +41,15 @@ struct Block {
   unsigned char* shared = shared_memory();
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int first_row = blockIdx.x * Tile::kRows, kv_head = blockIdx.y;
-  int n_rows, n_prefix, n_stages;  // packed rows; stages of the prefix; stages in all
+  int n_rows, n_before, n_keys;  // packed rows; keys of the prefix; keys in all
+  int n_prefix, n_stages;        // stages of the prefix; stages in all
 
   __device__ explicit Block(const TreeAttention& args)
       : n_rows(args.n * args.group),
-        n_prefix((args.n_before + Tile::kKeys - 1) / Tile::kKeys),
-        n_stages(n_prefix + (args.first + args.n + Tile::kKeys - 1) / Tile::kKeys) {}
+        n_before(args.extent[0]),
+        n_keys(n_before + args.extent[1]),
+        n_prefix((n_before + Tile::kKeys - 1) / Tile::kKeys),
+        n_stages(n_prefix + (n_keys - n_before + Tile::kKeys - 1) / Tile::kKeys) {}
 
   __device__ unsigned char* keys(int buffer) const { return shared + Tile::kQueryBytes + buffer * Tile::kStageBytes; }
   __device__ unsigned char* values(int buffer) const { return keys(2 + buffer); }
@@ -65,8 +68,8 @@ struct Block {
   // Rows past the end become zeros: a weight of zero times what happens to lie there might not be zero.
   __device__ void load_keys(const TreeAttention& args, int stage, int buffer) const {
     const bool is_prefix = stage < n_prefix;
-    const int start = is_prefix ? stage * Tile::kKeys : args.n_before + (stage - n_prefix) * Tile::kKeys;
-    const int end = is_prefix ? args.n_before : args.n_before + args.first + args.n;
+    const int start = is_prefix ? stage * Tile::kKeys : n_before + (stage - n_prefix) * Tile::kKeys;
+    const int end = is_prefix ? n_before : n_keys;
     const T* k = static_cast<const T*>(args.k) + kv_head * args.k_head;
     const T* v = static_cast<const T*>(args.v) + kv_head * args.v_head;
     for (int i = threadIdx.x; i < Tile::kKeys * Tile::kChunks; i += Tile::kThreads) {
@@ -88,7 +91,7 @@ struct Block {
       int32_t seen = 0;
       for (int i = lane; i < (last_node - first_node + 1) * kWords; i += 32) {
         const int word = stage * kWords + i % kWords;
-        const int64_t row = args.first + first_node + i / kWords;
+        const int64_t row = first_node + i / kWords;
         if (word < args.words) seen |= args.masks[row * args.words + word];
       }
       const bool is_live = ballot(seen != 0) != 0;

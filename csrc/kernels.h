@@ -8,19 +8,22 @@
 
 namespace offload_rt {
 
-// Rows [first, first + n) of a forest attend to n_before keys that all of them see and to the forest's rows before
-// first + n, whose keys follow. Strides in elements; the last dimension of q, k and v is dense.
+// n rows of a forest attend to n_before keys that all of them see and, by their bits, to the n_forest keys that follow. Only
+// the device knows these two numbers, so that one captured launch serves caches of every length; what the host chooses, it
+// chooses for the most that there may be. Strides in elements; the last dimension of q, k and v is dense.
 struct TreeAttention {
-  const void* q;         // (n, n_heads, d)
-  const void* k;         // (n_kv_heads, n_before + first + n, d)
-  const void* v;         // as k
-  void* out;             // (n, n_heads, d), dense
-  const int32_t* masks;  // (rows of the forest, words)
-  const int32_t* depths;  // (rows of the forest,)
-  float* partial;        // (n_splits, n, n_heads, d), of n_splits > 1
-  float2* weights;       // (n_splits, n, n_heads): largest score and sum, of n_splits > 1
+  const void* q;              // (n, n_heads, d)
+  const void* k;              // (n_kv_heads, n_before + n_forest at least, d)
+  const void* v;              // as k
+  void* out;                  // (n, n_heads, d), dense
+  const int32_t* masks;       // (n, words)
+  const int32_t* depths;      // (n,)
+  const int32_t* key_depths;  // (n_forest at least,)
+  const int32_t* extent;      // (2,): n_before, n_forest
+  float* partial;             // (n_splits, n, n_heads, d), of n_splits > 1
+  float2* weights;            // (n_splits, n, n_heads): largest score and sum, of n_splits > 1
   int64_t q_row, q_head, k_row, k_head, v_row, v_head;
-  int n, n_heads, group, head_dim, first, n_before, words, window, n_splits;
+  int n, n_heads, group, head_dim, most_forest, words, window, n_splits;
   float scale_log2;
 };
 

@@ -88,7 +88,7 @@ T* written(const Tensor& x) {
   return static_cast<T*>(x.data_ptr());
 }
 
-Tensor tree_attention(Tensor q, Tensor k, Tensor v, Tensor masks, Tensor depths, int64_t first, int64_t n_before,
+Tensor tree_attention(Tensor q, Tensor k, Tensor v, Tensor masks, Tensor depths, Tensor key_depths, Tensor extent,
                       int64_t window, double scale) {
   const ScalarType dtype = q.scalar_type();
   STD_TORCH_CHECK(dtype == ScalarType::Half || dtype == ScalarType::BFloat16, "q must be float16 or bfloat16");
@@ -100,27 +100,33 @@ Tensor tree_attention(Tensor q, Tensor k, Tensor v, Tensor masks, Tensor depths,
   STD_TORCH_CHECK(n > 0 && n_kv_heads > 0 && n_heads % n_kv_heads == 0, "heads of q must be a multiple of those of k");
   for (const auto& [x, name] : {std::pair<const Tensor&, const char*>(k, "k"), {v, "v"}}) {
     check_size(x, name, 0, n_kv_heads);
-    check_size(x, name, 1, n_before + first + n);
+    check_size(x, name, 1, k.size(1));
     check_size(x, name, 2, dim);
   }
   check_dense(masks, "masks", ScalarType::Int, 2);
+  check_size(masks, "masks", 0, n);
   check_dense(depths, "depths", ScalarType::Int, 1);
-  check_size(depths, "depths", 0, masks.size(0));
-  STD_TORCH_CHECK(first >= 0 && first + n <= masks.size(0), "masks must have a row for each pending row");
+  check_size(depths, "depths", 0, n);
+  check_dense(key_depths, "key_depths", ScalarType::Int, 1);
+  const int64_t most_forest = key_depths.size(0);
+  STD_TORCH_CHECK(most_forest <= 32 * masks.size(1), "masks must have a bit for each entry of key_depths");
+  check_dense(extent, "extent", ScalarType::Int, 1);
+  check_size(extent, "extent", 0, 2);
   STD_TORCH_CHECK(scale > 0, "the scale must be positive");
   const Device device(q);
 
   offload_rt::TreeAttention args{};
   args.q = q.data_ptr(), args.k = k.data_ptr(), args.v = v.data_ptr();
   args.masks = data<int32_t>(masks), args.depths = data<int32_t>(depths);
+  args.key_depths = data<int32_t>(key_depths), args.extent = data<int32_t>(extent);
   args.q_row = q.stride(0), args.q_head = q.stride(1);
   args.k_head = k.stride(0), args.k_row = k.stride(1), args.v_head = v.stride(0), args.v_row = v.stride(1);
   args.n = count(n, "rows"), args.n_heads = count(n_heads, "heads"), args.group = count(n_heads / n_kv_heads, "group");
-  args.head_dim = static_cast<int>(dim), args.first = count(first, "first"), args.n_before = count(n_before, "n_before");
+  args.head_dim = static_cast<int>(dim), args.most_forest = count(most_forest, "keys of the forest");
   args.words = count(masks.size(1), "words"), args.window = count(window, "window");
   args.scale_log2 = static_cast<float>(scale * 1.4426950408889634);
   const auto tiling = offload_rt::choose_tiling(count(n * args.group, "rows"), count(n_kv_heads, "heads"),
-                                                count(n_before + first + n, "keys"), device.n_processors);
+                                                count(k.size(1), "keys"), device.n_processors);
   args.n_splits = tiling.n_splits;
   const Tensor out = torch::stable::new_empty(q, {n, n_heads, dim});
   args.out = out.data_ptr();
@@ -218,8 +224,8 @@ Tensor verify(Tensor starts, Tensor children, Tensor tokens, Tensor drawn, Tenso
 #endif
 
 OFFLOAD_RT_LIBRARY(OFFLOAD_RT_NAME, m) {
-  m.def("tree_attention(Tensor q, Tensor k, Tensor v, Tensor masks, Tensor depths, int first, int n_before, int window, "
-        "float scale) -> Tensor");
+  m.def("tree_attention(Tensor q, Tensor k, Tensor v, Tensor masks, Tensor depths, Tensor key_depths, Tensor extent, "
+        "int window, float scale) -> Tensor");
   m.def("tree_masks(Tensor parents) -> (Tensor masks, Tensor depths)");
   m.def("commit_rows(Tensor(a!) keys, Tensor(b!) values, Tensor rows, int first) -> ()");
   m.def("verify(Tensor starts, Tensor children, Tensor tokens, Tensor drawn, Tensor row_of, Tensor laws, Tensor target, "

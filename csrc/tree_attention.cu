@@ -3,7 +3,8 @@
 // A block takes a tile of query rows of one KV head, packed as (node, head in group), so that each key is read once for the
 // whole group, and goes through the keys in stages: first the prefix, which takes no mask work except at its two ends, then
 // the forest's own keys, of which stages that no node of the tile looks at are left out. Scores and sums stay in registers.
-// Where there are too few tiles to fill the machine the stages are divided among blocks, and a second kernel combines them.
+// Where there are too few tiles to fill the machine the stages are divided among blocks, and a second kernel combines them; a
+// block that is left without a stage, as where there are fewer keys than there might be, weighs nothing.
 #include "attention_rows.cuh"
 #include "launch.h"
 
@@ -19,8 +20,8 @@ __device__ int2 depth_range(const TreeAttention& args, const Block<Tile>& block)
   const int last_row = min(block.first_row + Tile::kRows, block.n_rows) - 1;
   int least = INT_MAX, most = 0;
   for (int node = block.first_row / args.group + block.lane; node <= last_row / args.group; node += 32) {
-    least = min(least, args.depths[args.first + node]);
-    most = max(most, args.depths[args.first + node]);
+    least = min(least, args.depths[node]);
+    most = max(most, args.depths[node]);
   }
 #pragma unroll
   for (int lanes = 16; lanes > 0; lanes /= 2) {
@@ -33,7 +34,7 @@ __device__ int2 depth_range(const TreeAttention& args, const Block<Tile>& block)
 // The block's share of the stages from the first key that any of its rows can see.
 template <typename Tile>
 __device__ Span span_of(const TreeAttention& args, const Block<Tile>& block, int least_depth) {
-  const int first_key = args.window ? max(0, args.n_before + least_depth - args.window + 1) : 0;
+  const int first_key = args.window ? max(0, block.n_before + least_depth - args.window + 1) : 0;
   const int first = min(first_key / Tile::kKeys, block.n_prefix);
   const int share = (block.n_stages - first + args.n_splits - 1) / args.n_splits;
   const int start = first + static_cast<int>(blockIdx.z) * share;
@@ -48,8 +49,8 @@ __global__ void __launch_bounds__(Tile::kThreads) tree_attention_kernel(TreeAtte
   const int2 depths = args.window ? depth_range(args, block) : make_int2(0, 0);
   const Span span = span_of(args, block, depths.x);
   // Prefix stages before this one hold keys that lie outside some row's window.
-  const int first_whole = args.window ? max(0, args.n_before + depths.y - args.window) / Tile::kKeys + 1 : 0;
-  const int last_whole = args.n_before / Tile::kKeys;
+  const int first_whole = args.window ? max(0, block.n_before + depths.y - args.window) / Tile::kKeys + 1 : 0;
+  const int last_whole = block.n_before / Tile::kKeys;
   Rows<Tile> rows;
   sync_block();
   int stage = block.next(span.first, span.last), buffer = 0;
@@ -103,7 +104,7 @@ __global__ void __launch_bounds__(kCombineThreads) combine_splits_kernel(TreeAtt
 template <typename Tile>
 void run(const TreeAttention& args, cudaStream_t stream) {
   const int n_tiles = (args.n * args.group + Tile::kRows - 1) / Tile::kRows;
-  const int n_marks = (args.first + args.n + Tile::kKeys - 1) / Tile::kKeys;
+  const int n_marks = (args.most_forest + Tile::kKeys - 1) / Tile::kKeys;
   const dim3 grid(n_tiles, args.n_heads / args.group, args.n_splits);
   launch(tree_attention_kernel<Tile>, grid, Tile::kThreads, Tile::kSharedBytes + n_marks, stream, args);
 }

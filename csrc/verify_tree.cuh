@@ -125,7 +125,8 @@ struct Tree : Verify {
       own[t] = left;
       part += left;
     }
-    return block_sum(part) + put_back(node, i, mass, rest, n_kept);
+    const double kept_mass = block_sum(part);  // before anything is put back: no thread is in the loop above any more
+    return kept_mass + put_back(node, i, mass, rest, n_kept);
   }
 
   // Tokens the child was not drawn from lose nothing; returns what that adds.

@@ -23,7 +23,7 @@ LIBRARY = ROOT / "offload_rt" / "ops" / "_kernels.so"
 ARCHITECTURES = ("80", "86", "89", "90")
 # The stable ABI of torch 2.11, the earliest that setup.py admits.
 TARGET_VERSION = "0x020b000000000000"
-N_JOBS = 2
+N_JOBS = os.cpu_count() or 1
 
 
 def nvcc() -> str | None:
@@ -72,7 +72,8 @@ def compile_library(compiler: str, torch: Path) -> Path:
 def link(compiler: str, torch: Path, objects: list[Path]) -> None:
     """Against libtorch, which brings in what the installed build of torch has: its CUDA part or none."""
     unfinished = LIBRARY.with_suffix(".tmp")
-    torch_flags = [f"-L{torch / 'lib'}", "-Xlinker", "--no-as-needed", "-ltorch", "-ltorch_cpu"]
+    libraries = [name for name in ("torch", "torch_cpu", "torch_cuda") if (torch / "lib" / f"lib{name}.so").exists()]
+    torch_flags = [f"-L{torch / 'lib'}", "-Xlinker", "--no-as-needed", *(f"-l{name}" for name in libraries)]
     objects_ = [str(path) for path in objects]
     subprocess.run([compiler, "-shared", "-cudart=static", *objects_, *torch_flags, "-o", str(unfinished)], check=True)
     unfinished.replace(LIBRARY)

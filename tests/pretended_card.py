@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from recorded import record
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -112,7 +113,8 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         out = out.clone() if out is args[0] else out
     if not on_card:
         return out
-    if func.overloadpacket._qualified_op_name.endswith("_") and isinstance(args[0], CardTensor):
+    name = func.overloadpacket._qualified_op_name
+    if name.endswith("_") and not name.endswith("__") and isinstance(args[0], CardTensor):  # not for `__and__`
         return args[0]
     return tree_map(lambda one: CardTensor(one) if isinstance(one, Tensor) else one, out)
 
@@ -142,7 +144,7 @@ def pretended_card(monkeypatch: pytest.MonkeyPatch, nbytes: int = 4 << 30, pins:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(synchronize=lambda: None))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda fraction, device=None: None)
-    monkeypatch.setattr(build, "CudaCapture", lambda: lambda compute: compute)
+    monkeypatch.setattr(build, "CudaCapture", lambda: record)
     monkeypatch.setattr(_extension, "serves", lambda tensor: False)
     monkeypatch.setattr(
         torch.cuda,

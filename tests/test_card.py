@@ -1,9 +1,14 @@
-"""The whole engine on a card, as far as that can be tested without one: see `pretended_card`."""
+"""The whole engine on a card where there is one, and as far as that can be tested without one: see `pretended_card`."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
 from pretended_card import CardTensor, pretended_card
-from tiny import CASES, COMBINATIONS, Steady, generate, prompt_of
+from tiny import CASES, COMBINATIONS, Steady, feed, generate, prefill, prompt_of, random_tree
 
 from offload_rt import LLM, SamplingParams, build
 from offload_rt.config import EngineConfig
@@ -15,6 +20,24 @@ def steady(monkeypatch):
     """Trees that do not depend on the clock, nor on what another test learned."""
     monkeypatch.setattr(build, "Pace", lambda profile, moved: Steady())
     monkeypatch.setattr(build, "recall", lambda target, draft: Knowledge())
+
+
+@pytest.fixture(params=["pretended", "real"])
+def card(request, monkeypatch) -> Callable[..., AbstractContextManager[None]]:
+    """Sees to it that there is a card, and one that refuses to pin memory if it is to."""
+    if request.param == "pretended":
+        yield lambda pins=True: pretended_card(monkeypatch, pins=pins)
+        return
+    if not torch.cuda.is_available():
+        pytest.skip("there is no card")
+
+    def real(pins: bool = True) -> AbstractContextManager[None]:
+        if not pins:
+            monkeypatch.setattr(torch.cuda.cudart(), "cudaHostRegister", lambda *_: 1)
+        return nullcontext()
+
+    yield real
+    torch.cuda.set_per_process_memory_fraction(1.0)  # an engine leaves its budget behind
 
 
 def on_card(directory, **settings):
@@ -29,9 +52,9 @@ def little(directory):
 
 @pytest.mark.parametrize("where", ["device", "host", "disk", "unpinned"])
 @pytest.mark.parametrize("name", CASES)
-def test_greedy_tokens_are_transformers(zoo, monkeypatch, name, where):
+def test_greedy_tokens_are_transformers(zoo, card, name, where):
     directory = zoo.directory(name, 0)
-    with pretended_card(monkeypatch, pins=where != "unpinned"):
+    with card(pins=where != "unpinned"):
         budgets = {} if where == "device" else {"device_memory": little(directory)}
         with on_card(directory, drafter="none", **budgets, **({"host_memory": 1} if where == "disk" else {})) as llm:
             assert set(llm.plan.tiers) == {"device", {"unpinned": "host"}.get(where, where)}
@@ -40,13 +63,57 @@ def test_greedy_tokens_are_transformers(zoo, monkeypatch, name, where):
 
 
 @pytest.mark.parametrize(("drafter", "rule"), COMBINATIONS)
-def test_every_drafter_and_rule(zoo, monkeypatch, drafter, rule):
-    pair = zoo.pair("llama", 0)
-    with pretended_card(monkeypatch), on_card(pair.target, tree_size=24, **pair.settings(drafter, rule)) as llm:
-        got = llm.generate(prompt_of(0), SamplingParams(max_new_tokens=24))[0].token_ids
+def test_every_drafter_and_rule(zoo, card, drafter, rule):
+    """One prompt after the other, for what is captured for one ends with it; then two at once."""
+    pair, size = zoo.pair("llama", 0), {} if drafter == "none" else {"tree_size": 24}
+    with card(), on_card(pair.target, **size, **pair.settings(drafter, rule)) as llm:
+        params = SamplingParams(max_new_tokens=16)
+        found = [llm.generate(prompt_of(seed), params)[0].token_ids for seed in (0, 1)]
         drawn = llm.generate([prompt_of(0), prompt_of(1)], SamplingParams(max_new_tokens=12, temperature=0.8, seed=1))
-    assert got == generate(pair.model, prompt_of(0), 24)
+    assert found == [generate(pair.model, prompt_of(seed), 16) for seed in (0, 1)]
     assert [len(one.token_ids) for one in drawn] == [12, 12]
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (4, 4)])
+def test_a_model_that_the_kernels_serve_strays_no_further_than_rounding_does(tmp_path, card, heads):
+    """Prompt, trees and what is captured of them, in bfloat16 with heads of 64 columns."""
+    n_heads, n_kv_heads = heads
+    sizes = {"head_dim": 64, "num_attention_heads": n_heads, "num_key_value_heads": n_kv_heads}
+    model = CASES["llama"].build(0, **sizes)
+    model.save_pretrained(tmp_path)
+    exact, rounded = (
+        [one.cpu().float() for one in logits_on("cpu", tmp_path, dtype)] for dtype in ("float32", "bfloat16")
+    )
+    with card():
+        found = [one.cpu().float() for one in logits_on("cuda", tmp_path, "bfloat16")]
+    for mine, its, law in zip(found, rounded, exact, strict=True):
+        assert (mine - law).abs().mean() < 1.5 * (its - law).abs().mean() + 1e-3
+
+
+def test_closing_lets_go_of_what_was_captured(zoo, card):
+    """At once, not when Python looks for circles: it holds the weights."""
+    pair = zoo.pair("llama", 0)
+    gc.collect()
+    gc.disable()
+    try:
+        with card(), on_card(pair.target, tree_size=8, **pair.settings("static_tree", "sequoia")) as llm:
+            llm.generate(prompt_of(0), SamplingParams(max_new_tokens=8))
+            held = [weakref.ref(runner) for runner in (llm.engine.runner, llm.engine.draft)]
+        del llm
+        assert [one() for one in held] == [None, None]
+    finally:
+        gc.enable()
+
+
+def logits_on(device, directory, dtype):
+    """Of trees below a prompt, each pass made often enough to be captured and replayed."""
+    with LLM(str(directory), device=device, dtype=dtype, drafter="ngram", tree_size=32, max_model_len=192) as llm:
+        runner, found = llm.engine.runner, []
+        cache = prefill(runner, prompt_of(0, 40), 180)
+        for seed in (0, 1, 2, 0, 1):
+            found.append(feed(runner, cache, prompt_of(seed, 23), random_tree(23, seed, 6)).clone())
+            cache.discard()
+        return found
 
 
 def test_a_tensor_of_the_host_does_not_mix(monkeypatch):

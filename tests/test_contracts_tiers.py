@@ -4,11 +4,11 @@ import inspect
 import itertools
 import os
 import random
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,12 +20,13 @@ from torch import Tensor
 
 from offload_rt import plugins
 from offload_rt.errors import LinkError
-from offload_rt.tiers import disk
+from offload_rt.tiers import _pinning, disk
 from offload_rt.tiers._tier import Tier, read_parallel
 from offload_rt.tiers.disk import DiskTier, ReadSettings
 from offload_rt.tiers.host import HostTier
 from offload_rt.weights._header import TensorRecord, read_header
 from offload_rt.weights._image import host_block, pack
+from offload_rt.worker import at_work
 
 Layers = list[dict[str, Tensor]]
 
@@ -166,10 +167,10 @@ def test_nothing_is_written_behind_the_block(tier: Tier) -> None:
 
 def test_a_tier_says_how_many_reads_keep_it_busy_and_may_be_closed_again(tier: Tier) -> None:
     assert tier.n_parallel >= 1
-    n_before = threading.active_count()
+    before = at_work()
     tier.close()
     tier.close()
-    assert threading.active_count() <= n_before
+    assert at_work() <= before
 
 
 def test_read_parallel_raises_the_first_error_and_starts_nothing_after_it() -> None:
@@ -327,3 +328,20 @@ def test_a_paced_link_is_never_faster_than_it_is_set() -> None:
     assert time.perf_counter() - started >= 0.05
     assert moved == nbytes
     assert all(same(link.layout(i).views(blocks[i]), layers[i]) for i in range(2))
+
+
+def test_a_refusal_to_pin_is_not_raised_again_by_what_comes_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver's last error stays until somebody asks for it, and torch asks at its next launch."""
+    block, stale, zeros = host_block(4096), [], torch.zeros
+
+    def launch(*sizes: int, device: str = "cpu") -> torch.Tensor:
+        if stale:
+            raise RuntimeError(f"CUDA error: {stale.pop()}")
+        return zeros(*sizes)
+
+    cudart = SimpleNamespace(cudaHostRegister=lambda *_: stale.append("operation not supported") or 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch, "zeros", launch)
+    assert not _pinning.pin(block)
+    launch(1)

@@ -1,24 +1,25 @@
 """Passes of fixed size give the logits and the cache rows of ordinary ones, whatever was computed in them before."""
 
+import random
+from dataclasses import replace
+
 import pytest
 import torch
+from recorded import record
 from tiny import CASES, feed, open_llm, prefill, prompt_of, random_tree, runner_of
 
+from offload_rt import ops
+from offload_rt.engine.fixed import FixedInputs, RowsOfPass
 from offload_rt.engine.runner import Step
 from offload_rt.ops import reference
 from offload_rt.tree.topology import Topology
-
-
-def _twice(compute):
-    """Stands for a graph: what it replays reads and writes where the captured computation did."""
-    return compute
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_logits_and_rows_are_those_of_an_ordinary_pass(zoo, name):
     prompt, capacity = prompt_of(0), 512
     with open_llm(zoo.directory(name, 0)) as plain, open_llm(zoo.directory(name, 0)) as fixed:
-        runner_of(fixed).replay_passes(64, _twice)
+        runner_of(fixed).replay_passes(64, record)
         caches = [prefill(runner_of(llm), prompt, capacity) for llm in (plain, fixed)]
         assert len(runner_of(fixed)._fixed._passes[caches[1]]) == 1
         for n, seed in ((1, 0), (5, 1), (7, 2), (1, 3), (33, 4), (6, 5), (64, 6)):
@@ -41,7 +42,7 @@ def test_levels_of_a_tree_are_computed_one_after_the_other(zoo):
         prompt, tokens = prompt_of(0), prompt_of(1, 20)
         whole = feed(runner, prefill(runner, prompt, 256), tokens, tree)
         cache = prefill(runner, prompt, 256)
-        runner.replay_passes(64, _twice)
+        runner.replay_passes(64, record)
         parts = []
         for start, stop in ((0, 1), (1, 6), (6, 13), (13, 20)):
             some = Topology(tree.parents[:stop])
@@ -54,7 +55,7 @@ def test_what_does_not_fit_is_computed_as_ever(zoo):
     with open_llm(zoo.directory("llama", 0)) as llm:
         runner = runner_of(llm)
         want = feed(runner, prefill(runner, prompt_of(0), 64), prompt_of(1, 43), random_tree(43, 0))
-        runner.replay_passes(16, _twice)
+        runner.replay_passes(16, record)
         cache = prefill(runner, prompt_of(0), 64)  # more rows than 16, then a cache without a spare row
         got = feed(runner, cache, prompt_of(1, 43), random_tree(43, 0))
         assert torch.equal(got, want)
@@ -63,7 +64,7 @@ def test_what_does_not_fit_is_computed_as_ever(zoo):
 
 def test_captures_end_with_their_cache(zoo):
     with open_llm(zoo.directory("llama", 0)) as llm:
-        runner_of(llm).replay_passes(64, _twice)
+        runner_of(llm).replay_passes(64, record)
         cache = prefill(runner_of(llm), prompt_of(0), 256)
         assert len(runner_of(llm)._fixed._passes) == 1
         del cache
@@ -79,3 +80,24 @@ def test_heads_of_a_group_as_rows_of_one_give_the_same(heads, groups):
     visible[:, 0] = True
     want = reference.tree_attention(q, k, v, visible, 0.3)
     torch.testing.assert_close(reference.grouped_attention(q, k, v, visible, 0.3), want)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_mask_at_a_fixed_place_is_the_one_it_was_filled_with(zoo, seed):
+    """Whatever it was filled with before; what is left over looks where the first row does."""
+    draw = random.Random(seed)
+    n_rows, n_keys, capacity = draw.choice([1, 8, 40]), draw.choice([135, 256]), 300
+    with open_llm(zoo.directory("llama", 0)) as llm:
+        fixed = FixedInputs.empty(runner_of(llm).spec, n_rows, n_keys, torch.zeros(1))
+    for turn in range(3):
+        n, first, n_before = draw.randint(1, n_rows), draw.randrange(64), draw.randrange(30)
+        parents = random_tree(first + n, seed + turn).parents
+        mask = ops.forest_mask(parents, first, n_before, torch.device("cpu"))
+        angles = [torch.zeros(n, fixed.cos.shape[1]) for _ in range(2)]
+        fixed.fill(RowsOfPass(torch.zeros(n, dtype=torch.int64), torch.arange(n), *angles, mask), capacity - 1)
+        for window in (None, 1, 4, 25):
+            got, want = (replace(one, window=window).dense() for one in (fixed.mask, mask))
+            want = torch.ones(n, mask.n_keys, dtype=torch.bool) if want is None else want
+            assert torch.equal(got[:n, : mask.n_keys], want)
+            assert not got[:, mask.n_keys :].any()
+            assert torch.equal(got[n:], got[:1].expand(n_rows - n, -1)) and got.any(1).all()

@@ -1,19 +1,21 @@
 """The kernels against their plain torch references: emulated on a CPU thread by thread, and on a card where there is one."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import emulated
 import numpy as np
 import pytest
 import torch
+from recorded import record
 from tiny import random_tree
 
-from offload_rt.ops import TreeMask, _extension, reference
+from offload_rt.engine.fixed import CudaCapture
+from offload_rt.ops import _extension, forest_mask, reference
 from offload_rt.ops._verify import arguments
 from offload_rt.rules import _decide
 from offload_rt.rules._kernels import traverse, walk
-from offload_rt.tree.topology import DraftTree, Draws
+from offload_rt.tree.topology import DraftTree, Draws, Topology
 
 
 @dataclass(frozen=True)
@@ -64,25 +66,40 @@ class Case:
     dtype: torch.dtype
     seed: int
     n_chain: int = 0
+    n_spare: int = 0
 
 
 def inputs(case, device):
-    """q, k, v as views into larger stores in which everything else is NaN, and parents of the forest."""
+    """q, k, v as views into larger stores in which everything else is NaN, and parents of the forest.
+
+    k and v have n_spare columns for keys that are not there; NaN too.
+    """
     generator = torch.Generator().manual_seed(case.seed)
     n_rows, heads = case.first + case.n, case.kv_heads * case.group
     n_keys = case.n_before + n_rows
 
-    def random_view(rows, columns, spare):
-        store = torch.full((rows + spare[0], columns + spare[1], case.dim), torch.nan, dtype=case.dtype)
+    def random_view(rows, columns, spare, n_spare=0):
+        store = torch.full((rows + spare[0], columns + spare[1] + n_spare, case.dim), torch.nan, dtype=case.dtype)
         store[:rows, :columns] = torch.randn(rows, columns, case.dim, generator=generator).to(case.dtype)
-        return store.to(device)[:rows, :columns]
+        return store.to(device)[:rows, : columns + n_spare]
 
     q = random_view(case.n, heads, (1, 3))
-    k, v = (random_view(case.kv_heads, n_keys, (0, 37)) for _ in range(2))
+    k, v = (random_view(case.kv_heads, n_keys, (0, 37), case.n_spare) for _ in range(2))
     n_chain = min(case.n_chain, n_rows - 1)
     # A few rows stand behind those that are asked for: their keys are not there yet.
     parents = forest_of(n_rows - n_chain + 5, case.seed, n_chain)
     return q, k, v, parents
+
+
+def mask_of(case, parents, n_most=0):
+    """What the kernel is given of the forest, which might have `n_most` keys: masks, depths, those of the keys, extent."""
+    bits, depths = reference.tree_masks(parents)
+    rows, n_most = slice(case.first, case.first + case.n), n_most or case.first + case.n + case.n_spare
+    wide = torch.zeros(case.n, max(bits.shape[1], (n_most + 31) // 32), dtype=torch.int32)
+    wide[:, : bits.shape[1]] = bits[rows]
+    key_depths = torch.full((n_most,), 1 << 20, dtype=torch.int32)
+    key_depths[: case.first + case.n] = depths[: case.first + case.n]
+    return wide, depths[rows], key_depths, torch.tensor([case.n_before, case.first + case.n], dtype=torch.int32)
 
 
 def visible(case, parents):
@@ -132,14 +149,61 @@ CASES = [random_case(seed) for seed in range(48)] + SPLIT
 )
 def test_tree_attention(kernels, case):
     q, k, v, parents = inputs(case, kernels.device)
-    masks, depths = reference.tree_masks(parents.to(kernels.device))
-    out = kernels.tree_attention(q, k, v, masks, depths, case.first, case.n_before, case.window, case.dim**-0.5)
-    mask = visible(case, parents).to(kernels.device)
-    exact = reference.tree_attention(q.double(), k.double(), v.double(), mask, case.dim**-0.5)
-    assert out.dtype == case.dtype and out.shape == q.shape
+    given = [one.to(kernels.device) for one in mask_of(case, parents)]
+    out = kernels.tree_attention(q, k, v, *given, case.window, case.dim**-0.5)
+    assert_attention(out, q, k, v, visible(case, parents))
+
+
+def assert_attention(out, q, k, v, mask):
+    """Close to what the reference computes of the keys that are there; mask (n, n_keys) bool."""
+    mask, n_keys, scale = mask.to(q.device), mask.shape[1], q.shape[2] ** -0.5
+    exact = reference.tree_attention(q.double(), k[:, :n_keys].double(), v[:, :n_keys].double(), mask, scale)
+    exact[~mask.any(1)] = 0
+    assert out.dtype == q.dtype and out.shape == q.shape
     # A weight is rounded to the dtype before the product, the result after it.
-    error = 4 * torch.finfo(case.dtype).eps
+    error = 4 * torch.finfo(q.dtype).eps
     torch.testing.assert_close(out.double(), exact, atol=error, rtol=error)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_tree_attention_where_more_keys_and_rows_might_be(kernels, seed):
+    """As in a captured pass: the device knows how many keys there are; rows left over look at the prefix, or nowhere."""
+    draw = random.Random(seed)
+    case = replace(random_case(100 + seed), n_spare=draw.choice([1, 40, 600, 1500]))
+    q, k, v, parents = inputs(case, kernels.device)
+    masks, depths, *others = mask_of(case, parents)
+    n_left = draw.randrange(case.n)
+    masks[case.n - n_left :], depths[case.n - n_left :] = 0, 0
+    given = [one.to(kernels.device) for one in (masks, depths, *others)]
+    out = kernels.tree_attention(q, k, v, *given, case.window, case.dim**-0.5)
+    mask = visible(case, parents)
+    at = torch.arange(mask.shape[1]) - case.n_before
+    mask[case.n - n_left :] = (at < 0) & (at > -case.window) if case.window else at < 0
+    assert_attention(out, q, k, v, mask)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_captured_call_serves_other_forests(kernels, seed):
+    """With fewer keys before them, and fewer rows above those that look."""
+    long = replace(random_case(200 + seed), n_before=700, first=40)
+    short = replace(long, n_before=31, first=3, n_spare=706, seed=long.seed + 1)
+    cases = []
+    for case in (long, short):
+        *stores, parents = inputs(case, kernels.device)
+        masks = (one.to(kernels.device) for one in mask_of(case, parents, n_most=1000))
+        cases.append(([*stores, *masks], visible(case, parents)))
+    (fixed, _), (other, mask) = cases
+    outs = []
+
+    def compute():
+        outs.append(kernels.tree_attention(*fixed, long.window, long.dim**-0.5))
+
+    compute()
+    replay = (record if kernels.device == "cpu" else CudaCapture())(compute)
+    for place, new in zip(fixed, other, strict=True):
+        place.copy_(new)
+    replay()
+    assert_attention(outs[1], *fixed[:3], mask)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -171,7 +235,8 @@ def test_the_dense_mask(seed):
     """What the reference is given, against the plain definition."""
     case = random_case(seed)
     parents = forest_of(case.first + case.n, seed)
-    mask = TreeMask(*reference.tree_masks(parents), case.first, case.n_before, case.window or None)
+    whole = forest_mask(parents.numpy(), case.first, case.n_before, torch.device("cpu"))
+    mask = replace(whole, window=case.window or None)
     dense = mask.dense()
     expected = visible(case, parents)
     assert mask.n_keys == expected.shape[1]
@@ -231,26 +296,53 @@ def drafted(seed):
     return DraftTree(topology, torch.from_numpy(tokens), Draws(drawn, draft, row_of, independent)), target
 
 
+def verdicts(kernels, kernel, tree, target, noise):
+    """End node and bonus by csrc/; and by the rules' own kernels, with the law of the bonus."""
+    decision = _decide.decide(kernel, tree, target, noise[:-1])
+    cumulative = decision.law.double().cumsum(0)
+    bonus = int(torch.searchsorted(cumulative, noise[-1] * cumulative[-1], right=True))
+    candidates = _decide._candidates(tree, np.zeros((0, 0), dtype=np.float32))
+    arrays, there = arguments(candidates, noise, torch.device(kernels.device))
+    laws, target = tree.draws.laws.to(kernels.device), target.to(kernels.device)
+    verdict = kernels.verify(
+        *arrays, laws, target, there, candidates.n_levels, candidates.independent, kernel is traverse
+    )
+    return verdict.tolist(), [decision.end, min(bonus, int(decision.law.nonzero()[-1]))]
+
+
 @pytest.mark.parametrize("kernel", [walk, traverse], ids=["walk", "traverse"])
 def test_verify(kernels, kernel):
-    """End node and bonus are those of the rules' own kernels."""
     kinds = set()
     for seed in range(60):
         tree, target = drafted(seed)
-        n = len(tree.topology)
-        noise = torch.rand(n + 1, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-        decision = _decide.decide(kernel, tree, target, noise[:n])
-        cumulative = decision.law.double().cumsum(0)
-        bonus = int(torch.searchsorted(cumulative, noise[n] * cumulative[-1], right=True))
-        candidates = _decide._candidates(tree, np.zeros((0, 0), dtype=np.float32))
-        arrays, there = arguments(candidates, noise, torch.device(kernels.device))
-        laws, target = tree.draws.laws.to(kernels.device), target.to(kernels.device)
-        verdict = kernels.verify(
-            *arrays, laws, target, there, candidates.n_levels, candidates.independent, kernel is traverse
-        )
-        assert verdict.tolist() == [decision.end, min(bonus, int(decision.law.nonzero()[-1]))], f"seed {seed}"
-        kinds.add((decision.end > 0, bool(tree.topology.children[decision.end])))
+        noise = torch.rand(len(tree.topology) + 1, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        mine, plain = verdicts(kernels, kernel, tree, target, noise)
+        assert mine == plain, f"seed {seed}"
+        kinds.add((plain[0] > 0, bool(tree.topology.children[plain[0]])))
     assert len(kinds) == 4, "accepted or not, at a leaf or not"
+
+
+@pytest.mark.parametrize("drawn", [True, False])
+@pytest.mark.parametrize("kernel", [walk, traverse], ids=["walk", "traverse"])
+def test_verify_where_next_to_nothing_is_left(kernels, kernel, drawn):
+    """Of a law without its first child's token, or of the target where that is rejected: less than a float32 tells from 0."""
+    law, target = torch.zeros(2, 1, 3001)
+    if drawn:
+        # One thread adds these up, to 1.
+        law[0, [0, 512, 1024]] = torch.tensor([1.0, 3e-9, 1e-9])
+        target[0, [1, 512]] = torch.tensor([0.625, 0.375])
+    else:
+        target[0, [0, 512]] = torch.tensor([1 - 2**-24, 3e-8])
+    is_drawn = np.array([False, drawn, drawn])
+    draws = Draws(is_drawn, law, np.array([0, -1, -1]))
+    tree = DraftTree(Topology(np.array([-1, 0, 0])), torch.tensor([7, 0, 512]), draws)
+    ends = set()
+    for second in (0.3, 0.45, 0.55, 0.9):
+        noise = torch.tensor([0, 1 - 2**-53, second, 0.4], dtype=torch.float64)
+        mine, plain = verdicts(kernels, kernel, tree, target.repeat(3, 1), noise)
+        assert mine == plain
+        ends.add(plain[0])
+    assert ends == ({0, 2} if drawn else {2})
 
 
 def test_the_bonus_at_the_ends_of_the_law(kernels):
@@ -271,8 +363,8 @@ def samples(device):
     """One call of each op."""
     case = random_case(3)
     q, k, v, parents = inputs(case, device)
+    attention = (q, k, v, *(one.to(device) for one in mask_of(case, parents)), case.window, 0.1)
     parents = parents.to(device)
-    attention = (q, k, v, *reference.tree_masks(parents), case.first, case.n_before, case.window, 0.1)
     store = torch.randn(2, 2, 20, 64, device=device)
     tree, target = drafted(3)
     candidates = _decide._candidates(tree, np.zeros((0, 0), dtype=np.float32))
@@ -301,7 +393,10 @@ def test_what_torch_knows_of_an_op(kernels, name):
         ("tree_attention", 2, lambda x: x.float(), "dtype of q"),
         ("tree_attention", 0, lambda x: x[..., :40], "head dimension"),
         ("tree_attention", 3, lambda x: x.long(), "wrong dtype"),
-        ("tree_attention", 3, lambda x: x[:1], "depths must have 1"),
+        ("tree_attention", 3, lambda x: x[:1], "masks must have"),
+        ("tree_attention", 4, lambda x: x[:1], "depths must have"),
+        ("tree_attention", 5, lambda x: x.repeat(50), "a bit for each"),
+        ("tree_attention", 6, lambda x: x[:1], "extent must have 2"),
         ("tree_masks", 0, lambda x: x.int(), "wrong dtype"),
         ("tree_masks", 0, lambda x: x[::2], "contiguous"),
         ("commit_rows", 0, lambda x: x[..., :62].contiguous(), "entries in dimension 3|16 bytes"),

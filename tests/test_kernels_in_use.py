@@ -8,6 +8,7 @@ import emulated
 import pytest
 import torch
 from languages import target_laws
+from recorded import record
 from test_laws import RECIPES, languages
 from tiny import CASES, feed, open_llm, prefill, prompt_of, random_tree, runner_of
 
@@ -46,11 +47,31 @@ def logits_of_steps(runner):
     return [*found, feed(runner, cache, prompt_of(2, len(tree)), tree)]
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3-window"])
-def test_a_model_computes_the_same(served, monkeypatch, tmp_path, name):
-    """With windows shorter than the paths too; in bfloat16, with heads of 64."""
-    CASES[name].build(0, torch.bfloat16, head_dim=64, num_hidden_layers=3).save_pretrained(tmp_path)
-    with open_llm(tmp_path) as llm:
+def logits_of_passes(runner):
+    """Of a prompt, and of trees of almost the same size, one below the other."""
+    cache = prefill(runner, prompt_of(0, 20), 300)
+    found = []
+    for seed, n in enumerate((6, 8, 5, 7, 8)):
+        found.append(feed(runner, cache, prompt_of(seed, n), random_tree(n, seed)).clone())
+        cache.commit([0, 1])
+    return found
+
+
+def assert_close(mine, plain):
+    for own, other in zip(mine, plain, strict=True):
+        # Rounded to bfloat16 in every layer, twice differently; a row that is missed or added moves logits by their spread.
+        assert float((own.float() - other.float()).abs().mean()) < 0.03 * float(other.float().std())
+
+
+@pytest.fixture(params=["llama", "mistral", "qwen3-window"])
+def bfloat16_model(request, tmp_path):
+    """With windows shorter than the paths too; with heads of 64."""
+    CASES[request.param].build(0, torch.bfloat16, head_dim=64, num_hidden_layers=3).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_a_model_computes_the_same(served, monkeypatch, bfloat16_model):
+    with open_llm(bfloat16_model) as llm:
         runner = runner_of(llm)
         assert runner.dtype == torch.bfloat16
         mine = logits_of_steps(runner)
@@ -59,9 +80,18 @@ def test_a_model_computes_the_same(served, monkeypatch, tmp_path, name):
         before = served.counts.copy()
         plain = logits_of_steps(runner)
         assert served.counts == before
-    for own, other in zip(mine, plain, strict=True):
-        # Rounded to bfloat16 in every layer, twice differently; a row that is missed or added moves logits by their spread.
-        assert float((own.float() - other.float()).abs().mean()) < 0.03 * float(other.float().std())
+    assert_close(mine, plain)
+
+
+def test_a_captured_pass_computes_the_same(served, monkeypatch, bfloat16_model):
+    """For other trees and longer caches than those it was captured for."""
+    with open_llm(bfloat16_model) as plain, open_llm(bfloat16_model) as fixed:
+        runner_of(fixed).replay_passes(32, record)
+        mine = logits_of_passes(runner_of(fixed))
+        # The prompt; the first of the trees, and the one that is captured.
+        assert served.counts["tree_attention"] == 3 * runner_of(fixed).spec.n_layers
+        monkeypatch.undo()
+        assert_close(mine, logits_of_passes(runner_of(plain)))
 
 
 def decided_trees(independent):

@@ -216,6 +216,8 @@ def open_llm(directory: Path, place: str = "resident", **settings: Any) -> LLM:
     """
     drafter = "auto" if "draft_model" in settings else "none"
     settings = {"device": "cpu", "max_model_len": 128, "drafter": drafter, "tree_size": 16} | settings
+    if settings["drafter"] == "none":
+        settings = {name: value for name, value in settings.items() if name not in ("tree_size", "tree_depth")}
     with LLM.open(EngineConfig(str(directory), **settings)) as unloaded:
         plan = unloaded.plan
     free = {"resident": len(plan.tiers) * plan.slot_nbytes, "disk": 2 * plan.slot_nbytes, "mixed": 5 * plan.slot_nbytes}

@@ -1,7 +1,7 @@
 """Passes of a model that lies on the device as a whole, at sizes that come again and again: captured once, then replayed."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 import torch
@@ -40,52 +40,73 @@ class FixedInputs:
 
     ids, rows  (n,) int64: tokens, and the rows of the cache that they are written to
     cos, sin   (n, head_dim)
-    masks      per window (n, n_keys) bool: which rows of the cache each looks at
+    numbers    int32: bits, depths, depths of the keys and extent of the mask, one behind the other
+    n_keys     the most rows of the cache they look at
     """
 
     ids: Tensor
     rows: Tensor
     cos: Tensor
     sin: Tensor
-    masks: dict[int | None, Tensor]
+    numbers: Tensor
+    n_keys: int
 
     @classmethod
     def empty(cls, spec: ModelSpec, n_rows: int, n_keys: int, like: Tensor) -> "FixedInputs":
         """Inputs on the device and in the dtype of a tensor."""
         ints = [torch.zeros(n_rows, dtype=torch.int64, device=like.device) for _ in range(2)]
         angles = [torch.zeros(n_rows, spec.head_dim, dtype=like.dtype, device=like.device) for _ in range(2)]
-        masks = {
-            window: torch.zeros(n_rows, n_keys, dtype=torch.bool, device=like.device) for window in set(spec.windows)
-        }
-        return cls(*ints, *angles, masks)
+        numbers = torch.zeros(sum(_parts_of_mask(n_rows, n_keys)), dtype=torch.int32, device=like.device)
+        return cls(*ints, *angles, numbers, n_keys)
+
+    @property
+    def mask(self) -> ops.TreeMask:
+        """What the rows look at, whatever the numbers are by then."""
+        return self._mask_over(self.numbers)
+
+    def _mask_over(self, numbers: Tensor) -> ops.TreeMask:
+        n_rows = len(self.ids)
+        bits, *others = numbers.split(_parts_of_mask(n_rows, self.n_keys))
+        return ops.TreeMask(bits.view(n_rows, -1), *others, self.n_keys, is_exact=False)
 
     def fill(self, rows: "RowsOfPass", spare: int) -> None:
-        """Take over the rows of a pass. What is left over is written to a spare row of the cache, and looks at the first."""
+        """Take over the rows of a pass.
+
+        What is left over is written to a spare row of the cache and looks where the first row does: what looked nowhere
+        might be no number.
+        """
         n = len(rows.ids)
         self.ids[:n], self.rows[:n], self.rows[n:] = rows.ids, rows.rows, spare
         self.cos[:n], self.sin[:n] = rows.cos, rows.sin
-        for window, mask in self.masks.items():
-            seen = rows.visible(window)
-            mask.zero_()
-            mask[n:, 0] = True
-            mask[:n, : rows.n_keys] = True if seen is None else seen
+        numbers = torch.zeros(len(self.numbers), dtype=torch.int32)
+        mine, given = self._mask_over(numbers), rows.mask
+        mine.bits[:n, : given.bits.shape[1]] = given.bits
+        mine.bits[n:] = mine.bits[0]
+        mine.depths[:n], mine.depths[n:] = given.depths, given.depths[0]
+        mine.key_depths[: len(given.key_depths)] = given.key_depths
+        mine.extent[:] = given.extent
+        self.numbers.copy_(numbers)
+
+
+def _parts_of_mask(n_rows: int, n_keys: int) -> list[int]:
+    """Numbers of its bits, depths, depths of the keys, and extent; all keys may be of the forest."""
+    return [n_rows * -(-n_keys // 32), n_rows, n_keys, 2]
 
 
 @dataclass(frozen=True)
 class RowsOfPass:
-    """The rows of one sequence in a pass, on the host or on the device.
+    """The rows of one sequence in a pass, on the host.
 
     ids, rows  (n,) int64: tokens, and their rows in the cache
     cos, sin   (n, head_dim)
-    visible    window -> (n, n_keys) bool, or None where they look at all
+    mask       what they look at, without a window
     """
 
     ids: Tensor
     rows: Tensor
     cos: Tensor
     sin: Tensor
-    visible: Callable[[int | None], Tensor | None]
-    n_keys: int
+    mask: ops.TreeMask
 
 
 class FixedPass:
@@ -97,7 +118,7 @@ class FixedPass:
 
     def __init__(self, model: ResidentModel, cache: KVCache, n_rows: int, n_keys: int, logits: Tensor) -> None:
         # Not the cache itself: what is captured for a cache ends with it.
-        self._model, self._stores, self._n_keys = model, (cache.keys, cache.values), n_keys
+        self._model, self._stores = model, (cache.keys, cache.values)
         self.inputs = FixedInputs.empty(model.spec, n_rows, n_keys, cache.keys)
         self._logits = logits[:n_rows]
 
@@ -105,19 +126,20 @@ class FixedPass:
     def compute(self) -> None:
         """Embedding, layers and head; writes the rows of the cache and the logits."""
         inputs, model = self.inputs, self._model
+        # Masks of this computation's own: what the reference makes of one is part of what is captured.
+        masks = {window: replace(inputs.mask, window=window) for window in set(model.spec.windows)}
         hidden = model.embed(inputs.ids)
         for i, weights in enumerate(model.layers):
-            hidden = decoder_layer(model.spec, weights, hidden, (inputs.cos, inputs.sin), self._attend(i))
+            attend = self._attend(i, masks[model.spec.windows[i]])
+            hidden = decoder_layer(model.spec, weights, hidden, (inputs.cos, inputs.sin), attend)
         self._logits.copy_(model.head(hidden))
 
-    def _attend(self, layer: int) -> Attend:
-        (keys, values), mask = self._stores, self.inputs.masks[self._model.spec.windows[layer]]
-        scale = self._model.spec.head_dim**-0.5
+    def _attend(self, layer: int, mask: ops.TreeMask) -> Attend:
+        (keys, values), n, scale = self._stores, self.inputs.n_keys, self._model.spec.head_dim**-0.5
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             for store, new in ((keys, k), (values, v)):
                 store[layer].index_copy_(1, self.inputs.rows, new.transpose(0, 1))
-            n = self._n_keys
             return ops.tree_attention(q, keys[layer, :, :n], values[layer, :, :n], mask, scale)
 
         return attend
@@ -147,14 +169,14 @@ class FixedPasses:
         """
         n = len(rows.ids)
         n_rows = next(width for width in _WIDTHS if width >= n)
-        n_keys = min(-(-rows.n_keys // _KEYS) * _KEYS, cache.capacity)
+        n_keys = min(-(-rows.mask.n_keys // _KEYS) * _KEYS, cache.capacity)
         if self._logits is None:
             shape = (self._most_rows, self._model.spec.vocab_size)
             self._logits = torch.empty(shape, dtype=cache.keys.dtype, device=cache.keys.device)
         if cache not in self._passes:
             self._passes[cache] = {}
             for store in (cache.keys, cache.values):  # a weight of 0 times what lay in memory before may be no number
-                store[:, :, rows.n_keys - n :].zero_()
+                store[:, :, rows.mask.n_keys - n :].zero_()
         sizes = self._passes[cache]
         found = sizes.get((n_rows, n_keys))
         if found is None:
@@ -181,12 +203,16 @@ class CudaCapture:
     """CUDA graphs that share one pool of memory: none of them runs while another does."""
 
     def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        # A pool that its last graph has left cannot be captured into again while anything still lies in it, and cuBLAS keeps
+        # there what it took in the first capture (vllm-project/vllm issue 28426). So one graph stays for ever.
+        self._flag = torch.zeros(1, device="cuda")
+        self._anchor = self(self._flag.zero_)
 
-    def __call__(self, compute: Callable[[], None]) -> Replay:
+    def __call__(self, compute: Callable[[], object]) -> Replay:
         """Capture what `compute` launches; it has run before, so that nothing is set up for the first time."""
         graph = torch.cuda.CUDAGraph()
         # Other threads go on enqueueing copies while this one captures.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             compute()
         return graph.replay

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -87,18 +87,14 @@ class _Segment:
         return torch.from_numpy(self.step.topology.depths[self.start : self.stop]) + self.step.cache.n_committed
 
     @cached_property
-    def _forest(self) -> tuple[int, Tensor, Tensor]:
-        """Pending rows that all rows see; the mask and the depths of those behind."""
+    def _forest(self) -> ops.TreeMask:
         trunk, parents = self.step.topology.forest(self.start, self.stop)
-        bits, depths = ops.tree_masks(torch.from_numpy(parents).to(self.device))
-        return trunk, bits, depths
+        return ops.forest_mask(parents, self.start - trunk, self.step.cache.n_committed + trunk, self.device)
 
     def mask(self, window: int | None) -> ops.TreeMask:
         """Which cached rows each row looks at."""
         if window not in self.masks:
-            trunk, bits, depths = self._forest
-            n_before = self.step.cache.n_committed + trunk
-            self.masks[window] = ops.TreeMask(bits, depths, self.start - trunk, n_before, window)
+            self.masks[window] = replace(self._forest, window=window)
         return self.masks[window]
 
 
@@ -163,12 +159,16 @@ class Runner:
         model = ResidentModel(self.spec, layers, self._embed, self._head)
         self._fixed = FixedPasses(model, most_rows, capture)
 
+    def forget_passes(self) -> None:
+        """Drop what was captured, which holds the weights."""
+        self._fixed = None
+
     def _replay(self, step: Step) -> Tensor:
         whole = _Segment(step, step.n_done, len(step.tokens), slice(0, step.n_rows), torch.device("cpu"))
         cos, sin = self._chunk(0, step.n_rows, [whole]).rope
         rows = torch.arange(step.n_keys - step.n_rows, step.n_keys)
         tokens = step.tokens[step.n_done :]
-        inputs = RowsOfPass(tokens, rows, cos, sin, lambda window: whole.mask(window).dense(), step.n_keys)
+        inputs = RowsOfPass(tokens, rows, cos, sin, whole.mask(window=None))
         with self._trace.span(COMPUTE, "all layers"):
             return self._fixed.forward(step.cache, inputs)[step.n_rows - step.n_wanted :]
 

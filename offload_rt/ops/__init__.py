@@ -1,5 +1,6 @@
 """One entry point per op. A kernel of csrc/ serves where it is built and fits; else the plain torch reference does."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -9,7 +10,8 @@ from offload_rt.ops._verify import Candidates, can_verify, verify
 from offload_rt.ops.reference import rms_norm, rotate
 
 __all__ = [
-    "Candidates", "TreeMask", "can_verify", "commit_rows", "rms_norm", "rotate", "tree_attention", "tree_masks", "verify",
+    "Candidates", "TreeMask", "can_verify", "commit_rows", "forest_mask", "rms_norm", "rotate", "tree_attention", "tree_masks",
+    "verify",
 ]  # fmt: skip
 
 _HEAD_DIMS = (64, 96, 128)
@@ -22,7 +24,7 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask | Tensor | No
     """Attention of rows of a forest to a prefix and to their ancestors; grouped KV heads are shared, not repeated.
 
     q     (n, heads, head_dim)
-    k, v  (kv_heads, n_keys, head_dim), heads a multiple of kv_heads
+    k, v  (kv_heads, mask.n_keys, head_dim), heads a multiple of kv_heads; past the keys there are, numbers that are finite
     mask  what the kernel takes; a dense one, (n, n_keys) bool, or None for no mask is for the reference
     Returns (n, heads, head_dim).
     """
@@ -30,7 +32,7 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask | Tensor | No
         return reference.tree_attention(q, k, v, mask, scale)
     if _extension.serves(q) and q.dtype in (torch.float16, torch.bfloat16) and q.shape[2] in _HEAD_DIMS:
         return _extension.kernels().tree_attention(
-            q, k, v, mask.bits, mask.depths, mask.first, mask.n_before, mask.window or 0, scale
+            q, k, v, mask.bits, mask.depths, mask.key_depths, mask.extent, mask.window or 0, scale
         )
     return reference.tree_attention(q, k, v, mask.dense(), scale)
 
@@ -40,6 +42,17 @@ def tree_masks(parents: Tensor) -> tuple[Tensor, Tensor]:
     if _extension.serves(parents) and len(parents) <= _MOST_MASKED_ROWS:
         return _extension.kernels().tree_masks(parents)
     return reference.tree_masks(parents)
+
+
+def forest_mask(parents: np.ndarray, first: int, n_before: int, device: torch.device) -> TreeMask:
+    """What rows `first` and on of a forest look at, without a window; made on a device, by one transfer to it.
+
+    parents   (n,) int64, parents[i] < i, below zero for a root
+    n_before  keys that stand before the forest
+    """
+    numbers = torch.from_numpy(np.append(parents, (n_before, len(parents)))).to(device)
+    bits, depths = tree_masks(numbers[:-2])
+    return TreeMask(bits[first:], depths[first:], depths, numbers[-2:].int(), n_before + len(parents))
 
 
 def commit_rows(keys: Tensor, values: Tensor, rows: Tensor, first: int) -> None:

@@ -47,8 +47,8 @@ def describe(library: str) -> None:
         v: Tensor,
         masks: Tensor,
         depths: Tensor,
-        first: int,
-        n_before: int,
+        key_depths: Tensor,
+        extent: Tensor,
         window: int,
         scale: float,
     ) -> Tensor:

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,34 +11,31 @@ KEPT_ENTRIES = 2 << 20
 
 @dataclass(frozen=True, eq=False)
 class TreeMask:
-    """The rows of a forest from `first` on look at a prefix, at their ancestors and at themselves.
+    """n rows of a forest look at the keys before it, at their ancestors and at themselves.
 
-    bits      (rows, words) int32: bit j % 32 of word j // 32 of row i says whether row i looks at row j of the forest
-    depths    (rows,) int32, 0 at a root, whose position is n_before
-    n_before  keys that stand before the forest and that all rows see
-    window    a row looks at positions greater than its own less so many; None: at all of them
+    bits        (n, words) int32: bit j % 32 of word j // 32 of row i says whether row i looks at key j of the forest;
+                0 where there is no such key
+    depths      (n,) int32, 0 at a root, whose position is the number of keys before the forest
+    key_depths  (keys of the forest,) int32, likewise
+    extent      (2,) int32: keys before the forest, which all rows see, and keys of the forest
+    n_keys      both together
+    is_exact    False: what lies in the tensors changes, n_keys is the most there may be, and key_depths may be longer
+    window      a row looks at positions greater than its own less so many; None: at all of them
     """
 
     bits: Tensor
     depths: Tensor
-    first: int
-    n_before: int
-    window: int | None
-    _kept: dict[str, Tensor] = field(default_factory=dict)
-
-    @property
-    def n(self) -> int:
-        """Rows that look."""
-        return len(self.bits) - self.first
-
-    @property
-    def n_keys(self) -> int:
-        """Keys of the prefix and of the forest."""
-        return self.n_before + len(self.bits)
+    key_depths: Tensor
+    extent: Tensor
+    n_keys: int
+    window: int | None = None
+    is_exact: bool = True
+    _kept: dict[str, Tensor] = field(default_factory=dict, init=False)
 
     def dense(self) -> Tensor | None:
-        """(n, n_keys) bool, True where a row may look; None: everywhere."""
-        if self.n == 1 and self.first == 0 and (self.window is None or self.n_before < self.window):
+        """(n, n_keys) bool, True where a row may look; None: everywhere. No number passes through the host on the way."""
+        is_alone = self.is_exact and len(self.bits) == len(self.key_depths) == 1
+        if is_alone and (self.window is None or self.n_keys <= self.window):
             return None
         if "dense" in self._kept:
             return self._kept["dense"]
@@ -49,12 +45,16 @@ class TreeMask:
         return mask
 
     def _unpacked(self) -> Tensor:
-        last = len(self.bits)
-        bits = self.bits[self.first :].cpu().numpy().view(np.uint8)
-        tree = torch.from_numpy(np.unpackbits(bits, axis=1, count=last, bitorder="little").view(np.bool_))
-        mask = torch.cat((torch.ones(self.n, self.n_before, dtype=torch.bool), tree), dim=1)
+        device, n_before, n_most = self.bits.device, self.extent[0], len(self.key_depths)
+        keys = torch.arange(self.n_keys, device=device)
+        shifts = torch.arange(32, dtype=torch.int32, device=device)
+        tree = (self.bits[:, :, None] >> shifts & 1).bool().flatten(1)[:, :n_most]
+        # Columns for which there are no keys come round to those of the prefix, which are written after them.
+        place = (n_before + keys[:n_most]) % self.n_keys
+        mask = tree.new_zeros(len(tree), self.n_keys).index_copy_(1, place, tree)
+        mask |= keys < n_before
         if self.window is not None:
-            depths = self.depths.cpu()
-            of_keys = torch.cat((torch.arange(self.n_before), depths + self.n_before))
-            mask &= of_keys > (depths[self.first :, None] + self.n_before - self.window)
-        return mask.to(self.bits.device)
+            positions = self.key_depths.new_zeros(self.n_keys).index_copy_(0, place, self.key_depths)
+            positions = torch.where(keys < n_before, keys - n_before, positions)
+            mask &= positions > self.depths[:, None] - self.window
+        return mask

@@ -35,6 +35,13 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scal
     """
     if q.is_cuda and visible is not None and q.shape[1] != k.shape[0]:
         return grouped_attention(q, k, v, visible, scale)
+    if q.device.type == "cpu" and len(q) == 1 and visible is None and q.dtype in (torch.bfloat16, torch.float16):
+        return one_row_attention(q, k, v, scale)
+    return torch_attention(q, k, v, visible, scale)
+
+
+def torch_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float) -> Tensor:
+    """The same by torch's own kernels as they are."""
     out = F.scaled_dot_product_attention(
         q.transpose(0, 1)[None], k[None], v[None], attn_mask=visible, scale=scale, enable_gqa=q.shape[1] != k.shape[0]
     )
@@ -48,6 +55,13 @@ def grouped_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: f
     mask = visible.repeat(rows.shape[1] // n, 1)
     out = F.scaled_dot_product_attention(rows[None], k[None], v[None], attn_mask=mask, scale=scale)[0]
     return out.view(n_groups, -1, n, head_dim).permute(2, 0, 1, 3).reshape(q.shape)
+
+
+def one_row_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """The same for one row that looks everywhere, in float32: torch takes up to five times as long (`bench/compute.py`)."""
+    rows = q.view(k.shape[0], -1, q.shape[2]).float() * scale
+    weights = torch.softmax(rows @ k.transpose(1, 2).float(), dim=-1)
+    return (weights @ v.float()).view(q.shape).to(q.dtype)
 
 
 def tree_masks(parents: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,18 @@ def pin(block: Tensor) -> bool:
     """Register a block of host memory; returns whether there is a driver that agreed (WSL and limits make it refuse)."""
     if not torch.cuda.is_available():
         return False
-    return int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.nbytes, 0)) == _SUCCESS
+    has_agreed = int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.nbytes, 0)) == _SUCCESS
+    if not has_agreed:
+        _forget_refusal()
+    return has_agreed
+
+
+def _forget_refusal() -> None:
+    """The driver's last error stays until somebody asks for it, which torch does at its next launch, and raises it there."""
+    try:
+        torch.zeros(1, device="cuda")
+    except RuntimeError:
+        pass
 
 
 def unpin(block: Tensor) -> None:

@@ -29,11 +29,17 @@ class Need:
 
 @dataclass(frozen=True)
 class Budgets:
-    """Bytes that may be used; host 0 where there is no tier between device and disk; `libraries` of those of the device."""
+    """Bytes that may be used.
+
+    host       0 where there is no tier between device and disk
+    libraries  of those of the device
+    has_card   the device has memory of its own, so what comes from the disk crosses the host's link as well
+    """
 
     device: int
     host: int = 0
     libraries: int = 0
+    has_card: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,9 +76,17 @@ class Plan:
         return self.tiers.count(tier)
 
     @property
+    def streamed_nbytes(self) -> int:
+        """Bytes that a pass brings to the device."""
+        return self.on("host") + self.on("disk")
+
+    @property
     def pass_bytes(self) -> PassBytes:
-        """What one pass moves."""
-        streamed = tuple((tier, self.on(tier)) for tier in ("host", "disk"))
+        """What one pass moves over each link, and computes."""
+        streamed = (
+            ("host", self.streamed_nbytes if self.budgets.has_card else self.on("host")),
+            ("disk", self.on("disk")),
+        )
         return PassBytes(streamed, sum(self.layer_nbytes) + self.need.outer, self.n_slots * self.slot_nbytes)
 
 

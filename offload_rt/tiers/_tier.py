@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from offload_rt.weights._image import LayerImage, Layout
+from offload_rt.worker import Worker
 
 # Fills its own part of a block and returns how many bytes crossed the link.
 Read = Callable[[], int]
@@ -62,10 +63,11 @@ def read_parallel(reads: Sequence[Read], n_parallel: int, progress: Progress | N
             except BaseException as error:  # raised again in the caller
                 errors.append(error)
 
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(n_parallel, len(reads)))]
-    for thread in threads:
-        thread.start()
+    # No daemons, which the interpreter would tear down in the middle of a read if Ctrl-C met this between two starts.
+    threads = [Worker(work, f"reads-{i}") for i in range(min(n_parallel, len(reads)))]
     try:
+        for thread in threads:
+            thread.start()
         for thread in threads:
             thread.join()
     except BaseException:  # Ctrl-C: nobody may go on writing into a block that its owner gives up
@@ -76,4 +78,6 @@ def read_parallel(reads: Sequence[Read], n_parallel: int, progress: Progress | N
         raise
     if errors:
         raise errors[0]
+    if waiting:
+        raise MemoryError("no thread could begin to read")
     return sum(moved)
