@@ -3,15 +3,20 @@
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from pretended_card import pretended_card
+from processes import is_soon_over
 
-from bench.gpu import _shapes, onchip, streamed
+from bench._measure import UNKNOWN, commit
+from bench.gpu import _shapes, generation, onchip, streamed
+from bench.gpu.__main__ import _is_measured, run_section
 from bench.gpu._table import table, written_into
 from offload_rt import LLM, SamplingParams
+from offload_rt.weights._checkpoint import open_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT = [5, 300, 17, 511, 42]
@@ -44,24 +49,94 @@ def test_a_repeated_layer_changes_nothing(small):
         assert llm.generate(PROMPT, SamplingParams(max_new_tokens=20))[0].token_ids == want
 
 
-def test_the_streamed_section_runs(small, monkeypatch):
+def test_a_model_of_as_many_layers_as_it_has_is_as_it_is():
+    checkpoint = open_checkpoint(_shapes.DRAFT)
+    assert _shapes.repeated(checkpoint, len(checkpoint.layers)).layers == checkpoint.layers
+
+
+def told(measure):
+    """What a section prints, as it grows."""
+    return [json.loads(json.dumps(found)) for found in measure]
+
+
+def test_the_section_of_passes_runs(small, monkeypatch):
     monkeypatch.setattr(streamed, "written", small)
     monkeypatch.setattr(streamed, "upload_gbps", lambda device: 1.0)
-    sizes = streamed.Shapes("", 11, "", 5, "275MiB", (1, 8), 1, 12)
     with pretended_card(monkeypatch):
-        found = json.loads(json.dumps(streamed.measure(sizes)))
-    assert found["plan"]["streamed_layers"] > 0 and found["plan"]["streamed_bytes"] > 0
-    assert [one["rows"] for one in found["passes"]] == [1, 8]
-    assert {one["temperature"] for one in found["generation"]} == {0.0, 0.6}
+        found = told(streamed.measure(streamed.Shapes("", 11, "275MiB", (1, 8))))
+    assert found[-1]["plan"]["streamed_layers"] > 0 and found[-1]["plan"]["streamed_bytes"] > 0
+    assert [[one["rows"] for one in each["passes"]] for each in found] == [[1], [1, 8]]
+
+
+def test_the_section_of_generation_runs(small, monkeypatch):
+    monkeypatch.setattr(generation, "written", small)
+    with pretended_card(monkeypatch):
+        found = told(generation.measure(generation.Shapes("", 11, "", 5, "275MiB", 1, 12)))
+    assert found[-1]["plan"]["streamed_layers"] > 0
+    grown = [[(one["temperature"], len(one["runs"])) for one in each["generation"]] for each in found]
+    assert grown == [[(0.0, 1)], [(0.0, 1), (0.6, 1)]]
+
+
+def test_layers_of_the_disk_are_refused(small, monkeypatch):
+    monkeypatch.setattr(streamed, "written", small)
+    monkeypatch.setattr(_shapes, "opened", partial(_shapes.opened, host_memory=1))
+    monkeypatch.setattr(streamed, "opened", _shapes.opened)
+    with pretended_card(monkeypatch), pytest.raises(RuntimeError, match="lie on the disk"):
+        told(streamed.measure(streamed.Shapes("", 11, "275MiB", (1,))))
 
 
 def test_the_section_of_models_on_the_card_runs(small, monkeypatch):
     monkeypatch.setattr(onchip, "written", small)
     monkeypatch.setattr(onchip, "device_gbps", lambda: 1.0)
     with pretended_card(monkeypatch):
-        found = onchip.measure(onchip.Shapes((("llama-2-7b", 9),), 12, (1, 8)))
-    shape = json.loads(json.dumps(found))["shapes"][0]
+        found = told(onchip.measure(onchip.Shapes((("llama-2-7b", 9),), 12, (1, 8))))
+    shape = found[-1]["shapes"][0]
     assert shape["floor_s"] > 0 and set(shape["levels"]) == {"1", "8"} and shape["times_faster"] > 0
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("print('{\"a\": 1}'); print('{\"a\": 2}')", {"result": {"a": 2}}),
+        ("print('{\"a\": 1}'); print('[W1 a warning]')", {"result": {"a": 1}}),
+        ("print('{\"a\": 1}'); raise SystemExit('no room')", {"result": {"a": 1}, "failed": "no room"}),
+        ("raise SystemExit(7)", {"failed": "exit code 7"}),
+        ("", {"failed": "it printed nothing"}),
+    ],
+)
+def test_what_a_section_found_is_kept(code, expected):
+    assert run_section([sys.executable, "-c", code], 60) == expected
+
+
+def test_a_section_whose_time_is_over_ends_with_all_it_started(tmp_path):
+    pid = tmp_path / "pid"
+    child = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    code = (
+        f"import subprocess, sys; print('{{\"a\": 1}}', flush=True); subprocess.run([sys.executable, '-c', {child!r}])"
+    )
+    assert run_section([sys.executable, "-c", code], 5) == {"failed": "took more than 5 s", "result": {"a": 1}}
+    assert is_soon_over(int(pid.read_text()))
+
+
+def test_what_failed_or_is_of_another_commit_is_measured_again(tmp_path):
+    path = tmp_path / "streamed.json"
+    assert not _is_measured(path, "abc")
+    for entry, now, is_measured in (
+        ({"commit": "abc"}, "abc", True),
+        ({"commit": "abc"}, "abd", False),
+        ({"commit": "abc", "failed": "no room"}, "abc", False),
+        ({"commit": UNKNOWN}, UNKNOWN, False),
+    ):
+        path.write_text(json.dumps(entry))
+        assert _is_measured(path, now) == is_measured
+
+
+def test_the_commit_can_be_said_where_there_is_no_git(monkeypatch):
+    monkeypatch.delenv("OFFLOAD_RT_COMMIT", raising=False)
+    monkeypatch.setenv("PATH", "")
+    assert commit() == UNKNOWN
+    monkeypatch.setenv("OFFLOAD_RT_COMMIT", "abc1234")
+    assert commit() == "abc1234"
 
 
 def test_the_table_says_what_is_missing(tmp_path):
@@ -77,11 +152,22 @@ def test_the_table_shows_figures_and_failures(tmp_path):
         {"rows": 768, "seconds": [2.1], "floor_s": 2},
     ]
     runs = {"temperature": 0.0, "times_faster": 11.0, "runs": [{"link_busy": 0.98}]}
-    (tmp_path / "streamed.json").write_text(json.dumps({**about, "result": {"passes": passes, "generation": [runs]}}))
-    (tmp_path / "peers.json").write_text(json.dumps({**about, "failed": "no room"}))
+    slow = {"tree_attention": {"median": 1.0}, "flash, no mask": {"median": 0.8}, "flex_attention": {"failed": "?"}}
+    sdpa = {"sdpa, dense mask": {"median": 9.0}, "sdpa, dense mask, groups as rows": {"median": 3.0}}
+    results = {
+        "streamed": {"result": {"passes": passes}},
+        "generation": {"result": {"generation": [runs]}, "failed": "took more than 200 s"},
+        "attention": {"result": {"768": slow | sdpa}},
+        "correctness": {"result": {"tests": "9 passed", "memory checker": "0 errors | exit code 0"}},
+        "peers": {"failed": "no | room"},
+    }
+    for name, entry in results.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(about | entry))
     made = table(tmp_path)
-    for words in ("abc", "1.010", "1.045", "98.0%", "11.00x at T=0.0", "failed: no room", "not measured yet"):
+    for words in ("abc", "1.010", "1.045", "98.0%", "11.00x at T=0.0", "failed: no / room", "not measured yet",
+                  "3.00x faster; 1.25x its time", "memory checker: 0 errors / exit code 0"):  # fmt: skip
         assert words in made
+    assert {line.count("|") for line in made.splitlines()[2:]} == {4}
 
 
 def test_the_readme_has_the_table_of_the_results_that_are_there():

@@ -1,7 +1,9 @@
 """Runs everything that needs a card: `python -m bench.gpu [--minutes 9] [--section NAME ...] [--again]`.
 
 Each section is a process of its own and leaves `bench/results/gpu/<section>.json`, with device, driver and commit. A section
-whose result is there for this commit is not run again, so a run that ended early is resumed by the same command.
+whose result is there for this commit is not run again, so a run that ended early is resumed by the same command. What a section
+had found when its time was over, or when it failed, is kept with the reason. Where the tree lies without its .git, say the
+commit by OFFLOAD_RT_COMMIT.
 """
 
 import argparse
@@ -11,11 +13,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from tempfile import TemporaryFile
 
-from bench._measure import ROOT, commit
+from bench._measure import ROOT, UNKNOWN, commit, family, lines_of
 from bench.gpu._table import table, written_into
+from offload_rt.ops import _extension
 
-SECTIONS = ("ceilings", "correctness", "attention", "streamed", "onchip", "peers")
+SECTIONS = ("ceilings", "correctness", "attention", "streamed", "generation", "onchip", "peers")
 RESULTS = ROOT / "bench/results/gpu"
 
 
@@ -34,32 +38,36 @@ def main() -> int:
         readme.write_text(written_into(readme.read_text(), table(flags.results)))
         return 0
     if flags.here:
-        print(json.dumps(importlib.import_module(f"bench.gpu.{flags.here}").measure()))
+        for found in importlib.import_module(f"bench.gpu.{flags.here}").measure():
+            print(json.dumps(found), flush=True)
         return 0
     import torch
 
     if not torch.cuda.is_available():
         print("error: bench.gpu needs a CUDA device, and torch can use none", file=sys.stderr)
         return 3
-    return _run(flags.section, flags.minutes * 60, flags.again, flags.results)
+    return _run(flags.section, time.monotonic() + flags.minutes * 60, flags.again, flags.results)
 
 
-def _run(sections: tuple[str, ...], seconds: float, again: bool, results: Path) -> int:
+def _run(sections: tuple[str, ...], until: float, again: bool, results: Path) -> int:
     results.mkdir(parents=True, exist_ok=True)
-    subprocess.run([sys.executable, "scripts/build_kernels.py"], cwd=ROOT, check=True)
-    started, now, code = time.monotonic(), commit(), 0
+    _build_kernels()
+    if not _extension.is_loaded():
+        print("error: the kernels are not built; python setup.py build_ext says why", file=sys.stderr)
+        return 3
+    now, code = commit(), 0
     for name in sections:
         path = results / f"{name}.json"
-        if not again and path.exists() and json.loads(path.read_text()).get("commit") == now:
+        if not again and _is_measured(path, now):
             print(f"{name}: measured on this commit already", flush=True)
             continue
-        left = seconds - (time.monotonic() - started)
+        left = until - time.monotonic()
         expected = importlib.import_module(f"bench.gpu.{name}").EXPECTED_S
         if left < expected:
             print(f"{name}: left out, {left:.0f} s are left and it takes about {expected}", flush=True)
             continue
         begun = time.monotonic()
-        found = _section(name, left)
+        found = run_section([sys.executable, "-m", "bench.gpu", "--here", name], left)
         entry = {"section": name, **device(), "commit": now, "seconds": time.monotonic() - begun, **found}
         path.write_text(json.dumps(entry, indent=1) + "\n")
         code = code or int("failed" in found)
@@ -67,19 +75,46 @@ def _run(sections: tuple[str, ...], seconds: float, again: bool, results: Path) 
     return code
 
 
-def _section(name: str, seconds: float) -> dict[str, object]:
-    """What a section measured, or why it failed."""
+def _build_kernels() -> None:
+    """Unless they are newer than their sources."""
+    sources = (ROOT / "csrc").iterdir()
+    built = _extension.LIBRARY.stat().st_mtime if _extension.LIBRARY.exists() else 0.0
+    if built < max(path.stat().st_mtime for path in sources):
+        subprocess.run([sys.executable, "scripts/build_kernels.py"], cwd=ROOT, check=True)
+
+
+def _is_measured(path: Path, now: str) -> bool:
+    if not path.exists() or now == UNKNOWN:
+        return False
+    entry = json.loads(path.read_text())
+    return entry.get("commit") == now and "failed" not in entry
+
+
+def run_section(command: list[str], seconds: float) -> dict[str, object]:
+    """The last object that a section printed, which grows as it goes, and why there is no more, if there should be."""
+    reason = ""
+    with TemporaryFile("w+") as out, TemporaryFile("w+") as errors:
+        with family(subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=errors)) as process:
+            try:
+                code = process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                reason = f"took more than {seconds:.0f} s"
+            else:
+                reason = "; ".join(lines_of(errors)[-6:]) or f"exit code {code}" if code else ""
+        told = [found for line in lines_of(out) if (found := _parsed(line))]
+    result = {"result": told[-1]} if told else {}
+    if not reason and not told:
+        reason = "it printed nothing"
+    return result | ({"failed": reason} if reason else {})
+
+
+def _parsed(line: str) -> dict[str, object] | None:
+    """The object on a line; None for what libraries print."""
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "bench.gpu", "--here", name], cwd=ROOT, capture_output=True, text=True, timeout=seconds,
-            check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return {"failed": f"took more than {seconds:.0f} s"}
-    lines = done.stdout.strip().splitlines()
-    if done.returncode or not lines:
-        return {"failed": " | ".join(done.stderr.strip().splitlines()[-6:])}
-    return {"result": json.loads(lines[-1])}
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def device() -> dict[str, str]:

@@ -42,6 +42,8 @@ def written(source: Path, shape: str, *sizes: str) -> Path:
 
 def repeated(checkpoint: Checkpoint, n_layers: int) -> Checkpoint:
     """The same function with more layers: the last one, which changes nothing, stands between the others again and again."""
+    if n_layers == len(checkpoint.layers):
+        return checkpoint
     own, filler = checkpoint.layers[:-1], checkpoint.layers[-1]
     places = sorted(spread(n_layers, len(own)))
     layers = [filler] * n_layers
@@ -59,11 +61,26 @@ def random_tree(n: int, reach: int = 40) -> Topology:
 
 @contextmanager
 def opened(target: Path, n_layers: int, draft: tuple[Path, int] | None = None, **settings: object) -> Iterator[LLM]:
-    """An LLM over a repeated target and, if one is given, a repeated draft with its number of layers."""
+    """An LLM over a repeated target and, if one is given, a repeated draft with its number of layers.
+
+    Layers of the host that are the same lie there once, so it has room for all of them whatever their number.
+    """
     deep = {target: n_layers} | ({draft[0]: draft[1]} if draft else {})
     pair = {"draft_model": str(draft[0])} if draft else {}
     with (
         patch("offload_rt.api.open_checkpoint", lambda path: repeated(open_checkpoint(path), deep[path])),
+        patch("offload_rt.build.memory_free", lambda: 1 << 40),
         LLM(str(target), **pair, **settings) as llm,
     ):
         yield llm
+
+
+def plan_of(llm: LLM) -> dict[str, object]:
+    """Where its layers lie. Raises RuntimeError where some would come from the disk: the figures are those of the link."""
+    plan = llm.plan
+    if plan.count("disk"):
+        raise RuntimeError(f"{plan.count('disk')} layers lie on the disk")
+    return {
+        "resident_layers": plan.count("device"), "streamed_layers": plan.count("host"), "n_slots": plan.n_slots,
+        "streamed_bytes": plan.on("host"), "notice": llm.engine.notice,
+    }  # fmt: skip

@@ -1,6 +1,5 @@
 """Seconds of work on a card."""
 
-import time
 from collections.abc import Callable
 
 import torch
@@ -10,16 +9,22 @@ from bench._measure import Spread
 CARD = torch.device("cuda", 0)
 
 
+# Calls between two events: what it costs to launch the first is lost among so many.
+_N_CALLS = 20
+
+
 def seconds(work: Callable[[], object], repeats: int = 10, warm_up: int = 3) -> Spread:
-    """Of one call, its work on the card finished, over so many calls after some that do not count."""
+    """Of one call on the card, as the mean of some in a row, over so many rows after some that do not count."""
     taken = []
     for i in range(warm_up + repeats):
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        work()
-        torch.cuda.synchronize()
+        started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        started.record()
+        for _ in range(_N_CALLS):
+            work()
+        ended.record()
+        ended.synchronize()
         if i >= warm_up:
-            taken.append(time.perf_counter() - started)
+            taken.append(started.elapsed_time(ended) / 1e3 / _N_CALLS)
     return Spread.of(taken)
 
 
@@ -27,10 +32,10 @@ def in_turn(works: dict[str, Callable[[], object]], rounds: int = 5) -> dict[str
     """Of each of several, interleaved."""
     taken: dict[str, list[float]] = {name: [] for name in works}
     for work in works.values():
-        seconds(work, repeats=1)
+        seconds(work, repeats=1, warm_up=1)
     for _ in range(rounds):
         for name, work in works.items():
-            taken[name].append(seconds(work, repeats=3, warm_up=0).median)
+            taken[name].append(seconds(work, repeats=1, warm_up=0).median)
     return {name: Spread.of(times) for name, times in taken.items()}
 
 

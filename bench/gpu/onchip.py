@@ -1,5 +1,6 @@
 """Models that fit on the card as a whole: tokens per second plain and by trees, and a level of a draft against its bytes."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
 
@@ -22,11 +23,14 @@ class Shapes:
     widths: tuple[int, ...] = (1, 8, 32, 64, 128)
 
 
-def measure(shapes: Shapes = Shapes()) -> dict[str, object]:
+def measure(shapes: Shapes = Shapes()) -> Iterator[dict[str, object]]:
     """One entry for each shape."""
     prompts = held_out_prompts(AutoTokenizer.from_pretrained(TARGET), 3)
     gbps = device_gbps()
-    return {"device_gbps": gbps, "shapes": [_shape(name, n, shapes, prompts, gbps) for name, n in shapes.targets]}
+    found: list[dict[str, object]] = []
+    for name, n in shapes.targets:
+        found.append(_shape(name, n, shapes, prompts, gbps))
+        yield {"device_gbps": gbps, "shapes": found}
 
 
 def _shape(name: str, n_layers: int, shapes: Shapes, prompts: list[list[int]], gbps: float) -> dict[str, object]:

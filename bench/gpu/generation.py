@@ -1,0 +1,54 @@
+"""Llama2-70B's shape in 24 GiB of a card, with a draft of 7B's: seconds per token by trees, and plain."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from statistics import median
+
+from transformers import AutoTokenizer
+
+from bench._prompts import held_out_prompts
+from bench.gpu._shapes import DRAFT, TARGET, opened, plan_of, written
+from offload_rt import LLM, SamplingParams
+
+EXPECTED_S = 200
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What is measured; a test makes it small."""
+
+    target: str = "llama-2-70b"
+    n_layers: int = 80
+    draft: str = "llama-2-7b"
+    n_draft_layers: int = 32
+    device_memory: str = "24GiB"
+    n_prompts: int = 1
+    n_new: int = 96
+
+
+def measure(shapes: Shapes = Shapes()) -> Iterator[dict[str, object]]:
+    """Whole generations of some prompts after one by which the pair becomes known, plain passes between them."""
+    target, draft = written(TARGET, shapes.target), written(DRAFT, shapes.draft)
+    room = {"device": "cuda", "dtype": "bfloat16", "device_memory": shapes.device_memory, "max_model_len": 512}
+    prompts = held_out_prompts(AutoTokenizer.from_pretrained(TARGET), shapes.n_prompts + 1)
+    with opened(target, shapes.n_layers, (draft, shapes.n_draft_layers), **room) as llm:
+        found = {"plan": plan_of(llm), "generation": []}
+        for temperature in (0.0, 0.6):
+            for one in _growing(llm, prompts, temperature, shapes.n_new):
+                yield found | {"generation": [*found["generation"], one]}
+            found["generation"].append(one)
+
+
+def _growing(llm: LLM, prompts: list[list[int]], temperature: float, n_new: int) -> Iterator[dict[str, object]]:
+    """What is known after each prompt but the first."""
+    runs, plain = [], []
+    for i, prompt in enumerate(prompts):
+        params = SamplingParams(max_new_tokens=n_new, temperature=temperature, seed=i)
+        stats = llm.generate(prompt, params)[0].stats
+        if i == 0:
+            continue
+        runs.append(asdict(stats))
+        plain += llm.time_plain(len(prompt), 1)
+        per_token = median(run["measured_seconds_per_token"] for run in runs)
+        seconds = {"plain_s": median(plain), "times_faster": median(plain) / per_token}
+        yield {"temperature": temperature, **seconds, "runs": list(runs)}
