@@ -8,10 +8,12 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from offload_rt.errors import PromptError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # What a template may take beyond what this process has; those of real models take milliseconds and kilobytes.
 _CPU_S, _NBYTES, _MOST_TEXT = 5, 256 << 20, 16 << 20
@@ -19,7 +21,7 @@ _CPU_S, _NBYTES, _MOST_TEXT = 5, 256 << 20, 16 << 20
 _PATIENCE_S = 60.0
 
 
-def render(tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
+def render(tokenizer: "PreTrainedTokenizerBase", prompt: str) -> str:
     """The user's turn of a chat as text, through the model's template.
 
     Raises PromptError if there is no template, or it fails, or it takes more than a template may.

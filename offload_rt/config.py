@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from offload_rt.errors import SettingsError
 
@@ -155,6 +155,20 @@ def from_mapping(cls: type[Settings], values: Mapping[str, Any]) -> Settings:
                 change=f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}",
             )
     return cls(**values)
+
+
+class Parser(argparse.ArgumentParser):
+    """The flags of a program, of which one that is wrong raises SettingsError: a sentence, not a page."""
+
+    def __init__(self, program: str, description: str) -> None:
+        super().__init__(prog=program, description=description, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        """Raises SettingsError with what argparse says, and the flag that may have been meant."""
+        wrong = message.removeprefix("unrecognized arguments: ")
+        flag = wrong.split()[0].split("=")[0] if wrong != message else ""
+        close = get_close_matches(flag, self._option_string_actions, n=1)
+        raise SettingsError(message, change=f"did you mean {close[0]}?" if close else f"see {self.prog} --help")
 
 
 def add_flags(parser: argparse.ArgumentParser, cls: type) -> None:

@@ -63,6 +63,9 @@ def pick_drafter(config: EngineConfig) -> Drafting:
             f"--draft-model with --drafter {name}", need="a drafter that uses one", have=name,
             change=f"leave it out, or use --drafter {' or '.join(users)}",
         )  # fmt: skip
+    if name == "none" and (config.tree_size or config.tree_depth):
+        flag = "--tree-size" if config.tree_size else "--tree-depth"
+        raise SettingsError(f"{flag} with --drafter none", need="a drafter of trees", change="leave one of them out")
     if config.draft_model is None and module.NEEDS_MODEL:
         raise SettingsError(f"--drafter {name}", need="a draft model", change="give one by --draft-model")
     rule = plugins.find("rules", module.BEST_RULE if config.rule == "auto" else config.rule)

@@ -1,7 +1,7 @@
 """What a model would do on a machine: the loop's own placement and choice of tree, run on the simulator's virtual clock."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,11 +14,11 @@ from offload_rt.engine.loop import DraftLimits
 from offload_rt.engine.pace import Pace
 from offload_rt.errors import CapacityError
 from offload_rt.hardware import Card
-from offload_rt.machine import ComputeTimes, MachineProfile, PassBytes, pass_time
+from offload_rt.machine import ComputeTimes, MachineProfile, pass_time
 from offload_rt.models._spec import ModelSpec
 from offload_rt.roofline import Roof, head_share
 from offload_rt.simulate import Costs, Generation, Scheme, generate
-from offload_rt.tiers._placement import Budgets, Plan
+from offload_rt.tiers._placement import Budgets
 from offload_rt.tree.choose import choose, sizes_up_to
 from offload_rt.tree.search import search
 from offload_rt.tree.topology import Topology
@@ -43,7 +43,6 @@ class Machine:
     """
 
     title: str
-    has_card: bool
     budgets: Budgets
     links: tuple[tuple[str, float], ...]
     compute: Callable[[ModelSpec, torch.dtype], ComputeTimes]
@@ -63,8 +62,7 @@ class Machine:
         device = less_margin(card.memory_nbytes) if device_memory is None else device_memory
         return cls(
             title=card.title,
-            has_card=True,
-            budgets=Budgets(device, less_margin(ram), LIBRARIES),
+            budgets=Budgets(device, less_margin(ram), LIBRARIES, has_card=True),
             links=(("disk", disk_gbps), ("host", link_gbps or card.link.gbps)),
             compute=Roof.of(card).compute_times,
             fixed_s=_FIXED_S,
@@ -139,10 +137,10 @@ def foretell(question: Question, machine: Machine) -> Forecast:
             have=f"room for {fitted.max_model_len}", change="lower --context or --max-new-tokens, or raise --max-model-len",
         )  # fmt: skip
     costs = _costs(question, machine)
-    scheme = Scheme.of(fitted.plan, machine.links, machine.has_card, machine.drag)
+    scheme = Scheme.of(fitted.plan, machine.links, machine.drag)
     profile = MachineProfile(machine.title, False, machine.links, 1.0, machine.fixed_s, costs.target)
-    crossing = crossed(fitted.plan, machine.has_card)
-    topology = _tree(question, fitted.limits, costs, Pace(profile, crossing))
+    moved = fitted.plan.pass_bytes
+    topology = _tree(question, fitted.limits, costs, Pace(profile, moved))
     span = (question.context, question.context + question.tokens)
     by_rank = question.acceptance.by_rank
     rng = None if question.seed is None else np.random.default_rng(question.seed)
@@ -150,13 +148,13 @@ def foretell(question: Question, machine: Machine) -> Forecast:
     alone = generate(scheme, costs, (Topology.chain(1), by_rank), (question.context, question.context + 1))
     draft_s = costs.draft_s(topology, question.context)
     compute_s = float(costs.target.at(np.array([len(topology)]), question.context)[0])
-    link_s = {name: nbytes / profile.link(name) / 1e9 for name, nbytes in crossing.streamed if nbytes}
+    link_s = {name: nbytes / profile.link(name) / 1e9 for name, nbytes in moved.streamed if nbytes}
     return Forecast(
         fit=fitted,
         topology=topology,
         run=run,
         plain=alone,
-        closed_s=pass_time(profile, crossing, len(topology), question.context, draft_s),
+        closed_s=pass_time(profile, moved, len(topology), question.context, draft_s),
         link_s=link_s,
         draft_s=draft_s,
         compute_s=compute_s,
@@ -164,15 +162,6 @@ def foretell(question: Question, machine: Machine) -> Forecast:
             link_s, draft_s, compute_s, compute_s / float(costs.target.at(np.array([1]), question.context)[0])
         ),
     )
-
-
-def crossed(plan: Plan, has_card: bool) -> PassBytes:
-    """What a pass moves over each link: with a card, what comes from the disk crosses the host's link as well."""
-    moved = plan.pass_bytes
-    nbytes = dict(moved.streamed)
-    if has_card:
-        nbytes["host"] += nbytes["disk"]
-    return replace(moved, streamed=tuple(nbytes.items()))
 
 
 def _costs(question: Question, machine: Machine) -> Costs:

@@ -40,7 +40,6 @@ def this_machine(config: EngineConfig, disk_gbps: float | None) -> Machine:
 
     return Machine(
         title=f"this machine, {device.type}",
-        has_card=device.type == "cuda",
         budgets=budgets_of(config, device),
         links=(("disk", disk_gbps), ("host", host_gbps)),
         compute=compute,

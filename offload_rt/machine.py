@@ -93,8 +93,8 @@ def pass_times(
     between_s  seconds of drafting between two passes, of the shape of `n_rows` or one that broadcasts with it: the device is
                busy, and the link goes on until the slots are full
 
-    Tiers share no link: a layer from the disk crosses the disk's link and is not counted on another. Where link and compute
-    are about equal, now one waits and now the other: see `_ROUNDING`.
+    Links are stages that overlap: the slowest one counts. Where link and compute are about equal, now one waits and now the
+    other: see `_ROUNDING`.
     """
     links = [(nbytes, profile.link(tier) * 1e9) for tier, nbytes in moved.streamed if nbytes]
     link, rate = max(((nbytes / rate, rate) for nbytes, rate in links), default=(0.0, 1.0))
@@ -127,6 +127,20 @@ def memory_limit() -> int:
         if soft != resource.RLIM_INFINITY:
             limits.append(soft)
     return min(limits)
+
+
+def cards() -> list[str]:
+    """Names of the NVIDIA cards that the driver sees, whether torch can use them or not; none where there is no driver."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        names = [pynvml.nvmlDeviceGetName(handle) for handle in handles]
+        pynvml.nvmlShutdown()
+        return names
+    except pynvml.NVMLError:
+        return []
 
 
 def memory_free() -> int:

@@ -3,17 +3,25 @@
 The loop's own placement and choice of tree run on a virtual clock; no weight is read, and no card is needed.
 """
 
-import argparse
 import json
 import re
 import sys
 from dataclasses import MISSING, asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from offload_rt.config import EngineConfig, SamplingParams, add_flags, format_size, from_flags, parse_size, setting
+from offload_rt.config import (
+    EngineConfig,
+    Parser,
+    SamplingParams,
+    add_flags,
+    format_size,
+    from_flags,
+    parse_size,
+    setting,
+)
 from offload_rt.errors import SettingsError
 from offload_rt.hardware import CARDS, Card, find_card
-from offload_rt.program import end, run_program
+from offload_rt.program import exit_code, run_program
 
 if TYPE_CHECKING:
     from offload_rt.forecast import Forecast, Machine, Question
@@ -99,15 +107,9 @@ def parse_rate(text: str, flag: str) -> float:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns its exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m offload_rt.plan", description=__doc__.split("\n\n")[0], allow_abbrev=False
-    )
+    parser = Parser("python -m offload_rt.plan", __doc__.split("\n\n")[0])
     add_flags(parser, PlanSettings)
-    try:
-        _plan(from_flags(PlanSettings, parser.parse_args(arguments)))
-        return 0
-    except (Exception, KeyboardInterrupt) as error:
-        return end(error)
+    return exit_code(lambda: _plan(from_flags(PlanSettings, parser.parse_args(arguments))))
 
 
 def _plan(settings: PlanSettings) -> None:
@@ -209,7 +211,7 @@ def _print(
     for line in _lines(question, machine, forecast):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     if curve is not None:
-        console.print(_curve(curve), highlight=False, markup=False)
+        console.print(_curve(curve), highlight=False, soft_wrap=True, markup=False)
 
 
 def _lines(question: "Question", machine: "Machine", forecast: "Forecast") -> list[str]:

@@ -41,9 +41,9 @@ class Scheme:
     ahead: bool = True
 
     @classmethod
-    def of(cls, plan: Plan, links: tuple[tuple[str, float], ...], has_card: bool, drag: float = 0.0) -> "Scheme":
-        """The streaming of a plan; with a card, what comes from the disk crosses the host's link as well."""
-        disk = ("disk", "host") if has_card else ("disk",)
+    def of(cls, plan: Plan, links: tuple[tuple[str, float], ...], drag: float = 0.0) -> "Scheme":
+        """The streaming of a plan."""
+        disk = ("disk", "host") if plan.budgets.has_card else ("disk",)
         paths = {"device": (), "host": ("host",), "disk": disk}
         crossed = tuple(link for link in links if any(link[0] in paths[tier] for tier in plan.tiers))
         return cls(tuple(paths[tier] for tier in plan.tiers), plan.layer_nbytes, crossed, plan.n_slots, drag)

@@ -35,7 +35,7 @@ class Sweep:
 
 def sweep(over: str, question: Question, machine: Machine) -> Sweep:
     """Foretell along "ram", "memory", "tree" or "context". Raises SettingsError for "ram" where there is no card beside it."""
-    if over == "ram" and not machine.has_card:
+    if over == "ram" and not machine.budgets.has_card:
         raise SettingsError(
             "--sweep ram", need="a card beside that memory", have=machine.title, change="use --sweep memory"
         )

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
-
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Protocol
 
 from offload_rt.chat import render
 from offload_rt.errors import CheckpointError, PromptError
+
+if TYPE_CHECKING:  # it takes a third of a second to load, and a plan needs none
+    from transformers import PreTrainedTokenizerBase
 
 
 class Decoder(Protocol):
@@ -74,13 +75,15 @@ def _whole(text: str) -> str:
     return text.rstrip("\ufffd")
 
 
-def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase | None:
+def load_tokenizer(directory: Path) -> "PreTrainedTokenizerBase | None":
     """The tokenizer of a checkpoint; None if it has no tokenizer files. No code of the checkpoint is run.
 
     Raises CheckpointError if its files are damaged.
     """
     if not any((directory / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         return None
+    from transformers import AutoTokenizer
+
     try:
         return AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # transformers and tokenizers raise anything, from OSError to bare Exception
@@ -90,7 +93,7 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase | None:
         ) from error
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool = False) -> list[int]:
+def encode(tokenizer: "PreTrainedTokenizerBase", prompt: str, chat: bool = False) -> list[int]:
     """Token ids of a prompt, as it is or as the user's turn of a chat.
 
     Raises PromptError if the tokenizer has no ids for it, or the model's chat template is missing or fails.

@@ -1,6 +1,6 @@
 """How long does a token take of the same checkpoint, prompts and machine, in one system and another?
 
-python -m scripts.compare [--size 2100MB] [--rounds 2] [--tokens 48] [--chart docs/compare.png]
+python -m scripts.compare [--size 2100MB] [--rounds 4] [--tokens 48] [--chart docs/compare.png]
 
 Every peer (a file of `scripts/peers`) runs in a process of its own, with the settings an expert would choose, and answers one
 prompt a round; the rounds go through all peers in turn, each from another one on, so that a disk or a core that is slow for a
@@ -144,7 +144,7 @@ def _flags() -> argparse.Namespace:
     parser.add_argument("--draft-model", type=Path, default=_DRAFT)
     parser.add_argument("--size", default="2100MB")
     parser.add_argument("--budget", type=parse_size, help="default: a quarter of the weights")
-    parser.add_argument("--rounds", type=int, default=2, help="prompts, each answered by every peer")
+    parser.add_argument("--rounds", type=int, default=4, help="prompts, each answered by every peer")
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--peers", nargs="+", choices=_contract.names(), default=_contract.names())
     parser.add_argument("--timeout", type=float, default=400, help="seconds that one process may take")

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from checkpoints import speaking_checkpoint
+from processes import is_soon_over
 
 from bench._measure import run_json
 from scripts import compare
@@ -128,10 +129,9 @@ def test_a_process_that_hangs_is_ended_with_all_it_started(tmp_path: Path) -> No
         "import subprocess, sys, time; child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']);"
         f"open({str(told)!r}, 'w').write(str(child.pid)); time.sleep(60)"
     )
-    with pytest.raises(RuntimeError, match="took longer than 2 s"):
-        run_json(["-c", code], timeout_s=2)
-    status = Path(f"/proc/{told.read_text()}/status")
-    assert not status.exists() or "Z (zombie)" in status.read_text()
+    with pytest.raises(RuntimeError, match="took longer than 5 s"):
+        run_json(["-c", code], timeout_s=5)
+    assert is_soon_over(int(told.read_text()))
 
 
 def test_a_process_that_fails_says_why() -> None:

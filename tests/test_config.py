@@ -1,6 +1,5 @@
 """Settings: sizes as people write them, flags made of fields, ranges, and no unknown key."""
 
-import argparse
 from dataclasses import MISSING, FrozenInstanceError, fields
 from typing import Any
 
@@ -11,6 +10,7 @@ from hypothesis import strategies as st
 from offload_rt.calibrate import CalibrateSettings
 from offload_rt.config import (
     EngineConfig,
+    Parser,
     SamplingParams,
     add_flags,
     flag_of,
@@ -114,7 +114,7 @@ def test_there_is_an_example_of_every_field_and_it_is_not_the_default(cls: type)
 
 
 def _parsed(cls: type, arguments: list[str]) -> Any:
-    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
+    parser = Parser("test", "flags")
     add_flags(parser, cls)
     return from_flags(cls, parser.parse_args(arguments))
 
@@ -134,7 +134,7 @@ def test_every_field_has_a_flag_that_sets_it_and_nothing_else(cls: type, name: s
 
 @pytest.mark.parametrize("cls", CLASSES)
 def test_flags_are_the_names_in_kebab_case_and_all_have_help(cls: type) -> None:
-    parser = argparse.ArgumentParser()
+    parser = Parser("test", "flags")
     add_flags(parser, cls)
     actions = {action.option_strings[0]: action for action in parser._actions if action.dest != "help"}
     assert sorted(actions) == sorted("--" + item.name.replace("_", "-") for item in fields(cls))
@@ -157,8 +157,17 @@ def test_no_two_classes_share_a_flag(line: tuple[type, ...]) -> None:
     ],
 )
 def test_flags_that_cannot_be_read_are_refused(arguments: list[str]) -> None:
-    with pytest.raises((argparse.ArgumentError, SystemExit)):
+    with pytest.raises(SettingsError):
         _parsed(EngineConfig, arguments)
+
+
+@pytest.mark.parametrize(
+    ("flag", "hint"), [("--device-memroy=4GB", "did you mean --device-memory?"), ("--xyzzy", "see test --help")]
+)
+def test_an_unknown_flag_is_one_sentence_with_a_hint(flag: str, hint: str) -> None:
+    with pytest.raises(SettingsError) as refused:
+        _parsed(EngineConfig, ["--model", "m", flag])
+    assert str(refused.value) == f"unrecognized arguments: {flag}; {hint}"
 
 
 # Mappings

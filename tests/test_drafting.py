@@ -361,8 +361,10 @@ def test_the_draft_is_part_of_the_plan(zoo):
     assert larger.plan.need.draft - drafted.plan.need.draft > 32 * 128 * 4
 
 
-@pytest.mark.parametrize("drafter", ["none", "ngram", "hybrid_tree"])
-@pytest.mark.parametrize("tree_size", [None, 16])
+@pytest.mark.parametrize(
+    ("drafter", "tree_size"),
+    [("none", None), ("ngram", None), ("ngram", 16), ("hybrid_tree", None), ("hybrid_tree", 16)],
+)
 def test_a_budget_too_small_names_the_flag(zoo, drafter, tree_size):
     """The budget it names is enough, and so is any larger one; one byte less is not."""
     pair = zoo.pair("llama", 0)

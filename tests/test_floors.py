@@ -11,7 +11,7 @@ import offload_rt
 
 ROOT = Path(offload_rt.__file__).parent
 FLOORS = (
-    {"errors", "config", "plugins", "files", "program", "compiled"},
+    {"errors", "config", "plugins", "files", "program", "worker", "compiled"},
     {"machine", "hardware", "ops", "comm", "trace"},
     {"models", "weights", "tree", "text", "chat", "sampling"},
     {"kv", "tiers", "stream", "rules"},

@@ -73,10 +73,10 @@ def test_a_pass_moves_what_is_not_resident_and_computes_all(
     layers: list[int], need: Need, share: float, host: float
 ) -> None:
     budget = least_budget(layers, need) + int(share * sum(layers))
-    plan = place(layers, need, Budgets(budget, int(host * sum(layers))))
-    streamed = dict(plan.pass_bytes.streamed)
-    assert sum(streamed.values()) == sum(layers) - plan.on("device")
-    assert streamed == {tier: plan.on(tier) for tier in ("host", "disk")}
+    plan = place(layers, need, Budgets(budget, int(host * sum(layers)), has_card=host > 0))
+    disk, streamed = plan.on("disk"), sum(layers) - plan.on("device")
+    assert plan.streamed_nbytes == streamed
+    assert dict(plan.pass_bytes.streamed) == {"host": streamed if host else 0, "disk": disk}
     assert plan.pass_bytes.computed == sum(layers) + need.outer
 
 

@@ -166,12 +166,16 @@ def small_llm(small):
         yield llm
 
 
-@pytest.fixture(scope="module")
-def laws(small):
+def laws_of(model):
     return [
-        exact_law(small.model, prompt, SamplingParams(**params))
+        exact_law(model, prompt, SamplingParams(**params))
         for prompt, params in zip(LAW_PROMPTS, LAW_PARAMS, strict=True)
     ]
+
+
+@pytest.fixture(scope="module")
+def laws(small):
+    return laws_of(small.model)
 
 
 def sampled(llm, drafter, rule, n_nodes):
@@ -194,6 +198,22 @@ def sampled(llm, drafter, rule, n_nodes):
 def test_the_joint_law_of_sampled_tokens(small_llm, laws, name, rule):
     drafter = drafter_of(small_llm, name, rule, DraftLimits(6, 4))
     for got, law in zip(sampled(small_llm, drafter, plugins.find("rules", rule), 6), laws, strict=True):
+        assert_law(got, law)
+
+
+@pytest.mark.parametrize("name", MODEL_DRAFTERS)
+def test_the_joint_law_in_bfloat16(tmp_path, name):
+    """Of a pair in bfloat16, against its law in float32: so many draws do not see what rounding does."""
+    model = small_model(VOCABULARY, n_layers=1, sureness=0.5)
+    draft = nearly(model, 0.15).bfloat16()
+    pair = save_pair(tmp_path, model.bfloat16(), draft)
+    with open_llm(pair.target, draft_model=str(pair.draft), max_model_len=64) as llm:
+        engine = llm.engine
+        assert engine.runner.new_cache(1).keys.dtype == engine.draft.new_cache(1).keys.dtype == torch.bfloat16
+        rule = plugins.find("drafters", name).BEST_RULE
+        drafter = drafter_of(llm, name, rule, DraftLimits(6, 4))
+        found = sampled(llm, drafter, plugins.find("rules", rule), 6)
+    for got, law in zip(found, laws_of(model.float()), strict=True):
         assert_law(got, law)
 
 

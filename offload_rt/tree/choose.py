@@ -9,8 +9,9 @@ _PRIOR_WEIGHT = 4.0
 _MEMORY = 0.998
 # More of anything than the observations that are remembered, each of a tree of a thousand nodes, can add up to.
 _MOST_COUNTED = 1e9
-# The tokens that expectations of whole trees are trusted for: one text differs from the next by as much as a factor of two.
-_YIELD_WEIGHT = 100.0
+# The tokens that expectations of whole trees are trusted for, and how fast what came of them is forgotten. Texts differ by as
+# much as a factor of two, so the newest passes tell more of the next one than all before (`bench/yields.py`).
+_YIELD_WEIGHT, _YIELD_MEMORY = 10.0, 0.97
 # The smallest tree within this factor of the best one is taken: what a larger one gains is less than what is known of its
 # cost, and the link waits for it.
 _NEARLY = 1.01
@@ -151,9 +152,14 @@ class Calibration:
 
 
 class Yield:
-    """What expectations of trees were worth: tokens beyond the first, which is sure, that came of them, of those expected."""
+    """What expectations of trees were worth: tokens beyond the first, which is sure, that came of them, of those expected.
 
-    def __init__(self) -> None:
+    weight  tokens that an expectation is trusted for before anything has come of one
+    memory  factor by which what came of one counts less after the next
+    """
+
+    def __init__(self, weight: float = _YIELD_WEIGHT, memory: float = _YIELD_MEMORY) -> None:
+        self._weight, self._memory = weight, memory
         self.got = self.expected = 0.0
 
     @classmethod
@@ -169,12 +175,12 @@ class Yield:
 
     def observe(self, expected: float, got: int) -> None:
         """A tree of which so many tokens were expected gave so many."""
-        self.got = _MEMORY * self.got + got - 1
-        self.expected = _MEMORY * self.expected + expected - 1
+        self.got = self._memory * self.got + got - 1
+        self.expected = self._memory * self.expected + expected - 1
 
     def corrected(self, expected: float) -> float:
         """What is to be expected of a tree of which so many tokens seem to be."""
-        return 1 + (expected - 1) * (self.got + _YIELD_WEIGHT) / (self.expected + _YIELD_WEIGHT)
+        return 1 + (expected - 1) * (self.got + self._weight) / (self.expected + self._weight)
 
 
 def _checked(numbers: list[float], like: np.ndarray) -> np.ndarray:

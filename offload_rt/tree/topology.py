@@ -99,8 +99,7 @@ class Topology:
     def visible(self, start: int, stop: int) -> Tensor:
         """(stop - start, stop) bool: which of nodes [0, stop) the nodes [start, stop) may look at."""
         trunk, parents = self.forest(start, stop)
-        bits, depths = ops.tree_masks(torch.from_numpy(parents))
-        seen = ops.TreeMask(bits, depths, start - trunk, trunk, None).dense()
+        seen = ops.forest_mask(parents, start - trunk, trunk, torch.device("cpu")).dense()
         return torch.ones(stop - start, stop, dtype=torch.bool) if seen is None else seen
 
     def after_chain(self, n: int) -> "Topology":

@@ -41,9 +41,7 @@ def _scale(axes: Any, shown: Sequence[Row]) -> None:
     least = min(min(row.floor_s, row.seconds_per_token.least) for row in shown)
     largest = max(row.seconds_per_token.largest for row in shown)
     axes.set(xscale="log", xlim=(least / 1.6, largest * 2.9))
-    axes.set_xlabel(
-        "seconds per token, log scale; thin lines from the least to the largest; GiB: peak memory of the process"
-    )
+    axes.set_xlabel("seconds per token, log scale; thin lines: least to largest; GiB: peak of the process")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_formatter(NullFormatter())

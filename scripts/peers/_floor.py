@@ -36,7 +36,7 @@ def main() -> None:
 def _sweep_gbps(llm: LLM) -> float:
     """The rate of the streamed layers when nothing is computed: the same direct reads and nothing else."""
     streamer, seconds = llm.engine.streamer, []
-    moved = sum(nbytes for _, nbytes in llm.plan.pass_bytes.streamed)
+    moved = llm.plan.streamed_nbytes
     for _ in range(_SWEEPS + 1):
         started = time.perf_counter()
         with closing(streamer.sweep()) as sweep:
