@@ -61,6 +61,8 @@ bench: .venv/compared
 	$(PY) -m bench.speculate
 	$(PY) -m bench.trace
 	$(PY) -m bench.simulate
+	$(PY) -m bench.compute
+	$(PY) -m bench.yields
 
 clean:
 	rm -rf .venv demo-cache build *.egg-info offload_rt/ops/_kernels.so

@@ -18,6 +18,7 @@ from typing import IO, Any
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
+UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,16 @@ def machine() -> str:
 
 
 def commit() -> str:
-    """The commit that was measured, marked if the tree had changes."""
-    told = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    return told.stdout.strip() or "unknown"
+    """The commit that was measured, marked if the tree had changes; OFFLOAD_RT_COMMIT says it where git cannot."""
+    if said := os.environ.get("OFFLOAD_RT_COMMIT"):
+        return said
+    try:
+        told = subprocess.run(
+            ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+    except OSError:  # there is no git
+        return UNKNOWN
+    return told.stdout.strip() or UNKNOWN
 
 
 def expanded_model(size: str) -> Path:
@@ -85,13 +91,13 @@ def run_json(arguments: Sequence[str], timeout_s: float = math.inf) -> ProcessRu
     with TemporaryFile("w+") as out, TemporaryFile("w+") as errors:
         # Files, not pipes: whoever writes more than a pipe holds would wait for a reader.
         command = [sys.executable, *arguments]
-        with _family(subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=errors)) as process:
+        with family(subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=errors)) as process:
             while process.poll() is None:
                 peak = max(peak, _high_water(process.pid))
                 if time.perf_counter() - started > timeout_s:
                     raise RuntimeError(f"took longer than {timeout_s:.0f} s")
                 time.sleep(0.005)
-        told, said = (_lines(file) for file in (out, errors))
+        told, said = (lines_of(file) for file in (out, errors))
     if process.returncode:
         reason = said[-1] if said else "without a word"
         raise RuntimeError(f"{' '.join(arguments[:3])} failed with exit code {process.returncode}: {reason}")
@@ -99,7 +105,7 @@ def run_json(arguments: Sequence[str], timeout_s: float = math.inf) -> ProcessRu
 
 
 @contextmanager
-def _family(process: subprocess.Popen) -> Iterator[subprocess.Popen]:
+def family(process: subprocess.Popen) -> Iterator[subprocess.Popen]:
     """A process that, where it has not ended by the end, is killed with all that it started, compilers too."""
     try:
         yield process
@@ -110,7 +116,7 @@ def _family(process: subprocess.Popen) -> Iterator[subprocess.Popen]:
             process.wait()
 
 
-def _lines(file: IO[str]) -> list[str]:
+def lines_of(file: IO[str]) -> list[str]:
     """The lines of a file that are not blank."""
     file.seek(0)
     return [line.strip() for line in file if line.strip()]

@@ -247,7 +247,7 @@ def _compared(bench: Bench, setting: Setting, samples: list[Sample]) -> Compared
         links = (("disk", sample.gbps),)
         compute = ComputeTimes((setting.n_rows,), (CONTEXT,), ((sample.compute_s,),))
         work = Costs(compute, head=head_share(bench.spec)).work(Topology.chain(setting.n_rows), CONTEXT)
-        return float(simulate(Scheme.of(plan, links, False, drag), [work] * 6).pass_s.mean())
+        return float(simulate(Scheme.of(plan, links, drag), [work] * 6).pass_s.mean())
 
     def closed(sample: Sample) -> float:
         compute = ComputeTimes((setting.n_rows,), (CONTEXT,), ((sample.compute_s,),))

@@ -62,7 +62,7 @@ def pass_against_floor(settings: Settings) -> dict[str, object]:
             output = llm.generate([PROMPT], params)[0]
             passes.append((time.perf_counter() - started) / output.stats.n_passes)
             busy.append(output.stats.link_busy)
-        moved = sum(nbytes for _, nbytes in plan.pass_bytes.streamed)
+        moved = plan.streamed_nbytes
         n_resident, n_streamed = plan.count("device"), plan.count("disk")
     floors, passes, busy = floors[1:], passes[1:], busy[1:]  # the first round warms up
     ratio = Spread.of([one / floor for one, floor in zip(passes, floors, strict=True)])

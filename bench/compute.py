@@ -1,0 +1,112 @@
+"""What takes the time of a pass on a CPU, and how fast is torch's attention beside other ways to attend?
+
+    python -m bench.compute [--size 2100MB] [--rows 176] [--context 300]
+
+The pass is one over a tree, with all layers resident, by torch's profiler. Ways to attend are interleaved.
+"""
+
+import argparse
+import json
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from bench._measure import Spread, commit, expanded_model, machine
+from bench.gpu._shapes import random_tree
+from offload_rt import LLM
+from offload_rt.ops import reference
+from offload_rt.tree.topology import Topology
+
+# By what an op of torch is called, in this order; the rest is "else".
+_KINDS = {"attention": ("attention",), "products": ("mm", "linear", "matmul")}
+_ELSE = "else"
+_N_PASSES, _N_ROUNDS = 3, 15
+_ONE_ROW_KEYS = (256, 1024)
+# Query heads, heads of keys, columns of each; the model's own come first.
+_OTHER_HEADS = ((32, 8, 64), (32, 32, 64))
+
+
+def shares(llm: LLM, topology: Topology, context: int) -> dict[str, float]:
+    """Of the time that torch's ops take in some passes, what falls to each kind."""
+    llm.time_passes(topology, context, 1)
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        llm.time_passes(topology, context, _N_PASSES)
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for op in profiled.key_averages():
+        kind = next((kind for kind, words in _KINDS.items() if any(word in op.key for word in words)), _ELSE)
+        seconds[kind] += op.self_cpu_time_total
+    return {kind: part / sum(seconds.values()) for kind, part in seconds.items()}
+
+
+def by_products(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
+    """Two products with a softmax between them, heads of a group as rows of one; scores are rounded to the type of `q`."""
+    n, n_groups, head_dim = q.shape[0], k.shape[0], q.shape[2]
+    rows = q.view(n, n_groups, -1, head_dim).permute(1, 2, 0, 3).reshape(n_groups, -1, head_dim)
+    scores = torch.bmm(rows * scale, k.transpose(1, 2)).view(n_groups, -1, n, k.shape[1])
+    weights = scores.float().masked_fill_(~visible, float("-inf")).softmax(-1).to(q.dtype)
+    out = torch.bmm(weights.view(n_groups, -1, k.shape[1]), v)
+    return out.view(n_groups, -1, n, head_dim).permute(2, 0, 1, 3).reshape(q.shape)
+
+
+def interleaved_ms(ways: dict[str, Callable[[], Tensor]]) -> dict[str, Spread]:
+    """Milliseconds of each way, one after the other in turn."""
+    found: defaultdict[str, list[float]] = defaultdict(list)
+    for i in range(_N_ROUNDS + 1):
+        for name, attend in ways.items():
+            started = time.perf_counter()
+            attend()
+            if i > 0:  # the first round warms up
+                found[name].append(1e3 * (time.perf_counter() - started))
+    return {name: Spread.of(times) for name, times in found.items()}
+
+
+def attention_ms(heads: tuple[int, int, int], n_rows: int, n_keys: int) -> dict[str, Spread]:
+    """Of ways to attend in bfloat16: with a mask, or for one row that looks everywhere.
+
+    heads  query heads, heads of keys, columns of each
+    """
+    n_heads, n_kv_heads, head_dim = heads
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(n_rows, n_heads, head_dim, generator=generator).bfloat16()
+    k, v = (torch.randn(n_kv_heads, n_keys, head_dim, generator=generator).bfloat16() for _ in range(2))
+    scale = head_dim**-0.5
+    if n_rows == 1:
+        ours = {"one_row_attention": partial(reference.one_row_attention, q, k, v, scale)}
+        return interleaved_ms({"torch": partial(reference.torch_attention, q, k, v, None, scale), **ours})
+    visible = torch.rand(n_rows, n_keys, generator=generator) < 0.5
+    visible[:, : n_keys - n_rows] = True
+    ways = {"torch": reference.torch_attention, "torch, grouped": reference.grouped_attention, "products": by_products}
+    return interleaved_ms({name: partial(way, q, k, v, visible, scale) for name, way in ways.items()})
+
+
+def main() -> None:
+    """Print the shares, a line for each comparison, and one JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", default="2100MB")
+    parser.add_argument("--rows", type=int, default=176)
+    parser.add_argument("--context", type=int, default=300)
+    flags = parser.parse_args()
+    print(f"{machine()}; commit {commit()}")
+    limits = {"tree_size": flags.rows, "max_model_len": flags.context + flags.rows + 36, "device_memory": "6GB"}
+    with LLM(str(expanded_model(flags.size)), device="cpu", drafter="ngram", **limits) as llm:
+        spec = llm.blueprint.checkpoint.spec
+        found = shares(llm, random_tree(flags.rows), flags.context)
+    print(f"a pass of {flags.rows} rows: " + ", ".join(f"{kind} {share:.0%}" for kind, share in found.items()))
+    attention = {}
+    for heads in ((spec.n_heads, spec.n_kv_heads, spec.head_dim), *_OTHER_HEADS):
+        for n_rows, n_keys in ((flags.rows, flags.context + flags.rows), *((1, n) for n in _ONE_ROW_KEYS)):
+            case = "{} rows to {} keys, {}/{} heads of {}".format(n_rows, n_keys, *heads)
+            times = attention_ms(heads, n_rows, n_keys)
+            attention[case] = {name: vars(spread) for name, spread in times.items()}
+            print(f"{case}, ms: " + "; ".join(f"{name} {spread}" for name, spread in times.items()))
+    result = {"shares": found, "attention_ms": attention}
+    print(json.dumps({"bench": "compute", "machine": machine(), "commit": commit(), **vars(flags), **result}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""How far from what came of a text's trees was what the run expected of them, and would other weights have been nearer?
+
+    python -m bench.yields [--prompts 24] [--nodes 160]
+
+The demo pair, resident, generates from held-out prompts with trees of one size; what was expected of each tree and what came
+of it is kept, and corrected again (`tree.choose.Yield`) with each weight and memory. A figure is the mean error of the tokens
+that were expected of a text in all, as a share of those that came. The last line is one JSON object.
+"""
+
+import argparse
+import itertools
+import json
+import os
+from collections.abc import Sequence
+from statistics import mean
+from tempfile import TemporaryDirectory
+from unittest import mock
+
+from transformers import AutoTokenizer
+
+from bench._measure import commit, machine
+from bench._methods import DRAFT, TARGET
+from bench._prompts import held_out_prompts
+from offload_rt import LLM, SamplingParams
+from offload_rt.tree.choose import Yield
+
+TEMPERATURES = (0.0, 0.6, 1.0)
+WEIGHTS, MEMORIES = (10.0, 30.0, 100.0), (0.95, 0.97, 0.98, 0.998)
+
+# Of one text: of each pass, the tokens that were expected before any correction, and those that came.
+Text = list[tuple[float, int]]
+
+
+def texts(llm: LLM, prompts: Sequence[list[int]], n_new: int, temperature: float) -> list[Text]:
+    """What each pass was expected to yield and did."""
+    found: list[Text] = []
+    observe = Yield.observe
+
+    def record(known: Yield, expected: float, got: int) -> None:
+        found[-1].append((expected, got))
+        observe(known, expected, got)
+
+    with mock.patch.object(Yield, "observe", record):
+        for i, prompt in enumerate(prompts):
+            found.append([])
+            llm.generate([prompt], SamplingParams(max_new_tokens=n_new, temperature=temperature, seed=i))
+    return found
+
+
+def error(found: Sequence[Text], known: Yield) -> float:
+    """Of the tokens expected of a text, corrected pass by pass by what came of those before; the mean over the texts."""
+    errors = []
+    for text in found:
+        promised = 0.0
+        for expected, got in text:
+            promised += known.corrected(expected)
+            known.observe(expected, got)
+        errors.append(abs(promised / sum(got for _, got in text) - 1))
+    return mean(errors)
+
+
+def main() -> None:
+    """Print a line for each weight and memory, and one JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--nodes", type=int, default=160)
+    flags = parser.parse_args()
+    print(f"{machine()}; commit {commit()}; error at T = {', '.join(map(str, TEMPERATURES))}")
+    with TemporaryDirectory() as folder:
+        os.environ["XDG_CACHE_HOME"] = folder  # nothing known of the pair from earlier runs
+        prompts = held_out_prompts(AutoTokenizer.from_pretrained(TARGET), flags.prompts)
+        with LLM(TARGET, DRAFT, device="cpu", tree_size=flags.nodes, max_model_len=512) as llm:
+            found = [texts(llm, prompts, flags.tokens, temperature) for temperature in TEMPERATURES]
+    figures = []
+    for weight, memory in itertools.product(WEIGHTS, MEMORIES):
+        errors = [error(at_temperature, Yield(weight, memory)) for at_temperature in found]
+        print(f"weight {weight:5.0f}, memory {memory:.3f}: " + ", ".join(f"{one:.1%}" for one in errors))
+        figures.append({"weight": weight, "memory": memory, "errors": errors})
+    print(json.dumps({"bench": "yields", "machine": machine(), "commit": commit(), **vars(flags), "figures": figures}))
+
+
+if __name__ == "__main__":
+    main()
