@@ -225,13 +225,7 @@ class LLM:
         if len(wanted) != len(several):
             raise SettingsError("generate", need=f"one SamplingParams or {len(several)}", have=str(len(wanted)))
         sequences = [self._sequence(prompt, one) for prompt, one in zip(several, wanted, strict=True)]
-        outputs: list[Output] = []
-        for wave in self._waves(sequences):
-            run = _Run(self.engine, wave)
-            for _ in run.steps(self._loop):
-                pass
-            outputs += [run.output(one) for one in run.batch]
-        return outputs
+        return [output for wave in self._waves(sequences) for output in self._run(wave)]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
         """Continue one prompt and yield what each pass adds; see `generate`."""
@@ -254,7 +248,7 @@ class LLM:
     def time_passes(self, topology: Topology, context: int, n_passes: int = 3) -> list[float]:
         """Seconds of each of some passes over a tree after `context` tokens, with logits for all of its nodes."""
         runner, n = self.engine.runner, len(topology)
-        cache = runner.new_cache(context + n + 1)
+        cache = runner.new_cache(context + n + 1, is_alone=True)
         cache.committed = [0] * context
         step = Step(cache, torch.zeros(n, dtype=torch.int64), topology, n_wanted=n, n_prompt=context)
         moments = []
@@ -275,6 +269,13 @@ class LLM:
     def check_prompt(self, ids: Several[int]) -> None:
         """Raises PromptError or CapacityError for token ids that cannot be continued."""
         _check_prompt(list(ids), self.blueprint.checkpoint.spec.vocab_size, self.max_model_len)
+
+    def _run(self, wave: list[Sequence]) -> list[Output]:
+        # What a run holds ends with this call: the next one finds the memory of its caches free.
+        run = _Run(self.engine, wave)
+        for _ in run.steps(self._loop):
+            pass
+        return [run.output(one) for one in run.batch]
 
     def _sequence(self, prompt: Prompt, params: SamplingParams) -> Sequence:
         ids = self.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
@@ -302,7 +303,8 @@ class _Run:
     def __init__(self, engine: Engine, sequences: list[Sequence]) -> None:
         self._engine, self._tally = engine, Tally()
         n_nodes = _tree_share(engine.drafter.limits.n_nodes, len(sequences))
-        caches = [engine.runner.new_cache(one.longest - 1 + n_nodes) for one in sequences]
+        is_alone = len(sequences) == 1
+        caches = [engine.runner.new_cache(one.longest - 1 + n_nodes, is_alone) for one in sequences]
         self.batch = [Live(one, cache, n_nodes) for one, cache in zip(sequences, caches, strict=True)]
         self._started = time.perf_counter()
         self._nbytes, self._busy_s = engine.streamer.meter.read()

@@ -11,7 +11,7 @@ import torch
 from offload_rt import measure, plugins
 from offload_rt.capacity import LIBRARIES, Sizes, fit, less_margin
 from offload_rt.config import EngineConfig
-from offload_rt.drafters._model import DraftModel
+from offload_rt.drafters._model import DraftModel, draft_rows
 from offload_rt.drafters._parts import DraftParts, Knowledge, recall
 from offload_rt.drafting import Drafting, warm_up
 from offload_rt.engine.fixed import CudaCapture
@@ -182,10 +182,7 @@ def load(blueprint: Blueprint, trace: Trace, progress: Progress | None = None) -
         if draft_runner is not None:
             opened.callback(draft_runner.streamer.close)
         if blueprint.device.type == "cuda":
-            capture = CudaCapture()
-            for one in (runner, draft_runner):
-                if one is not None and one.is_resident:
-                    one.replay_passes(blueprint.limits.n_nodes, capture)
+            _capture_passes(blueprint, runner, draft_runner)
         engine = _with_drafter(blueprint, runner, (host, resident), draft_runner, draft_layers, trace)
         opened.pop_all()  # from here on they are the engine's to close
         return engine
@@ -195,6 +192,15 @@ def _cap_device_memory(nbytes: int, device: torch.device) -> None:
     """Let torch take no more than the budget, so that a larger card behaves as a smaller one."""
     _, all_of_card = torch.cuda.mem_get_info(device)
     torch.cuda.set_per_process_memory_fraction(min(nbytes / all_of_card, 1.0), device)
+
+
+def _capture_passes(blueprint: Blueprint, runner: Runner, draft: Runner | None) -> None:
+    """Let models that lie on the card as a whole compute by CUDA graphs."""
+    capture, n_nodes = CudaCapture(), blueprint.limits.n_nodes
+    if runner.is_resident:
+        runner.replay_passes(n_nodes, blueprint.cache_rows, capture)
+    if draft is not None:
+        draft.replay_passes(n_nodes, draft_rows(blueprint.max_model_len, n_nodes), capture)
 
 
 def _runner(place: Placing, checkpoint: Checkpoint, supply: Supply, outer: dense.View, trace: Trace) -> Runner:

@@ -19,9 +19,9 @@ from offload_rt.tree.topology import Topology
 def test_logits_and_rows_are_those_of_an_ordinary_pass(zoo, name):
     prompt, capacity = prompt_of(0), 512
     with open_llm(zoo.directory(name, 0)) as plain, open_llm(zoo.directory(name, 0)) as fixed:
-        runner_of(fixed).replay_passes(64, record)
+        runner_of(fixed).replay_passes(64, capacity, record)
         caches = [prefill(runner_of(llm), prompt, capacity) for llm in (plain, fixed)]
-        assert len(runner_of(fixed)._fixed._passes[caches[1]]) == 1
+        assert len(runner_of(fixed)._fixed._passes[caches[1].store]) == 1
         for n, seed in ((1, 0), (5, 1), (7, 2), (1, 3), (33, 4), (6, 5), (64, 6)):
             tokens = prompt_of(seed, n)
             rows = [feed(runner_of(llm), cache, tokens, random_tree(n, seed)) for llm, cache in
@@ -42,7 +42,7 @@ def test_levels_of_a_tree_are_computed_one_after_the_other(zoo):
         prompt, tokens = prompt_of(0), prompt_of(1, 20)
         whole = feed(runner, prefill(runner, prompt, 256), tokens, tree)
         cache = prefill(runner, prompt, 256)
-        runner.replay_passes(64, record)
+        runner.replay_passes(64, 256, record)
         parts = []
         for start, stop in ((0, 1), (1, 6), (6, 13), (13, 20)):
             some = Topology(tree.parents[:stop])
@@ -55,20 +55,60 @@ def test_what_does_not_fit_is_computed_as_ever(zoo):
     with open_llm(zoo.directory("llama", 0)) as llm:
         runner = runner_of(llm)
         want = feed(runner, prefill(runner, prompt_of(0), 64), prompt_of(1, 43), random_tree(43, 0))
-        runner.replay_passes(16, record)
+        runner.replay_passes(16, 256, record)
         cache = prefill(runner, prompt_of(0), 64)  # more rows than 16, then a cache without a spare row
         got = feed(runner, cache, prompt_of(1, 43), random_tree(43, 0))
         assert torch.equal(got, want)
-        assert cache not in runner._fixed._passes
+        assert cache.store not in runner._fixed._passes
 
 
 def test_captures_end_with_their_cache(zoo):
     with open_llm(zoo.directory("llama", 0)) as llm:
-        runner_of(llm).replay_passes(64, record)
-        cache = prefill(runner_of(llm), prompt_of(0), 256)
-        assert len(runner_of(llm)._fixed._passes) == 1
+        runner = runner_of(llm)
+        runner.replay_passes(64, 256, record)
+        cache = prefill(runner, prompt_of(0), 256)
+        assert len(runner._fixed._passes) == 1
         del cache
-        assert len(runner_of(llm)._fixed._passes) == 0
+        assert len(runner._fixed._passes) == 0
+
+
+def test_sequences_that_run_alone_share_what_is_captured(zoo):
+    """Whatever the one before has left in the memory of the cache; one that does not end before the next has its own."""
+    captured = []
+
+    def capture(compute):
+        captured.append(compute)
+        return record(compute)
+
+    with open_llm(zoo.directory("llama", 0)) as plain, open_llm(zoo.directory("llama", 0)) as fixed:
+        runner_of(fixed).replay_passes(64, 256, capture)
+        for seed in range(3):
+            caches = [runner_of(llm).new_cache(100 + seed, is_alone=True) for llm in (plain, fixed)]
+            rows = [
+                [feed(runner_of(llm), cache, prompt_of(i + 10 * seed, 8), random_tree(8, i)).clone() for i in range(3)]
+                for llm, cache in zip((plain, fixed), caches, strict=True)
+            ]
+            torch.testing.assert_close(rows[1], rows[0], atol=2e-4, rtol=1e-4)
+            caches[1].values.fill_(torch.nan)
+            del caches
+        assert len(captured) == 1
+        first = runner_of(fixed).new_cache(100, is_alone=True)
+        second = runner_of(fixed).new_cache(100, is_alone=True)
+        assert first.store is not second.store and len(runner_of(fixed)._fixed._passes) == 1
+        del first
+        runner_of(fixed).new_cache(100)  # beside others, which want the room
+        assert len(runner_of(fixed)._fixed._passes) == 0
+
+
+def test_of_many_sizes_those_used_last_are_kept(zoo, monkeypatch):
+    monkeypatch.setattr("offload_rt.engine.fixed._MOST_KEPT", 2)
+    with open_llm(zoo.directory("llama", 0)) as llm:
+        runner = runner_of(llm)
+        runner.replay_passes(64, 256, record)
+        cache = runner.new_cache(256)
+        for n in (1, 2, 1, 4):
+            feed(runner, cache, prompt_of(0, n), random_tree(n, 0))
+        assert [n for n, _ in runner._fixed._passes[cache.store]] == [1, 4]
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(8, 2), (4, 4), (6, 1)])

@@ -86,7 +86,7 @@ def test_a_model_computes_the_same(served, monkeypatch, bfloat16_model):
 def test_a_captured_pass_computes_the_same(served, monkeypatch, bfloat16_model):
     """For other trees and longer caches than those it was captured for."""
     with open_llm(bfloat16_model) as plain, open_llm(bfloat16_model) as fixed:
-        runner_of(fixed).replay_passes(32, record)
+        runner_of(fixed).replay_passes(32, 512, record)
         mine = logits_of_passes(runner_of(fixed))
         # The prompt; the first of the trees, and the one that is captured.
         assert served.counts["tree_attention"] == 3 * runner_of(fixed).spec.n_layers

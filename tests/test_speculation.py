@@ -1,9 +1,11 @@
 """Speculation end to end: the tokens and the law of plain decoding, whatever drafts, whatever verifies, wherever it ends."""
 
 import json
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
+from recorded import record
 from texts import N_NEW, assert_law, exact_law, small_model
 from tiny import (
     CASES,
@@ -21,10 +23,11 @@ from tiny import (
 
 from offload_rt import LLM, SamplingParams, build, plugins
 from offload_rt.drafters import _trees
-from offload_rt.drafters._model import Growth
+from offload_rt.drafters._model import Growth, draft_rows
 from offload_rt.drafters._parts import Knowledge
 from offload_rt.engine.loop import DraftLimits, Live, Loop, Tally
 from offload_rt.engine.pace import Pace
+from offload_rt.engine.runner import Runner
 from offload_rt.engine.sequence import Sequence
 from offload_rt.rules import sequoia
 from offload_rt.sampling import draw
@@ -310,6 +313,32 @@ def test_a_draft_computes_nothing_twice(zoo, monkeypatch):
         llm.generate(PROMPTS[0], SamplingParams(max_new_tokens=40))
     assert lacking[0] == len(PROMPTS[0]) - 1
     assert max(lacking[1:]) <= 1, "only a leaf of the tree, which had no row, may be lacking"
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_caches_never_take_more_than_was_planned(zoo, monkeypatch, is_captured):
+    """However many prompts there are: those of a wave go before those of the next come."""
+    pair, stores, most = zoo.pair("llama", 0), WeakKeyDictionary(), {}
+    new_cache = Runner.new_cache
+
+    def new_cache_counted(runner, *arguments):
+        cache = new_cache(runner, *arguments)
+        stores[cache.store] = runner
+        rows = sum(store.capacity for store, whose in stores.items() if whose is runner)
+        most[runner] = max(rows, most.get(runner, 0))
+        return cache
+
+    with open_llm(pair.target, draft_model=str(pair.draft), max_model_len=64, tree_size=6) as llm:
+        target, draft = llm.engine.runner, llm.engine.draft
+        planned = {target: llm.blueprint.cache_rows, draft: draft_rows(64, 6)}
+        if is_captured:
+            for runner, rows in planned.items():
+                runner.replay_passes(6, rows, record)
+        monkeypatch.setattr(Runner, "new_cache", new_cache_counted)
+        llm.generate(PROMPTS * 2, [SamplingParams(max_new_tokens=n) for n in (30, 3, 30, 30, 40, 4, 5, 30)])
+        llm.generate(PROMPTS[0], SamplingParams(max_new_tokens=20))
+    assert most.keys() == planned.keys()
+    assert all(0 < rows <= planned[runner] for runner, rows in most.items()), (most, planned)
 
 
 # Ends: rows of a batch, stops within a path, limits

@@ -106,11 +106,16 @@ class DraftModel:
         self._limit = max(runner.spec.max_positions - max_levels, 1)
         self._growths: WeakKeyDictionary[Sequence, Growth] = WeakKeyDictionary()
 
-    def start(self, sequence: Sequence, n_nodes: int) -> Growth:
-        """A growth at the end of a sequence; where the draft's context is shorter, of as much of it as fits."""
+    def start(self, sequence: Sequence, n_nodes: int, is_alone: bool) -> Growth:
+        """A growth at the end of a sequence; where the draft's context is shorter, of as much of it as fits.
+
+        is_alone  no other sequence is drafted for
+        """
         growth = self._growths.get(sequence)
         if growth is None:
-            cache = self._runner.new_cache(draft_rows(sequence.longest, n_nodes))
+            for ended in [one for one in self._growths if one.finish_reason is not None]:
+                del self._growths[ended]
+            cache = self._runner.new_cache(draft_rows(sequence.longest, n_nodes), is_alone)
             generator = generator_on(self._runner.device, sequence.generator)
             growth = Growth(cache, self._runner.spec.vocab_size, generator)
             self._growths[sequence] = growth

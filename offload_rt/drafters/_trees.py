@@ -128,7 +128,7 @@ class TreeDrafter:
         n_levels = min(self.limits.n_levels, sequence.n_left)
         if n_nodes == 1 or n_levels == 1:
             return None
-        growth = self._model.start(sequence, n_nodes)
+        growth = self._model.start(sequence, n_nodes, n_sequences == 1)
         # Hybrid trees take no graft.
         match = self._worthy_match(sequence, min(n_levels - 1, n_nodes - 2)) if kind != "grown_hybrid" else None
         n_nodes -= len(match.tokens) if match else 0

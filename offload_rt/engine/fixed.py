@@ -8,15 +8,18 @@ import torch
 from torch import Tensor
 
 from offload_rt import ops
-from offload_rt.kv.cache import KVCache
+from offload_rt.kv.cache import KVCache, KVStore, LentStore
 from offload_rt.models._decoder import Attend, LayerWeights, decoder_layer
 from offload_rt.models._spec import ModelSpec
 
 # Widths and lengths are rounded up to these, so that few sizes are captured: a level of 5 rows is computed as 8.
 _WIDTHS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 _KEYS = 256
+# Captured sizes of one cache. Each keeps some megabytes of the driver's; a tree seldom needs more than twenty.
+_MOST_KEPT = 40
 
 Replay = Callable[[], None]
+Capture = Callable[[Callable[[], None]], Replay]
 Head = Callable[[Tensor], Tensor]
 
 
@@ -110,16 +113,16 @@ class RowsOfPass:
 
 
 class FixedPass:
-    """One pass of a fixed size over one cache, from inputs to logits at fixed addresses.
+    """One pass of a fixed size over the memory of one cache, from inputs to logits at fixed addresses.
 
     n_rows, n_keys  the most rows it computes, and rows of the cache they look at
     logits          (>= n_rows, vocabulary), written
     """
 
-    def __init__(self, model: ResidentModel, cache: KVCache, n_rows: int, n_keys: int, logits: Tensor) -> None:
-        # Not the cache itself: what is captured for a cache ends with it.
-        self._model, self._stores = model, (cache.keys, cache.values)
-        self.inputs = FixedInputs.empty(model.spec, n_rows, n_keys, cache.keys)
+    def __init__(self, model: ResidentModel, store: KVStore, n_rows: int, n_keys: int, logits: Tensor) -> None:
+        # Not the store itself: what is captured for one ends with it.
+        self._model, self._stores = model, (store.keys, store.values)
+        self.inputs = FixedInputs.empty(model.spec, n_rows, n_keys, store.keys)
         self._logits = logits[:n_rows]
 
     @torch.inference_mode()
@@ -146,17 +149,25 @@ class FixedPass:
 
 
 class FixedPasses:
-    """The passes of a resident model, one for each size and cache, kept as long as the cache.
+    """The passes of a resident model, one for each size and memory of a cache, kept as long as that memory.
 
     most_rows  of a pass
+    lent       memory for sequences that run alone, one after the other
     capture    turns a computation into one that replays it; a CUDA graph on a card
     """
 
-    def __init__(self, model: ResidentModel, most_rows: int, capture: Callable[[Callable[[], None]], Replay]) -> None:
-        self._model, self._capture = model, capture
+    def __init__(self, model: ResidentModel, most_rows: int, lent: LentStore, capture: Capture) -> None:
+        self._model, self._lent, self._capture = model, lent, capture
         self._most_rows = max(width for width in _WIDTHS if width <= max(most_rows, 1))
-        self._passes: WeakKeyDictionary[KVCache, dict[tuple[int, int], _Captured]] = WeakKeyDictionary()
+        self._passes: WeakKeyDictionary[KVStore, dict[tuple[int, int], _Captured]] = WeakKeyDictionary()
         self._logits: Tensor | None = None
+
+    def cache(self, capacity: int, is_alone: bool) -> KVCache | None:
+        """An empty cache in the memory that passes were captured for, if it is free; else that gives way to others."""
+        cache = self._lent.lend(capacity) if is_alone else None
+        if cache is None:
+            self._lent.release()
+        return cache
 
     def fits(self, cache: KVCache, n_rows: int, n_keys: int) -> bool:
         """Whether there is room for such a pass, and in the cache for one spare row behind its keys."""
@@ -173,15 +184,11 @@ class FixedPasses:
         if self._logits is None:
             shape = (self._most_rows, self._model.spec.vocab_size)
             self._logits = torch.empty(shape, dtype=cache.keys.dtype, device=cache.keys.device)
-        if cache not in self._passes:
-            self._passes[cache] = {}
+        if cache.store not in self._passes:
+            self._passes[cache.store] = {}
             for store in (cache.keys, cache.values):  # a weight of 0 times what lay in memory before may be no number
                 store[:, :, rows.mask.n_keys - n :].zero_()
-        sizes = self._passes[cache]
-        found = sizes.get((n_rows, n_keys))
-        if found is None:
-            fixed = FixedPass(self._model, cache, n_rows, n_keys, self._logits)
-            found = sizes[n_rows, n_keys] = _Captured(fixed, None)
+        found = self._found(cache.store, n_rows, n_keys)
         found.fixed.inputs.fill(rows, cache.capacity - 1)
         if found.n_computed == 1:
             found.replay = self._capture(found.fixed.compute)
@@ -189,13 +196,24 @@ class FixedPasses:
         found.n_computed += 1
         return self._logits[:n]
 
+    def _found(self, store: KVStore, n_rows: int, n_keys: int) -> "_Captured":
+        """The pass of a size, which is the last to be dropped from now on."""
+        sizes = self._passes[store]
+        found = sizes.pop((n_rows, n_keys), None)
+        if found is None:
+            found = _Captured(FixedPass(self._model, store, n_rows, n_keys, self._logits))
+            if len(sizes) == _MOST_KEPT:
+                del sizes[next(iter(sizes))]
+        sizes[n_rows, n_keys] = found
+        return found
+
 
 @dataclass
 class _Captured:
     """A pass, and what replays it once it has been computed as it is."""
 
     fixed: FixedPass
-    replay: Replay | None
+    replay: Replay | None = None
     n_computed: int = 0
 
 

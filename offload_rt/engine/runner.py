@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from offload_rt import ops
-from offload_rt.engine.fixed import FixedPasses, Replay, ResidentModel, RowsOfPass
-from offload_rt.kv.cache import KVCache
+from offload_rt.engine.fixed import Capture, FixedPasses, ResidentModel, RowsOfPass
+from offload_rt.kv.cache import KVCache, KVStore, LentStore
 from offload_rt.models._decoder import LayerWeights, decoder_layer
 from offload_rt.models._spec import EMBED, HEAD, NORM, ModelSpec
 from offload_rt.stream._streamer import Block, Streamer
@@ -153,11 +153,15 @@ class Runner:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
-    def replay_passes(self, most_rows: int, capture: Callable[[Callable[[], None]], Replay]) -> None:
-        """From now on compute passes of one sequence at fixed sizes, which are captured; all layers must be resident."""
+    def replay_passes(self, most_rows: int, n_cached: int, capture: Capture) -> None:
+        """From now on compute passes of one sequence at fixed sizes, which are captured; all layers must be resident.
+
+        most_rows  of a pass
+        n_cached   rows of the largest cache
+        """
         layers = [self._view(block.layout, block.data, self.dtype) for block in self.streamer.sweep()]
         model = ResidentModel(self.spec, layers, self._embed, self._head)
-        self._fixed = FixedPasses(model, most_rows, capture)
+        self._fixed = FixedPasses(model, most_rows, LentStore(n_cached, self._new_store), capture)
 
     def forget_passes(self) -> None:
         """Drop what was captured, which holds the weights."""
@@ -185,9 +189,13 @@ class Runner:
         self._chunk_rows = max(self._chunk_rows // 2, _LEAST_CHUNK_ROWS)
         return could
 
-    def new_cache(self, capacity: int) -> KVCache:
-        """An empty cache for one sequence."""
-        return KVCache(self.spec, capacity, self.dtype, self.device)
+    def new_cache(self, capacity: int, is_alone: bool = False) -> KVCache:
+        """An empty cache for one sequence. One that runs alone finds what was captured for the one before it."""
+        lent = self._fixed.cache(capacity, is_alone) if self._fixed is not None else None
+        return lent or KVCache(self._new_store(capacity))
+
+    def _new_store(self, capacity: int) -> KVStore:
+        return KVStore.empty(self.spec, capacity, self.dtype, self.device)
 
     def _attend(self, layer: int, chunk: Chunk) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         window, scale = self.spec.windows[layer], self.spec.head_dim**-0.5

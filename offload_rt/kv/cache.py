@@ -1,7 +1,9 @@
 """Keys and values of one sequence: committed rows, and the pending rows of the pass under way."""
 
 import itertools
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,17 +13,34 @@ from offload_rt.errors import CapacityError
 from offload_rt.models._spec import ModelSpec
 
 
+@dataclass(frozen=True, eq=False)
+class KVStore:
+    """Memory for keys and values, each (n_layers, n_kv_heads, capacity, head_dim)."""
+
+    keys: Tensor
+    values: Tensor
+
+    @classmethod
+    def empty(cls, spec: ModelSpec, capacity: int, dtype: torch.dtype, device: torch.device) -> "KVStore":
+        """Memory in which nothing has been written yet."""
+        shape = (spec.n_layers, spec.n_kv_heads, capacity, spec.head_dim)
+        return cls(*(torch.empty(shape, dtype=dtype, device=device) for _ in range(2)))
+
+    @property
+    def capacity(self) -> int:
+        """Rows."""
+        return self.keys.shape[2]
+
+
 class KVCache:
     """Rows [0, n_committed) hold the tokens in `committed`; the rows behind them are pending, or unused.
 
     keys, values  (n_layers, n_kv_heads, capacity, head_dim)
     """
 
-    def __init__(self, spec: ModelSpec, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
-        shape = (spec.n_layers, spec.n_kv_heads, capacity, spec.head_dim)
-        self.capacity = capacity
-        self.keys = torch.empty(shape, dtype=dtype, device=device)
-        self.values = torch.empty(shape, dtype=dtype, device=device)
+    def __init__(self, store: KVStore) -> None:
+        self.store, self.capacity = store, store.capacity
+        self.keys, self.values = store.keys, store.values
         self.committed: list[int] = []
         self._pending: list[int] = []
 
@@ -85,3 +104,36 @@ class KVCache:
             n += 1
         del self.committed[n:]
         return n
+
+
+class LentStore:
+    """A store for one cache at a time, which stays where it is from one to the next.
+
+    capacity  rows
+    new       makes it, when it is first lent
+    """
+
+    def __init__(self, capacity: int, new: Callable[[int], KVStore]) -> None:
+        self._capacity, self._new = capacity, new
+        self._store: KVStore | None = None
+        self._borrower: weakref.ref[KVCache] | None = None
+
+    def lend(self, n_rows: int) -> KVCache | None:
+        """An empty cache; None if it has no room for so many rows, or another cache is still in use."""
+        if n_rows > self._capacity or self._is_lent:
+            return None
+        self._store = self._store or self._new(self._capacity)
+        for part in (self._store.keys, self._store.values):
+            part.zero_()  # what an earlier sequence left there may be no number
+        cache = KVCache(self._store)
+        self._borrower = weakref.ref(cache)
+        return cache
+
+    def release(self) -> None:
+        """Give the memory back, unless a cache is in use."""
+        if not self._is_lent:
+            self._store = None
+
+    @property
+    def _is_lent(self) -> bool:
+        return self._borrower is not None and self._borrower() is not None
