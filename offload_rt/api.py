@@ -211,6 +211,8 @@ class LLM:
         """End all transfers, join the threads, release the memory; may be called again."""
         self._engine = None
         self._releases()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()  # to whom else uses the card
 
     def generate(
         self, prompts: Prompt | Several[Prompt], params: SamplingParams | Several[SamplingParams] | None = None
@@ -218,7 +220,8 @@ class LLM:
         """Continue one prompt or several; texts, or lists of token ids.
 
         params  for all prompts, or one for each
-        Raises PromptError for a prompt that cannot be continued, before anything runs.
+        Raises PromptError or CapacityError for a prompt that cannot be continued, SettingsError where there are not as many
+        params as prompts, before anything runs.
         """
         several = _several(prompts)
         wanted = list(params) if isinstance(params, list | tuple) else [params or SamplingParams()] * len(several)
@@ -241,7 +244,7 @@ class LLM:
     def time_plain(self, context: int, n_passes: int = 3) -> list[float]:
         """Seconds of each of some passes of one token after `context` others: what plain decoding takes for a token.
 
-        Raises CapacityError if there is no room for so many tokens.
+        context  of which no more is taken than `max_model_len` has room for
         """
         return self.time_passes(Topology.chain(1), min(context, self.max_model_len - 1), n_passes)
 

@@ -11,10 +11,10 @@ import torch
 from offload_rt import measure, plugins
 from offload_rt.capacity import LIBRARIES, Sizes, fit, less_margin
 from offload_rt.config import EngineConfig
-from offload_rt.drafters._model import DraftModel, draft_rows
+from offload_rt.drafters._model import ROWS_PER_NODE, DraftModel, draft_rows
 from offload_rt.drafters._parts import DraftParts, Knowledge, recall
 from offload_rt.drafting import Drafting, warm_up
-from offload_rt.engine.fixed import CudaCapture
+from offload_rt.engine.fixed import CudaCapture, PassSize
 from offload_rt.engine.loop import Drafter, DraftLimits
 from offload_rt.engine.pace import Pace
 from offload_rt.engine.runner import Placing, Runner
@@ -198,9 +198,10 @@ def _capture_passes(blueprint: Blueprint, runner: Runner, draft: Runner | None) 
     """Let models that lie on the card as a whole compute by CUDA graphs."""
     capture, n_nodes = CudaCapture(), blueprint.limits.n_nodes
     if runner.is_resident:
-        runner.replay_passes(n_nodes, blueprint.cache_rows, capture)
+        runner.replay_passes(PassSize(n_nodes, blueprint.cache_rows, n_nodes), capture)
     if draft is not None:
-        draft.replay_passes(n_nodes, draft_rows(blueprint.max_model_len, n_nodes), capture)
+        n_keys = draft_rows(blueprint.max_model_len, n_nodes)
+        draft.replay_passes(PassSize(n_nodes, n_keys, ROWS_PER_NODE * n_nodes), capture)
 
 
 def _runner(place: Placing, checkpoint: Checkpoint, supply: Supply, outer: dense.View, trace: Trace) -> Runner:
@@ -273,6 +274,7 @@ def budgets_of(config: EngineConfig, device: torch.device) -> Budgets:
     spare = less_margin(memory_free())
     if device.type == "cpu":
         return Budgets(_within(config.device_memory, "--device-memory", spare, memory_limit()))
+    torch.cuda.empty_cache()  # what an engine that was closed has left to torch is free as well
     on_card, all_of_card = torch.cuda.mem_get_info(device)
     return Budgets(
         _within(config.device_memory, "--device-memory", less_margin(on_card), all_of_card),

@@ -4,7 +4,6 @@ It generates from a few prompts to learn how often the draft is right, times pas
 size and depth of tree would cost for a token. Later runs start from what was measured.
 """
 
-import io
 import json
 import sys
 from dataclasses import dataclass, replace
@@ -13,9 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from offload_rt.config import EngineConfig, Parser, SamplingParams, add_flags, from_flags, setting
+from offload_rt.config import EngineConfig, Parser, SamplingParams, add_flags, check_positive, from_flags, setting
 from offload_rt.errors import PromptError, SettingsError
-from offload_rt.files import write_atomically
 from offload_rt.program import check_address_space, exit_code, run_program
 
 if TYPE_CHECKING:
@@ -34,6 +32,10 @@ class CalibrateSettings:
     tokens: int = setting(96, "tokens that each prompt is continued by", parse=int)
     plot: str | None = setting(None, "file for a picture of it all, PNG; needs matplotlib")
     json: bool = setting(False, "print one JSON object instead of the table")
+
+    def __post_init__(self) -> None:
+        check_positive("tokens", self.tokens)
+        SamplingParams(temperature=self.temperature)
 
 
 @dataclass(frozen=True)
@@ -197,6 +199,8 @@ def _draw(findings: Findings, path: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    from offload_rt.console import save_figure
+
     figure, (ranks, passes, cost) = pyplot.subplots(1, 3, figsize=(15, 4.5), layout="constrained")
     ranks.bar(np.arange(1, 17), findings.acceptance[:16], color="tab:blue")
     ranks.set(title="acceptance by rank", xlabel="rank among siblings", ylabel="probability", yscale="log")
@@ -213,10 +217,7 @@ def _draw(findings: Findings, path: str) -> None:
     cost.plot([n_nodes], [seconds], "*", ms=14, color="black", label=f"best: {n_nodes} nodes, {n_levels} levels")
     cost.set(title="seconds per token", xlabel="nodes of the tree", ylabel="seconds", xscale="log", ylim=(0, None))
     cost.legend(fontsize="small")
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=120)
-    pyplot.close(figure)
-    write_atomically(Path(path), picture.getvalue())
+    save_figure(figure, Path(path), dpi=120)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import argparse
 import re
-from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any, NoReturn, TypeVar
@@ -81,14 +80,14 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, parse_size(value))
-                _check_positive(name, getattr(self, name))
+                check_positive(name, getattr(self, name))
         for name in ("max_model_len", "tree_size", "tree_depth"):
-            _check_positive(name, getattr(self, name))
+            check_positive(name, getattr(self, name))
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are chosen; the filters apply in the order of the fields, as in transformers."""
+    """How tokens are chosen: penalty, temperature, top_k, top_p, min_p, in the order of transformers."""
 
     max_new_tokens: int = setting(64, "most tokens to produce", parse=int)
     temperature: float = setting(0.0, "0 takes the most probable token", parse=float)
@@ -120,7 +119,8 @@ def _check_range(name: str, value: Any, holds: bool, need: str) -> None:
         raise SettingsError(f"{name} is {value!r}", need=need, change=f"set {name} accordingly")
 
 
-def _check_positive(name: str, value: int | None) -> None:
+def check_positive(name: str, value: int | None) -> None:
+    """Raises SettingsError for a setting of this name that is neither left out nor a whole number above 0."""
     if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
         raise SettingsError(f"{flag_of(name)} is {value!r}", need="a whole number", change="give one")
     if value is not None and value < 1:
@@ -139,22 +139,6 @@ def _check_choices(settings: Any) -> None:
 def flag_of(name: str) -> str:
     """The command-line flag of a field: `max_model_len` is `--max-model-len`."""
     return "--" + name.replace("_", "-")
-
-
-def from_mapping(cls: type[Settings], values: Mapping[str, Any]) -> Settings:
-    """Build settings from a mapping.
-
-    Raises SettingsError for a key that is no field, naming the closest one.
-    """
-    known = [item.name for item in fields(cls)]
-    for key in values:
-        if key not in known:
-            close = get_close_matches(key, known, n=1)
-            raise SettingsError(
-                f"unknown setting {key!r}",
-                change=f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}",
-            )
-    return cls(**values)
 
 
 class Parser(argparse.ArgumentParser):

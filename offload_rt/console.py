@@ -1,5 +1,6 @@
 """What a person sees: the loading bar, the plan as a table, the closing report. All of it goes to stderr or where asked."""
 
+import io
 import os
 import time
 from pathlib import Path
@@ -12,10 +13,13 @@ from rich.table import Table
 
 from offload_rt.config import format_size
 from offload_rt.errors import SettingsError
+from offload_rt.files import write_atomically
 from offload_rt.machine import MachineProfile, PassBytes, pass_time
 from offload_rt.tiers._placement import Plan
 
 if TYPE_CHECKING:  # these take seconds to load, and a plan needs none of them
+    from matplotlib.figure import Figure
+
     from offload_rt.api import Stats
     from offload_rt.build import Blueprint
 
@@ -75,8 +79,9 @@ def plan_table(blueprint: "Blueprint", profile: MachineProfile) -> Table:
                 f"bytes per pass at {profile.link(tier):.2f} GB/s (measured)", f"{tier} to device", format_size(nbytes)
             )
     seconds = pass_time(profile, plan.pass_bytes)
+    token = "token" if blueprint.limits.n_nodes == 1 else "pass of a token"
     table.add_row(
-        f"predicted, weights read at {profile.memory_gbps:.1f} GB/s", profile.source, f"{seconds:.3f} s per token"
+        f"predicted, weights read at {profile.memory_gbps:.1f} GB/s", profile.source, f"{seconds:.3f} s per {token}"
     )
     return table
 
@@ -159,6 +164,16 @@ def _link_line(stats: "Stats", moved: PassBytes) -> str:
         f"{streamed / 1e9:.2f} GB per pass at {stats.link_gbps:.2f} GB/s, link busy {stats.link_busy:.0%} of the time; "
         f"floor at this rate {floor:.3f} s per token"
     )
+
+
+def save_figure(figure: "Figure", path: Path, dpi: int) -> None:
+    """Write a picture as PNG, whole or not at all, and be done with it. Raises OSError."""
+    from matplotlib import pyplot
+
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=dpi)
+    pyplot.close(figure)
+    write_atomically(path, picture.getvalue())
 
 
 def check_plot(path: str) -> None:

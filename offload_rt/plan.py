@@ -1,12 +1,15 @@
 """`python -m offload_rt.plan`: what a model would take on a machine, from its config alone.
 
-The loop's own placement and choice of tree run on a virtual clock; no weight is read, and no card is needed.
+The loop's own placement and choice of tree run on a virtual clock. For a card that is named no weight is read; for the
+machine it stands on (`--gpu this`), a few layers tell the rate of its disk where `--disk` does not. Without a draft model it
+is plain decoding that is planned.
 """
 
 import json
 import re
 import sys
 from dataclasses import MISSING, asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload_rt.config import (
@@ -76,6 +79,10 @@ class PlanSettings:
             raise SettingsError("--plot", need="a curve to draw", change=f"give --sweep {' or '.join(_SWEEPS)}")
         if self.link is not None and self.gpu == "this":
             raise SettingsError("--link", need="a card that is not here", have="--gpu this", change="name a card")
+
+        if self.draft_model is None and (self.tree_size or self.tree_depth):
+            flag = "--tree-size" if self.tree_size else "--tree-depth"
+            raise SettingsError(flag, need="a draft model", change="give one by --draft-model")
 
     def engine(self) -> EngineConfig:
         """The settings of the engine that is planned."""
@@ -168,8 +175,8 @@ def _question(settings: PlanSettings, config: EngineConfig) -> "Question":
 
     names = [name for name in (settings.model, settings.draft_model) if name is not None]
     known = [name.lower() in KNOWN for name in names]
-    raw = [KNOWN[name.lower()] if is_known else find_config(name, settings.revision, settings.offline)
-           for name, is_known in zip(names, known, strict=True)]  # fmt: skip
+    raw = [KNOWN[name.lower()] if is_known else find_config(name, revision, settings.offline)
+           for name, is_known, revision in zip(names, known, (settings.revision, None), strict=False)]  # fmt: skip
     specs = [spec_of(one) for one in raw]
     dtypes = [getattr(torch, spec.dtype_name or "float16") for spec in specs]
     if settings.dtype != "auto":
@@ -194,11 +201,8 @@ def _question(settings: PlanSettings, config: EngineConfig) -> "Question":
 def _print(
     settings: PlanSettings, question: "Question", machine: "Machine", forecast: "Forecast", curve: "Sweep | None"
 ) -> None:
-    from rich.console import Console
+    from offload_rt.console import placement_table, print_table
 
-    from offload_rt.console import placement_table
-
-    console = Console()
     with_draft = f" with {settings.draft_model}" if settings.draft_model else ""
     title = f"{settings.model}{with_draft} on {machine.title}, {question.dtype}".replace("torch.", "")
     table = placement_table(title, forecast.fit.plan, forecast.fit.cache_rows)
@@ -207,11 +211,11 @@ def _print(
             nbytes = forecast.link_s[name] * rate * 1e9
             table.add_row(f"bytes per pass at {rate:.2f} GB/s", f"{name} link", format_size(nbytes))
     table.add_row("predicted", machine.title, f"{forecast.seconds_per_token:.3f} s per token")
-    console.print(table)
+    print_table(table)
     for line in _lines(question, machine, forecast):
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
+        print(line)
     if curve is not None:
-        console.print(_curve(curve), highlight=False, soft_wrap=True, markup=False)
+        print(_curve(curve))
 
 
 def _lines(question: "Question", machine: "Machine", forecast: "Forecast") -> list[str]:
@@ -288,6 +292,8 @@ def _draw(settings: PlanSettings, curve: "Sweep", machine: "Machine") -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    from offload_rt.console import save_figure
+
     there = [(point.x, point.forecast) for point in curve.points if point.forecast is not None]
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     xs = [x for x, _ in there]
@@ -299,8 +305,7 @@ def _draw(settings: PlanSettings, curve: "Sweep", machine: "Machine") -> None:
     if settings.sweep in ("tree", "context"):
         axes.set_xscale("log", base=2)
     axes.legend()
-    figure.savefig(settings.plot, dpi=120)
-    pyplot.close(figure)
+    save_figure(figure, Path(settings.plot), dpi=120)
 
 
 if __name__ == "__main__":

@@ -212,6 +212,8 @@ def draw(spans: Sequence[Span], found: Shares, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    from offload_rt.console import save_figure
+
     lanes, run, steps = _lanes(spans), window(spans), _two_steps(spans)
     shown = {"the whole run": run} | ({"two steps of it": steps} if steps != run else {})
     size = (12, 1.2 + len(shown) * (0.4 + 0.3 * len(lanes)))
@@ -229,8 +231,7 @@ def draw(spans: Sequence[Span], found: Shares, path: Path) -> None:
         ha="left",
         fontsize=12,
     )
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    save_figure(figure, path, dpi=110)
 
 
 def _lanes(spans: Sequence[Span]) -> list[str]:

@@ -1,12 +1,17 @@
 """From logits to the law a token is drawn from. Temperature 0 is a one-hot law, so no caller has a greedy branch."""
 
 from collections.abc import Sequence
+from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from offload_rt.config import SamplingParams
 from offload_rt.errors import NumericsError
+
+# Places whose laws are computed together.
+_PLACES = 64
 
 
 def probs(logits: Tensor, params: SamplingParams, contexts: Sequence[Sequence[int]]) -> Tensor:
@@ -17,19 +22,21 @@ def probs(logits: Tensor, params: SamplingParams, contexts: Sequence[Sequence[in
     Returns (n, vocabulary) float32, or float64 if the logits are.
     Raises NumericsError if a logit is not a number or plus infinity, or if all of a place are minus infinity.
     """
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if params.repetition_penalty != 1.0:
-        logits = _penalise(logits, params.repetition_penalty, contexts)
-    best = logits.amax(-1, keepdim=True)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    laws, best = torch.empty_like(logits, dtype=wide), torch.empty_like(logits[:, :1], dtype=wide)
+    # What it takes on the way, many times a law where it is sorted, is taken for a few places only.
+    for first in range(0, len(logits), _PLACES):
+        places = slice(first, first + _PLACES)
+        some = logits[places].to(wide)
+        if params.repetition_penalty != 1.0:
+            some = _penalise(some, params.repetition_penalty, contexts[places])
+        best[places] = some.amax(-1, keepdim=True)
+        laws[places] = _law(some, best[places], params)
     if not bool(best.isfinite().all()):
         raise NumericsError(
             "the model's logits are not all numbers", change="check the checkpoint, or try --dtype float32"
         )
-    if params.temperature == 0.0:
-        return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-    # The best logit becomes 0 first: then a temperature close to 0 can overflow only downwards, to probability 0.
-    law = torch.softmax((logits - best) / max(params.temperature, torch.finfo(logits.dtype).tiny), -1)
-    return _filter(law, params)
+    return laws
 
 
 def generator_on(device: torch.device, other: torch.Generator) -> torch.Generator:
@@ -49,12 +56,22 @@ def draw(law: Tensor, generator: torch.Generator) -> int:
     return min(token, int(law.nonzero()[-1]))
 
 
+def _law(logits: Tensor, best: Tensor, params: SamplingParams) -> Tensor:
+    """The law (n, vocabulary) of logits, of which `best` (n, 1) are the largest; anything where those are no numbers."""
+    if params.temperature == 0.0:
+        return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+    # The best logit becomes 0 first: then a temperature close to 0 can overflow only downwards, to probability 0.
+    law = torch.softmax((logits - best) / max(params.temperature, torch.finfo(logits.dtype).tiny), -1)
+    return _filter(law, params)
+
+
 def _penalise(logits: Tensor, penalty: float, contexts: Sequence[Sequence[int]]) -> Tensor:
-    logits = logits.clone()
-    for row, context in zip(logits, contexts, strict=True):
-        seen = torch.tensor(sorted(set(context)), device=row.device)
-        row[seen] = torch.where(row[seen] > 0, row[seen] / penalty, row[seen] * penalty)
-    return logits
+    seen = [sorted(set(context)) for context in contexts]
+    places = np.repeat(np.arange(len(seen)), [len(one) for one in seen])
+    tokens = np.fromiter(chain.from_iterable(seen), dtype=np.int64)
+    index = torch.from_numpy(np.stack((places, tokens))).to(logits.device)
+    old = logits[index[0], index[1]]
+    return logits.index_put((index[0], index[1]), torch.where(old > 0, old / penalty, old * penalty))
 
 
 def _filter(law: Tensor, params: SamplingParams) -> Tensor:

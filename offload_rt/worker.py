@@ -99,7 +99,13 @@ class Worker:
             self._begun.release()
             self._target()
         finally:
+            # Most often a method of the worker's owner, which would be held until Python looks for circles.
+            self._target = _nothing
             self._over.release()
+
+
+def _nothing() -> None:
+    """What is left to do for a thread that has ended."""
 
 
 def done_ahead(works: Iterable[Callable[[], _T]], name: str) -> Iterator[_T]:

@@ -105,6 +105,21 @@ def test_closing_lets_go_of_what_was_captured(zoo, card):
         gc.enable()
 
 
+def test_closing_lets_go_of_the_memory_of_the_host(zoo, card):
+    """At once as well, and also of what was streamed: threads had to do with it."""
+    directory = zoo.directory("llama", 0)
+    gc.collect()
+    gc.disable()
+    try:
+        with card(), on_card(directory, drafter="none", device_memory=little(directory)) as llm:
+            llm.generate(prompt_of(0), SamplingParams(max_new_tokens=4))
+            held = [weakref.ref(image.block) for image in llm.engine.host._images.values()]
+        del llm
+        assert held and not any(one() for one in held)
+    finally:
+        gc.enable()
+
+
 def logits_on(device, directory, dtype):
     """Of trees below a prompt, each pass made often enough to be captured and replayed."""
     with LLM(str(directory), device=device, dtype=dtype, drafter="ngram", tree_size=32, max_model_len=192) as llm:

@@ -281,7 +281,7 @@ def test_calibrating_needs_a_draft_model(model: Path, capfd: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--tokens", "0"], ["max_new_tokens"]),
+        (["--tokens", "0"], ["--tokens is 0"]),
         (["--temperature", "-1"], ["temperature"]),
         (["--prompt-file", "/no/such/file"], ["--prompt-file", "/no/such/file"]),
         (["--tree-size", "1"], ["--tree-size"]),

@@ -16,7 +16,6 @@ from offload_rt.config import (
     flag_of,
     format_size,
     from_flags,
-    from_mapping,
     parse_size,
 )
 from offload_rt.errors import OffloadError, PromptError, SettingsError
@@ -168,28 +167,6 @@ def test_an_unknown_flag_is_one_sentence_with_a_hint(flag: str, hint: str) -> No
     with pytest.raises(SettingsError) as refused:
         _parsed(EngineConfig, ["--model", "m", flag])
     assert str(refused.value) == f"unrecognized arguments: {flag}; {hint}"
-
-
-# Mappings
-
-
-@pytest.mark.parametrize(
-    ("cls", "key", "hint"),
-    [
-        (SamplingParams, "temprature", "did you mean 'temperature'"),
-        (SamplingParams, "max_tokens", "did you mean 'max_new_tokens'"),
-        (EngineConfig, "device_mem", "did you mean 'device_memory'"),
-        (SamplingParams, "qqqq", "known: max_new_tokens"),
-    ],
-)
-def test_an_unknown_key_is_refused_with_the_closest_name(cls: type, key: str, hint: str) -> None:
-    with pytest.raises(SettingsError, match=hint) as caught:
-        from_mapping(cls, {key: 1})
-    assert repr(key) in str(caught.value)
-
-
-def test_a_mapping_of_known_keys_becomes_settings() -> None:
-    assert from_mapping(SamplingParams, {"top_k": 3, "stop": ["x"]}) == SamplingParams(top_k=3, stop=("x",))
 
 
 # Ranges

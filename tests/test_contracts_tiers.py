@@ -345,3 +345,27 @@ def test_a_refusal_to_pin_is_not_raised_again_by_what_comes_next(monkeypatch: py
     monkeypatch.setattr(torch, "zeros", launch)
     assert not _pinning.pin(block)
     launch(1)
+
+
+def mapping_of(block: Tensor) -> tuple[str, set[str]]:
+    """How the memory of a block is mapped: its permissions, and the kernel's flags."""
+    permissions = ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *rest = line.split()
+        if not name.endswith(":"):
+            first, end = (int(address, 16) for address in name.split("-"))
+            permissions = rest[0] if first <= block.data_ptr() < end else ""
+        elif name == "VmFlags:" and permissions:
+            return permissions, set(rest)
+    raise AssertionError("the block is not mapped")
+
+
+def test_blocks_want_huge_pages_and_pinned_ones_are_not_copied_to_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shared memory is in huge pages only where the system's owner has said so; pinned private pages are copied by fork."""
+    block = host_block(16 << 20)
+    permissions, flags = mapping_of(block)
+    assert permissions == "rw-p" and "hg" in flags and "dc" not in flags
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 0))
+    assert _pinning.pin(block)
+    assert "dc" in mapping_of(block)[1]

@@ -9,7 +9,7 @@ from recorded import record
 from tiny import CASES, feed, open_llm, prefill, prompt_of, random_tree, runner_of
 
 from offload_rt import ops
-from offload_rt.engine.fixed import FixedInputs, RowsOfPass
+from offload_rt.engine.fixed import FixedInputs, PassSize, RowsOfPass
 from offload_rt.engine.runner import Step
 from offload_rt.ops import reference
 from offload_rt.tree.topology import Topology
@@ -19,7 +19,7 @@ from offload_rt.tree.topology import Topology
 def test_logits_and_rows_are_those_of_an_ordinary_pass(zoo, name):
     prompt, capacity = prompt_of(0), 512
     with open_llm(zoo.directory(name, 0)) as plain, open_llm(zoo.directory(name, 0)) as fixed:
-        runner_of(fixed).replay_passes(64, capacity, record)
+        runner_of(fixed).replay_passes(PassSize(64, capacity, 128), record)
         caches = [prefill(runner_of(llm), prompt, capacity) for llm in (plain, fixed)]
         assert len(runner_of(fixed)._fixed._passes[caches[1].store]) == 1
         for n, seed in ((1, 0), (5, 1), (7, 2), (1, 3), (33, 4), (6, 5), (64, 6)):
@@ -42,7 +42,7 @@ def test_levels_of_a_tree_are_computed_one_after_the_other(zoo):
         prompt, tokens = prompt_of(0), prompt_of(1, 20)
         whole = feed(runner, prefill(runner, prompt, 256), tokens, tree)
         cache = prefill(runner, prompt, 256)
-        runner.replay_passes(64, 256, record)
+        runner.replay_passes(PassSize(64, 256, 128), record)
         parts = []
         for start, stop in ((0, 1), (1, 6), (6, 13), (13, 20)):
             some = Topology(tree.parents[:stop])
@@ -55,7 +55,7 @@ def test_what_does_not_fit_is_computed_as_ever(zoo):
     with open_llm(zoo.directory("llama", 0)) as llm:
         runner = runner_of(llm)
         want = feed(runner, prefill(runner, prompt_of(0), 64), prompt_of(1, 43), random_tree(43, 0))
-        runner.replay_passes(16, 256, record)
+        runner.replay_passes(PassSize(16, 256, 128), record)
         cache = prefill(runner, prompt_of(0), 64)  # more rows than 16, then a cache without a spare row
         got = feed(runner, cache, prompt_of(1, 43), random_tree(43, 0))
         assert torch.equal(got, want)
@@ -65,7 +65,7 @@ def test_what_does_not_fit_is_computed_as_ever(zoo):
 def test_captures_end_with_their_cache(zoo):
     with open_llm(zoo.directory("llama", 0)) as llm:
         runner = runner_of(llm)
-        runner.replay_passes(64, 256, record)
+        runner.replay_passes(PassSize(64, 256, 128), record)
         cache = prefill(runner, prompt_of(0), 256)
         assert len(runner._fixed._passes) == 1
         del cache
@@ -81,7 +81,7 @@ def test_sequences_that_run_alone_share_what_is_captured(zoo):
         return record(compute)
 
     with open_llm(zoo.directory("llama", 0)) as plain, open_llm(zoo.directory("llama", 0)) as fixed:
-        runner_of(fixed).replay_passes(64, 256, capture)
+        runner_of(fixed).replay_passes(PassSize(64, 256, 128), capture)
         for seed in range(3):
             caches = [runner_of(llm).new_cache(100 + seed, is_alone=True) for llm in (plain, fixed)]
             rows = [
@@ -100,15 +100,38 @@ def test_sequences_that_run_alone_share_what_is_captured(zoo):
         assert len(runner_of(fixed)._fixed._passes) == 0
 
 
+def test_where_the_length_costs_nothing_few_sizes_serve_a_cache_that_grows(zoo, monkeypatch):
+    monkeypatch.setattr("offload_rt.engine.fixed._KEYS", 8)
+    monkeypatch.setattr(ops, "goes_by_extent", lambda keys: True)
+    monkeypatch.setattr(
+        ops, "tree_attention", lambda q, k, v, mask, scale: reference.tree_attention(q, k, v, mask.dense(), scale)
+    )
+    with open_llm(zoo.directory("llama", 0)) as plain, open_llm(zoo.directory("llama", 0)) as fixed:
+        runner = runner_of(fixed)
+        runner.replay_passes(PassSize(8, 100, 8), record)
+        caches = [runner_of(plain).new_cache(100), runner.new_cache(100)]
+        for turn in range(12):
+            rows = [
+                feed(runner_of(llm), cache, prompt_of(turn, 8), random_tree(8, turn)).clone()
+                for llm, cache in zip((plain, fixed), caches, strict=True)
+            ]
+            torch.testing.assert_close(rows[1], rows[0], atol=2e-4, rtol=1e-4)
+            for cache in caches:
+                cache.commit(random_tree(8, turn).path_to(7) or [0])
+        assert caches[1].n_committed > 32
+        sizes = {size.n_keys for size in runner._fixed._passes[caches[1].store]}
+        assert sizes <= {8, 16, 32, 64, 100} and len(sizes) >= 3
+
+
 def test_of_many_sizes_those_used_last_are_kept(zoo, monkeypatch):
     monkeypatch.setattr("offload_rt.engine.fixed._MOST_KEPT", 2)
     with open_llm(zoo.directory("llama", 0)) as llm:
         runner = runner_of(llm)
-        runner.replay_passes(64, 256, record)
+        runner.replay_passes(PassSize(64, 256, 128), record)
         cache = runner.new_cache(256)
         for n in (1, 2, 1, 4):
             feed(runner, cache, prompt_of(0, n), random_tree(n, 0))
-        assert [n for n, _ in runner._fixed._passes[cache.store]] == [1, 4]
+        assert [size.n_rows for size in runner._fixed._passes[cache.store]] == [1, 4]
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(8, 2), (4, 4), (6, 1)])
@@ -123,12 +146,12 @@ def test_heads_of_a_group_as_rows_of_one_give_the_same(heads, groups):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_mask_at_a_fixed_place_is_the_one_it_was_filled_with(zoo, seed):
+def test_a_mask_at_a_fixed_place_is_the_one_it_was_filled_with(seed):
     """Whatever it was filled with before; what is left over looks where the first row does."""
     draw = random.Random(seed)
     n_rows, n_keys, capacity = draw.choice([1, 8, 40]), draw.choice([135, 256]), 300
-    with open_llm(zoo.directory("llama", 0)) as llm:
-        fixed = FixedInputs.empty(runner_of(llm).spec, n_rows, n_keys, torch.zeros(1))
+    size = PassSize(n_rows, n_keys, n_forest=draw.choice([104, 130]))
+    fixed = FixedInputs.empty(size, 16, torch.float32, torch.device("cpu"))
     for turn in range(3):
         n, first, n_before = draw.randint(1, n_rows), draw.randrange(64), draw.randrange(30)
         parents = random_tree(first + n, seed + turn).parents

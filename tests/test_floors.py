@@ -12,7 +12,7 @@ import offload_rt
 ROOT = Path(offload_rt.__file__).parent
 FLOORS = (
     {"errors", "config", "plugins", "files", "program", "worker", "compiled"},
-    {"machine", "hardware", "ops", "comm", "trace"},
+    {"machine", "hardware", "ops", "trace"},
     {"models", "weights", "tree", "text", "chat", "sampling"},
     {"kv", "tiers", "stream", "rules"},
     {"engine"},
@@ -29,7 +29,6 @@ NEIGHBOURS = {
     ("program", "errors"),
     ("text", "chat"),
     ("stream", "tiers"),  # a streamer reads from tiers
-    ("hardware", "machine"),  # a card is a machine that is written down instead of measured
     ("capacity", "drafting"),  # how large trees may be
     ("forecast", "drafting"),
     ("forecast", "capacity"),  # what fits, before it is foretold what that takes
@@ -40,11 +39,11 @@ NEIGHBOURS = {
     ("here", "build"),  # and has its budgets
     ("calibrate", "console"),
     ("plan", "console"),
+    ("report", "console"),
     ("build", "capacity"),
     ("build", "drafting"),  # which drafter it is, and the parts it is built from
     ("api", "build"),  # the engine, and the surface over it
     ("api", "drafting"),
-    ("calibrate", "console"),
     ("run", "console"),  # the command line, and what a person sees of it
 }
 MODULES = sorted(ROOT.rglob("*.py"))

@@ -13,6 +13,7 @@ from test_laws import RECIPES, languages
 from tiny import CASES, feed, open_llm, prefill, prompt_of, random_tree, runner_of
 
 from offload_rt import plugins
+from offload_rt.engine.fixed import PassSize
 from offload_rt.ops import _extension
 
 
@@ -86,7 +87,7 @@ def test_a_model_computes_the_same(served, monkeypatch, bfloat16_model):
 def test_a_captured_pass_computes_the_same(served, monkeypatch, bfloat16_model):
     """For other trees and longer caches than those it was captured for."""
     with open_llm(bfloat16_model) as plain, open_llm(bfloat16_model) as fixed:
-        runner_of(fixed).replay_passes(32, 512, record)
+        runner_of(fixed).replay_passes(PassSize(32, 512, 64), record)
         mine = logits_of_passes(runner_of(fixed))
         # The prompt; the first of the trees, and the one that is captured.
         assert served.counts["tree_attention"] == 3 * runner_of(fixed).spec.n_layers

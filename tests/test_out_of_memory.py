@@ -5,7 +5,7 @@ import torch
 from tiny import generate, open_llm, prompt_of
 
 from offload_rt import SamplingParams
-from offload_rt.errors import CapacityError
+from offload_rt.errors import DeviceError
 
 
 @pytest.fixture
@@ -70,6 +70,6 @@ def test_where_nothing_can_shrink_any_more_it_is_said_and_what_was_produced_is_t
         pieces = llm.stream(prompt_of(0), SamplingParams(max_new_tokens=8))
         first = [next(pieces).token_ids[0] for _ in range(3)]
         full(llm, most_rows=0)
-        with pytest.raises(CapacityError, match=r"memory is used up.*--max-model-len"):
+        with pytest.raises(DeviceError, match=r"memory is used up.*--max-model-len"):
             next(pieces)
     assert first == zoo.greedy("llama", 0)[:3]

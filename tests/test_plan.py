@@ -226,6 +226,7 @@ def test_probabilities_may_be_given() -> None:
         (["--gpu", "rtx4090", "--max-model-len", "9000"], "4096"),
         (["--gpu", "rtx4090", "--context", "4000"], "lower --context"),
         (["--gpu", "rtx4090", "--plot", "x.png"], "--sweep"),
+        (["--gpu", "rtx4090", "--tree-size", "64"], "give one by --draft-model"),
         (["--gpu", "rtx4090", "--acceptance", "sequoia"], "llama2-70b-chat"),
         (["--gpu", "rtx4090", "--draft-model", "llama3-8b"], "another tokenizer"),
         (["--gpu", "rtx4090", "--temperature", "-1"], "temperature"),

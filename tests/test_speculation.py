@@ -25,6 +25,7 @@ from offload_rt import LLM, SamplingParams, build, plugins
 from offload_rt.drafters import _trees
 from offload_rt.drafters._model import Growth, draft_rows
 from offload_rt.drafters._parts import Knowledge
+from offload_rt.engine.fixed import PassSize
 from offload_rt.engine.loop import DraftLimits, Live, Loop, Tally
 from offload_rt.engine.pace import Pace
 from offload_rt.engine.runner import Runner
@@ -333,7 +334,7 @@ def test_caches_never_take_more_than_was_planned(zoo, monkeypatch, is_captured):
         planned = {target: llm.blueprint.cache_rows, draft: draft_rows(64, 6)}
         if is_captured:
             for runner, rows in planned.items():
-                runner.replay_passes(6, rows, record)
+                runner.replay_passes(PassSize(6, rows, 12), record)
         monkeypatch.setattr(Runner, "new_cache", new_cache_counted)
         llm.generate(PROMPTS * 2, [SamplingParams(max_new_tokens=n) for n in (30, 3, 30, 30, 40, 4, 5, 30)])
         llm.generate(PROMPTS[0], SamplingParams(max_new_tokens=20))

@@ -216,6 +216,27 @@ class _Held:
     pass
 
 
+def test_a_worker_that_has_ended_holds_nobody() -> None:
+    """Its owner holds it, and it would hold its owner: a circle."""
+
+    class Owner:
+        def __init__(self) -> None:
+            self.worker = Worker(self.work, "works")
+
+        def work(self) -> None:
+            pass
+
+    owner = Owner()
+    held = weakref.ref(owner)
+    owner.worker.start()
+    owner.worker.join()
+    del owner
+    until = time.monotonic() + 5
+    while held() is not None and time.monotonic() < until:  # its thread has one step left
+        time.sleep(0.001)
+    assert held() is None
+
+
 @pytest.mark.parametrize("at", [0, 1, 2])
 def test_a_work_that_fails_is_raised_in_its_turn(at: int) -> None:
     def work(i: int) -> int:

@@ -54,5 +54,5 @@ def hybrid(law: Tensor, counts: Tensor, generator: Generator) -> Tensor:
     is_taken = torch.zeros_like(law, dtype=torch.bool).scatter_(1, best, is_given)
     drawn = without_replacement(law, 1, generator, is_taken)
     children = torch.cat((best[:, :1], drawn, best[:, 1:]), dim=1)[:, :n] if n > 1 else drawn
-    children[counts == 1, 0] = drawn[counts == 1, 0]
+    children[:, 0] = torch.where(counts == 1, drawn[:, 0], children[:, 0])
     return children

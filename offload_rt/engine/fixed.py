@@ -11,6 +11,7 @@ from offload_rt import ops
 from offload_rt.kv.cache import KVCache, KVStore, LentStore
 from offload_rt.models._decoder import Attend, LayerWeights, decoder_layer
 from offload_rt.models._spec import ModelSpec
+from offload_rt.weights._image import packed_layout
 
 # Widths and lengths are rounded up to these, so that few sizes are captured: a level of 5 rows is computed as 8.
 _WIDTHS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -38,62 +39,59 @@ class ResidentModel:
 
 
 @dataclass(frozen=True)
+class PassSize:
+    """The most of a pass: rows that are computed, rows of the cache they look at, and those of them that are of the forest."""
+
+    n_rows: int
+    n_keys: int
+    n_forest: int
+
+
+@dataclass(frozen=True)
 class FixedInputs:
     """What a pass of at most n rows reads, in memory that stays where it is.
 
     ids, rows  (n,) int64: tokens, and the rows of the cache that they are written to
     cos, sin   (n, head_dim)
-    numbers    int32: bits, depths, depths of the keys and extent of the mask, one behind the other
-    n_keys     the most rows of the cache they look at
+    mask       what the rows look at, whatever lies in its tensors by then
+    block      uint8, of which all these are views
     """
 
     ids: Tensor
     rows: Tensor
     cos: Tensor
     sin: Tensor
-    numbers: Tensor
-    n_keys: int
+    mask: ops.TreeMask
+    block: Tensor
 
     @classmethod
-    def empty(cls, spec: ModelSpec, n_rows: int, n_keys: int, like: Tensor) -> "FixedInputs":
-        """Inputs on the device and in the dtype of a tensor."""
-        ints = [torch.zeros(n_rows, dtype=torch.int64, device=like.device) for _ in range(2)]
-        angles = [torch.zeros(n_rows, spec.head_dim, dtype=like.dtype, device=like.device) for _ in range(2)]
-        numbers = torch.zeros(sum(_parts_of_mask(n_rows, n_keys)), dtype=torch.int32, device=like.device)
-        return cls(*ints, *angles, numbers, n_keys)
-
-    @property
-    def mask(self) -> ops.TreeMask:
-        """What the rows look at, whatever the numbers are by then."""
-        return self._mask_over(self.numbers)
-
-    def _mask_over(self, numbers: Tensor) -> ops.TreeMask:
-        n_rows = len(self.ids)
-        bits, *others = numbers.split(_parts_of_mask(n_rows, self.n_keys))
-        return ops.TreeMask(bits.view(n_rows, -1), *others, self.n_keys, is_exact=False)
+    def empty(cls, size: PassSize, head_dim: int, dtype: torch.dtype, device: torch.device) -> "FixedInputs":
+        """Inputs of a model that computes in `dtype`."""
+        n, int32 = size.n_rows, torch.int32
+        layout = packed_layout((
+            ("ids", (n,), torch.int64), ("rows", (n,), torch.int64), ("cos", (n, head_dim), dtype),
+            ("sin", (n, head_dim), dtype), ("bits", (n, -(-size.n_forest // 32)), int32), ("depths", (n,), int32),
+            ("key_depths", (size.n_forest,), int32), ("extent", (2,), int32),
+        ))  # fmt: skip
+        block = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
+        ids, rows, cos, sin, *numbers = layout.views(block).values()
+        return cls(ids, rows, cos, sin, ops.TreeMask(*numbers, size.n_keys, is_exact=False), block)
 
     def fill(self, rows: "RowsOfPass", spare: int) -> None:
-        """Take over the rows of a pass.
+        """Take over the rows of a pass, where these inputs lie on the host.
 
         What is left over is written to a spare row of the cache and looks where the first row does: what looked nowhere
         might be no number.
         """
-        n = len(rows.ids)
+        n, mask, given = len(rows.ids), self.mask, rows.mask
+        self.block.zero_()
         self.ids[:n], self.rows[:n], self.rows[n:] = rows.ids, rows.rows, spare
         self.cos[:n], self.sin[:n] = rows.cos, rows.sin
-        numbers = torch.zeros(len(self.numbers), dtype=torch.int32)
-        mine, given = self._mask_over(numbers), rows.mask
-        mine.bits[:n, : given.bits.shape[1]] = given.bits
-        mine.bits[n:] = mine.bits[0]
-        mine.depths[:n], mine.depths[n:] = given.depths, given.depths[0]
-        mine.key_depths[: len(given.key_depths)] = given.key_depths
-        mine.extent[:] = given.extent
-        self.numbers.copy_(numbers)
-
-
-def _parts_of_mask(n_rows: int, n_keys: int) -> list[int]:
-    """Numbers of its bits, depths, depths of the keys, and extent; all keys may be of the forest."""
-    return [n_rows * -(-n_keys // 32), n_rows, n_keys, 2]
+        mask.bits[:n, : given.bits.shape[1]] = given.bits
+        mask.bits[n:] = mask.bits[0]
+        mask.depths[:n], mask.depths[n:] = given.depths, given.depths[0]
+        mask.key_depths[: len(given.key_depths)] = given.key_depths
+        mask.extent[:] = given.extent
 
 
 @dataclass(frozen=True)
@@ -115,20 +113,27 @@ class RowsOfPass:
 class FixedPass:
     """One pass of a fixed size over the memory of one cache, from inputs to logits at fixed addresses.
 
-    n_rows, n_keys  the most rows it computes, and rows of the cache they look at
-    logits          (>= n_rows, vocabulary), written
+    logits  (>= size.n_rows, vocabulary), written
     """
 
-    def __init__(self, model: ResidentModel, store: KVStore, n_rows: int, n_keys: int, logits: Tensor) -> None:
+    def __init__(self, model: ResidentModel, store: KVStore, size: PassSize, logits: Tensor) -> None:
         # Not the store itself: what is captured for one ends with it.
         self._model, self._stores = model, (store.keys, store.values)
-        self.inputs = FixedInputs.empty(model.spec, n_rows, n_keys, store.keys)
-        self._logits = logits[:n_rows]
+        self._host, self._inputs = (
+            FixedInputs.empty(size, model.spec.head_dim, store.keys.dtype, device)
+            for device in (torch.device("cpu"), store.keys.device)
+        )
+        self._logits = logits[: size.n_rows]
+
+    def take(self, rows: RowsOfPass, spare: int) -> None:
+        """Bring the rows of a pass to where it reads them, by one copy; `spare` is a row of the cache that nobody needs."""
+        self._host.fill(rows, spare)
+        self._inputs.block.copy_(self._host.block)
 
     @torch.inference_mode()
     def compute(self) -> None:
         """Embedding, layers and head; writes the rows of the cache and the logits."""
-        inputs, model = self.inputs, self._model
+        inputs, model = self._inputs, self._model
         # Masks of this computation's own: what the reference makes of one is part of what is captured.
         masks = {window: replace(inputs.mask, window=window) for window in set(model.spec.windows)}
         hidden = model.embed(inputs.ids)
@@ -138,11 +143,11 @@ class FixedPass:
         self._logits.copy_(model.head(hidden))
 
     def _attend(self, layer: int, mask: ops.TreeMask) -> Attend:
-        (keys, values), n, scale = self._stores, self.inputs.n_keys, self._model.spec.head_dim**-0.5
+        (keys, values), n, scale = self._stores, mask.n_keys, self._model.spec.head_dim**-0.5
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             for store, new in ((keys, k), (values, v)):
-                store[layer].index_copy_(1, self.inputs.rows, new.transpose(0, 1))
+                store[layer].index_copy_(1, self._inputs.rows, new.transpose(0, 1))
             return ops.tree_attention(q, keys[layer, :, :n], values[layer, :, :n], mask, scale)
 
         return attend
@@ -151,15 +156,15 @@ class FixedPass:
 class FixedPasses:
     """The passes of a resident model, one for each size and memory of a cache, kept as long as that memory.
 
-    most_rows  of a pass
-    lent       memory for sequences that run alone, one after the other
-    capture    turns a computation into one that replays it; a CUDA graph on a card
+    most     of a pass
+    lent     memory for sequences that run alone, one after the other
+    capture  turns a computation into one that replays it; a CUDA graph on a card
     """
 
-    def __init__(self, model: ResidentModel, most_rows: int, lent: LentStore, capture: Capture) -> None:
-        self._model, self._lent, self._capture = model, lent, capture
-        self._most_rows = max(width for width in _WIDTHS if width <= max(most_rows, 1))
-        self._passes: WeakKeyDictionary[KVStore, dict[tuple[int, int], _Captured]] = WeakKeyDictionary()
+    def __init__(self, model: ResidentModel, most: PassSize, lent: LentStore, capture: Capture) -> None:
+        self._model, self._most, self._lent, self._capture = model, most, lent, capture
+        self._most_rows = max(width for width in _WIDTHS if width <= max(most.n_rows, 1))
+        self._passes: WeakKeyDictionary[KVStore, dict[PassSize, _Captured]] = WeakKeyDictionary()
         self._logits: Tensor | None = None
 
     def cache(self, capacity: int, is_alone: bool) -> KVCache | None:
@@ -169,9 +174,10 @@ class FixedPasses:
             self._lent.release()
         return cache
 
-    def fits(self, cache: KVCache, n_rows: int, n_keys: int) -> bool:
+    def fits(self, cache: KVCache, size: PassSize) -> bool:
         """Whether there is room for such a pass, and in the cache for one spare row behind its keys."""
-        return n_rows <= self._most_rows and n_keys < cache.capacity
+        has_rows = size.n_rows <= self._most_rows and size.n_forest <= self._most.n_forest
+        return has_rows and size.n_keys < cache.capacity
 
     def forward(self, cache: KVCache, rows: RowsOfPass) -> Tensor:
         """Logits (n, vocabulary) of the rows, valid until the next pass; their keys and values are in the cache then.
@@ -179,8 +185,6 @@ class FixedPasses:
         The first pass of a size is computed as it is, the second one captured and replayed.
         """
         n = len(rows.ids)
-        n_rows = next(width for width in _WIDTHS if width >= n)
-        n_keys = min(-(-rows.mask.n_keys // _KEYS) * _KEYS, cache.capacity)
         if self._logits is None:
             shape = (self._most_rows, self._model.spec.vocab_size)
             self._logits = torch.empty(shape, dtype=cache.keys.dtype, device=cache.keys.device)
@@ -188,23 +192,33 @@ class FixedPasses:
             self._passes[cache.store] = {}
             for store in (cache.keys, cache.values):  # a weight of 0 times what lay in memory before may be no number
                 store[:, :, rows.mask.n_keys - n :].zero_()
-        found = self._found(cache.store, n_rows, n_keys)
-        found.fixed.inputs.fill(rows, cache.capacity - 1)
+        found = self._found(cache.store, self._rounded(n, rows.mask.n_keys, cache))
+        found.fixed.take(rows, cache.capacity - 1)
         if found.n_computed == 1:
             found.replay = self._capture(found.fixed.compute)
         (found.replay or found.fixed.compute)()
         found.n_computed += 1
         return self._logits[:n]
 
-    def _found(self, store: KVStore, n_rows: int, n_keys: int) -> "_Captured":
+    def _rounded(self, n_rows: int, n_keys: int, cache: KVCache) -> PassSize:
+        """The size that serves a pass."""
+        steps = -(-n_keys // _KEYS)
+        if ops.goes_by_extent(cache.keys):
+            steps = (
+                1 << (steps - 1).bit_length()
+            )  # keys that are not there cost nothing: few sizes serve a growing cache
+        n_keys = min(steps * _KEYS, cache.capacity)
+        return PassSize(next(width for width in _WIDTHS if width >= n_rows), n_keys, min(n_keys, self._most.n_forest))
+
+    def _found(self, store: KVStore, size: PassSize) -> "_Captured":
         """The pass of a size, which is the last to be dropped from now on."""
         sizes = self._passes[store]
-        found = sizes.pop((n_rows, n_keys), None)
+        found = sizes.pop(size, None)
         if found is None:
-            found = _Captured(FixedPass(self._model, store, n_rows, n_keys, self._logits))
+            found = _Captured(FixedPass(self._model, store, size, self._logits))
             if len(sizes) == _MOST_KEPT:
                 del sizes[next(iter(sizes))]
-        sizes[n_rows, n_keys] = found
+        sizes[size] = found
         return found
 
 
@@ -223,7 +237,8 @@ class CudaCapture:
     def __init__(self) -> None:
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         # A pool that its last graph has left cannot be captured into again while anything still lies in it, and cuBLAS keeps
-        # there what it took in the first capture (vllm-project/vllm issue 28426). So one graph stays for ever.
+        # there what it took in the first capture (vllm-project/vllm issue 28426). So one graph stays for ever. It also keeps
+        # that memory mapped where a graph that is dropped gives up cuBLAS's workspace, which others were captured with.
         self._flag = torch.zeros(1, device="cuda")
         self._anchor = self(self._flag.zero_)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from offload_rt.engine.pace import Pace
 from offload_rt.engine.runner import Runner, Step
 from offload_rt.engine.sequence import Sequence
-from offload_rt.errors import CapacityError
+from offload_rt.errors import DeviceError
 from offload_rt.kv.cache import KVCache
 from offload_rt.sampling import probs
 from offload_rt.trace import DRAFT, VERIFY, Trace
@@ -118,7 +118,7 @@ class Loop:
     def step(self, live: Several[Live], tally: Tally) -> None:
         """One pass over the weights: every sequence grows by at least one token.
 
-        Where the device's memory runs out, trees and chunks shrink and the step is made again. Raises CapacityError when they
+        Where the device's memory runs out, trees and chunks shrink and the step is made again. Raises DeviceError when they
         cannot shrink any more; what was produced is kept.
         """
         while (going := [one for one in live if one.sequence.finish_reason is None]) and not self._step(going, tally):
@@ -137,7 +137,7 @@ class Loop:
 
     def _shrink(self, live: Several[Live]) -> None:
         if all(one.n_nodes == 1 for one in live) and not self._runner.shrink_chunks():
-            raise CapacityError(
+            raise DeviceError(
                 "the device's memory is used up", need="room for a pass of a few tokens",
                 change="lower --device-memory, which leaves more to others, or --max-model-len",
             )  # fmt: skip

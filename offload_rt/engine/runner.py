@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from offload_rt import ops
-from offload_rt.engine.fixed import Capture, FixedPasses, ResidentModel, RowsOfPass
+from offload_rt.engine.fixed import Capture, FixedPasses, PassSize, ResidentModel, RowsOfPass
 from offload_rt.kv.cache import KVCache, KVStore, LentStore
 from offload_rt.models._decoder import LayerWeights, decoder_layer
 from offload_rt.models._spec import EMBED, HEAD, NORM, ModelSpec
@@ -66,9 +66,9 @@ class Step:
         return len(self.tokens) - self.n_done
 
     @property
-    def n_keys(self) -> int:
-        """Rows of the cache up to the last of its tokens."""
-        return self.cache.n_committed + len(self.tokens)
+    def size(self) -> PassSize:
+        """Of the pass that computes it: rows of the cache up to the last of its tokens; all tokens may be of the forest."""
+        return PassSize(self.n_rows, self.cache.n_committed + len(self.tokens), len(self.tokens))
 
 
 @dataclass
@@ -128,11 +128,7 @@ class Runner:
         """
         for step in steps:
             step.cache.begin(step.tokens.tolist())
-        if (
-            self._fixed is not None
-            and len(steps) == 1
-            and self._fixed.fits(steps[0].cache, steps[0].n_rows, steps[0].n_keys)
-        ):
+        if self._fixed is not None and len(steps) == 1 and self._fixed.fits(steps[0].cache, steps[0].size):
             return [self._replay(steps[0])]
         hidden = self._embed(torch.cat([step.tokens[step.n_done :] for step in steps]).to(self.device))
         chunks = self.chunks(steps)
@@ -153,15 +149,11 @@ class Runner:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
-    def replay_passes(self, most_rows: int, n_cached: int, capture: Capture) -> None:
-        """From now on compute passes of one sequence at fixed sizes, which are captured; all layers must be resident.
-
-        most_rows  of a pass
-        n_cached   rows of the largest cache
-        """
+    def replay_passes(self, most: PassSize, capture: Capture) -> None:
+        """From now on compute passes of one sequence at fixed sizes up to the most; all layers must be resident."""
         layers = [self._view(block.layout, block.data, self.dtype) for block in self.streamer.sweep()]
         model = ResidentModel(self.spec, layers, self._embed, self._head)
-        self._fixed = FixedPasses(model, most_rows, LentStore(n_cached, self._new_store), capture)
+        self._fixed = FixedPasses(model, most, LentStore(most.n_keys, self._new_store), capture)
 
     def forget_passes(self) -> None:
         """Drop what was captured, which holds the weights."""
@@ -169,8 +161,8 @@ class Runner:
 
     def _replay(self, step: Step) -> Tensor:
         whole = _Segment(step, step.n_done, len(step.tokens), slice(0, step.n_rows), torch.device("cpu"))
-        cos, sin = self._chunk(0, step.n_rows, [whole]).rope
-        rows = torch.arange(step.n_keys - step.n_rows, step.n_keys)
+        cos, sin = self._angles([whole])
+        rows = torch.arange(step.size.n_keys - step.n_rows, step.size.n_keys)
         tokens = step.tokens[step.n_done :]
         inputs = RowsOfPass(tokens, rows, cos, sin, whole.mask(window=None))
         with self._trace.span(COMPUTE, "all layers"):
@@ -227,12 +219,16 @@ class Runner:
         return chunks
 
     def _chunk(self, first: int, n_rows: int, segments: list[_Segment]) -> Chunk:
+        cos, sin = self._angles(segments)
+        return Chunk(first, first + n_rows, tuple(segments), (cos.to(self.device), sin.to(self.device)))
+
+    def _angles(self, segments: list[_Segment]) -> tuple[Tensor, Tensor]:
+        """Cosines and sines (n, head_dim) of all rows, on the host."""
         positions = torch.cat([segment.positions() for segment in segments])
         prompts = torch.cat(
             [torch.full((segment.stop - segment.start,), segment.step.n_prompt) for segment in segments]
         )
-        cos, sin = self.spec.rope.cos_sin(positions, torch.maximum(prompts, positions + 1), self.dtype)
-        return Chunk(first, first + n_rows, tuple(segments), (cos.to(self.device), sin.to(self.device)))
+        return self.spec.rope.cos_sin(positions, torch.maximum(prompts, positions + 1), self.dtype)
 
     def logits(self, hidden: Tensor, steps: Sequence[Step]) -> list[Tensor]:
         """Last norm and head on the rows that each step wants: hidden (n, hidden_size) -> per step (n_wanted, vocabulary)."""

@@ -10,8 +10,8 @@ from offload_rt.ops._verify import Candidates, can_verify, verify
 from offload_rt.ops.reference import rms_norm, rotate
 
 __all__ = [
-    "Candidates", "TreeMask", "can_verify", "commit_rows", "forest_mask", "rms_norm", "rotate", "tree_attention", "tree_masks",
-    "verify",
+    "Candidates", "TreeMask", "can_verify", "commit_rows", "forest_mask", "goes_by_extent", "rms_norm", "rotate",
+    "tree_attention", "tree_masks", "verify",
 ]  # fmt: skip
 
 _HEAD_DIMS = (64, 96, 128)
@@ -30,11 +30,16 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask | Tensor | No
     """
     if not isinstance(mask, TreeMask):
         return reference.tree_attention(q, k, v, mask, scale)
-    if _extension.serves(q) and q.dtype in (torch.float16, torch.bfloat16) and q.shape[2] in _HEAD_DIMS:
+    if goes_by_extent(q):
         return _extension.kernels().tree_attention(
             q, k, v, mask.bits, mask.depths, mask.key_depths, mask.extent, mask.window or 0, scale
         )
     return reference.tree_attention(q, k, v, mask.dense(), scale)
+
+
+def goes_by_extent(x: Tensor) -> bool:
+    """Whether the kernel serves for queries or keys (..., head_dim), which takes time for the keys there are, no others."""
+    return _extension.serves(x) and x.dtype in (torch.float16, torch.bfloat16) and x.shape[-1] in _HEAD_DIMS
 
 
 def tree_masks(parents: Tensor) -> tuple[Tensor, Tensor]:

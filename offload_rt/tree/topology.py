@@ -154,7 +154,7 @@ class Verdict:
     """What a rule accepts of a tree.
 
     path   nodes, the first a child of the root, each the child of the one before
-    bonus  the token that follows the path, from the target's own law
+    bonus  the token that follows the path, from the target's own law, or what the refused children left of it
     """
 
     path: tuple[int, ...]

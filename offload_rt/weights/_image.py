@@ -23,6 +23,7 @@ class Slot:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -91,7 +92,8 @@ def host_block(nbytes: int) -> Tensor:
 
     The memory goes back to the system when the tensor and its views are gone.
     """
-    pages = mmap.mmap(-1, align_up(max(nbytes, 1), PAGE))
+    # Private: shared memory is in huge pages only where the system's owner has said so.
+    pages = mmap.mmap(-1, align_up(max(nbytes, 1), PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8, count=nbytes) if nbytes else torch.empty(0, dtype=torch.uint8)
