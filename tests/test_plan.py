@@ -283,3 +283,16 @@ def test_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     found = planned([*arguments, "--draft-model", str(models / "demo-draft"), "--tree-size", "8"], capsys)
     assert found["machine"].startswith("this machine")
     assert found["plan"]["tiers"].count("disk") > 0 and found["predicted_seconds_per_token"] > 0
+
+
+def test_the_revision_is_the_targets_as_in_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def find(name: str, revision: str | None, offline: bool) -> dict:
+        asked.append((name, revision))
+        return KNOWN["llama2-70b" if name == "a/b" else "llama2-7b"]
+
+    monkeypatch.setattr("offload_rt.weights._checkpoint.find_config", find)
+    models = ["--model", "a/b", "--draft-model", "c/d", "--revision", "v2"]
+    assert plan.main([*models, "--gpu", "rtx4090", "--ram", "160GB", "--json"]) == 0
+    assert asked == [("a/b", "v2"), ("c/d", None)]
