@@ -81,6 +81,8 @@ class Growth:
         self.cache.commit(rows)
 
     def _known(self, tokens: list[int]) -> list[int]:
+        if max(tokens, default=0) <= self._last_token:
+            return tokens
         return [min(token, self._last_token) for token in tokens]
 
 

@@ -97,12 +97,11 @@ class KVCache:
 
     def rewind_to(self, tokens: Sequence[int]) -> int:
         """Keep the longest common prefix of the committed tokens and `tokens`; return its length."""
-        n = 0
-        for have, want in zip(self.committed, tokens, strict=False):
-            if have != want:
-                break
-            n += 1
-        del self.committed[n:]
+        n = len(self.committed)
+        if list(tokens[:n]) != self.committed:  # seldom; and a long text is soon compared as a whole
+            pairs = enumerate(zip(self.committed, tokens, strict=False))
+            n = next((i for i, (have, want) in pairs if have != want), min(n, len(tokens)))
+            del self.committed[n:]
         return n
 
 
