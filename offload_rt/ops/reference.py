@@ -58,7 +58,7 @@ def grouped_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: f
 
 
 def one_row_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """The same for one row that looks everywhere, in float32: torch takes up to six times as long (`bench/compute.py`)."""
+    """The same for one row that looks everywhere, in float32: torch takes two to eight times as long (`bench/compute.py`)."""
     rows = q.view(k.shape[0], -1, q.shape[2]).float() * scale
     weights = torch.softmax(rows @ k.transpose(1, 2).float(), dim=-1)
     return (weights @ v.float()).view(q.shape).to(q.dtype)
