@@ -122,7 +122,11 @@ def _settle() -> None:
 
 def _heeding() -> "_Signals | None":
     """What heeds this process's signals, some of which may be ignored."""
-    return next((one for one in map(signal.getsignal, _HEEDED) if isinstance(one, _Signals)), None)
+    # No generator: a signal that meets the end of one cannot be raised.
+    for handler in map(signal.getsignal, _HEEDED):
+        if isinstance(handler, _Signals):
+            return handler
+    return None
 
 
 class _Interrupt(KeyboardInterrupt):
