@@ -11,7 +11,7 @@ _MEMORY = 0.998
 _MOST_COUNTED = 1e9
 # The tokens that expectations of whole trees are trusted for, and how fast what came of them is forgotten. Texts differ by as
 # much as a factor of two, so the newest passes tell more of the next one than all before (`bench/yields.py`).
-_YIELD_WEIGHT, _YIELD_MEMORY = 10.0, 0.95
+_YIELD_WEIGHT, _YIELD_MEMORY = 10.0, 0.97
 # The smallest tree within this factor of the best one is taken: what a larger one gains is less than what is known of its
 # cost, and the link waits for it.
 _NEARLY = 1.01
