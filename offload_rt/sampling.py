@@ -66,7 +66,7 @@ def _law(logits: Tensor, best: Tensor, params: SamplingParams) -> Tensor:
 
 
 def _penalise(logits: Tensor, penalty: float, contexts: Sequence[Sequence[int]]) -> Tensor:
-    seen = [sorted(set(context)) for context in contexts]
+    seen = [set(context) for context in contexts]
     places = np.repeat(np.arange(len(seen)), [len(one) for one in seen])
     tokens = np.fromiter(chain.from_iterable(seen), dtype=np.int64)
     index = torch.from_numpy(np.stack((places, tokens))).to(logits.device)

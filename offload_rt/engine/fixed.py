@@ -203,10 +203,9 @@ class FixedPasses:
     def _rounded(self, n_rows: int, n_keys: int, cache: KVCache) -> PassSize:
         """The size that serves a pass."""
         steps = -(-n_keys // _KEYS)
+        # Where keys that are not there cost nothing, few sizes serve a growing cache.
         if ops.goes_by_extent(cache.keys):
-            steps = (
-                1 << (steps - 1).bit_length()
-            )  # keys that are not there cost nothing: few sizes serve a growing cache
+            steps = 1 << (steps - 1).bit_length()
         n_keys = min(steps * _KEYS, cache.capacity)
         return PassSize(next(width for width in _WIDTHS if width >= n_rows), n_keys, min(n_keys, self._most.n_forest))
 
