@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from bench._measure import Spread, commit, expanded_model, machine
-from bench.gpu._shapes import random_tree
+from bench.gpu.shapes import random_tree
+from bench.measure import Spread, commit, expanded_model, machine
 from offload_rt import LLM
 from offload_rt.ops import reference
 from offload_rt.tree.topology import Topology

@@ -22,30 +22,30 @@ import numpy as np
 import psutil
 import torch
 
-from bench._measure import ROOT, commit, expanded_model, machine
+from bench.measure import ROOT, commit, expanded_model, machine
 from offload_rt import LLM
-from offload_rt.acceptance import PRESETS, Assumed, Preset, power_law
-from offload_rt.capacity import Sizes
 from offload_rt.config import EngineConfig
-from offload_rt.drafting import pick_drafter
-from offload_rt.engine.runner import Placing, Runner, Step
-from offload_rt.forecast import Machine, Question, foretell
-from offload_rt.hardware import find_card
-from offload_rt.machine import ComputeTimes, MachineProfile, pass_time
-from offload_rt.measure import compute_times
-from offload_rt.models._known import KNOWN
-from offload_rt.models._spec import spec_of
-from offload_rt.roofline import head_share
-from offload_rt.simulate import Costs, Scheme, generate, simulate
-from offload_rt.stream._streamer import Supply
-from offload_rt.stream.threads import ThreadStreamer
-from offload_rt.tiers._placement import Budgets, Need, Plan, place
-from offload_rt.tiers._tier import read_parallel
-from offload_rt.tiers.paced import PacedTier
-from offload_rt.trace import Trace
+from offload_rt.engine.memory_plan import Sizes
+from offload_rt.engine.profile import compute_times
+from offload_rt.executor.runner import Placing, Runner, Step
+from offload_rt.models.families import spec_of
+from offload_rt.offload.paced import PacedTier
+from offload_rt.offload.placement import Budgets, Need, Plan, place
+from offload_rt.offload.stream_threads import ThreadStreamer
+from offload_rt.offload.streamer import Supply
+from offload_rt.offload.tier import read_parallel
+from offload_rt.planning.acceptance import PRESETS, Assumed, Preset, power_law
+from offload_rt.planning.forecast import Machine, Question, foretell
+from offload_rt.planning.hardware import find_card
+from offload_rt.planning.known_models import KNOWN
+from offload_rt.planning.roofline import head_share
+from offload_rt.planning.simulate import Costs, Scheme, generate, simulate
+from offload_rt.speculate.select import pick_drafter
+from offload_rt.system.machine import ComputeTimes, MachineProfile, pass_time
+from offload_rt.system.trace import Trace
 from offload_rt.tree.topology import Topology
-from offload_rt.weights import dense
-from offload_rt.weights._image import host_block
+from offload_rt.weights.formats import dense
+from offload_rt.weights.layout import host_block
 
 RESULTS = ROOT / "bench/results/simulate.jsonl"
 CONTEXT, N_PASSES = 64, 2

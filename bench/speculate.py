@@ -25,12 +25,12 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bench._measure import commit, drop_from_page_cache, expanded_model, machine
-from bench._methods import DRAFT, METHODS, PAIRS, TARGET, Method
-from bench._prompts import held_out_prompts
+from bench.measure import commit, drop_from_page_cache, expanded_model, machine
+from bench.methods import DRAFT, METHODS, PAIRS, TARGET, Method
+from bench.prompts import held_out_prompts
 from offload_rt import LLM, SamplingParams
-from offload_rt.api import Stats
 from offload_rt.config import parse_size
+from offload_rt.llm import Stats
 
 TEMPERATURES = (0.0, 0.6, 1.0)
 _ASSISTED = "transformers, assisted"

@@ -19,23 +19,25 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from bench._measure import Spread, commit, drop_from_page_cache, expanded_model, machine, run_json
-from offload_rt.api import LLM
+from bench.compare.contract import Job
+from bench.compare.outcome import run_peer
+from bench.measure import Spread, commit, drop_from_page_cache, expanded_model, machine, run_json
 from offload_rt.config import SamplingParams, format_size, parse_size
-from offload_rt.engine.runner import Placing, Runner, Step
-from offload_rt.stream._streamer import Streamer, Supply
-from offload_rt.stream.threads import ThreadStreamer
-from offload_rt.tiers.device import DeviceTier
-from offload_rt.tiers.paced import PacedTier
-from offload_rt.trace import Trace
+from offload_rt.executor.runner import Placing, Runner, Step
+from offload_rt.llm import LLM
+from offload_rt.offload.device import DeviceTier
+from offload_rt.offload.paced import PacedTier
+from offload_rt.offload.stream_threads import ThreadStreamer
+from offload_rt.offload.streamer import Streamer, Supply
+from offload_rt.system.trace import Trace
 from offload_rt.tree.topology import Topology
-from offload_rt.weights import dense
-from scripts.peers._contract import Job
-from scripts.peers._outcome import run_peer
+from offload_rt.weights.formats import dense
 
 PASSES = 3  # in each measurement; the circle is full before and after, so each moves exactly its own bytes
 # What a run imports of torch and transformers: the classes of the latter are loaded when they are named.
-IMPORTS = "import torch; from transformers import AutoTokenizer, LlamaConfig; import offload_rt.api, offload_rt.console"
+IMPORTS = (
+    "import torch; from transformers import AutoTokenizer, LlamaConfig; import offload_rt.llm, offload_rt.cli.format"
+)
 PROMPT = [0, 300, 17, 511, 42]
 _OURS, _THEIRS = "offload_rt_plain", "accelerate_disk"
 
@@ -186,7 +188,7 @@ def first_token() -> dict[str, object]:
         imports.append(run_json(["-c", IMPORTS]).seconds)
         run = [
             "-m",
-            "offload_rt.run",
+            "offload_rt.cli.run",
             "--model",
             "models/demo-target",
             "--prompt",

@@ -18,12 +18,13 @@ from tempfile import TemporaryDirectory
 
 from transformers import AutoTokenizer
 
-from bench._measure import Spread, commit, expanded_model, machine
-from bench._methods import DRAFT, TARGET
-from bench._prompts import held_out_prompts
-from offload_rt import LLM, SamplingParams, report
+from bench.measure import Spread, commit, expanded_model, machine
+from bench.methods import DRAFT, TARGET
+from bench.prompts import held_out_prompts
+from offload_rt import LLM, SamplingParams
+from offload_rt.cli import report
 from offload_rt.config import EngineConfig, parse_size
-from offload_rt.trace import COMPUTE, Trace
+from offload_rt.system.trace import COMPUTE, Trace
 
 # A resident pass takes a hundredth of a streamed one, and so many more of them are timed.
 _RESIDENT_ROUNDS = 5

@@ -14,10 +14,10 @@ from statistics import mean
 import numpy as np
 import torch
 
-from bench._measure import Spread, commit, machine
-from offload_rt import plugins
-from offload_rt.drafters import _children
-from offload_rt.drafters._static import Shape
+from bench.measure import Spread, commit, machine
+from offload_rt.speculate import child_sampling
+from offload_rt.speculate.static_builder import Shape
+from offload_rt.system import registry
 from offload_rt.tree.choose import Acceptance
 from offload_rt.tree.search import best_tree
 from offload_rt.tree.topology import DraftTree, Draws
@@ -35,9 +35,9 @@ def drawn_tree(n_nodes: int, vocabulary: int, law: str, generator: torch.Generat
     laws = torch.softmax(logits[inner] + noise, -1)
     counts = np.bincount(topology.parents[1:], minlength=len(topology))[inner]
     if law == "independent":
-        children = _children.independent(laws, int(counts.max()), generator)
+        children = child_sampling.independent(laws, int(counts.max()), generator)
     else:
-        children = _children.without_replacement(laws, int(counts.max()), generator)
+        children = child_sampling.without_replacement(laws, int(counts.max()), generator)
     tokens = torch.zeros(len(topology), dtype=torch.int64)
     tokens[1:] = children[shape.row_of[topology.parents[1:]], topology.ranks[1:]]
     drawn = np.arange(len(topology)) > 0
@@ -54,8 +54,8 @@ def main() -> None:
     print(f"{machine()}\n{flags.nodes} nodes, vocabulary {flags.vocabulary}; milliseconds; commit {commit()}")
     generator = torch.Generator().manual_seed(0)
     found = {}
-    for name in plugins.names("rules"):
-        rule = plugins.find("rules", name)
+    for name in registry.names("speculate.verify"):
+        rule = registry.find("speculate.verify", name)
         law = rule.CHILD_LAW if rule.NEEDS_LAWS else "without_replacement"
         softmax_ms, verify_ms, lengths = [], [], []
         for i in range(flags.rounds + 1):

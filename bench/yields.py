@@ -18,9 +18,9 @@ from unittest import mock
 
 from transformers import AutoTokenizer
 
-from bench._measure import commit, machine
-from bench._methods import DRAFT, TARGET
-from bench._prompts import held_out_prompts
+from bench.measure import commit, machine
+from bench.methods import DRAFT, TARGET
+from bench.prompts import held_out_prompts
 from offload_rt import LLM, SamplingParams
 from offload_rt.tree.choose import Yield
 

@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from offload_rt.api import LLM, Output, Piece, Stats
     from offload_rt.config import SamplingParams
+    from offload_rt.llm import LLM, Output, Piece, Stats
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "Output", "Piece", "SamplingParams", "Stats"]
@@ -17,7 +17,7 @@ def __getattr__(name: str) -> Any:
 
         return SamplingParams
     if name in __all__:
-        from offload_rt import api
+        from offload_rt import llm
 
-        return getattr(api, name)
+        return getattr(llm, name)
     raise AttributeError(f"module 'offload_rt' has no attribute {name!r}")

@@ -22,18 +22,18 @@ from unittest import mock
 
 from transformers import AutoTokenizer
 
-from bench._measure import ROOT, commit, drop_from_page_cache, expanded_model, machine, run_json
-from bench._prompts import held_out_prompts
+from bench.compare import contract, outcome
+from bench.compare.chart import draw
+from bench.compare.contract import Job
+from bench.compare.outcome import Row, Run, run_peer
+from bench.measure import ROOT, commit, drop_from_page_cache, expanded_model, machine, run_json
+from bench.prompts import held_out_prompts
 from offload_rt.config import format_size, parse_size
-from scripts.peers import _contract, _outcome
-from scripts.peers._chart import draw
-from scripts.peers._contract import Job
-from scripts.peers._outcome import Row, Run, run_peer
 
 _DRAFT, _BUILD = ROOT / "models/demo-draft", ROOT / "build"
 _PROMPT_TOKENS, _LEAST_MAX_LEN = 64, 256
 # The classes of transformers are loaded when they are named.
-IMPORTS = "import torch; from transformers import AutoTokenizer, LlamaForCausalLM; import offload_rt.api"
+IMPORTS = "import torch; from transformers import AutoTokenizer, LlamaForCausalLM; import offload_rt.llm"
 
 
 @dataclass(frozen=True)
@@ -68,13 +68,13 @@ class Results:
 def measure_floor(course: Course) -> tuple[dict[str, float], int]:
     """GB/s by source, and how many layers fit into the budget beside everything else."""
     drop_from_page_cache(course.job.model)
-    found = run_json(["-m", "scripts.peers._floor", "--job", course.job.text()], course.timeout_s).result
+    found = run_json(["-m", "bench.compare.floor", "--job", course.job.text()], course.timeout_s).result
     return found["gbps"], found["n_resident"]
 
 
 def run_all(course: Course, peers: Sequence[str]) -> Results:
     """All rounds of all peers; a peer that fails has a reason from then on, and no figures."""
-    reasons = {name: _contract.refusal(_contract.find(name)) for name in peers}
+    reasons = {name: contract.refusal(contract.find(name)) for name in peers}
     found = Results({}, {name: [] for name in peers}, {name: why for name, why in reasons.items() if why})
     for i in range(len(course.prompts)):
         gbps, n_resident = measure_floor(course)
@@ -127,9 +127,9 @@ def main() -> None:
         job = Job(model, flags.draft_model.resolve(), budget, 0, max_len, folder)
         found = run_all(Course(job, prompts[1:], prompts[0], flags.tokens, flags.timeout), flags.peers)
         imports = run_json(["-c", IMPORTS]).peak_rss
-        reference = [run.token_ids for run in found.runs.get(_outcome.REFERENCE, ())]
-        rows = _outcome.rows(flags.peers, found.runs, found.reasons, found.gbps)
-        rows = _outcome.with_margins(rows, model, prompts[1:], reference)
+        reference = [run.token_ids for run in found.runs.get(outcome.REFERENCE, ())]
+        rows = outcome.rows(flags.peers, found.runs, found.reasons, found.gbps)
+        rows = outcome.with_margins(rows, model, prompts[1:], reference)
     _tell(rows, found, imports)
     if flags.chart:
         draw(rows, _caption(about, found), flags.chart)
@@ -146,7 +146,7 @@ def _flags() -> argparse.Namespace:
     parser.add_argument("--budget", type=parse_size, help="default: a quarter of the weights")
     parser.add_argument("--rounds", type=int, default=4, help="prompts, each answered by every peer")
     parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--peers", nargs="+", choices=_contract.names(), default=_contract.names())
+    parser.add_argument("--peers", nargs="+", choices=contract.names(), default=contract.names())
     parser.add_argument("--timeout", type=float, default=400, help="seconds that one process may take")
     parser.add_argument("--chart", type=Path, help="file for a picture, PNG")
     return parser.parse_args()
@@ -164,13 +164,13 @@ def ratios(found: Results) -> dict[str, list[float]]:
 
 def _tell(rows: Sequence[Row], found: Results, imports: int) -> None:
     rates = ", ".join(f"{source} {min(rates):.2f} to {max(rates):.2f} GB/s" for source, rates in found.gbps.items())
-    print(f"\n{_outcome.table(rows)}\n\nrates measured between the rounds: {rates}; a floor is of the best")
+    print(f"\n{outcome.table(rows)}\n\nrates measured between the rounds: {rates}; a floor is of the best")
     print(
         f"peaks include what importing torch and transformers takes, {format_size(imports)}, and file pages a peer maps"
     )
     for name, values in ratios(found).items():
         spread = f"{median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
-        print(f"offload_rt, speculative, is {spread} times as fast as {_contract.find(name).TITLE}")
+        print(f"offload_rt, speculative, is {spread} times as fast as {contract.find(name).TITLE}")
 
 
 def _caption(about: str, found: Results) -> str:

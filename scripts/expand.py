@@ -25,8 +25,9 @@ from safetensors.torch import save_file
 
 from offload_rt.config import format_size, parse_size
 from offload_rt.errors import CapacityError, CheckpointError, OffloadError, SettingsError
-from offload_rt.models._spec import ModelSpec, spec_of
-from offload_rt.weights._checkpoint import Checkpoint, locate, open_checkpoint, read_json
+from offload_rt.models.families import spec_of
+from offload_rt.models.spec import ModelSpec
+from offload_rt.weights.checkpoint import Checkpoint, locate, open_checkpoint, read_json
 
 VERSION, RECIPE = 1, "expansion.json"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from offload_rt.config import format_size
 from offload_rt.errors import CapacityError, SettingsError, UnsupportedModelError
-from offload_rt.models._spec import ModelSpec
-from offload_rt.weights._checkpoint import Checkpoint
-from offload_rt.weights._header import TensorRecord
+from offload_rt.models.spec import ModelSpec
+from offload_rt.weights.checkpoint import Checkpoint
+from offload_rt.weights.header import TensorRecord
 
 CHUNK, POOL = 2**20, 2**25
 # Upper bound of what one tensor adds to the header of a safetensors file.

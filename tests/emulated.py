@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload_rt.ops import _extension
+from offload_rt.ops import extension
 
 ROOT = Path(__file__).parent.parent
 EMULATION = ROOT / "tests" / "cuda_on_cpu"
@@ -44,5 +44,5 @@ def load() -> str:
         subprocess.run(_command(unfinished), check=True)
         unfinished.replace(target)
     torch.ops.load_library(str(target))
-    _extension.describe(LIBRARY)
+    extension.describe(LIBRARY)
     return LIBRARY

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload_rt.rules._decide import Decision
+from offload_rt.speculate.residual import Decision
 from offload_rt.tree.topology import DraftTree, Draws, Topology
 
 VOCABULARY, LONGEST = 3, 4

@@ -25,8 +25,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from offload_rt import build
-from offload_rt.ops import _extension
+from offload_rt.engine import builder
+from offload_rt.ops import extension
 
 CARD = torch.device("cuda", 0)
 _GUARD = """
@@ -144,14 +144,14 @@ def pretended_card(monkeypatch: pytest.MonkeyPatch, nbytes: int = 4 << 30, pins:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(synchronize=lambda: None))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda fraction, device=None: None)
-    monkeypatch.setattr(build, "CudaCapture", lambda: record)
-    monkeypatch.setattr(_extension, "serves", lambda tensor: False)
+    monkeypatch.setattr(builder, "CudaCapture", lambda: record)
+    monkeypatch.setattr(extension, "serves", lambda tensor: False)
     monkeypatch.setattr(
         torch.cuda,
         "cudart",
         lambda: SimpleNamespace(cudaHostRegister=lambda *_: 0 if pins else 1, cudaHostUnregister=lambda *_: 0),
     )
-    monkeypatch.setattr("offload_rt.stream.cuda.CudaCopyDevice", lambda _: _Copies())
+    monkeypatch.setattr("offload_rt.offload.stream_cuda.CudaCopyDevice", lambda _: _Copies())
     monkeypatch.setattr(torch, "Generator", _generator)
     # A tensor that wraps another cannot be one of inference.
     monkeypatch.setattr(torch._C, "_InferenceMode", lambda mode: torch.no_grad())

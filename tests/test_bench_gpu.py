@@ -11,12 +11,12 @@ import torch
 from pretended_card import pretended_card
 from processes import is_soon_over
 
-from bench._measure import UNKNOWN, commit
-from bench.gpu import _shapes, generation, onchip, streamed
+from bench.gpu import generation, onchip, shapes, streamed
 from bench.gpu.__main__ import _is_measured, run_section
-from bench.gpu._table import table, written_into
+from bench.gpu.table import table, written_into
+from bench.measure import UNKNOWN, commit
 from offload_rt import LLM, SamplingParams
-from offload_rt.weights._checkpoint import open_checkpoint
+from offload_rt.weights.checkpoint import open_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT = [5, 300, 17, 511, 42]
@@ -30,7 +30,7 @@ def small(tmp_path_factory):
     def written(source, shape, *sizes):
         out = home / source.name
         if not out.exists():
-            n = str(_shapes._N_OWN[source] + 1)
+            n = str(shapes._N_OWN[source] + 1)
             subprocess.run(
                 [sys.executable, "scripts/expand.py", "--source", str(source), "--out", str(out), "--layers", n],
                 cwd=ROOT, check=True, capture_output=True,
@@ -41,17 +41,17 @@ def small(tmp_path_factory):
 
 
 def test_a_repeated_layer_changes_nothing(small):
-    with LLM(str(_shapes.TARGET), device="cpu", dtype="float32", drafter="none", max_model_len=64) as llm:
+    with LLM(str(shapes.TARGET), device="cpu", dtype="float32", drafter="none", max_model_len=64) as llm:
         want = llm.generate(PROMPT, SamplingParams(max_new_tokens=20))[0].token_ids
-    target = small(_shapes.TARGET, "")
-    with _shapes.opened(target, 11, device="cpu", dtype="float32", drafter="none", max_model_len=64) as llm:
+    target = small(shapes.TARGET, "")
+    with shapes.opened(target, 11, device="cpu", dtype="float32", drafter="none", max_model_len=64) as llm:
         assert len(llm.plan.tiers) == 11
         assert llm.generate(PROMPT, SamplingParams(max_new_tokens=20))[0].token_ids == want
 
 
 def test_a_model_of_as_many_layers_as_it_has_is_as_it_is():
-    checkpoint = open_checkpoint(_shapes.DRAFT)
-    assert _shapes.repeated(checkpoint, len(checkpoint.layers)).layers == checkpoint.layers
+    checkpoint = open_checkpoint(shapes.DRAFT)
+    assert shapes.repeated(checkpoint, len(checkpoint.layers)).layers == checkpoint.layers
 
 
 def told(measure):
@@ -79,8 +79,8 @@ def test_the_section_of_generation_runs(small, monkeypatch):
 
 def test_layers_of_the_disk_are_refused(small, monkeypatch):
     monkeypatch.setattr(streamed, "written", small)
-    monkeypatch.setattr(_shapes, "opened", partial(_shapes.opened, host_memory=1))
-    monkeypatch.setattr(streamed, "opened", _shapes.opened)
+    monkeypatch.setattr(shapes, "opened", partial(shapes.opened, host_memory=1))
+    monkeypatch.setattr(streamed, "opened", shapes.opened)
     with pretended_card(monkeypatch), pytest.raises(RuntimeError, match="lie on the disk"):
         told(streamed.measure(streamed.Shapes("", 11, "275MiB", (1,))))
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import feed, open_llm, prefill, prompt_of, random_tree, runner_of
 
-from offload_rt.engine import runner as runner_module
 from offload_rt.errors import CapacityError
+from offload_rt.executor import runner as runner_module
 from offload_rt.kv.cache import KVCache, KVStore, LentStore
 from offload_rt.tree.topology import Topology
 

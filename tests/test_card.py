@@ -10,16 +10,17 @@ import torch
 from pretended_card import CardTensor, pretended_card
 from tiny import CASES, COMBINATIONS, Steady, feed, generate, prefill, prompt_of, random_tree
 
-from offload_rt import LLM, SamplingParams, build
+from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
-from offload_rt.drafters._parts import Knowledge
+from offload_rt.engine import builder
+from offload_rt.speculate.pair_stats import Knowledge
 
 
 @pytest.fixture(autouse=True)
 def steady(monkeypatch):
     """Trees that do not depend on the clock, nor on what another test learned."""
-    monkeypatch.setattr(build, "Pace", lambda profile, moved: Steady())
-    monkeypatch.setattr(build, "recall", lambda target, draft: Knowledge())
+    monkeypatch.setattr(builder, "Pace", lambda profile, moved: Steady())
+    monkeypatch.setattr(builder, "recall", lambda target, draft: Knowledge())
 
 
 @pytest.fixture(params=["pretended", "real"])

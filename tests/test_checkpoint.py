@@ -27,13 +27,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from offload_rt import build
-from offload_rt.api import LLM
+from offload_rt.engine import builder
 from offload_rt.errors import CheckpointError, LinkError, OffloadError, UnsupportedModelError
-from offload_rt.tiers.disk import DiskTier, ReadSettings
-from offload_rt.weights._checkpoint import end_ids, locate, open_checkpoint
-from offload_rt.weights._header import read_header
-from offload_rt.weights._image import host_block
+from offload_rt.llm import LLM
+from offload_rt.offload.disk import DiskTier, ReadSettings
+from offload_rt.weights.checkpoint import end_ids, locate, open_checkpoint
+from offload_rt.weights.header import read_header
+from offload_rt.weights.layout import host_block
 
 DOWN, LAST = "model.layers.1.mlp.down_proj.weight", "model.layers.2.input_layernorm.weight"
 SHARD_1, SHARD_2 = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -505,7 +505,7 @@ def test_no_weight_is_read_from_a_faulty_checkpoint(name: str, tmp_path: Path, m
     def touched(*args: object) -> None:
         raise AssertionError("a weight was about to move")
 
-    monkeypatch.setattr(build, "DiskTier", touched)
+    monkeypatch.setattr(builder, "DiskTier", touched)
     with pytest.raises(CheckpointError, match=name):
         LLM(str(tmp_path), device="cpu")
 

@@ -17,8 +17,9 @@ import pytest
 import torch
 from checkpoints import BYTES, llama_config, llama_tensors, speaking_checkpoint, write_checkpoint, write_sharded
 
-from offload_rt import LLM, SamplingParams, Stats, calibrate, run
-from offload_rt.calibrate import Findings
+from offload_rt import LLM, SamplingParams, Stats
+from offload_rt.cli import calibrate, run
+from offload_rt.cli.calibrate import Findings
 from offload_rt.config import EngineConfig
 from offload_rt.tree.choose import N_RANKS
 
@@ -444,7 +445,7 @@ def test_what_stands_on_stdout_is_not_printed_again_by_an_interrupt(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_card_that_torch_cannot_use_is_told(line: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offload_rt.build.cards", lambda: ["NVIDIA GeForce RTX 4090"])
+    monkeypatch.setattr("offload_rt.engine.builder.cards", lambda: ["NVIDIA GeForce RTX 4090"])
     arguments = ["--model", str(model), "--prompt", "x", "--max-new-tokens", "1", "--device-memory", "1MB"]
     code, _, err = line(*arguments, "--max-model-len", "64")
     assert code == 0

@@ -8,13 +8,13 @@ import pytest
 from checkpoints import speaking_checkpoint
 from processes import is_soon_over
 
-from bench._measure import run_json
+from bench.compare import contract, outcome
+from bench.compare.contract import Answer, Job, Report, Supply
+from bench.compare.outcome import Parting, Run
+from bench.measure import run_json
 from scripts import compare
-from scripts.peers import _contract, _outcome
-from scripts.peers._contract import Answer, Job, Report, Supply
-from scripts.peers._outcome import Parting, Run
 
-PEERS = _contract.names()
+PEERS = contract.names()
 
 
 def run_of(token_ids: list[int], arrivals: list[tuple[float, int]], source: str = "disk", nbytes: int = 10**9) -> Run:
@@ -37,7 +37,7 @@ def test_an_answer_of_one_pass_has_figures_too() -> None:
     [([1, 2], [1, 2], None), ([], [], None), ([1, 3], [1, 2], 1), ([1], [1, 2], 1), ([1, 2, 3], [1, 2], 2)],
 )
 def test_where_answers_part(one: list[int], other: list[int], where: int | None) -> None:
-    assert _outcome.parting(one, other) == where
+    assert outcome.parting(one, other) == where
 
 
 def test_rows_have_their_floor_and_stand_in_the_order_of_their_speed() -> None:
@@ -48,12 +48,12 @@ def test_rows_have_their_floor_and_stand_in_the_order_of_their_speed() -> None:
         "vllm_prefetch": [],
     }
     gbps = {"disk": [1.0, 2.0, 3.0], "memory": [10.0]}
-    found = _outcome.rows(list(runs), runs, {"vllm_prefetch": "not installed: vllm"}, gbps)
+    found = outcome.rows(list(runs), runs, {"vllm_prefetch": "not installed: vllm"}, gbps)
     assert [row.name for row in found] == ["offload_rt_speculative", "transformers_resident", "vllm_prefetch"]
     assert found[0].floor_s == pytest.approx(1 / 3 / 2)  # 1 GB at 3 GB/s at best, for two tokens a pass
     assert found[1].floor_s == pytest.approx(0.1)
     assert found[0].parted == (Parting(0, 2),) and found[1].parted == ()
-    told = _outcome.table(found).splitlines()
+    told = outcome.table(found).splitlines()
     assert "parts at token 3 of prompt 1" in told[2] and "2.67 GB" not in told[2]
     assert "did not run: not installed: vllm" in told[4]
     json.dumps([row.entry() for row in found])
@@ -68,18 +68,18 @@ def test_a_job_and_a_report_survive_the_way_to_another_process(tmp_path: Path) -
 
 @pytest.mark.parametrize("name", PEERS)
 def test_every_peer_keeps_the_contract_where_its_packages_are_missing_too(name: str) -> None:
-    peer = _contract.find(name)
+    peer = contract.find(name)
     assert peer.TITLE and all(isinstance(one, str) for one in peer.PACKAGES)
     assert callable(peer.load)
-    assert _contract.refusal(peer) is None or len(_contract.refusal(peer)) > 10
+    assert contract.refusal(peer) is None or len(contract.refusal(peer)) > 10
 
 
 def test_a_missing_package_is_the_reason() -> None:
     peer = SimpleNamespace(TITLE="t", PACKAGES=("json", "no_such_package"), unfit=lambda: None)
-    assert _contract.refusal(peer) == "not installed: no_such_package"
+    assert contract.refusal(peer) == "not installed: no_such_package"
     peer.PACKAGES = ("json",)
     peer.unfit = lambda: "no card"
-    assert _contract.refusal(peer) == "no card"
+    assert contract.refusal(peer) == "no card"
 
 
 def test_a_peer_that_fails_is_a_row_that_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,8 +95,8 @@ def test_a_peer_that_fails_is_a_row_that_says_why(tmp_path: Path, monkeypatch: p
     found = compare.run_all(compare.Course(job, [[1], [2]], [3], 4, 1.0), ["offload_rt_plain"])
     assert found.reasons == {"offload_rt_plain": "out of luck"}
     assert tried == ["offload_rt_plain"]
-    rows = _outcome.rows(["offload_rt_plain"], found.runs, found.reasons, found.gbps)
-    assert "did not run: out of luck" in _outcome.table(rows)
+    rows = outcome.rows(["offload_rt_plain"], found.runs, found.reasons, found.gbps)
+    assert "did not run: out of luck" in outcome.table(rows)
     assert compare.ratios(found) == {}
 
 
@@ -115,12 +115,12 @@ def test_rounds_begin_with_another_peer_each_time(tmp_path: Path, monkeypatch: p
 def test_two_systems_give_the_same_tokens_in_processes_of_their_own(tmp_path: Path) -> None:
     model = speaking_checkpoint(tmp_path / "model")
     job = Job(model, model, 1_000_000, 1, 64, tmp_path)
-    runs = [_outcome.run_peer(name, job, [[5, 6, 7]], [3], 6) for name in ("transformers_resident", "offload_rt_plain")]
+    runs = [outcome.run_peer(name, job, [[5, 6, 7]], [3], 6) for name in ("transformers_resident", "offload_rt_plain")]
     assert runs[0].token_ids == runs[1].token_ids and len(runs[0].token_ids) == 6
     assert all(run.peak_rss > 50e6 and [n for _, n in run.arrivals] == [1, 2, 3, 4, 5, 6] for run in runs)
     assert runs[1].report.supply.source == "disk" and runs[1].report.supply.pass_bytes > 0
     with pytest.raises(RuntimeError, match="failed with exit code 1: "):
-        _outcome.run_peer("offload_rt_plain", Job(tmp_path / "x", model, 1, 1, 64, tmp_path), [[5]], [3], 6)
+        outcome.run_peer("offload_rt_plain", Job(tmp_path / "x", model, 1, 1, 64, tmp_path), [[5]], [3], 6)
 
 
 def test_a_process_that_hangs_is_ended_with_all_it_started(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from offload_rt.calibrate import CalibrateSettings
+from offload_rt.cli.calibrate import CalibrateSettings
+from offload_rt.cli.run import RunSettings
 from offload_rt.config import (
     EngineConfig,
     Parser,
@@ -19,7 +20,6 @@ from offload_rt.config import (
     parse_size,
 )
 from offload_rt.errors import OffloadError, PromptError, SettingsError
-from offload_rt.run import RunSettings
 
 # Whose flags stand on one line.
 LINES = ((EngineConfig, SamplingParams, RunSettings), (EngineConfig, CalibrateSettings))

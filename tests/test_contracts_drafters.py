@@ -17,19 +17,22 @@ from tiny import (
     save_pair,
 )
 
-from offload_rt import SamplingParams, plugins
+from offload_rt import SamplingParams
 from offload_rt.config import EngineConfig
-from offload_rt.drafting import pick_drafter
-from offload_rt.engine.loop import DraftLimits
-from offload_rt.engine.sequence import Sequence
 from offload_rt.errors import SettingsError
+from offload_rt.executor.sequence import Sequence
+from offload_rt.speculate.protocols import DraftLimits
+from offload_rt.speculate.select import pick_drafter
+from offload_rt.system import registry
 from offload_rt.tree.topology import Verdict
 
 LIMITS = DraftLimits(n_nodes=17, n_levels=6)
 # The fourth goes round in circles, so that there is something to copy.
 PROMPTS = [[3], [7, 8, 9], prompt_of(0, 30), [5, 1, 2, 3, 4] * 5]
 N_NEW = (1, 2, 5, 40)
-MODEL_DRAFTERS = [name for name in plugins.names("drafters") if plugins.find("drafters", name).NEEDS_MODEL]
+MODEL_DRAFTERS = [
+    name for name in registry.names("speculate.draft") if registry.find("speculate.draft", name).NEEDS_MODEL
+]
 every_combination = pytest.mark.parametrize(("name", "rule"), COMBINATIONS)
 lawful = pytest.mark.parametrize(("name", "rule"), [pair for pair in COMBINATIONS if pair[1] != "match"])
 
@@ -83,9 +86,9 @@ def test_there_is_one_tree_for_each_sequence_within_its_limits(llm, name, rule, 
 
 @pytest.mark.parametrize("fixed", [{"fixed_size": True}, {"fixed_depth": True}])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("name", plugins.names("drafters"))
+@pytest.mark.parametrize("name", registry.names("speculate.draft"))
 def test_a_size_or_depth_that_was_asked_for_stays_within_the_limits(llm, name, temperature, fixed):
-    drafter = drafter_of(llm, name, plugins.find("drafters", name).BEST_RULE, DraftLimits(17, 6, **fixed))
+    drafter = drafter_of(llm, name, registry.find("speculate.draft", name).BEST_RULE, DraftLimits(17, 6, **fixed))
     sequences = sequences_of(temperature)
     for tree, sequence in zip(drafter.propose(sequences, 9), sequences, strict=True):
         assert_tree(tree, sequence, 9, 128)
@@ -126,7 +129,7 @@ def test_a_drafter_goes_on_after_every_verdict_on_every_node(llm, name, rule):
 
 @every_combination
 def test_its_trees_go_through_the_rule(llm, name, rule):
-    verify = plugins.find("rules", rule).verify
+    verify = registry.find("speculate.verify", rule).verify
     generator = torch.Generator().manual_seed(0)
     for temperature in (0.0, 0.8):
         for tree in drafter_of(llm, name, rule, LIMITS).propose(sequences_of(temperature), 17):
@@ -144,9 +147,9 @@ def drawn_children(tree, node):
     return [child for child in children if tree.draws.drawn[child]], given
 
 
-@pytest.mark.parametrize("name", plugins.names("drafters"))
+@pytest.mark.parametrize("name", registry.names("speculate.draft"))
 def test_a_drafter_says_what_it_needs_and_works_with_its_rule(name):
-    module = plugins.find("drafters", name)
+    module = registry.find("speculate.draft", name)
     assert isinstance(module.NEEDS_MODEL, bool)
     assert isinstance(module.GIVES_LAWS, bool)
     assert (name, module.BEST_RULE) in COMBINATIONS
@@ -155,7 +158,7 @@ def test_a_drafter_says_what_it_needs_and_works_with_its_rule(name):
 @every_combination
 def test_only_a_drafter_that_gives_laws_draws(llm, name, rule):
     trees = drafter_of(llm, name, rule, LIMITS).propose(sequences_of(0.9), 17)
-    gives = plugins.find("drafters", name).GIVES_LAWS
+    gives = registry.find("speculate.draft", name).GIVES_LAWS
     assert any(tree.draws is not None for tree in trees) == gives
     zero = drafter_of(llm, name, rule, LIMITS).propose(sequences_of(0.0), 17)
     assert all(tree.draws is None or not tree.draws.drawn.any() for tree in zero), "at temperature 0 nothing is drawn"
@@ -171,7 +174,7 @@ def test_its_laws_are_those_of_the_draft(llm, pair, name, rule):
         if draws is None:
             continue
         assert draws.laws.dtype == torch.float32
-        assert not draws.independent or plugins.find("rules", rule).CHILD_LAW == "independent"
+        assert not draws.independent or registry.find("speculate.verify", rule).CHILD_LAW == "independent"
         assert draws.drawn.shape == draws.row_of.shape == (len(tree.topology),) and not draws.drawn[0]
         for node in range(len(tree.topology)):
             drawn, given = drawn_children(tree, node)
@@ -246,8 +249,8 @@ def test_children_are_drawn_from_their_laws(small, name, rule, prompt):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"drafter": "telepathy"}, ["'telepathy'", *plugins.names("drafters")]),
-        ({"rule": "anarchy"}, ["'anarchy'", *plugins.names("rules")]),
+        ({"drafter": "telepathy"}, ["'telepathy'", *registry.names("speculate.draft")]),
+        ({"rule": "anarchy"}, ["'anarchy'", *registry.names("speculate.verify")]),
         ({"drafter": "none", "draft_model": "somewhere"}, ["--draft-model", "--drafter none", "hybrid_tree"]),
         ({"drafter": "ngram", "draft_model": "somewhere"}, ["--draft-model", "--drafter ngram", "static_tree"]),
         ({"drafter": "hybrid_tree"}, ["--drafter hybrid_tree", "--draft-model"]),
@@ -274,5 +277,5 @@ def test_a_drafter_or_rule_that_cannot_be_is_refused(settings, words):
 )
 def test_the_default_is_the_best_there_is(settings, drafter, rule):
     drafting = pick_drafter(EngineConfig("model", **settings))
-    assert drafting.module is plugins.find("drafters", drafter)
-    assert drafting.rule is plugins.find("rules", rule)
+    assert drafting.module is registry.find("speculate.draft", drafter)
+    assert drafting.rule is registry.find("speculate.verify", rule)

@@ -7,40 +7,38 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import offload_rt.drafters
-from offload_rt import plugins
+import offload_rt.speculate.draft
 from offload_rt.errors import SettingsError
-from offload_rt.models._spec import spec_of
+from offload_rt.models.families import FAMILIES, spec_of
+from offload_rt.system import registry
 from offload_rt.tree.topology import DraftTree, Topology, Verdict
 
-FOLDERS = ("models", "weights", "tiers", "stream", "rules", "drafters")
+FOLDERS = ("speculate.draft", "speculate.verify", "weights.formats")
 PACKAGE = Path(offload_rt.__file__).parent
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_the_entries_of_a_folder_are_its_files_without_an_underscore(folder: str) -> None:
-    files = {path.stem for path in (PACKAGE / folder).glob("*.py")}
-    wanted = sorted(name for name in files if not name.startswith("_"))
-    assert list(plugins.names(folder)) == wanted
+def test_the_entries_of_a_folder_are_its_files(folder: str) -> None:
+    files = {path.stem for path in (PACKAGE / folder.replace(".", "/")).glob("*.py")}
+    wanted = sorted(files - {"__init__"})
+    assert list(registry.names(folder)) == wanted
     assert wanted
     for name in wanted:
-        assert plugins.find(folder, name).__name__ == f"offload_rt.{folder}.{name}"
+        assert registry.find(folder, name).__name__ == f"offload_rt.{folder}.{name}"
 
 
-@pytest.mark.parametrize("name", ["_spec", "__init__", "nothing", "", "llama.py", "../models/llama", "models.llama"])
+@pytest.mark.parametrize("name", ["_dense", "__init__", "nothing", "", "none.py", "../draft/none", "draft.none"])
 def test_what_is_no_entry_is_refused_with_those_there_are(name: str) -> None:
-    with pytest.raises(SettingsError, match="llama, mistral, qwen2, qwen3") as caught:
-        plugins.find("models", name)
+    with pytest.raises(SettingsError, match="adaptive_tree, ") as caught:
+        registry.find("speculate.draft", name)
     assert repr(name) in str(caught.value)
 
 
 def test_a_new_file_is_an_entry_by_being_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "brandnew.py").write_text("ANSWER = 42\n")
-    (tmp_path / "_shared.py").write_text("")
-    monkeypatch.setattr(offload_rt.drafters, "__path__", [*offload_rt.drafters.__path__, str(tmp_path)])
-    assert "brandnew" in plugins.names("drafters")
-    assert "_shared" not in plugins.names("drafters")
-    assert plugins.find("drafters", "brandnew").ANSWER == 42
+    monkeypatch.setattr(offload_rt.speculate.draft, "__path__", [*offload_rt.speculate.draft.__path__, str(tmp_path)])
+    assert "brandnew" in registry.names("speculate.draft")
+    assert registry.find("speculate.draft", "brandnew").ANSWER == 42
 
 
 # models/
@@ -51,30 +49,21 @@ SIZES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", plugins.names("models"))
-def test_a_family_says_what_it_is(name: str) -> None:
-    family = plugins.find("models", name)
-    assert family.CONFIG.model_type == name
-    assert isinstance(family.ARCHITECTURE, str)
-    assert set(map(type, (*family.REQUIRED, *family.KEYS))) <= {str}
-    assert list(inspect.signature(family.spec).parameters) == ["config"]
-
-
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("switch", [None, "attention_bias", "mlp_bias"])
-@pytest.mark.parametrize("name", plugins.names("models"))
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_familys_tensors_are_those_of_transformers(name: str, switch: str | None, tied: bool) -> None:
-    family = plugins.find("models", name)
-    if switch is not None and switch not in family.KEYS:
+    family = FAMILIES[name]
+    if switch is not None and switch not in family.keys:
         pytest.skip(f"{name} has no {switch}")
-    known = set(inspect.signature(family.CONFIG).parameters) | {"num_key_value_heads"}
+    known = set(inspect.signature(family.config).parameters) | {"num_key_value_heads"}
     sizes = {key: value for key, value in SIZES.items() if key in known}
-    raw = {"model_type": name, "architectures": [family.ARCHITECTURE], "tie_word_embeddings": tied, **sizes}
+    raw = {"model_type": name, "architectures": [family.architecture], "tie_word_embeddings": tied, **sizes}
     raw |= {switch: True} if switch else {}
     spec = spec_of(raw)
     with torch.device("meta"):
-        peer = AutoModelForCausalLM.from_config(family.CONFIG(**{k: v for k, v in raw.items() if k != "model_type"}))
-    assert type(peer).__name__ == family.ARCHITECTURE
+        peer = AutoModelForCausalLM.from_config(family.config(**{k: v for k, v in raw.items() if k != "model_type"}))
+    assert type(peer).__name__ == family.architecture
     wanted = {key: tuple(tensor.shape) for key, tensor in peer.named_parameters()}
     ours = dict(spec.outer_tensors())
     for i in range(spec.n_layers):
@@ -92,9 +81,9 @@ def _tree() -> DraftTree:
     return DraftTree(Topology(np.array([-1, 0, 0, 1])), torch.tensor([5, 1, 2, 3]))
 
 
-@pytest.mark.parametrize("name", plugins.names("rules"))
+@pytest.mark.parametrize("name", registry.names("speculate.verify"))
 def test_a_rule_gives_a_path_from_the_root_down_and_a_token_of_the_law(name: str) -> None:
-    rule = plugins.find("rules", name)
+    rule = registry.find("speculate.verify", name)
     assert isinstance(rule.NEEDS_LAWS, bool)
     assert list(inspect.signature(rule.verify).parameters) == ["tree", "target", "generator"]
     assert not rule.NEEDS_LAWS or rule.CHILD_LAW in ("without_replacement", "independent")

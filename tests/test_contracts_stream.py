@@ -21,19 +21,21 @@ from hypothesis import strategies as st
 from test_contracts_tiers import NAMES, on_disk, some_layers
 from torch import Tensor
 
-from offload_rt import plugins
 from offload_rt.errors import LinkError
-from offload_rt.stream._streamer import Block, Streamer, Supply
-from offload_rt.stream.cuda import CudaStreamer
-from offload_rt.stream.threads import ThreadStreamer
-from offload_rt.tiers._tier import Read, Tier
-from offload_rt.tiers.device import DeviceTier
-from offload_rt.tiers.disk import DiskTier, ReadSettings
-from offload_rt.tiers.host import HostTier
-from offload_rt.tiers.paced import PacedTier
-from offload_rt.trace import NOTHING_ASKED, SLOTS_FULL, Trace
-from offload_rt.weights._image import LayerImage, Layout, pack
-from offload_rt.worker import Monitor, at_work
+from offload_rt.offload import stream_cuda, stream_threads
+from offload_rt.offload.device import DeviceTier
+from offload_rt.offload.disk import DiskTier, ReadSettings
+from offload_rt.offload.host import HostTier
+from offload_rt.offload.paced import PacedTier
+from offload_rt.offload.stream_cuda import CudaStreamer
+from offload_rt.offload.stream_threads import ThreadStreamer
+from offload_rt.offload.streamer import Block, Streamer, Supply
+from offload_rt.offload.tier import Read, Tier
+from offload_rt.system.threads import Monitor, at_work
+from offload_rt.system.trace import NOTHING_ASKED, SLOTS_FULL, Trace
+from offload_rt.weights.layout import LayerImage, Layout, pack
+
+STREAMERS = {"cuda": stream_cuda, "threads": stream_threads}
 
 # What happens before a read: told the layer, and how often that layer has been asked for.
 Trap = Callable[[int, int], None]
@@ -57,7 +59,7 @@ class Host:
         self._looks: list[tuple[int, bytes]] = []
 
     def stream(self, name: str, supply: Supply) -> Streamer:
-        return plugins.find("stream", name).open_streamer(supply, Trace(on=False), torch.device("cpu"))
+        return STREAMERS[name].open_streamer(supply, Trace(on=False), torch.device("cpu"))
 
     def image(self, image: LayerImage) -> LayerImage:
         return image
@@ -185,7 +187,7 @@ class RealGPU(Host):
         self._matrix = torch.ones(2048, 2048, device=self._device)
 
     def stream(self, name: str, supply: Supply) -> Streamer:
-        return plugins.find("stream", name).open_streamer(supply, Trace(on=False), self._device)
+        return STREAMERS[name].open_streamer(supply, Trace(on=False), self._device)
 
     def image(self, image: LayerImage) -> LayerImage:
         return LayerImage(image.block.to(self._device), image.layout)
@@ -204,7 +206,7 @@ class RealGPU(Host):
 _GPUS = {"cuda": (("pretended", PretendedGPU), ("real", RealGPU))}
 BENCHES = [
     pytest.param(name, device, id=f"{name}-{which}")
-    for name in plugins.names("stream")
+    for name in STREAMERS
     for which, device in _GPUS.get(name, (("cpu", Host),))
 ]
 
@@ -369,9 +371,9 @@ def eventually(holds: Callable[[], bool]) -> bool:
 # The contract.
 
 
-@pytest.mark.parametrize("name", plugins.names("stream"))
+@pytest.mark.parametrize("name", STREAMERS)
 def test_a_streamer_is_opened_like_the_others(name: str) -> None:
-    opener = plugins.find("stream", name).open_streamer
+    opener = STREAMERS[name].open_streamer
     assert list(inspect.signature(opener).parameters) == ["supply", "trace", "device"]
 
 
@@ -683,7 +685,7 @@ def test_where_all_is_resident_nothing_moves_and_no_thread_runs(name: str, make:
 def test_the_trace_has_a_span_for_each_layer_in_the_lane_of_its_slot(files: Any, tmp_path: Path) -> None:
     trace = Trace()
     supply, tiers = build_supply(Host(), ("disk", "device", "disk", "disk"), 2, files)
-    streamer = plugins.find("stream", "threads").open_streamer(supply, trace, torch.device("cpu"))
+    streamer = STREAMERS["threads"].open_streamer(supply, trace, torch.device("cpu"))
     for _ in streamer.sweep():
         time.sleep(0.01)  # until the slots are full
     streamer.close()

@@ -18,15 +18,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from offload_rt import plugins
 from offload_rt.errors import LinkError
-from offload_rt.tiers import _pinning, disk
-from offload_rt.tiers._tier import Tier, read_parallel
-from offload_rt.tiers.disk import DiskTier, ReadSettings
-from offload_rt.tiers.host import HostTier
-from offload_rt.weights._header import TensorRecord, read_header
-from offload_rt.weights._image import host_block, pack
-from offload_rt.worker import at_work
+from offload_rt.offload import disk, pinning
+from offload_rt.offload.device import DeviceTier
+from offload_rt.offload.disk import DiskTier, ReadSettings
+from offload_rt.offload.host import HostTier
+from offload_rt.offload.paced import PacedTier
+from offload_rt.offload.tier import Tier, read_parallel
+from offload_rt.system.threads import at_work
+from offload_rt.weights.header import TensorRecord, read_header
+from offload_rt.weights.layout import host_block, pack
 
 Layers = list[dict[str, Tensor]]
 
@@ -59,12 +60,7 @@ def on_disk(directory: Path, layers: Layers, n_files: int = 1, shuffle: int = 0)
 
 
 def tier_class(name: str) -> type:
-    """The one class of a file of tiers/."""
-    module = plugins.find("tiers", name)
-    found = [cls for cls in vars(module).values() if inspect.isclass(cls) and cls.__module__ == module.__name__]
-    tiers = [cls for cls in found if cls.__name__.endswith("Tier")]
-    assert len(tiers) == 1, f"tiers/{name}.py has {len(tiers)} classes called ...Tier, and needs one"
-    return tiers[0]
+    return {"disk": DiskTier, "host": HostTier, "device": DeviceTier, "paced": PacedTier}[name]
 
 
 def make_tier(name: str, layers: Layers, directory: Path) -> Tier:
@@ -84,7 +80,7 @@ def make_tier(name: str, layers: Layers, directory: Path) -> Tier:
     return tier
 
 
-@pytest.fixture(params=plugins.names("tiers"))
+@pytest.fixture(params=["disk", "host", "device", "paced"])
 def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
     made = make_tier(request.param, some_layers(), tmp_path)
     yield made
@@ -343,7 +339,7 @@ def test_a_refusal_to_pin_is_not_raised_again_by_what_comes_next(monkeypatch: py
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     monkeypatch.setattr(torch, "zeros", launch)
-    assert not _pinning.pin(block)
+    assert not pinning.pin(block)
     launch(1)
 
 
@@ -367,5 +363,5 @@ def test_blocks_want_huge_pages_and_pinned_ones_are_not_copied_to_children(monke
     assert permissions == "rw-p" and "hg" in flags and "dc" not in flags
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 0))
-    assert _pinning.pin(block)
+    assert pinning.pin(block)
     assert "dc" in mapping_of(block)[1]

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from offload_rt import plugins
-from offload_rt.weights._image import ALIGNMENT, PAGE, align_up, host_block, pack, packed_layout, repack
+from offload_rt.system import registry
+from offload_rt.weights.layout import ALIGNMENT, PAGE, align_up, host_block, pack, packed_layout, repack
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 TENSORS = st.lists(
@@ -73,9 +73,9 @@ def test_a_host_block_begins_on_a_page_and_can_be_written_to_its_end(nbytes: int
     assert int(block.sum()) == 7 * nbytes
 
 
-@pytest.mark.parametrize("name", plugins.names("weights"))
+@pytest.mark.parametrize("name", registry.names("weights.formats"))
 def test_a_format_has_a_view_of_a_layer(name: str) -> None:
-    view = plugins.find("weights", name).View
+    view = registry.find("weights.formats", name).View
     assert list(inspect.signature(view).parameters) == ["layout", "block", "dtype"]
     assert all(callable(getattr(view, method, None)) for method in ("vector", "linear"))
 
@@ -83,7 +83,7 @@ def test_a_format_has_a_view_of_a_layer(name: str) -> None:
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("computed_in", DTYPES)
 @pytest.mark.parametrize("stored_in", DTYPES)
-@pytest.mark.parametrize("name", plugins.names("weights"))
+@pytest.mark.parametrize("name", registry.names("weights.formats"))
 def test_a_view_computes_with_the_numbers_that_were_packed(
     name: str, stored_in: torch.dtype, computed_in: torch.dtype, with_bias: bool
 ) -> None:
@@ -92,7 +92,7 @@ def test_a_view_computes_with_the_numbers_that_were_packed(
     tensors |= {"first.bias": torch.randn(7)} if with_bias else {}
     tensors = {key: tensor.to(stored_in) for key, tensor in tensors.items()}
     image = pack(tensors)
-    view = plugins.find("weights", name).View(image.layout, image.block, computed_in)
+    view = registry.find("weights.formats", name).View(image.layout, image.block, computed_in)
     x = torch.randn(3, 5).to(computed_in)
     bias = tensors["first.bias"].to(computed_in) if with_bias else None
     h = view.linear(x, "first")
@@ -108,7 +108,7 @@ def test_the_rows_of_a_table_are_those_asked_for(stored_in: torch.dtype) -> None
     table = torch.randn(11, 4).to(stored_in)
     image = pack({"table.weight": table})
     ids = torch.tensor([3, 0, 10, 3])
-    rows = plugins.find("weights", "dense").View(image.layout, image.block, torch.float32).rows(ids, "table")
+    rows = registry.find("weights.formats", "dense").View(image.layout, image.block, torch.float32).rows(ids, "table")
     assert rows.dtype == torch.float32
     assert torch.equal(rows, table[ids].float())
 
@@ -116,6 +116,6 @@ def test_the_rows_of_a_table_are_those_asked_for(stored_in: torch.dtype) -> None
 def test_a_view_follows_its_block() -> None:
     """A slot is refilled under the same view only between sweeps; the view itself never copies."""
     image = pack({"m.weight": torch.ones(2, 2)})
-    view = plugins.find("weights", "dense").View(image.layout, image.block, torch.float32)
+    view = registry.find("weights.formats", "dense").View(image.layout, image.block, torch.float32)
     image.block.zero_()
     assert view.linear(torch.ones(1, 2), "m").tolist() == [[0.0, 0.0]]

@@ -23,15 +23,16 @@ from tiny import (
     prompt_of,
 )
 
-from offload_rt import LLM, SamplingParams, measure
+from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
-from offload_rt.drafters import _children
-from offload_rt.drafters._ngrams import MatchRates, find_matches, graft
-from offload_rt.drafters._parts import Knowledge, recall, remember
-from offload_rt.engine.loop import DraftLimits
-from offload_rt.engine.sequence import Sequence
+from offload_rt.engine import profile
+from offload_rt.engine.profile import compute_times, pass_profile
 from offload_rt.errors import CapacityError, SettingsError
-from offload_rt.measure import compute_times, pass_profile
+from offload_rt.executor.sequence import Sequence
+from offload_rt.speculate import child_sampling
+from offload_rt.speculate.ngrams import MatchRates, find_matches, graft
+from offload_rt.speculate.pair_stats import Knowledge, recall, remember
+from offload_rt.speculate.protocols import DraftLimits
 from offload_rt.tree.choose import Acceptance, Calibration
 from offload_rt.tree.topology import DraftTree, Draws, Topology, Verdict
 
@@ -139,12 +140,12 @@ def generator():
 def test_children_without_replacement(law, n, struck):
     mask = torch.zeros(N_DRAWS, 6, dtype=torch.bool)
     mask[:, list(struck)] = True
-    children = _children.without_replacement(law.expand(N_DRAWS, -1), n, generator(), mask if struck else None)
+    children = child_sampling.without_replacement(law.expand(N_DRAWS, -1), n, generator(), mask if struck else None)
     assert_drawn(children, in_order(law, n, struck))
 
 
 def test_the_check_of_drawn_children_finds_a_wrong_law():
-    children = _children.without_replacement(Q.expand(N_DRAWS, -1), 2, generator())
+    children = child_sampling.without_replacement(Q.expand(N_DRAWS, -1), 2, generator())
     with pytest.raises(AssertionError):
         assert_drawn(children, in_order(torch.tensor([0.38, 0.27, 0.2, 0.1, 0.05, 0.0]), 2))
     with pytest.raises(AssertionError):
@@ -152,7 +153,7 @@ def test_the_check_of_drawn_children_finds_a_wrong_law():
 
 
 def test_independent_children():
-    children = _children.independent(Q.expand(N_DRAWS, -1), 2, generator())
+    children = child_sampling.independent(Q.expand(N_DRAWS, -1), 2, generator())
     assert_drawn(children, {pair: float(Q[pair[0]] * Q[pair[1]]) for pair in itertools.product(range(6), repeat=2)})
 
 
@@ -160,7 +161,7 @@ def test_independent_children():
 def test_hybrid_children(law):
     """Rows of one, two and four children side by side: all but one are the most probable, the drawn one stands second."""
     counts = torch.tensor([1, 2, 4]).repeat(N_DRAWS)
-    children = _children.hybrid(law.expand(len(counts), -1), counts, generator())
+    children = child_sampling.hybrid(law.expand(len(counts), -1), counts, generator())
     best = law.argsort(descending=True, stable=True).tolist()
     assert_drawn(children[0::3, :1], in_order(law, 1))
     assert (children[1::3, 0] == best[0]).all()
@@ -291,7 +292,7 @@ NO_TIMES = [
 
 def test_nonsense_about_passes_is_measured_anew(zoo, cache, monkeypatch):
     """What was measured is read again; what cannot have been measured is not believed."""
-    monkeypatch.setattr(measure, "_still_holds", lambda runner, compute: True)
+    monkeypatch.setattr(profile, "_still_holds", lambda runner, compute: True)
     pair = zoo.pair("llama", 0)
     with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
         runner, moved, rows = llm.engine.runner, llm.plan.pass_bytes, (16, 128)

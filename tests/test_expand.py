@@ -17,8 +17,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from offload_rt.models._spec import spec_of
-from offload_rt.weights._checkpoint import open_checkpoint
+from offload_rt.models.families import spec_of
+from offload_rt.weights.checkpoint import open_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "models" / "demo-target"

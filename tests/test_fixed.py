@@ -9,8 +9,8 @@ from recorded import record
 from tiny import CASES, feed, open_llm, prefill, prompt_of, random_tree, runner_of
 
 from offload_rt import ops
-from offload_rt.engine.fixed import FixedInputs, PassSize, RowsOfPass
-from offload_rt.engine.runner import Step
+from offload_rt.executor.cuda_graphs import FixedInputs, PassSize, RowsOfPass
+from offload_rt.executor.runner import Step
 from offload_rt.ops import reference
 from offload_rt.tree.topology import Topology
 
@@ -101,7 +101,7 @@ def test_sequences_that_run_alone_share_what_is_captured(zoo):
 
 
 def test_where_the_length_costs_nothing_few_sizes_serve_a_cache_that_grows(zoo, monkeypatch):
-    monkeypatch.setattr("offload_rt.engine.fixed._KEYS", 8)
+    monkeypatch.setattr("offload_rt.executor.cuda_graphs._KEYS", 8)
     monkeypatch.setattr(ops, "goes_by_extent", lambda keys: True)
     monkeypatch.setattr(
         ops, "tree_attention", lambda q, k, v, mask, scale: reference.tree_attention(q, k, v, mask.dense(), scale)
@@ -124,7 +124,7 @@ def test_where_the_length_costs_nothing_few_sizes_serve_a_cache_that_grows(zoo, 
 
 
 def test_of_many_sizes_those_used_last_are_kept(zoo, monkeypatch):
-    monkeypatch.setattr("offload_rt.engine.fixed._MOST_KEPT", 2)
+    monkeypatch.setattr("offload_rt.executor.cuda_graphs._MOST_KEPT", 2)
     with open_llm(zoo.directory("llama", 0)) as llm:
         runner = runner_of(llm)
         runner.replay_passes(PassSize(64, 256, 128), record)

@@ -24,11 +24,12 @@ from transformers import LlamaForCausalLM
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
-from offload_rt.engine.loop import DraftLimits, Live, Loop, Tally
-from offload_rt.engine.sequence import Sequence
+from offload_rt.engine.loop import Live, Loop, Tally
 from offload_rt.errors import CapacityError, PromptError, SettingsError
-from offload_rt.rules import match
-from offload_rt.trace import Trace
+from offload_rt.executor.sequence import Sequence
+from offload_rt.speculate.protocols import DraftLimits
+from offload_rt.speculate.verify import match
+from offload_rt.system.trace import Trace
 from offload_rt.tree.topology import DraftTree, Topology
 
 SAMPLED = SamplingParams(

@@ -10,11 +10,11 @@ import torch
 from recorded import record
 from tiny import random_tree
 
-from offload_rt.engine.fixed import CudaCapture
-from offload_rt.ops import _extension, forest_mask, reference
-from offload_rt.ops._verify import arguments
-from offload_rt.rules import _decide
-from offload_rt.rules._kernels import traverse, walk
+from offload_rt.executor.cuda_graphs import CudaCapture
+from offload_rt.ops import extension, forest_mask, reference
+from offload_rt.ops.verification import arguments
+from offload_rt.speculate import residual
+from offload_rt.speculate.residual_kernels import traverse, walk
 from offload_rt.tree.topology import DraftTree, Draws, Topology
 
 
@@ -32,7 +32,7 @@ class Kernels:
 @pytest.fixture(scope="module", params=["emulated", "card"])
 def kernels(request):
     if request.param == "card":
-        if not _extension.is_loaded():
+        if not extension.is_loaded():
             pytest.skip("no card, or the kernels are not built for one")
         return Kernels("offload_rt", "cuda")
     return Kernels(emulated.load(), "cpu")
@@ -298,10 +298,10 @@ def drafted(seed):
 
 def verdicts(kernels, kernel, tree, target, noise):
     """End node and bonus by csrc/; and by the rules' own kernels, with the law of the bonus."""
-    decision = _decide.decide(kernel, tree, target, noise[:-1])
+    decision = residual.decide(kernel, tree, target, noise[:-1])
     cumulative = decision.law.double().cumsum(0)
     bonus = int(torch.searchsorted(cumulative, noise[-1] * cumulative[-1], right=True))
-    candidates = _decide._candidates(tree, np.zeros((0, 0), dtype=np.float32))
+    candidates = residual._candidates(tree, np.zeros((0, 0), dtype=np.float32))
     arrays, there = arguments(candidates, noise, torch.device(kernels.device))
     laws, target = tree.draws.laws.to(kernels.device), target.to(kernels.device)
     verdict = kernels.verify(
@@ -367,7 +367,7 @@ def samples(device):
     parents = parents.to(device)
     store = torch.randn(2, 2, 20, 64, device=device)
     tree, target = drafted(3)
-    candidates = _decide._candidates(tree, np.zeros((0, 0), dtype=np.float32))
+    candidates = residual._candidates(tree, np.zeros((0, 0), dtype=np.float32))
     noise = torch.rand(len(tree.topology) + 1, dtype=torch.float64)
     arrays, noise = arguments(candidates, noise, torch.device(device))
     verification = (*arrays, tree.draws.laws.to(device), target.to(device), noise, candidates.n_levels)

@@ -12,9 +12,9 @@ from recorded import record
 from test_laws import RECIPES, languages
 from tiny import CASES, feed, open_llm, prefill, prompt_of, random_tree, runner_of
 
-from offload_rt import plugins
-from offload_rt.engine.fixed import PassSize
-from offload_rt.ops import _extension
+from offload_rt.executor.cuda_graphs import PassSize
+from offload_rt.ops import extension
+from offload_rt.system import registry
 
 
 class Served:
@@ -33,8 +33,8 @@ class Served:
 def served(monkeypatch):
     """From here on, emulated kernels serve tensors of the CPU."""
     served = Served()
-    monkeypatch.setattr(_extension, "serves", lambda _: True)
-    monkeypatch.setattr(_extension, "kernels", lambda: served)
+    monkeypatch.setattr(extension, "serves", lambda _: True)
+    monkeypatch.setattr(extension, "kernels", lambda: served)
     return served
 
 
@@ -105,10 +105,12 @@ def decided_trees(independent):
                 yield replace(tree, draws=draws), target_laws(target, tree).float()
 
 
-@pytest.mark.parametrize("rule", [name for name in plugins.names("rules") if plugins.find("rules", name).NEEDS_LAWS])
+@pytest.mark.parametrize(
+    "rule", [name for name in registry.names("speculate.verify") if registry.find("speculate.verify", name).NEEDS_LAWS]
+)
 def test_a_rule_decides_the_same(served, monkeypatch, rule):
     """By the same noise, with the same bonus."""
-    rule, verdicts = plugins.find("rules", rule), []
+    rule, verdicts = registry.find("speculate.verify", rule), []
     trees = list(decided_trees(rule.CHILD_LAW == "independent"))
     for _ in range(2):
         generator = torch.Generator().manual_seed(0)

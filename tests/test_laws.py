@@ -11,14 +11,14 @@ from languages import VOCABULARY, Language, Outcomes, Recipe, decisions, law_und
 from tiny import chi_square_p, random_tree
 from torch import Tensor
 
-from offload_rt import plugins
-from offload_rt.drafters import _children
-from offload_rt.rules import match, sequoia, traversal
-from offload_rt.rules._decide import Decision
+from offload_rt.speculate import child_sampling
+from offload_rt.speculate.residual import Decision
+from offload_rt.speculate.verify import match, sequoia, traversal
+from offload_rt.system import registry
 from offload_rt.tree.topology import DraftTree, Draws, Topology, Verdict
 
-RULES = plugins.names("rules")
-WEIGHING = tuple(name for name in RULES if plugins.find("rules", name).NEEDS_LAWS)
+RULES = registry.names("speculate.verify")
+WEIGHING = tuple(name for name in RULES if registry.find("speculate.verify", name).NEEDS_LAWS)
 Trees = Iterable[tuple[DraftTree, float]]
 
 
@@ -71,7 +71,7 @@ def languages(name: str) -> tuple[Language, Language]:
 def result(rule: str, name: str) -> tuple[float, float]:
     """The largest error of the law of the first tokens, and the expected tokens of a pass."""
     target, draft = languages(name)
-    law, expected = law_under(outcomes(plugins.find("rules", rule)), RECIPES[name].trees(draft), target)
+    law, expected = law_under(outcomes(registry.find("speculate.verify", rule)), RECIPES[name].trees(draft), target)
     return float((law - target.continuations(())).abs().max()), expected
 
 
@@ -245,7 +245,7 @@ WRONG_TREES = [
 def test_the_enumeration_finds_a_wrong_tree(rule, change, name):
     target, draft = languages_of_controls()
     trees = ((change(tree), p) for tree, p in RECIPES[name].trees(draft))
-    assert error(outcomes(plugins.find("rules", rule)), trees, target) > 1e-3
+    assert error(outcomes(registry.find("speculate.verify", rule)), trees, target) > 1e-3
 
 
 # Rules that are wrong on purpose.
@@ -287,13 +287,13 @@ def by_number(
 @pytest.mark.parametrize("wrong", [bonus_of_the_target, law_before, one_number])
 def test_the_enumeration_finds_a_wrong_rule(rule, name, wrong):
     target, draft = languages_of_controls()
-    assert error(wrong(plugins.find("rules", rule)), RECIPES[name].trees(draft), target) > 1e-3
+    assert error(wrong(registry.find("speculate.verify", rule)), RECIPES[name].trees(draft), target) > 1e-3
 
 
 @pytest.mark.parametrize("rule", WEIGHING)
 def test_the_enumeration_finds_the_noise_of_the_pass_before(rule):
     """Two passes over a child each. Noise that is reused leaves the first pass right and spoils the law of both."""
-    module, (target, draft) = plugins.find("rules", rule), languages_of_controls()
+    module, (target, draft) = registry.find("speculate.verify", rule), languages_of_controls()
 
     def two_passes(reuse: bool) -> Tensor:
         law = torch.zeros_like(target.continuations(()))
@@ -342,7 +342,7 @@ def careless_tree(n: int, seed: int) -> DraftTree:
 @pytest.mark.parametrize(("n", "seed"), [(n, seed) for n in (2, 4, 7, 10) for seed in range(4)])
 def test_a_given_tree_may_carry_any_tokens(rule, n, seed):
     tree, target = careless_tree(n, seed), Language(seed)
-    assert error(outcomes(plugins.find("rules", rule)), [(tree, 1.0)], target) < 1e-12
+    assert error(outcomes(registry.find("speculate.verify", rule)), [(tree, 1.0)], target) < 1e-12
 
 
 @pytest.mark.parametrize(("n", "seed"), [(n, seed) for n in (4, 10) for seed in range(4)])
@@ -500,7 +500,7 @@ def test_drawn_siblings_are_verified_before_given_ones(rule):
     """Exact in either order, but the given child is the more probable one: first, it would leave the drawn one little."""
     draws = Draws(np.array([False, False, True]), torch.tensor([[0.7, 0.2, 0.1]]), np.array([0, -1, -1]))
     tree, target = DraftTree(Topology(np.array([-1, 0, 0])), torch.tensor([0, 0, 1]), draws), torch.full((3, 3), 1 / 3)
-    found = plugins.find("rules", rule).decision(tree, target, torch.zeros(3, dtype=torch.float64))
+    found = registry.find("speculate.verify", rule).decision(tree, target, torch.zeros(3, dtype=torch.float64))
     assert found.end == 2
 
 
@@ -516,7 +516,7 @@ def check_verdict(verdict: Verdict, tree: DraftTree, target: Tensor) -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_contract(rule):
-    module = plugins.find("rules", rule)
+    module = registry.find("speculate.verify", rule)
     assert isinstance(module.NEEDS_LAWS, bool)
     if module.NEEDS_LAWS:
         assert module.CHILD_LAW in {"without_replacement", "independent"}
@@ -531,7 +531,7 @@ def test_contract(rule):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_two_verdicts_in_a_row_are_independent_and_have_the_odds_stated(rule):
-    module, (target, draft) = plugins.find("rules", rule), languages("hybrid")
+    module, (target, draft) = registry.find("speculate.verify", rule), languages("hybrid")
     tree = next(iter(RECIPES["hybrid"].trees(draft)))[0]
     laws = target_laws(target, tree)
     odds: dict[tuple[int, int], float] = {}
@@ -577,13 +577,13 @@ def test_a_large_vocabulary_in_float32(sharpness):
                 assert found.end == end and bool(found.law.isfinite().all()) and bool((found.law >= 0).all())
                 torch.testing.assert_close(found.law.double(), law, rtol=1e-3, atol=1e-6)
         for rule in RULES:
-            verdict = plugins.find("rules", rule).verify(tree, target, torch.Generator().manual_seed(seed))
+            verdict = registry.find("speculate.verify", rule).verify(tree, target, torch.Generator().manual_seed(seed))
             check_verdict(verdict, tree, target)
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_at_temperature_zero_the_right_path_is_taken(rule):
-    module, depths = plugins.find("rules", rule), set()
+    module, depths = registry.find("speculate.verify", rule), set()
     for seed in range(24):
         tree, target, _ = random_case(seed, torch.float32)
         right = torch.nn.functional.one_hot(target.argmax(-1), target.shape[1]).float()
@@ -622,12 +622,14 @@ def test_a_remainder_of_the_draft_below_the_normal_numbers_is_used_up(rule):
     """No law of a drafter has such numbers; whoever hands one over gets the uniform fallback, not an overflow."""
     draws = Draws(np.array([False, True, True]), torch.tensor([[1.0, 1e-40, 0.0, 0.0]]), np.array([0, -1, -1]))
     tree, target = DraftTree(SIBLINGS, torch.tensor([0, 0, 1]), draws), torch.tensor([[0.4, 0.1, 0.3, 0.2]] * 3)
-    found = plugins.find("rules", rule).decision(tree, target, torch.tensor([0.999] * 3, dtype=torch.float64))
+    found = registry.find("speculate.verify", rule).decision(
+        tree, target, torch.tensor([0.999] * 3, dtype=torch.float64)
+    )
     torch.testing.assert_close(found.law, torch.tensor([0.0, 0.0, 1.0, 0.0]))
 
 
 def test_a_drafters_law_has_no_denormal_numbers():
-    law = _children.law_of(torch.tensor([[0.0, -92.0, -80.0, -200.0]]), 1.0)
+    law = child_sampling.law_of(torch.tensor([[0.0, -92.0, -80.0, -200.0]]), 1.0)
     assert torch.softmax(torch.tensor([0.0, -92.0]), 0)[1] > 0
     assert law[0, 1] == law[0, 3] == 0 < law[0, 2]
 
@@ -638,5 +640,7 @@ def test_given_children_that_carry_all_the_mass(rule):
     law = torch.tensor([0.6145196, 0.38548037, 0.0])
     assert law.double().sum() < 1
     tree, target = DraftTree(SIBLINGS, torch.tensor([0, 0, 1])), law.repeat(3, 1)
-    found = plugins.find("rules", rule).decision(tree, target, torch.full((3,), 1 - 2**-53, dtype=torch.float64))
+    found = registry.find("speculate.verify", rule).decision(
+        tree, target, torch.full((3,), 1 - 2**-53, dtype=torch.float64)
+    )
     assert found.law.sum() > 0

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload_rt import machine
-from offload_rt.machine import (
+from offload_rt.system import machine
+from offload_rt.system.machine import (
     ComputeTimes,
     MachineProfile,
     PassBytes,

@@ -22,9 +22,9 @@ from tiny import (
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
-from offload_rt.engine import runner as runner_module
-from offload_rt.engine.runner import Step
-from offload_rt.models._rope import Rope
+from offload_rt.executor import runner as runner_module
+from offload_rt.executor.runner import Step
+from offload_rt.models.rope import Rope
 from offload_rt.tree.topology import Topology
 
 ATOL = 2e-4

@@ -11,9 +11,9 @@ from checkpoints import llama_config, llama_tensors, write_checkpoint
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from offload_rt import run
+from offload_rt.cli import run
 from offload_rt.errors import CapacityError
-from offload_rt.tiers._placement import Budgets, Need, Plan, least_budget, place, spread
+from offload_rt.offload.placement import Budgets, Need, Plan, least_budget, place, spread
 
 LAYERS = st.one_of(
     st.lists(st.integers(1, 1000), min_size=1, max_size=40),

@@ -13,19 +13,21 @@ import pytest
 import torch
 from checkpoints import llama_config, llama_tensors, write_checkpoint
 
-from offload_rt import LLM, plan
-from offload_rt.acceptance import assume
-from offload_rt.capacity import Sizes, fit
+from offload_rt import LLM
+from offload_rt.cli import plan
 from offload_rt.config import EngineConfig
-from offload_rt.drafters._parts import Knowledge
-from offload_rt.drafting import pick_drafter
+from offload_rt.engine.memory_plan import Sizes, fit
 from offload_rt.errors import SettingsError
-from offload_rt.forecast import Forecast, Machine, Question, foretell
-from offload_rt.hardware import CARDS, find_card
-from offload_rt.models._known import KNOWN
-from offload_rt.models._spec import ModelSpec, spec_of
-from offload_rt.roofline import Roof
-from offload_rt.sweep import sweep
+from offload_rt.models.families import spec_of
+from offload_rt.models.spec import ModelSpec
+from offload_rt.planning.acceptance import assume
+from offload_rt.planning.forecast import Forecast, Machine, Question, foretell
+from offload_rt.planning.hardware import CARDS, find_card
+from offload_rt.planning.known_models import KNOWN
+from offload_rt.planning.roofline import Roof
+from offload_rt.planning.sweep import sweep
+from offload_rt.speculate.pair_stats import Knowledge
+from offload_rt.speculate.select import pick_drafter
 from offload_rt.tree.choose import N_RANKS, Acceptance
 
 PAIR = ["--model", "llama2-70b", "--draft-model", "llama2-7b"]
@@ -191,14 +193,14 @@ def specs() -> tuple[ModelSpec, ModelSpec]:
 
 def test_what_was_measured_here_comes_before_what_was_published(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("llama2-70b", "llama2-7b")
-    monkeypatch.setattr("offload_rt.acceptance.recall", lambda *_: Knowledge())
+    monkeypatch.setattr("offload_rt.planning.acceptance.recall", lambda *_: Knowledge())
     assert "Sequoia" in assume("auto", specs(), names, 0.0).source
     assert "guess" in assume("auto", specs(), names, 0.3).source
     assert "guess" in assume("guess", specs(), names, 0.0).source
     seen = Acceptance()
     for _ in range(50):
         seen.observe(3, 1)
-    monkeypatch.setattr("offload_rt.acceptance.recall", lambda *_: Knowledge({"dynamic 0.0": seen}))
+    monkeypatch.setattr("offload_rt.planning.acceptance.recall", lambda *_: Knowledge({"dynamic 0.0": seen}))
     found = assume("auto", specs(), names, 0.0)
     assert "measured on this machine" in found.source and found.by_rank == pytest.approx(seen.by_rank())
 
@@ -278,7 +280,7 @@ def test_a_curve_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def test_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     models = Path(__file__).resolve().parents[1] / "models"
-    monkeypatch.setattr("offload_rt.here._N_ROWS", 16)
+    monkeypatch.setattr("offload_rt.planning.local._N_ROWS", 16)
     arguments = ["--model", str(models / "demo-target"), "--device-memory", "11.5MB", "--max-model-len", "256"]
     found = planned([*arguments, "--draft-model", str(models / "demo-draft"), "--tree-size", "8"], capsys)
     assert found["machine"].startswith("this machine")
@@ -292,7 +294,7 @@ def test_the_revision_is_the_targets_as_in_a_run(monkeypatch: pytest.MonkeyPatch
         asked.append((name, revision))
         return KNOWN["llama2-70b" if name == "a/b" else "llama2-7b"]
 
-    monkeypatch.setattr("offload_rt.weights._checkpoint.find_config", find)
+    monkeypatch.setattr("offload_rt.weights.checkpoint.find_config", find)
     models = ["--model", "a/b", "--draft-model", "c/d", "--revision", "v2"]
     assert plan.main([*models, "--gpu", "rtx4090", "--ram", "160GB", "--json"]) == 0
     assert asked == [("a/b", "v2"), ("c/d", None)]

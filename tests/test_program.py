@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from offload_rt import program
+from offload_rt.cli import process
+from offload_rt.cli.process import INTERRUPTED, _settle, _Signals, exit_code, run_program, whole
 from offload_rt.errors import PromptError
-from offload_rt.program import INTERRUPTED, _settle, _Signals, exit_code, run_program, whole
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def undone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a program changes in its process is put back."""
     monkeypatch.setattr(sys, "stderr", sys.stderr)
     monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
-    before = {number: signal.getsignal(number) for number in program._HEEDED}
+    before = {number: signal.getsignal(number) for number in process._HEEDED}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -77,7 +77,7 @@ class _SignalAt:
         self.n_left = n
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
-        if frame.f_code.co_filename != program.__file__:
+        if frame.f_code.co_filename != process.__file__:
             return None
         frame.f_trace_opcodes = True
         if event == "opcode" and isinstance(signal.getsignal(signal.SIGTERM), _Signals):
@@ -99,7 +99,7 @@ def _ends_early() -> None:
 
 def _ended(work: Callable[[], None], steps: _SignalAt) -> int:
     """The exit code of a program that is signalled at a step."""
-    for number in program._HEEDED:
+    for number in process._HEEDED:
         signal.signal(number, signal.SIG_DFL)
     before = sys.gettrace()
     sys.settrace(steps)

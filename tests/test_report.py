@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from checkpoints import speaking_checkpoint
 
-from offload_rt import report, run
+from offload_rt.cli import report, run
 from offload_rt.errors import TraceError
-from offload_rt.trace import (
+from offload_rt.system.trace import (
     COMPUTE,
     DRAFT,
     FORMAT,

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload_rt.acceptance import PRESETS, power_law
-from offload_rt.machine import ComputeTimes, MachineProfile, pass_time
-from offload_rt.simulate import Costs, Scheme, Work, draw_tokens, generate, simulate
-from offload_rt.tiers._placement import Budgets, Need, Plan, place
+from offload_rt.offload.placement import Budgets, Need, Plan, place
+from offload_rt.planning.acceptance import PRESETS, power_law
+from offload_rt.planning.simulate import Costs, Scheme, Work, draw_tokens, generate, simulate
+from offload_rt.system.machine import ComputeTimes, MachineProfile, pass_time
 from offload_rt.tree.search import expected_tokens, search
 from offload_rt.tree.topology import Topology
 

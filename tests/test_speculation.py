@@ -21,21 +21,26 @@ from tiny import (
     save_pair,
 )
 
-from offload_rt import LLM, SamplingParams, build, plugins
-from offload_rt.drafters import _trees
-from offload_rt.drafters._model import Growth, draft_rows
-from offload_rt.drafters._parts import Knowledge
-from offload_rt.engine.fixed import PassSize
-from offload_rt.engine.loop import DraftLimits, Live, Loop, Tally
-from offload_rt.engine.pace import Pace
-from offload_rt.engine.runner import Runner
-from offload_rt.engine.sequence import Sequence
-from offload_rt.rules import sequoia
+from offload_rt import LLM, SamplingParams
+from offload_rt.engine import builder
+from offload_rt.engine.loop import Live, Loop, Tally
+from offload_rt.executor.cost import Pace
+from offload_rt.executor.cuda_graphs import PassSize
+from offload_rt.executor.runner import Runner
+from offload_rt.executor.sequence import Sequence
 from offload_rt.sampling import draw
-from offload_rt.trace import Trace
+from offload_rt.speculate import tree_drafter
+from offload_rt.speculate.draft_model import Growth, draft_rows
+from offload_rt.speculate.pair_stats import Knowledge
+from offload_rt.speculate.protocols import DraftLimits
+from offload_rt.speculate.verify import sequoia
+from offload_rt.system import registry
+from offload_rt.system.trace import Trace
 from offload_rt.tree.topology import Verdict
 
-MODEL_DRAFTERS = [name for name in plugins.names("drafters") if plugins.find("drafters", name).NEEDS_MODEL]
+MODEL_DRAFTERS = [
+    name for name in registry.names("speculate.draft") if registry.find("speculate.draft", name).NEEDS_MODEL
+]
 PROMPTS = [prompt_of(seed, n) for seed, n in enumerate((9, 1, 30, 14))]
 LENGTHS = (32, 24, 12, 28)
 
@@ -93,15 +98,15 @@ def test_greedy_tokens_of_every_family_are_transformers(zoo, texts, name):
 @pytest.fixture(autouse=True)
 def steady(monkeypatch):
     """An LLM grows its trees as if passes were slow and drafting cheap, on any machine, and knows nothing of others."""
-    monkeypatch.setattr(build, "Pace", lambda profile, moved: Steady())
-    monkeypatch.setattr(build, "recall", lambda target, draft: Knowledge())
+    monkeypatch.setattr(builder, "Pace", lambda profile, moved: Steady())
+    monkeypatch.setattr(builder, "recall", lambda target, draft: Knowledge())
 
 
 def test_trees_that_suit_the_machine_change_no_token(zoo, texts, monkeypatch):
     """Their size follows the clock, and may be anything."""
-    monkeypatch.setattr(build, "Pace", Pace)
+    monkeypatch.setattr(builder, "Pace", Pace)
     pair = zoo.pair("llama", 0)
-    for drafter in plugins.names("drafters"):
+    for drafter in registry.names("speculate.draft"):
         with LLM(str(pair.target), device="cpu", max_model_len=256, **pair.settings(drafter)) as llm:
             assert_greedy(llm, texts("llama", 0))
 
@@ -114,7 +119,7 @@ def test_the_size_of_the_trees_changes_no_token(zoo, texts, tree_size):
         assert_greedy(llm, texts("llama", 0))
 
 
-@pytest.mark.parametrize("drafter", [name for name in plugins.names("drafters") if name != "none"])
+@pytest.mark.parametrize("drafter", [name for name in registry.names("speculate.draft") if name != "none"])
 def test_a_penalty_looks_back_along_each_path(zoo, drafter):
     pair, params = zoo.pair("llama", 0), [SamplingParams(max_new_tokens=n, repetition_penalty=1.4) for n in LENGTHS]
     # What was just said is proposed again, and punished along the path that proposes it.
@@ -129,7 +134,7 @@ def test_a_penalty_looks_back_along_each_path(zoo, drafter):
     assert expected[0][0] == peer != expected_of(pair.model)[0]
 
 
-@pytest.mark.parametrize("rule", plugins.names("rules"))
+@pytest.mark.parametrize("rule", registry.names("speculate.verify"))
 def test_a_temperature_close_to_zero_is_zero(zoo, texts, rule):
     """However close: the draft's law must not overflow either."""
     pair = zoo.pair("llama", 0)
@@ -201,7 +206,7 @@ def sampled(llm, drafter, rule, n_nodes):
 @pytest.mark.parametrize(("name", "rule"), [one for one in COMBINATIONS if one[0] != "none"])
 def test_the_joint_law_of_sampled_tokens(small_llm, laws, name, rule):
     drafter = drafter_of(small_llm, name, rule, DraftLimits(6, 4))
-    for got, law in zip(sampled(small_llm, drafter, plugins.find("rules", rule), 6), laws, strict=True):
+    for got, law in zip(sampled(small_llm, drafter, registry.find("speculate.verify", rule), 6), laws, strict=True):
         assert_law(got, law)
 
 
@@ -214,9 +219,9 @@ def test_the_joint_law_in_bfloat16(tmp_path, name):
     with open_llm(pair.target, draft_model=str(pair.draft), max_model_len=64) as llm:
         engine = llm.engine
         assert engine.runner.new_cache(1).keys.dtype == engine.draft.new_cache(1).keys.dtype == torch.bfloat16
-        rule = plugins.find("drafters", name).BEST_RULE
+        rule = registry.find("speculate.draft", name).BEST_RULE
         drafter = drafter_of(llm, name, rule, DraftLimits(6, 4))
-        found = sampled(llm, drafter, plugins.find("rules", rule), 6)
+        found = sampled(llm, drafter, registry.find("speculate.verify", rule), 6)
     for got, law in zip(found, laws_of(model.float()), strict=True):
         assert_law(got, law)
 
@@ -309,7 +314,9 @@ def test_a_draft_computes_nothing_twice(zoo, monkeypatch):
         lacking.append(len(growth.lacking))
 
     monkeypatch.setattr(Growth, "start", start_counted)
-    monkeypatch.setattr(_trees, "_GRAFT_RATE", 2.0)  # nothing is copied, since the draft has no row of a copied token
+    monkeypatch.setattr(
+        tree_drafter, "_GRAFT_RATE", 2.0
+    )  # nothing is copied, since the draft has no row of a copied token
     with open_llm(pair.target, drafter="dynamic_tree", draft_model=str(pair.draft), tree_depth=3) as llm:
         llm.generate(PROMPTS[0], SamplingParams(max_new_tokens=40))
     assert lacking[0] == len(PROMPTS[0]) - 1

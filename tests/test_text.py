@@ -7,9 +7,9 @@ from tiny import CASES, SPOKEN, add_tokenizer, byte_level, metaspace, open_llm, 
 from tokenizers import processors
 
 from offload_rt import SamplingParams
-from offload_rt.engine.sequence import Sequence
 from offload_rt.errors import CheckpointError, PromptError
-from offload_rt.text import TextStream, encode, load_tokenizer
+from offload_rt.executor.sequence import Sequence
+from offload_rt.text.detokenize import TextStream, encode, load_tokenizer
 
 BYTE_LEVEL, METASPACE = byte_level(), metaspace()
 TOKENIZERS = {"byte level": BYTE_LEVEL, "metaspace": METASPACE}

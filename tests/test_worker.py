@@ -14,10 +14,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from offload_rt.cli.process import _Signals
 from offload_rt.errors import LinkError
-from offload_rt.program import _Signals
-from offload_rt.tiers._tier import read_parallel
-from offload_rt.worker import Monitor, Worker, at_work, done_ahead
+from offload_rt.offload.tier import read_parallel
+from offload_rt.system.threads import Monitor, Worker, at_work, done_ahead
 
 
 class _CtrlC(KeyboardInterrupt):
@@ -100,7 +100,7 @@ def test_a_worker_without_a_thread_has_ended(error: Exception, monkeypatch: pyte
 
 _LEFT = """
 import time
-from offload_rt.worker import Worker
+from offload_rt.system.threads import Worker
 Worker(lambda: (time.sleep(0.5), print("read")), "reads").start()
 """
 

@@ -24,14 +24,15 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from offload_rt import LLM, plugins
+from offload_rt import LLM
 from offload_rt.config import EngineConfig
-from offload_rt.drafters._model import DraftModel
-from offload_rt.drafters._parts import DraftParts
-from offload_rt.engine.loop import Drafter, DraftLimits
-from offload_rt.engine.runner import Runner, Step
+from offload_rt.executor.runner import Runner, Step
 from offload_rt.kv.cache import KVCache
-from offload_rt.trace import Trace
+from offload_rt.speculate.draft_model import DraftModel
+from offload_rt.speculate.pair_stats import DraftParts
+from offload_rt.speculate.protocols import Drafter, DraftLimits
+from offload_rt.system import registry
+from offload_rt.system.trace import Trace
 from offload_rt.tree.topology import Topology
 
 SIZES = {
@@ -97,9 +98,9 @@ CASES = {
 # Every drafter with every rule that takes its trees.
 COMBINATIONS = [
     (drafter, rule)
-    for drafter in plugins.names("drafters")
-    for rule in plugins.names("rules")
-    if plugins.find("drafters", drafter).GIVES_LAWS or not plugins.find("rules", rule).NEEDS_LAWS
+    for drafter in registry.names("speculate.draft")
+    for rule in registry.names("speculate.verify")
+    if registry.find("speculate.draft", drafter).GIVES_LAWS or not registry.find("speculate.verify", rule).NEEDS_LAWS
 ]
 PLACES = {"resident": {"device"}, "disk": {"disk"}, "mixed": {"device", "disk"}}
 
@@ -116,7 +117,9 @@ class Pair:
     def settings(self, drafter: str, rule: str = "auto") -> dict[str, str]:
         """What chooses a drafter and a rule, with the draft model if it takes one."""
         chosen = {"drafter": drafter, "rule": rule}
-        return chosen | ({"draft_model": str(self.draft)} if plugins.find("drafters", drafter).NEEDS_MODEL else {})
+        return chosen | (
+            {"draft_model": str(self.draft)} if registry.find("speculate.draft", drafter).NEEDS_MODEL else {}
+        )
 
 
 def nearly(model: PreTrainedModel, off: float) -> PreTrainedModel:
@@ -228,10 +231,10 @@ def open_llm(directory: Path, place: str = "resident", **settings: Any) -> LLM:
 
 def drafter_of(llm: LLM, name: str, rule: str, limits: DraftLimits, level_s: float = 0.01) -> Drafter:
     """Another drafter for an LLM with a draft model: one that has learned nothing yet and knows no clock."""
-    rule = plugins.find("rules", rule)
+    rule = registry.find("speculate.verify", rule)
     child_law = rule.CHILD_LAW if rule.NEEDS_LAWS else "without_replacement"
     model = DraftModel(llm.engine.draft, llm.engine.runner.spec.vocab_size, limits.n_levels, Trace(on=False))
-    return plugins.find("drafters", name).open_drafter(DraftParts(limits, Steady(level_s), child_law, model))
+    return registry.find("speculate.draft", name).open_drafter(DraftParts(limits, Steady(level_s), child_law, model))
 
 
 def runner_of(llm: LLM) -> Runner:

@@ -15,9 +15,9 @@ import time
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from bench._measure import ROOT, UNKNOWN, commit, family, lines_of
-from bench.gpu._table import table, written_into
-from offload_rt.ops import _extension
+from bench.gpu.table import table, written_into
+from bench.measure import ROOT, UNKNOWN, commit, family, lines_of
+from offload_rt.ops import extension
 
 SECTIONS = ("ceilings", "correctness", "attention", "streamed", "generation", "onchip", "peers")
 RESULTS = ROOT / "bench/results/gpu"
@@ -52,7 +52,7 @@ def main() -> int:
 def _run(sections: tuple[str, ...], until: float, again: bool, results: Path) -> int:
     results.mkdir(parents=True, exist_ok=True)
     _build_kernels()
-    if not _extension.is_loaded():
+    if not extension.is_loaded():
         print("error: the kernels are not built; python setup.py build_ext says why", file=sys.stderr)
         return 3
     now, code = commit(), 0
@@ -78,7 +78,7 @@ def _run(sections: tuple[str, ...], until: float, again: bool, results: Path) ->
 def _build_kernels() -> None:
     """Unless they are newer than their sources."""
     sources = (ROOT / "csrc").iterdir()
-    built = _extension.LIBRARY.stat().st_mtime if _extension.LIBRARY.exists() else 0.0
+    built = extension.LIBRARY.stat().st_mtime if extension.LIBRARY.exists() else 0.0
     if built < max(path.stat().st_mtime for path in sources):
         subprocess.run([sys.executable, "scripts/build_kernels.py"], cwd=ROOT, check=True)
 

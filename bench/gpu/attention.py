@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.gpu._shapes import random_tree
-from bench.gpu._timing import CARD, in_turn
+from bench.gpu.shapes import random_tree
+from bench.gpu.timing import CARD, in_turn
 from offload_rt import ops
 from offload_rt.ops import reference
 

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import torch
 
-from bench.gpu._timing import CARD, device_gbps, seconds
-from offload_rt.measure import upload_gbps
+from bench.gpu.timing import CARD, device_gbps, seconds
+from offload_rt.engine.profile import upload_gbps
 
 EXPECTED_S = 30
 _NBYTES, _WIDTH = 2 << 30, 8192

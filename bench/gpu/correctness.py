@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from bench._measure import ROOT
+from bench.measure import ROOT
 
 EXPECTED_S = 180
 _KERNELS = "tests/test_kernels.py"

@@ -6,8 +6,8 @@ from statistics import median
 
 from transformers import AutoTokenizer
 
-from bench._prompts import held_out_prompts
-from bench.gpu._shapes import DRAFT, TARGET, opened, plan_of, written
+from bench.gpu.shapes import DRAFT, TARGET, opened, plan_of, written
+from bench.prompts import held_out_prompts
 from offload_rt import LLM, SamplingParams
 
 EXPECTED_S = 200

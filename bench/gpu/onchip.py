@@ -6,9 +6,9 @@ from statistics import median
 
 from transformers import AutoTokenizer
 
-from bench._prompts import held_out_prompts
-from bench.gpu._shapes import DRAFT, TARGET, opened, random_tree, written
-from bench.gpu._timing import device_gbps
+from bench.gpu.shapes import DRAFT, TARGET, opened, random_tree, written
+from bench.gpu.timing import device_gbps
+from bench.prompts import held_out_prompts
 from offload_rt import LLM, SamplingParams
 
 EXPECTED_S = 150

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from bench.gpu._shapes import TARGET, opened, plan_of, random_tree, written
-from offload_rt.measure import upload_gbps
+from bench.gpu.shapes import TARGET, opened, plan_of, random_tree, written
+from offload_rt.engine.profile import upload_gbps
 
 EXPECTED_S = 150
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from offload_rt import ops
 from offload_rt.errors import CapacityError
-from offload_rt.models._spec import ModelSpec
+from offload_rt.models.spec import ModelSpec
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,10 +4,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offload_rt.ops import _extension, reference
-from offload_rt.ops._mask import TreeMask
-from offload_rt.ops._verify import Candidates, can_verify, verify
+from offload_rt.ops import extension, reference
 from offload_rt.ops.reference import rms_norm, rotate
+from offload_rt.ops.tree_mask import TreeMask
+from offload_rt.ops.verification import Candidates, can_verify, verify
 
 __all__ = [
     "Candidates", "TreeMask", "can_verify", "commit_rows", "forest_mask", "goes_by_extent", "rms_norm", "rotate",
@@ -31,7 +31,7 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask | Tensor | No
     if not isinstance(mask, TreeMask):
         return reference.tree_attention(q, k, v, mask, scale)
     if goes_by_extent(q):
-        return _extension.kernels().tree_attention(
+        return extension.kernels().tree_attention(
             q, k, v, mask.bits, mask.depths, mask.key_depths, mask.extent, mask.window or 0, scale
         )
     return reference.tree_attention(q, k, v, mask.dense(), scale)
@@ -39,13 +39,13 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask | Tensor | No
 
 def goes_by_extent(x: Tensor) -> bool:
     """Whether the kernel serves for queries or keys (..., head_dim), which takes time for the keys there are, no others."""
-    return _extension.serves(x) and x.dtype in (torch.float16, torch.bfloat16) and x.shape[-1] in _HEAD_DIMS
+    return extension.serves(x) and x.dtype in (torch.float16, torch.bfloat16) and x.shape[-1] in _HEAD_DIMS
 
 
 def tree_masks(parents: Tensor) -> tuple[Tensor, Tensor]:
     """Packed ancestor masks and depths of a forest; see the reference."""
-    if _extension.serves(parents) and len(parents) <= _MOST_MASKED_ROWS:
-        return _extension.kernels().tree_masks(parents)
+    if extension.serves(parents) and len(parents) <= _MOST_MASKED_ROWS:
+        return extension.kernels().tree_masks(parents)
     return reference.tree_masks(parents)
 
 
@@ -62,7 +62,7 @@ def forest_mask(parents: np.ndarray, first: int, n_before: int, device: torch.de
 
 def commit_rows(keys: Tensor, values: Tensor, rows: Tensor, first: int) -> None:
     """Move rows `first + rows` of a cache to `first` and on, in place; see the reference."""
-    if _extension.serves(keys) and keys.shape[3] * keys.element_size() % _VECTOR_BYTES == 0:
-        _extension.kernels().commit_rows(keys, values, rows, first)
+    if extension.serves(keys) and keys.shape[3] * keys.element_size() % _VECTOR_BYTES == 0:
+        extension.kernels().commit_rows(keys, values, rows, first)
     else:
         reference.commit_rows(keys, values, rows, first)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from offload_rt.files import read_cached, write_cached
+from offload_rt.system.files import read_cached, write_cached
 from offload_rt.tree.topology import Topology
 
 _CACHE, _VERSION, _MOST_CACHED = "trees.json", 1, 32
@@ -35,7 +35,7 @@ class TreeTable:
 
         Siblings are adjacent and in the order of their ranks, families in the order of their parents.
         """
-        from offload_rt.tree._programme import branched
+        from offload_rt.tree.programme import branched
 
         self._check(n, levels)
         parents, budgets, start = [-1], [n], 0
@@ -63,7 +63,7 @@ def search(acceptance: np.ndarray, n_nodes: int, max_levels: int) -> TreeTable:
     acceptance  (ranks,) or (rows, ranks) float64: probability that the verifier takes the child of a rank, given that
                 its parent was taken; a row for each level of the parent, the root's first, the last for all further
     """
-    from offload_rt.tree._programme import branched
+    from offload_rt.tree.programme import branched
 
     assert n_nodes >= 1 and max_levels >= 1, "a tree has a root"
     acceptance = _rows(acceptance)

@@ -15,8 +15,9 @@ from numba.core import caching
 from faults.counting import Count
 from faults.injected import Failure
 from faults.process import Ended, Job, Zygote, judge
-from offload_rt import files, measure
-from offload_rt.compiled import compiled
+from offload_rt.engine import profile
+from offload_rt.system import files
+from offload_rt.system.numba_cache import compiled
 
 Speaks = Callable[..., list[str]]
 Folder = Callable[[], Path]
@@ -151,7 +152,7 @@ def test_an_odd_entry_restores_nothing(odd: Any, faults: Count) -> None:
     entries = [{"widths": [1, 2], "contexts": [3, 4], "seconds": seconds} for seconds in (odd, [[1, odd], [1, 1]])]
     with faults.one():
         for entry in (odd, *entries):
-            found = measure._restore(entry, (1, 2), (3, 4))
+            found = profile._restore(entry, (1, 2), (3, 4))
             assert found is None or (odd == 1 and entry is entries[1])
 
 

@@ -16,8 +16,8 @@ from faults.counting import Count
 from faults.injected import Failure
 from faults.process import Ended, Job, Zygote, judge
 from offload_rt.errors import LinkError
-from offload_rt.tiers.disk import DiskTier
-from offload_rt.weights._checkpoint import open_checkpoint
+from offload_rt.offload.disk import DiskTier
+from offload_rt.weights.checkpoint import open_checkpoint
 
 Speaks = Callable[..., list[str]]
 Folder = Callable[[], Path]

@@ -27,10 +27,10 @@ from faults.counting import Count
 from faults.process import Job, Zygote, judge
 from faults.spoiling import spoil_bytes, spoil_json, spoil_length, spoil_text, spoil_value
 from offload_rt.errors import OffloadError
-from offload_rt.models._spec import spec_of
-from offload_rt.text import TextStream, encode, load_tokenizer
-from offload_rt.weights._checkpoint import end_ids, open_checkpoint, read_json
-from offload_rt.weights._header import read_header
+from offload_rt.models.families import spec_of
+from offload_rt.text.detokenize import TextStream, encode, load_tokenizer
+from offload_rt.weights.checkpoint import end_ids, open_checkpoint, read_json
+from offload_rt.weights.header import read_header
 
 N_HEADERS, N_CONFIGS, N_INDICES, N_TOKENIZERS, N_PROCESSES = 6000, 3200, 600, 600, 24
 SLOW_S = 5.0  # of one case, on a machine that does other things besides

@@ -18,10 +18,12 @@ from checkpoints import llama_config, llama_tensors, speaking_checkpoint, write_
 from test_command_line import PROMPT, SMALL
 
 from faults.process import PATIENCE_S
-from offload_rt import LLM, SamplingParams, build, run
+from offload_rt import LLM, SamplingParams
+from offload_rt.cli import run
+from offload_rt.engine import builder
 from offload_rt.errors import LinkError, NumericsError, OffloadError
-from offload_rt.tiers.disk import DiskTier
-from offload_rt.worker import at_work
+from offload_rt.offload.disk import DiskTier
+from offload_rt.system.threads import at_work
 
 
 def _one_sentence(err: str, *words: str) -> None:
@@ -122,8 +124,8 @@ def test_an_error_that_is_ours_is_not_taken_for_the_machines(
     def broken(*args: object) -> None:
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
-    monkeypatch.setattr(build, "load", broken)
-    monkeypatch.setattr("offload_rt.api.load", broken)
+    monkeypatch.setattr(builder, "load", broken)
+    monkeypatch.setattr("offload_rt.llm.load", broken)
     with pytest.raises(RuntimeError, match="mat1"):
         line("--model", str(model), *SMALL, "--prompt", PROMPT)
 

@@ -10,7 +10,7 @@ import pytest
 
 from faults.counting import Count
 from faults.process import PATIENCE_S, Job, Zygote, judge, start_fresh
-from offload_rt.trace import Trace
+from offload_rt.system.trace import Trace
 
 Speaks = Callable[..., list[str]]
 Folder = Callable[[], Path]

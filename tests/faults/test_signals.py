@@ -13,7 +13,7 @@ import pytest
 
 from faults.counting import Count
 from faults.process import Ended, Job, Running, Zygote, judge, start_fresh
-from offload_rt import program
+from offload_rt.cli import process
 
 ENOUGH = 20  # characters that show that generation is under way
 SIGNALS = {"SIGINT": signal.SIGINT, "SIGTERM": signal.SIGTERM, "SIGHUP": signal.SIGHUP}
@@ -173,7 +173,7 @@ def test_another_signal_ends_what_does_not_end_of_itself(monkeypatch: pytest.Mon
     codes, now = [], [100.0]
     monkeypatch.setattr(os, "_exit", codes.append)
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    signals = program._Signals()
+    signals = process._Signals()
     with faults.one():
         with pytest.raises(KeyboardInterrupt):
             signals(signal.SIGINT, None)

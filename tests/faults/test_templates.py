@@ -13,9 +13,8 @@ from test_command_line import PROMPT
 
 from faults.counting import Count
 from faults.process import Job, judge
-from offload_rt import chat
 from offload_rt.errors import CheckpointError, PromptError
-from offload_rt.text import encode, load_tokenizer
+from offload_rt.text.detokenize import chat, encode, load_tokenizer
 
 ENDLESS = {
     "nested loops": "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3,

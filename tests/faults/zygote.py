@@ -41,14 +41,14 @@ def main(control: socket.socket, rehearsal: list[str]) -> None:
 
 
 def _rehearse(arguments: list[str]) -> None:
-    from offload_rt import run
+    from offload_rt.cli import run
 
     handler = signal.getsignal(signal.SIGTERM)
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         assert run.main(arguments) == 0
     signal.signal(signal.SIGTERM, handler)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for name in [name for name in sys.modules if name in ("offload_rt.run", "offload_rt.calibrate")]:
+    for name in [name for name in sys.modules if name in ("offload_rt.cli.run", "offload_rt.cli.calibrate")]:
         del sys.modules[name]
 
 

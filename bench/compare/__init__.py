@@ -1,0 +1,1 @@
+"""What all peers of a comparison share."""

@@ -1,0 +1,119 @@
+"""What a peer is asked, and what it answers."""
+
+import json
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from pkgutil import iter_modules
+from types import ModuleType
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all peers are given alike.
+
+    budget      bytes of device memory for those that offload; on a CPU, of memory
+    n_resident  layers that fit into the budget beside everything else, where a peer is told rather than decides
+    max_len     most tokens of prompt and answer together
+    scratch     folder for files of its own
+    """
+
+    model: Path
+    draft: Path
+    budget: int
+    n_resident: int
+    max_len: int
+    scratch: Path
+
+    def text(self) -> str:
+        """As JSON, for another process."""
+        return json.dumps(
+            {name: str(value) if isinstance(value, Path) else value for name, value in vars(self).items()}
+        )
+
+    @classmethod
+    def of(cls, text: str) -> "Job":
+        """Read what `text` wrote."""
+        raw = json.loads(text)
+        return cls(**raw | {name: Path(raw[name]) for name in ("model", "draft", "scratch")})
+
+
+@dataclass(frozen=True)
+class Supply:
+    """What a pass over the weights has to move.
+
+    source      "disk", "host" (over the link from CPU memory to the device) or "memory" (read where it is computed)
+    pass_bytes  that come from there in each pass
+    """
+
+    source: str
+    pass_bytes: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of a prompt.
+
+    arrivals  (seconds since the call, new tokens by then) after each pass; what makes caches cold is not counted
+    """
+
+    token_ids: list[int]
+    arrivals: list[tuple[float, int]]
+
+
+class Peer(Protocol):
+    """A loaded model."""
+
+    supply: Supply
+
+    def generate(self, prompt: list[int], n: int) -> Answer:
+        """Continue a prompt greedily by at most n tokens."""
+
+    def close(self) -> None:
+        """End what runs beside the answers."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a peer's process prints as its last line.
+
+    read_bytes     that storage delivered during each answer
+    device_bytes   peak of the device's memory; 0 on a CPU
+    versions       of the packages it needs
+    """
+
+    load_s: float
+    supply: Supply
+    answers: list[Answer]
+    read_bytes: list[int]
+    device_bytes: int
+    versions: dict[str, str]
+
+    def text(self) -> str:
+        """As one line of JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def of(cls, raw: dict) -> "Report":
+        """What `text` wrote, parsed."""
+        answers = [Answer(one["token_ids"], [(s, n) for s, n in one["arrivals"]]) for one in raw["answers"]]
+        return cls(**raw | {"supply": Supply(**raw["supply"]), "answers": answers})
+
+
+def names() -> tuple[str, ...]:
+    """All peers, sorted; a leading underscore marks a shared part."""
+    found = (module.name for module in iter_modules(import_module("bench.peers").__path__))
+    return tuple(sorted(name for name in found if not name.startswith("_")))
+
+
+def find(name: str) -> ModuleType:
+    """The module of a peer."""
+    return import_module(f"bench.peers.{name}")
+
+
+def refusal(peer: ModuleType) -> str | None:
+    """Why a peer cannot run here; None where it can."""
+    missing = [name for name in peer.PACKAGES if find_spec(name) is None]
+    return f"not installed: {', '.join(missing)}" if missing else peer.unfit()

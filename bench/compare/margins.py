@@ -1,0 +1,30 @@
+"""How close a call each greedy token was: where two systems part, whether it was over nothing.
+
+`python -m bench.compare.margins --model DIR --prompt JSON --tokens JSON` prints, for each token of an answer, by how much its
+logit is above that of the runner-up, in float32 and by the resident model.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+
+def main() -> None:
+    """Print one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--prompt", type=json.loads, required=True)
+    parser.add_argument("--tokens", type=json.loads, required=True)
+    flags = parser.parse_args()
+    model = AutoModelForCausalLM.from_pretrained(flags.model, dtype=torch.float32)
+    with torch.inference_mode():
+        logits = model(torch.tensor([flags.prompt + flags.tokens])).logits[0, len(flags.prompt) - 1 : -1]
+    best = logits.topk(2).values
+    print(json.dumps({"margins": (best[:, 0] - best[:, 1]).tolist()}))
+
+
+if __name__ == "__main__":
+    main()

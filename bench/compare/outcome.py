@@ -1,0 +1,210 @@
+"""From the runs of the peers to the rows of the table."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import mean, median
+
+from bench.compare import contract
+from bench.compare.contract import Job, Report
+from bench.measure import Spread, run_json
+from offload_rt.config import format_size
+
+REFERENCE = "transformers_resident"
+_SOURCES = {"disk": "disk", "host": "CPU memory", "memory": "memory"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One process of one peer, with one prompt; peak resident memory in bytes."""
+
+    report: Report
+    peak_rss: int
+
+    @property
+    def token_ids(self) -> list[int]:
+        """What it generated."""
+        return self.report.answers[0].token_ids
+
+    @property
+    def arrivals(self) -> list[tuple[float, int]]:
+        """(seconds, tokens by then) after each pass."""
+        return self.report.answers[0].arrivals
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Of all tokens after those of the first pass, which is the prompt's; of all where one pass brought them."""
+        (first_s, first_n), (last_s, last_n) = self.arrivals[0], self.arrivals[-1]
+        return (last_s - first_s) / (last_n - first_n) if last_n > first_n else last_s / last_n
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """After the first pass; of it where it brought all."""
+        first_n, last_n = self.arrivals[0][1], self.arrivals[-1][1]
+        return (last_n - first_n) / (len(self.arrivals) - 1) if last_n > first_n else last_n
+
+
+def run_peer(
+    name: str, job: Job, prompts: list[list[int]], warm_up: list[int], n_tokens: int, timeout_s: float = math.inf
+) -> Run:
+    """Let one peer answer in a process of its own. Raises RuntimeError with its last words if it fails."""
+    asked = {"prompts": prompts, "warm-up": warm_up, "tokens": n_tokens}
+    flags = [part for flag, value in asked.items() for part in (f"--{flag}", json.dumps(value))]
+    told = run_json(["-m", "bench.peers", name, "--job", job.text(), *flags], timeout_s)
+    return Run(Report.of(told.result), told.peak_rss)
+
+
+@dataclass(frozen=True)
+class Parting:
+    """A prompt and the token, counted from 0, at which an answer leaves the reference's.
+
+    margin  by which the reference's logit is above the runner-up's, in float32; None where it was not asked for
+    """
+
+    prompt: int
+    token: int
+    margin: float | None = None
+
+    def __str__(self) -> str:
+        close = f" ({self.margin:.3f} between the best two logits)" if self.margin is not None else ""
+        return f"token {self.token + 1} of prompt {self.prompt + 1}{close}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is told of a peer.
+
+    reason      why there are no figures; all else but the title is None then
+    source      where the weights come from in each pass, as `Supply` has it
+    floor_s     seconds per token if moving them, at the best rate of the run, were all there is
+    read_bytes  from storage for each token, the prompt's pass included
+    parted      where its tokens leave the reference's; empty where they never do
+    """
+
+    name: str
+    title: str
+    reason: str | None = None
+    source: str | None = None
+    seconds_per_token: Spread | None = None
+    floor_s: float | None = None
+    first_token_s: Spread | None = None
+    tokens_per_pass: float | None = None
+    peak_bytes: int | None = None
+    device_bytes: int | None = None
+    read_bytes: float | None = None
+    load_s: float | None = None
+    parted: tuple[Parting, ...] | None = None
+    versions: dict[str, str] | None = None
+
+    def entry(self) -> dict[str, object]:
+        """For the JSON line."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+def rows(
+    peers: Sequence[str],
+    runs: Mapping[str, Sequence[Run]],
+    reasons: Mapping[str, str],
+    gbps: Mapping[str, Sequence[float]],
+) -> list[Row]:
+    """One for each peer, the fastest first, those without figures last."""
+    reference = [run.token_ids for run in runs.get(REFERENCE, ())]
+    found = [
+        Row(name, contract.find(name).TITLE, reason=reasons[name])
+        if name in reasons
+        else _row(name, runs[name], gbps, reference)
+        for name in peers
+    ]
+    return sorted(found, key=lambda row: row.seconds_per_token.median if row.seconds_per_token else float("inf"))
+
+
+def _row(name: str, runs: Sequence[Run], gbps: Mapping[str, Sequence[float]], reference: list[list[int]]) -> Row:
+    supply, per_pass = runs[0].report.supply, mean(run.tokens_per_pass for run in runs)
+    n_tokens = sum(len(run.token_ids) for run in runs)
+    return Row(
+        name,
+        contract.find(name).TITLE,
+        source=supply.source,
+        seconds_per_token=Spread.of([run.seconds_per_token for run in runs]),
+        # A disk is not as fast in every round: what it could do in one, no figure of another is below.
+        floor_s=supply.pass_bytes / (max(gbps[supply.source]) * 1e9) / per_pass,
+        first_token_s=Spread.of([run.arrivals[0][0] for run in runs]),
+        tokens_per_pass=per_pass,
+        peak_bytes=max(run.peak_rss for run in runs),
+        device_bytes=max(run.report.device_bytes for run in runs),
+        read_bytes=sum(sum(run.report.read_bytes) for run in runs) / n_tokens,
+        load_s=median(run.report.load_s for run in runs),
+        parted=tuple(
+            Parting(i, at)
+            for i, (run, ids) in enumerate(zip(runs, reference, strict=False))
+            if (at := parting(run.token_ids, ids)) is not None
+        ),
+        versions=runs[0].report.versions,
+    )
+
+
+def with_margins(
+    found: Sequence[Row], model: Path, prompts: Sequence[list[int]], answers: Sequence[list[int]]
+) -> list[Row]:
+    """The rows, with how close a call it was wherever tokens part; `answers` are the reference's."""
+    parted = {one.prompt for row in found for one in row.parted or ()}
+    asked = {i: {"prompt": prompts[i], "tokens": answers[i]} for i in parted}
+    margins = {
+        i: run_json(
+            ["-m", "bench.compare.margins", "--model", str(model)]
+            + [part for flag, ids in both.items() for part in (f"--{flag}", json.dumps(ids))]
+        ).result["margins"]
+        for i, both in asked.items()
+    }
+    return [
+        replace(row, parted=tuple(replace(one, margin=_at(margins[one.prompt], one.token)) for one in row.parted))
+        if row.parted
+        else row
+        for row in found
+    ]
+
+
+def _at(margins: Sequence[float], i: int) -> float | None:
+    return margins[i] if i < len(margins) else None
+
+
+def parting(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """The first place where two answers differ, None where they do not."""
+    if list(one) == list(other):
+        return None
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+HEADS = ("system", "weights from", "s/token", "floor", "x floor", "first token s", "tokens/pass", "peak memory",
+         "read/token", "same tokens")  # fmt: skip
+
+
+def table(found: Sequence[Row]) -> str:
+    """All rows as a Markdown table."""
+    cells = [HEADS, *(_cells(row) for row in found)]
+    widths = [max(len(line[i]) for line in cells if len(line) > i) for i in range(len(HEADS))]
+    widths[1] = max(len(line[1]) for line in cells if len(line) == len(HEADS))
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=False)) + " |" for line in cells
+    ]
+    return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    if row.reason is not None:
+        return (row.title, f"did not run: {row.reason}")
+    seconds, per_pass = row.seconds_per_token, f"{row.tokens_per_pass:.2f}"
+    return (
+        row.title,
+        _SOURCES[row.source],
+        f"{seconds.median:.3f} ({seconds.least:.3f} to {seconds.largest:.3f})",
+        f"{row.floor_s:.3f}",
+        f"{seconds.median / row.floor_s:.2f}",
+        f"{row.first_token_s.median:.2f}",
+        per_pass,
+        format_size(row.peak_bytes + row.device_bytes),
+        format_size(row.read_bytes),
+        f"parts at {', '.join(map(str, row.parted))}" if row.parted else "yes",
+    )

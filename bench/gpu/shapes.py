@@ -1,0 +1,86 @@
+"""Models of any Llama's shape that compute the demo pair's functions: a few layers of their own, and one that repeats."""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+
+from bench.measure import ROOT
+from offload_rt import LLM
+from offload_rt.offload.placement import spread
+from offload_rt.tree.topology import Topology
+from offload_rt.weights.checkpoint import Checkpoint, open_checkpoint
+
+TARGET, DRAFT = ROOT / "models/demo-target", ROOT / "models/demo-draft"
+_N_OWN = {TARGET: 6, DRAFT: 3}
+_MARGIN = 1 << 30
+
+
+def written(source: Path, shape: str, *sizes: str) -> Path:
+    """A checkpoint of a shape with the source's own layers and one that changes nothing, in memory where that has room.
+
+    shape  a name that `scripts/expand.py --like` knows
+    sizes  further flags of `scripts/expand.py`
+    """
+    n_layers = _N_OWN[source] + 1
+    memory = Path("/dev/shm")
+    home = memory if memory.is_dir() and shutil.disk_usage(memory).free > 24 * _MARGIN else ROOT / "demo-cache"
+    out = home / f"offload_rt-{source.name}-{shape}"
+    subprocess.run(
+        [sys.executable, "scripts/expand.py", "--source", str(source), "--out", str(out), "--like", shape,
+         "--layers", str(n_layers), *sizes],
+        cwd=ROOT, check=True,
+    )  # fmt: skip
+    return out
+
+
+def repeated(checkpoint: Checkpoint, n_layers: int) -> Checkpoint:
+    """The same function with more layers: the last one, which changes nothing, stands between the others again and again."""
+    if n_layers == len(checkpoint.layers):
+        return checkpoint
+    own, filler = checkpoint.layers[:-1], checkpoint.layers[-1]
+    places = sorted(spread(n_layers, len(own)))
+    layers = [filler] * n_layers
+    for place, layer in zip(places, own, strict=True):
+        layers[place] = layer
+    spec = replace(checkpoint.spec, n_layers=n_layers, windows=(None,) * n_layers)
+    return replace(checkpoint, spec=spec, layers=tuple(layers))
+
+
+def random_tree(n: int, reach: int = 40) -> Topology:
+    """A random shape of n nodes, the parent of each among the `reach` nodes before it."""
+    random = np.random.default_rng(n)
+    return Topology(np.array([-1, *(random.integers(max(i - reach, 0), i) for i in range(1, n))]))
+
+
+@contextmanager
+def opened(target: Path, n_layers: int, draft: tuple[Path, int] | None = None, **settings: object) -> Iterator[LLM]:
+    """An LLM over a repeated target and, if one is given, a repeated draft with its number of layers.
+
+    Layers of the host that are the same lie there once, so it has room for all of them whatever their number.
+    """
+    deep = {target: n_layers} | ({draft[0]: draft[1]} if draft else {})
+    pair = {"draft_model": str(draft[0])} if draft else {}
+    with (
+        patch("offload_rt.llm.open_checkpoint", lambda path: repeated(open_checkpoint(path), deep[path])),
+        patch("offload_rt.engine.builder.memory_free", lambda: 1 << 40),
+        LLM(str(target), **pair, **settings) as llm,
+    ):
+        yield llm
+
+
+def plan_of(llm: LLM) -> dict[str, object]:
+    """Where its layers lie. Raises RuntimeError where some would come from the disk: the figures are those of the link."""
+    plan = llm.plan
+    if plan.count("disk"):
+        raise RuntimeError(f"{plan.count('disk')} layers lie on the disk")
+    return {
+        "resident_layers": plan.count("device"), "streamed_layers": plan.count("host"), "n_slots": plan.n_slots,
+        "streamed_bytes": plan.on("host"), "notice": llm.engine.notice,
+    }  # fmt: skip

@@ -1,0 +1,32 @@
+"""Accelerate's disk offload: the safetensors shards are read in place, whole layers stay in memory as far as the budget goes.
+
+The page cache is emptied before every pass: on a machine whose memory is smaller than the model it could not hold it either.
+"""
+
+import json
+import tempfile
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from bench.compare.contract import Job, Supply
+from bench.compare.transformers import TransformersPeer, layer_nbytes
+
+TITLE, PACKAGES = "Accelerate, disk offload", ("transformers", "accelerate")
+
+
+def unfit() -> str | None:
+    """It runs anywhere."""
+    return None
+
+
+def load(job: Job) -> TransformersPeer:
+    """As many layers resident as the others have, the rest on the disk, in one device map: no `.dat` copies are written."""
+    n_layers = json.loads((job.model / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"]
+    here = 0 if torch.cuda.is_available() else "cpu"
+    where = {f"model.layers.{i}": here if i < job.n_resident else "disk" for i in range(n_layers)}
+    where |= dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), here)
+    folder = tempfile.mkdtemp(dir=job.scratch)
+    model = AutoModelForCausalLM.from_pretrained(job.model, device_map=where, offload_folder=folder, dtype="auto")
+    moved = (n_layers - job.n_resident) * layer_nbytes(model)
+    return TransformersPeer(model, Supply("disk", moved), cold=job.model)

@@ -1,0 +1,21 @@
+"""transformers' assisted generation, target and draft both resident."""
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from bench.compare.contract import Job, Supply
+from bench.compare.transformers import TransformersPeer, nbytes
+
+TITLE, PACKAGES = "transformers, resident, assisted", ("transformers",)
+
+
+def unfit() -> str | None:
+    """It runs anywhere, if both models fit."""
+    return None
+
+
+def load(job: Job) -> TransformersPeer:
+    """All weights on the device; the number of drafted tokens follows the draft's confidence, as is the default."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model, draft = (AutoModelForCausalLM.from_pretrained(path, dtype="auto") for path in (job.model, job.draft))
+    return TransformersPeer(model.to(device), Supply("memory", nbytes(model)), assistant=draft.to(device))

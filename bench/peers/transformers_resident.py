@@ -1,0 +1,21 @@
+"""transformers with all weights in the memory of the device: the reference for the tokens, not for the memory."""
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from bench.compare.contract import Job, Supply
+from bench.compare.transformers import TransformersPeer, nbytes
+
+TITLE, PACKAGES = "transformers, resident", ("transformers",)
+
+
+def unfit() -> str | None:
+    """It runs anywhere, if the model fits."""
+    return None
+
+
+def load(job: Job) -> TransformersPeer:
+    """All weights on the device, whatever the budget."""
+    model = AutoModelForCausalLM.from_pretrained(job.model, dtype="auto")
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    return TransformersPeer(model, Supply("memory", nbytes(model)))

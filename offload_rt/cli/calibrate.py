@@ -1,0 +1,224 @@
+"""`python -m offload_rt.calibrate`: measure at leisure what a pair of models does on this machine, and keep it.
+
+It generates from a few prompts to learn how often the draft is right, times passes of every width, and prints what each
+size and depth of tree would cost for a token. Later runs start from what was measured.
+"""
+
+import json
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from offload_rt.cli.process import check_address_space, exit_code, run_program
+from offload_rt.config import EngineConfig, Parser, SamplingParams, add_flags, check_positive, from_flags, setting
+from offload_rt.errors import PromptError, SettingsError
+
+if TYPE_CHECKING:
+    from offload_rt.llm import LLM
+
+_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024)
+_DEPTHS = (2, 4, 6, 8, 12, 16, 24)
+
+
+@dataclass(frozen=True)
+class CalibrateSettings:
+    """What to learn from, and where to draw it."""
+
+    prompt_file: str | None = setting(None, "text whose paragraphs are continued; default: a few lines of program text")
+    temperature: float = setting(0.0, "at which acceptance is learned", parse=float)
+    tokens: int = setting(96, "tokens that each prompt is continued by", parse=int)
+    plot: str | None = setting(None, "file for a picture of it all, PNG; needs matplotlib")
+    json: bool = setting(False, "print one JSON object instead of the table")
+
+    def __post_init__(self) -> None:
+        check_positive("tokens", self.tokens)
+        SamplingParams(temperature=self.temperature)
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What was measured, and what follows from it.
+
+    acceptance  (ranks,)
+    widths      (m,) rows of a pass; pass_s (m,) its seconds, link and compute together; compute_s those of computing alone
+    cost        (len(sizes), len(depths)) seconds per token of the best tree of each size and depth
+    best        size and levels of the cheapest, and its seconds per token
+    """
+
+    acceptance: np.ndarray
+    widths: np.ndarray
+    pass_s: np.ndarray
+    compute_s: np.ndarray
+    link_s: float
+    level_s: float
+    sizes: tuple[int, ...]
+    depths: tuple[int, ...]
+    cost: np.ndarray
+    best: tuple[int, int, float]
+
+
+PROMPTS = (
+    "def read_lines(path, encoding='utf-8'):\n",
+    "class Queue:\n    def __init__(self, maxsize=0):\n",
+    "import os\nimport sys\n\n\ndef main(argv=None):\n",
+    "    def _check_closed(self):\n        if self.closed:\n",
+)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns its exit code."""
+    parser = Parser("python -m offload_rt.calibrate", __doc__.split("\n\n")[0])
+    for cls in (EngineConfig, CalibrateSettings):
+        add_flags(parser, cls)
+
+    def work() -> None:
+        flags = parser.parse_args(arguments)
+        _calibrate(from_flags(CalibrateSettings, flags), from_flags(EngineConfig, flags))
+
+    return exit_code(work)
+
+
+def _calibrate(settings: CalibrateSettings, config: EngineConfig) -> None:
+    if config.draft_model is None:
+        raise SettingsError("calibrate", need="a draft model", change="give one by --draft-model")
+    if config.tree_size == 1:
+        raise SettingsError(
+            "calibrate", need="trees of several nodes", have="--tree-size 1", change="raise --tree-size"
+        )
+    if settings.plot is not None:
+        from offload_rt.cli.format import check_plot
+
+        check_plot(settings.plot)
+    check_address_space()
+    from offload_rt.cli.format import quiet_libraries
+    from offload_rt.llm import LLM
+
+    quiet_libraries()
+    prompts = _prompts(settings.prompt_file)
+    if config.drafter != "static_tree":
+        with LLM.from_config(config) as llm:
+            _generate(llm, settings, prompts)
+    # The table is of trees of one shape: only of these is it known beforehand what they yield.
+    with LLM.from_config(replace(config, drafter="static_tree", rule="auto")) as llm:
+        _generate(llm, settings, prompts)
+        findings = _find(llm, settings.temperature, settings.tokens)
+    if settings.json:
+        print(json.dumps(_as_json(findings)))
+    else:
+        _print_table(findings)
+    if settings.plot is not None:
+        _draw(findings, settings.plot)
+
+
+def _generate(llm: "LLM", settings: CalibrateSettings, prompts: list[str]) -> None:
+    """Continue every prompt, which teaches the drafter; what it learned is kept when the model is closed."""
+    params = SamplingParams(max_new_tokens=settings.tokens, temperature=settings.temperature)
+    drafter = llm.blueprint.drafting.module.__name__.rsplit(".", 1)[-1]
+    for prompt in prompts:
+        stats = llm.generate(prompt, params)[0].stats
+        print(
+            f"{drafter}: {stats.tokens_per_pass:.2f} tokens per pass, {stats.seconds_per_token:.4f} s per token "
+            f"after {prompt[:40]!r}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _prompts(path: str | None) -> list[str]:
+    if path is None:
+        return list(PROMPTS)
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PromptError(f"--prompt-file {path}: {error}", change="give a text file that can be read") from error
+    paragraphs = [part for part in text.split("\n\n") if part.strip()]
+    if not paragraphs:
+        raise PromptError(f"--prompt-file {path} is empty", change="give it some text")
+    return paragraphs
+
+
+def _find(llm: "LLM", temperature: float, context: int) -> Findings:
+    from offload_rt.tree.choose import choose, sizes_up_to
+    from offload_rt.tree.search import search
+
+    drafter, pace, limits = llm.engine.drafter, llm.engine.pace, llm.blueprint.limits
+    acceptance = drafter.acceptance_at(temperature).by_rank()
+    table = search(acceptance, limits.n_nodes, limits.n_levels).values
+    sizes = tuple(n for n in _SIZES if n <= limits.n_nodes)
+    depths = tuple(n for n in _DEPTHS if n <= limits.n_levels)
+    seconds = pace.seconds(np.array(sizes)[:, None], context, pace.level_s * (np.array(depths) - 1))
+    every = sizes_up_to(limits.n_nodes)
+    draft_s = pace.level_s * np.arange(limits.n_levels)
+    choice = choose(table, every, pace.seconds(every[:, None], context, draft_s))
+    streamed = [nbytes / pace.profile.link(tier) / 1e9 for tier, nbytes in llm.plan.pass_bytes.streamed if nbytes]
+    return Findings(
+        acceptance=acceptance,
+        widths=every,
+        pass_s=pace.seconds(every, context),
+        compute_s=pace.profile.compute.at(every, context),
+        link_s=max(streamed, default=0.0),
+        level_s=pace.level_s,
+        sizes=sizes,
+        depths=depths,
+        cost=seconds / table[np.ix_(sizes, depths)],
+        best=(choice.n_nodes, choice.n_levels, choice.seconds / choice.tokens),
+    )
+
+
+def _as_json(findings: Findings) -> dict[str, object]:
+    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in vars(findings).items()}
+
+
+def _print_table(findings: Findings) -> None:
+    from rich.table import Table
+
+    from offload_rt.cli.format import print_table
+
+    table = Table(title="seconds per token by size (rows) and levels (columns) of the tree")
+    table.add_column("nodes", justify="right")
+    for depth in findings.depths:
+        table.add_column(str(depth), justify="right")
+    for size, costs in zip(findings.sizes, findings.cost, strict=True):
+        table.add_row(str(size), *(f"{cost:.4f}" for cost in costs))
+    print_table(table)
+    ranks = ", ".join(f"{p:.3f}" for p in findings.acceptance[:8])
+    n_nodes, n_levels, seconds = findings.best
+    print(f"acceptance by rank: {ranks} ...")
+    print(
+        f"best: {n_nodes} nodes on {n_levels} levels, {seconds:.4f} s per token; plain {findings.pass_s[0]:.4f} s; "
+        f"link {findings.link_s:.4f} s a pass, a level of the draft {findings.level_s:.4f} s"
+    )
+
+
+def _draw(findings: Findings, path: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    from offload_rt.cli.format import save_figure
+
+    figure, (ranks, passes, cost) = pyplot.subplots(1, 3, figsize=(15, 4.5), layout="constrained")
+    ranks.bar(np.arange(1, 17), findings.acceptance[:16], color="tab:blue")
+    ranks.set(title="acceptance by rank", xlabel="rank among siblings", ylabel="probability", yscale="log")
+    passes.plot(findings.widths, findings.pass_s, label="pass, predicted", color="tab:blue")
+    passes.plot(findings.widths, findings.compute_s, "--", label="compute, measured", color="tab:orange")
+    passes.axhline(findings.link_s, ls=":", color="tab:gray", label="link")
+    passes.set(
+        title="pass time by width", xlabel="nodes verified together", ylabel="seconds", xscale="log", ylim=(0, None)
+    )
+    passes.legend()
+    for depth, costs in zip(findings.depths, findings.cost.T, strict=True):
+        cost.plot(findings.sizes, costs, marker=".", label=f"{depth} levels")
+    n_nodes, n_levels, seconds = findings.best
+    cost.plot([n_nodes], [seconds], "*", ms=14, color="black", label=f"best: {n_nodes} nodes, {n_levels} levels")
+    cost.set(title="seconds per token", xlabel="nodes of the tree", ylabel="seconds", xscale="log", ylim=(0, None))
+    cost.legend(fontsize="small")
+    save_figure(figure, Path(path), dpi=120)
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(main))

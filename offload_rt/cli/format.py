@@ -1,0 +1,189 @@
+"""What a person sees: the loading bar, the plan as a table, the closing report. All of it goes to stderr or where asked."""
+
+import io
+import os
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
+from rich.table import Table
+
+from offload_rt.config import format_size
+from offload_rt.errors import SettingsError
+from offload_rt.offload.placement import Plan
+from offload_rt.system.files import write_atomically
+from offload_rt.system.machine import MachineProfile, PassBytes, pass_time
+
+if TYPE_CHECKING:  # these take seconds to load, and a plan needs none of them
+    from matplotlib.figure import Figure
+
+    from offload_rt.engine.builder import Blueprint
+    from offload_rt.llm import Stats
+
+_SECONDS_BETWEEN_DRAWS = 0.1
+
+
+class LoadingBar:
+    """A progress bar with GB and GB/s; a context manager, called with (bytes so far, bytes in all)."""
+
+    def __init__(self, console: Console) -> None:
+        columns = (TextColumn("loading"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeElapsedColumn())
+        self._console = console
+        # In a log file a bar is noise: one line at the end says the same.
+        # Drawn by the one who calls, for a thread of the bar's own is waited for in ways that an interrupt can break.
+        self._bar = Progress(*columns, console=console, disable=not console.is_terminal, auto_refresh=False)
+        self._task = self._bar.add_task("loading", total=None)
+        self._started: float | None = None
+        self._drawn = 0.0
+
+    def __enter__(self) -> "LoadingBar":
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def __call__(self, done: int, total: int) -> None:
+        """Draw it anew, now and then and at the end; not drawn where nobody watches."""
+        now = time.perf_counter()
+        # Planning and opening come before the first byte and are no part of the rate.
+        self._started = self._started or now
+        if done >= total or now - self._drawn > _SECONDS_BETWEEN_DRAWS:
+            self._drawn = now
+            self._bar.update(self._task, completed=done, total=total, refresh=True)
+        if done >= total and not self._console.is_terminal:
+            seconds = now - self._started
+            self._console.print(
+                f"loaded {total / 1e9:.2f} GB in {seconds:.2f} s{_rate(total, seconds)}", highlight=False
+            )
+
+
+def _rate(nbytes: int, seconds: float) -> str:
+    """`", 1.50 GB/s"`; nothing where all came at once."""
+    return f", {nbytes / seconds / 1e9:.2f} GB/s" if seconds else ""
+
+
+def plan_table(blueprint: "Blueprint", profile: MachineProfile) -> Table:
+    """What lies where, what a pass moves, and what it should cost."""
+    plan = blueprint.plan
+    title = f"{blueprint.checkpoint.directory} on {blueprint.device.type}, {blueprint.dtype}".replace("torch.", "")
+    table = placement_table(title, plan, blueprint.cache_rows)
+    for tier, nbytes in plan.pass_bytes.streamed:
+        if nbytes:
+            table.add_row(
+                f"bytes per pass at {profile.link(tier):.2f} GB/s (measured)", f"{tier} to device", format_size(nbytes)
+            )
+    seconds = pass_time(profile, plan.pass_bytes)
+    token = "token" if blueprint.limits.n_nodes == 1 else "pass of a token"
+    table.add_row(
+        f"predicted, weights read at {profile.memory_gbps:.1f} GB/s", profile.source, f"{seconds:.3f} s per {token}"
+    )
+    return table
+
+
+def placement_table(title: str, plan: Plan, cache_rows: int) -> Table:
+    """What lies where."""
+    table = Table(title=title)
+    table.add_column("what")
+    table.add_column("where")
+    table.add_column("size", justify="right")
+    table.add_row("embedding, last norm, head", "device", format_size(plan.need.outer))
+    table.add_row(f"cache of {cache_rows} tokens", "device", format_size(plan.need.cache))
+    table.add_row("activations", "device", format_size(plan.need.scratch))
+    if plan.need.draft:
+        table.add_row("draft model, its cache and laws", "device", format_size(plan.need.draft))
+    if plan.need.libraries:
+        table.add_row("left to libraries", "device", format_size(plan.need.libraries))
+    if plan.n_slots:
+        table.add_row(f"{plan.n_slots} slots", "device", format_size(plan.n_slots * plan.slot_nbytes))
+    for tier in ("device", "host", "disk"):
+        if plan.count(tier):
+            table.add_row(f"{plan.count(tier)} of {len(plan.tiers)} layers", tier, format_size(plan.on(tier)))
+    table.add_row(
+        "used of the budget",
+        "device",
+        f"{format_size(plan.device_nbytes)} of {format_size(plan.budgets.device)}",
+        end_section=True,
+    )
+    return table
+
+
+def quiet_libraries() -> None:
+    """Let transformers report errors only: its warnings quote whatever a config holds, and no run depends on them."""
+    # Not at the top: it takes seconds to load, and a plan needs none of it.
+    from transformers.utils import logging
+
+    if "TRANSFORMERS_VERBOSITY" not in os.environ:
+        logging.set_verbosity_error()
+
+
+def print_table(table: Table) -> None:
+    """Print to stdout; rich itself would end the program where nobody reads any more. Raises OSError."""
+    console = Console()
+    with console.capture() as captured:
+        console.print(table)
+    print(captured.get(), end="", flush=True)
+
+
+def report(stats: "Stats", moved: PassBytes, plain_s: float | None = None) -> str:
+    """The closing report.
+
+    plain_s  seconds of a pass of plain decoding, where they were measured
+    """
+    lines = [
+        f"{stats.n_tokens} tokens in {stats.seconds:.2f} s ({stats.prefill_seconds:.2f} s of it the first pass): "
+        f"{stats.seconds_per_token:.3f} s per token, {stats.tokens_per_pass:.2f} tokens per pass"
+    ]
+    if stats.measured_seconds_per_token is not None and stats.nodes_per_tree > 1:
+        lines.append(
+            f"trees of {stats.nodes_per_tree:.0f} nodes on {stats.levels_per_tree:.1f} levels; after the first pass "
+            f"{stats.measured_seconds_per_token:.3f} s per token, {stats.predicted_seconds_per_token:.3f} s predicted; "
+            f"drafting {stats.draft_seconds / stats.seconds:.0%} of the time, verifying "
+            f"{stats.verify_seconds / stats.seconds:.0%}, waiting for a layer {stats.wait_seconds / stats.seconds:.0%}"
+        )
+    if plain_s is not None and stats.measured_seconds_per_token is not None:
+        lines.append(
+            f"a pass of plain decoding takes {plain_s:.3f} s (measured): "
+            f"{plain_s / stats.measured_seconds_per_token:.2f} times faster"
+        )
+    lines.append(_link_line(stats, moved))
+    return "\n".join(lines)
+
+
+def _link_line(stats: "Stats", moved: PassBytes) -> str:
+    streamed = sum(nbytes for _, nbytes in moved.streamed)
+    if not streamed or not stats.link_gbps:
+        return "all weights resident: nothing crossed a link"
+    floor = streamed / (stats.link_gbps * 1e9) / stats.tokens_per_pass
+    return (
+        f"{streamed / 1e9:.2f} GB per pass at {stats.link_gbps:.2f} GB/s, link busy {stats.link_busy:.0%} of the time; "
+        f"floor at this rate {floor:.3f} s per token"
+    )
+
+
+def save_figure(figure: "Figure", path: Path, dpi: int) -> None:
+    """Write a picture as PNG, whole or not at all, and be done with it. Raises OSError."""
+    from matplotlib import pyplot
+
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=dpi)
+    pyplot.close(figure)
+    write_atomically(path, picture.getvalue())
+
+
+def check_plot(path: str) -> None:
+    """Raises SettingsError where a picture cannot be drawn, or not be written to this file."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise SettingsError(
+            "--plot", need="matplotlib", have="none", change="pip install 'offload-rt[plot]'"
+        ) from error
+    folder = Path(path).resolve().parent
+    if not folder.is_dir():
+        raise SettingsError(f"--plot {path}", need="a folder that exists", have=f"no {folder}", change="make it")

@@ -1,0 +1,199 @@
+"""`python -m offload_rt.run`: generate from a checkpoint larger than its memory budget.
+
+Text goes to stdout as it is produced; progress and the report go to stderr. Exit codes: 0 done, 2 the user's input or
+settings, 3 the machine could not (memory, disk, driver), 130 interrupted.
+"""
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from offload_rt.cli.process import INTERRUPTED, check_address_space, exit_code, run_program, whole
+from offload_rt.config import EngineConfig, Parser, SamplingParams, add_flags, from_flags, setting
+from offload_rt.errors import PromptError
+
+if TYPE_CHECKING:
+    from offload_rt.llm import LLM, Output
+
+# Bytes of a prompt; no model's context is as long, and a device or a pipe may never end.
+_MOST_PROMPT = 1 << 28
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What the command line does beyond building an engine and sampling."""
+
+    prompt: str | None = setting(None, "text to continue")
+    prompt_file: str | None = setting(None, "file with the text to continue; - is stdin")
+    chat: bool = setting(False, "take the prompt as the user's turn, through the model's chat template")
+    plan: bool = setting(False, "print what would lie where and what a token would cost, and end")
+    json: bool = setting(False, "print one JSON object with text, token ids and stats instead of text")
+    quiet: bool = setting(False, "no progress bar and no report")
+    show_tree: bool = setting(False, "print the largest tree that was verified")
+    baseline: bool = setting(
+        False, "afterwards time some passes of plain decoding, and say how many times faster it was"
+    )
+    trace: str | None = setting(None, "file for the timeline of the run, as a Chrome trace")
+
+    def __post_init__(self) -> None:
+        if self.plan:
+            return
+        if (self.prompt is None) == (self.prompt_file is None):
+            have = "neither" if self.prompt is None else "both"
+            raise PromptError("the prompt", need="--prompt or --prompt-file", have=have, change="give one of them")
+
+
+@dataclass
+class _Progress:
+    """What has come out so far, for the case that the run ends early.
+
+    as_json  it is printed as one object at the end, not as it comes
+    is_told  all that there will be is on stdout
+    """
+
+    as_json: bool = False
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    is_told: bool = False
+
+    def tell_rest(self, code: int) -> None:
+        """End the text where it is, or print the object of what there is of it."""
+        if self.is_told:
+            return
+        if self.as_json and self.token_ids:
+            _print_json(self.text, list(self.token_ids), "interrupted" if code == INTERRUPTED else "error", None)
+        elif self.text and not self.as_json:
+            print()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns its exit code."""
+    # Where the terminal's coding has no such character, a mark stands for it: the run is worth more than the character.
+    sys.stdout.reconfigure(errors="replace")
+    so_far = _Progress()
+
+    def work() -> None:
+        flags = _parser().parse_args(arguments)
+        so_far.as_json = flags.json and not flags.plan
+        settings, config = from_flags(RunSettings, flags), from_flags(EngineConfig, flags)
+        _run(settings, config, from_flags(SamplingParams, flags), so_far)
+
+    return exit_code(work, so_far.tell_rest)
+
+
+def _parser() -> Parser:
+    parser = Parser("python -m offload_rt.run", "Generate from a model larger than the memory of its device.")
+    for cls in (EngineConfig, RunSettings, SamplingParams):
+        add_flags(parser, cls)
+    return parser
+
+
+def _run(settings: RunSettings, config: EngineConfig, params: SamplingParams, so_far: _Progress) -> None:
+    check_address_space()
+    # Not at the top: a wrong flag is told before the seconds that torch takes to load.
+    from rich.console import Console
+
+    from offload_rt.cli.format import LoadingBar, quiet_libraries, report
+    from offload_rt.llm import LLM
+    from offload_rt.system.trace import Trace
+    from offload_rt.tree.describe import describe
+
+    quiet_libraries()
+    prompt = None if settings.plan else _prompt(settings)
+    if settings.plan:
+        return _print_plan(config, settings.json)
+    console = Console(stderr=True, quiet=settings.quiet)
+    trace = Trace(on=settings.trace is not None)
+    if settings.trace is not None:
+        trace.write(Path(settings.trace))  # a file that cannot be written is told before the work, not after
+    with LLM.open(config) as llm:
+        ids = llm.encode(prompt, settings.chat)
+        llm.check_prompt(ids)
+        with LoadingBar(console) as bar:
+            llm.load(trace, bar)
+        for notice in filter(None, (llm.blueprint.notice, llm.engine.notice)):
+            console.print(notice, highlight=False, soft_wrap=True)
+        try:
+            output = _generate(llm, ids, params, so_far)
+        finally:
+            if settings.trace is not None:
+                trace.write(Path(settings.trace))
+        if settings.json:
+            with whole():
+                _print_json(output.text, output.token_ids, output.finish_reason, asdict(output.stats))
+                so_far.is_told = True
+        plain = median(llm.time_plain(len(ids))) if settings.baseline else None
+        console.print(report(output.stats, llm.plan.pass_bytes, plain), highlight=False, soft_wrap=True)
+        if settings.show_tree:
+            console.print(describe(output.topology), highlight=False, soft_wrap=True, markup=False)
+
+
+def _generate(llm: "LLM", ids: list[int], params: SamplingParams, so_far: _Progress) -> "Output":
+    for piece in llm.stream(ids, params):
+        with whole():
+            so_far.text += piece.text
+            so_far.token_ids += tuple(piece.token_ids)
+            if not so_far.as_json:
+                print(piece.text, end="", flush=True)
+    if not so_far.as_json:
+        with whole():
+            print(flush=True)
+            so_far.is_told = True
+    return piece.output
+
+
+def _prompt(settings: RunSettings) -> str:
+    if settings.prompt is not None:
+        if not settings.prompt.isascii() and any("\ud800" <= character <= "\udfff" for character in settings.prompt):
+            raise PromptError("--prompt is not UTF-8 text", change="convert it")
+        return settings.prompt
+    try:
+        with sys.stdin.buffer if settings.prompt_file == "-" else Path(settings.prompt_file).open("rb") as file:
+            raw = file.read(_MOST_PROMPT + 1)
+        if len(raw) > _MOST_PROMPT:
+            raise PromptError(
+                f"--prompt-file {settings.prompt_file} is too long",
+                need=f"at most {_MOST_PROMPT} bytes",
+                change="shorten it",
+            )
+        return raw.decode("utf-8")
+    except OSError as error:
+        raise PromptError(
+            f"--prompt-file {settings.prompt_file}: {error.strerror}", change="give a file that can be read"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise PromptError(f"--prompt-file {settings.prompt_file} is not UTF-8 text", change="convert it") from error
+
+
+def _print_plan(config: EngineConfig, as_json: bool) -> None:
+    from offload_rt.cli.format import plan_table, print_table
+    from offload_rt.engine import profile
+    from offload_rt.llm import LLM
+    from offload_rt.system.machine import pass_time
+
+    with LLM.open(config) as llm:
+        blueprint = llm.blueprint
+        n_layers = blueprint.checkpoint.spec.n_layers
+        profile = profile.profile(blueprint.disk, n_layers, blueprint.dtype, blueprint.device)
+    if as_json:
+        seconds = pass_time(profile, blueprint.plan.pass_bytes)
+        print(
+            json.dumps(
+                {"plan": asdict(blueprint.plan), "profile": asdict(profile), "predicted_seconds_per_token": seconds}
+            )
+        )
+    else:
+        print_table(plan_table(blueprint, profile))
+
+
+def _print_json(text: str, token_ids: list[int], finish_reason: str, stats: dict[str, Any] | None) -> None:
+    print(
+        json.dumps({"text": text, "token_ids": token_ids, "finish_reason": finish_reason, "stats": stats}), flush=True
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(main))

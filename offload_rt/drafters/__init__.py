@@ -1,1 +1,0 @@
-"""Who drafts the tree: one file each."""

@@ -1,0 +1,169 @@
+"""How much of what fits: the bytes beside the layers, how large trees and how long contexts may be, and the placement.
+
+It needs only the sizes of a model, so a machine can be planned for from a config.json alone.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from offload_rt.config import EngineConfig
+from offload_rt.errors import CapacityError
+from offload_rt.executor.runner import CHUNK_ROWS
+from offload_rt.models.spec import ModelSpec
+from offload_rt.offload.placement import Budgets, Need, Plan, least_budget, place
+from offload_rt.speculate.draft_model import draft_rows
+from offload_rt.speculate.protocols import DraftLimits
+from offload_rt.speculate.select import Drafting
+from offload_rt.weights.checkpoint import Checkpoint
+from offload_rt.weights.layout import packed_layout
+
+# Part of the free memory that is left to others, and at least so many bytes of it.
+_MARGIN, _LEAST_MARGIN = 0.05, 256 << 20
+# What libraries of a GPU take of the budget for their own work, and what is lost between blocks of different sizes.
+LIBRARIES = 256 << 20
+# Part of the budget that the default context may take.
+_CACHE_SHARE = 1 / 8
+# The default context is never shorter, however small the budget: a refusal is better than a model that forgets at once.
+_SHORTEST_CONTEXT = 256
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What planning has to know of a model.
+
+    layer_nbytes  bytes of each layer's block
+    outer_nbytes  bytes of the weights outside the layers
+    dtype         of the weights
+    n_converted   numbers of the largest tensor that is converted where it is used; 0 where none is
+    """
+
+    spec: ModelSpec
+    layer_nbytes: tuple[int, ...]
+    outer_nbytes: int
+    dtype: torch.dtype
+    n_converted: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights."""
+        return sum(self.layer_nbytes) + self.outer_nbytes
+
+    @classmethod
+    def of_checkpoint(cls, checkpoint: Checkpoint, dtype: torch.dtype) -> "Sizes":
+        """Of the tensors as they are stored, computed with in `dtype`."""
+        records = [record for records in (*checkpoint.layers, checkpoint.outer) for record in records]
+        return cls(
+            spec=checkpoint.spec,
+            layer_nbytes=tuple(sum(one.stop - one.start for one in layer) for layer in checkpoint.layers),
+            outer_nbytes=sum(record.stop - record.start for record in checkpoint.outer),
+            dtype=checkpoint.layers[0][0].torch_dtype(),
+            n_converted=max((math.prod(one.shape) for one in records if one.torch_dtype() != dtype), default=0),
+        )
+
+    @classmethod
+    def of_spec(cls, spec: ModelSpec, dtype: torch.dtype) -> "Sizes":
+        """Of a model whose weights are all of `dtype`, laid out as they are on a device."""
+        layer = packed_layout((name, shape, dtype) for name, shape in spec.layer_tensors())
+        outer = sum(math.prod(shape) for _, shape in spec.outer_tensors())
+        return cls(spec, (layer.nbytes,) * spec.n_layers, outer * dtype.itemsize, dtype)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What fits.
+
+    max_model_len  most tokens of a sequence
+    cache_rows     rows of keys and values that the plan has room for
+    """
+
+    plan: Plan
+    limits: DraftLimits
+    max_model_len: int
+    cache_rows: int
+
+
+def less_margin(free: int) -> int:
+    """Free bytes without those that are left to others."""
+    return max(free - max(int(free * _MARGIN), _LEAST_MARGIN), 0)
+
+
+def fit(
+    config: EngineConfig, drafting: Drafting, models: tuple[Sizes, Sizes | None], dtype: torch.dtype, budgets: Budgets
+) -> Fit:
+    """How large trees and contexts may be, and what lies where.
+
+    models  the target and the draft model
+    Raises CapacityError if it cannot lie anywhere.
+    """
+    target, draft = models
+    spec = target.spec
+
+    def needed(max_len: int, n_nodes: int) -> Need:
+        return replace(need(target, draft, dtype, max_len, n_nodes), libraries=budgets.libraries)
+
+    shortest = config.max_model_len or min(_SHORTEST_CONTEXT, spec.max_positions)
+    plain = needed(shortest, 1)
+    limits = drafting.limits(
+        config,
+        lambda n: needed(shortest, n).total - plain.total,
+        budgets.device,
+        least_budget(target.layer_nbytes, plain),
+    )
+    max_len = _max_model_len(
+        config,
+        spec,
+        dtype.itemsize,
+        budgets.device,
+        lambda n: least_budget(target.layer_nbytes, needed(n, limits.n_nodes)),
+    )
+    plan = place(target.layer_nbytes, needed(max_len, limits.n_nodes), budgets)
+    return Fit(plan, limits, max_len, _cache_rows(max_len, limits.n_nodes))
+
+
+def need(target: Sizes, draft: Sizes | None, dtype: torch.dtype, max_len: int, n_nodes: int) -> Need:
+    """Bytes on the device besides layers, for sequences of up to `max_len` tokens and trees of up to `n_nodes`."""
+    spec = target.spec
+    hidden = 2 * (max_len + n_nodes) * spec.hidden_size * dtype.itemsize
+    rows = min(CHUNK_ROWS, max_len + n_nodes)
+    return Need(
+        outer=target.outer_nbytes,
+        cache=_cache_rows(max_len, n_nodes) * spec.kv_nbytes(dtype.itemsize),
+        scratch=hidden + target.n_converted * dtype.itemsize + spec.scratch_nbytes(rows, n_nodes, dtype.itemsize),
+        draft=_draft_nbytes(draft, spec.vocab_size, max_len, n_nodes) if draft else 0,
+    )
+
+
+def _draft_nbytes(draft: Sizes, vocab_size: int, max_len: int, n_nodes: int) -> int:
+    """Bytes a draft model takes on the device: weights, cache, activations, and the laws its trees were drawn from."""
+    itemsize = draft.dtype.itemsize
+    cache = draft_rows(max_len, n_nodes) * draft.spec.kv_nbytes(itemsize)
+    # Noise, its order and a copy of the law, of float32, for one level; and the laws of all nodes.
+    laws = n_nodes * vocab_size * 4 * 4
+    return draft.nbytes + cache + draft.spec.scratch_nbytes(n_nodes, n_nodes, itemsize) + laws
+
+
+def _max_model_len(
+    config: EngineConfig, spec: ModelSpec, itemsize: int, budget: int, least: Callable[[int], int]
+) -> int:
+    """The setting, or the longest context whose cache takes its share of the budget and leaves room for the rest.
+
+    least  the smallest budget that would do for a context
+    """
+    limit, asked = spec.max_positions, config.max_model_len
+    if asked is not None and asked > limit:
+        raise CapacityError("--max-model-len", need=str(asked), have=f"a model of {limit} positions", change="lower it")
+    if asked is not None:
+        return asked
+    shortest = min(_SHORTEST_CONTEXT, limit)
+    lengths = range(shortest, limit + 1)
+    fits = bisect_right(lengths, budget, key=lambda n: max(least(n), int(n * spec.kv_nbytes(itemsize) / _CACHE_SHARE)))
+    return max(shortest, shortest + fits - 1)
+
+
+def _cache_rows(max_len: int, max_nodes: int) -> int:
+    """Rows of one sequence of the longest kind: all its tokens but the last, and a tree."""
+    return max_len - 1 + max_nodes

@@ -1,0 +1,272 @@
+"""Measures what the machine can do: how its disk likes to be read, and how fast the device reads weights."""
+
+import hashlib
+import os
+import platform
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from offload_rt.executor.runner import Placing, Runner, Step
+from offload_rt.kv.cache import KVCache
+from offload_rt.models.spec import ModelSpec
+from offload_rt.offload.device import DeviceTier
+from offload_rt.offload.disk import DiskTier, ReadSettings
+from offload_rt.offload.pinning import pin, unpin
+from offload_rt.offload.stream_threads import ThreadStreamer
+from offload_rt.offload.streamer import Block, Supply
+from offload_rt.offload.tier import Tier, read_parallel
+from offload_rt.system.files import read_cached, write_cached
+from offload_rt.system.machine import ComputeTimes, MachineProfile, PassBytes
+from offload_rt.system.trace import Trace
+from offload_rt.tree.topology import Topology
+from offload_rt.weights.formats import dense
+from offload_rt.weights.header import TensorRecord
+from offload_rt.weights.layout import LayerImage, host_block, packed_layout
+
+_CACHE, _VERSION = "disk.json", 1
+_CANDIDATES = (ReadSettings(1 << 20, 4), ReadSettings(4 << 20, 2), ReadSettings(512 << 10, 8), ReadSettings(2 << 20, 4))
+_ROUNDS = 3
+_PASSES, _PASSES_VERSION, _REPEATS = "passes.json", 1, 2
+# Of a pass; a cache that says anything else is damaged, and numbers of other sizes overflow in what follows from them.
+_SHORTEST_S, _LONGEST_S = 1e-9, 1e6
+# Remembered times are measured anew when they are off by this much.
+_STALE = 1.3
+# A setting must win by this much before it displaces the first: less is noise on a shared disk.
+_MARGIN = 1.05
+
+
+def read_settings(layers: Sequence[Sequence[TensorRecord]], names: Sequence[str]) -> ReadSettings:
+    """The best way to read these blocks, measured once for each disk and remembered.
+
+    layers, names  as `DiskTier` takes them
+    """
+    disk = _disk_of(layers[0][0].path)
+    known = read_cached(_CACHE, _VERSION)
+    for settings in _CANDIDATES:  # anything else was not measured by this program
+        if known.get(disk) == [settings.request_nbytes, settings.n_parallel]:
+            return settings
+    best = _measure_settings(layers[: min(len(layers), 2)], names)
+    write_cached(_CACHE, _VERSION, {**known, disk: [best.request_nbytes, best.n_parallel]})
+    return best
+
+
+def link_gbps(tier: Tier, n_layers: int, seconds: float = 0.5) -> float:
+    """GB/s at which a tier delivers, reading whole blocks one after the other for about so long."""
+    block = host_block(max(tier.layout(i).nbytes for i in range(n_layers)))
+    started, nbytes, i = time.perf_counter(), 0, 0
+    while (elapsed := time.perf_counter() - started) < seconds or nbytes == 0:
+        nbytes += read_parallel(tier.reads(i % n_layers, block), tier.n_parallel)
+        i += 1
+    return nbytes / elapsed / 1e9 if elapsed else nbytes / (time.perf_counter() - started) / 1e9
+
+
+def memory_gbps(dtype: torch.dtype, device: torch.device, nbytes: int = 64 << 20) -> float:
+    """GB/s at which the device reads a matrix in a product with one vector."""
+    width = 4096
+    matrix = torch.ones(nbytes // dtype.itemsize // width, width, dtype=dtype, device=device)
+    vector = torch.ones(1, width, dtype=dtype, device=device)
+    seconds = []
+    for _ in range(4):
+        started = time.perf_counter()
+        torch.nn.functional.linear(vector, matrix).sum().item()
+        seconds.append(time.perf_counter() - started)
+    return nbytes / median(seconds[1:]) / 1e9
+
+
+def profile(tier: Tier, n_layers: int, dtype: torch.dtype, device: torch.device) -> MachineProfile:
+    """Measure this machine with the layers of a tier on the disk."""
+    disk, memory = link_gbps(tier, n_layers), memory_gbps(dtype, device)
+    # Without a GPU host and device are the same memory.
+    host = memory if device.type == "cpu" else upload_gbps(device)
+    return MachineProfile(f"this machine, {device.type}", True, (("disk", disk), ("host", host)), memory)
+
+
+def upload_gbps(device: torch.device, nbytes: int = 256 << 20) -> float:
+    """GB/s at which a GPU copies pinned memory of the host."""
+    source, target = host_block(nbytes), torch.empty(nbytes, dtype=torch.uint8, device=device)
+    pinned = pin(source)
+    try:
+        seconds = []
+        for _ in range(4):
+            torch.cuda.synchronize(device)
+            started = time.perf_counter()
+            target.copy_(source, non_blocking=True)
+            torch.cuda.synchronize(device)
+            seconds.append(time.perf_counter() - started)
+    finally:
+        if pinned:
+            unpin(source)
+    return nbytes / min(seconds[1:]) / 1e9
+
+
+def pass_profile(runner: Runner, moved: PassBytes, rows: tuple[int, int]) -> MachineProfile:
+    """What passes of a loaded model cost: computing is remembered for each machine, model and dtype, the link measured.
+
+    rows  the most rows of a pass and the longest context
+    """
+    key = _fingerprint(runner, rows)
+    known = read_cached(_PASSES, _PASSES_VERSION)
+    compute = _restore(known.get(key), *_grid(*rows))
+    if compute is None or not _still_holds(runner, compute):
+        compute = compute_times(runner, *rows)
+        entry = {"widths": compute.widths, "contexts": compute.contexts, "seconds": compute.seconds}
+        write_cached(_PASSES, _PASSES_VERSION, {**known, key: entry})
+    streamed = [tier for tier, nbytes in moved.streamed if nbytes]
+    rate = _arrival_gbps(runner) if streamed else 0.0
+    links = tuple((tier, rate) for tier in streamed)
+    return MachineProfile("this machine", True, links, moved.computed / compute.seconds[0][0] / 1e9, 0.0, compute)
+
+
+def _arrival_gbps(runner: Runner, n_layers: int = 4) -> float:
+    """GB/s at which the first layers of a sweep come in while nothing is computed; all links together."""
+    if runner.device.type == "cuda":
+        return _arrival_on_card_gbps(runner, n_layers)
+    meter = runner.streamer.meter
+    nbytes, busy_s = meter.read()
+    with closing(runner.streamer.sweep()) as sweep:
+        for _ in zip(range(n_layers), sweep, strict=False):
+            pass
+    now_nbytes, now_busy_s = meter.read()
+    return max(now_nbytes - nbytes, 1) / max(now_busy_s - busy_s, 1e-9) / 1e9
+
+
+def _arrival_on_card_gbps(runner: Runner, n_layers: int) -> float:
+    """The same by the clock: a meter of events lags behind. The first few layers may have come in already."""
+    order, arrived = runner.streamer.order, []
+    n_there = min(3, len(order) - 1)
+    started = _now(runner)
+    with closing(runner.streamer.sweep()) as sweep:
+        for block in sweep:
+            if block.i in order:
+                arrived.append((_now(runner), block.layout.nbytes))
+            if len(arrived) == n_there + n_layers:
+                break
+    begun = arrived[n_there - 1][0] if n_there else started
+    return sum(nbytes for _, nbytes in arrived[n_there:]) / max(arrived[-1][0] - begun, 1e-9) / 1e9
+
+
+def _restore(entry: Any, widths: tuple[int, ...], contexts: tuple[int, ...]) -> ComputeTimes | None:
+    """The times of a cache entry; None if there is none, or it is not one of these widths and contexts."""
+    try:
+        seconds = np.array(entry["seconds"], dtype=np.float64)
+        if (entry["widths"], entry["contexts"]) != (list(widths), list(contexts)):
+            return None
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None
+    if seconds.shape != (len(contexts), len(widths)) or not ((seconds > _SHORTEST_S) & (seconds < _LONGEST_S)).all():
+        return None
+    return ComputeTimes(widths, contexts, tuple(map(tuple, seconds.tolist())))
+
+
+def _grid(n_rows: int, max_context: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The widths and contexts that are timed."""
+    widths = {1, *(n for n in (8, 32, 64, 128, 256, 512, 1024) if n < n_rows), n_rows}
+    return tuple(sorted(widths)), (min(64, max_context), max(min(max_context, 2048), 65))
+
+
+def _still_holds(runner: Runner, compute: ComputeTimes) -> bool:
+    """Whether one width takes about as long as it did; the times may be of an hour in which others used the machine."""
+    width, context = compute.widths[len(compute.widths) // 2], compute.contexts[0]
+    cache = runner.new_cache(context + width)
+    with closing(runner.streamer.sweep()) as sweep:
+        now = _seconds_of_a_pass(runner, next(sweep), cache, width, context)
+    return 1 / _STALE < now / float(compute.at(np.array([width]), context)[0]) < _STALE
+
+
+def compute_times(runner: Runner, n_rows: int, max_context: int) -> ComputeTimes:
+    """Time one layer and the head at several widths, and at a short and a long context.
+
+    Attention's share is linear in both, so the long context is timed at the least and the largest width only.
+    """
+    widths, contexts = _grid(n_rows, max_context)
+    cache = runner.new_cache(contexts[1] + n_rows)
+    with closing(runner.streamer.sweep()) as sweep:
+        block = next(sweep)
+        short = [_seconds_of_a_pass(runner, block, cache, width, contexts[0]) for width in widths]
+        far = [_seconds_of_a_pass(runner, block, cache, width, contexts[1]) for width in (widths[0], widths[-1])]
+    more = np.interp(widths, (widths[0], widths[-1]), (far[0] - short[0], far[1] - short[-1]))
+    return ComputeTimes(widths, contexts, (tuple(short), tuple((np.array(short) + np.maximum(more, 0)).tolist())))
+
+
+def times_of_shape(spec: ModelSpec, place: Placing, n_rows: int, max_context: int) -> ComputeTimes:
+    """`compute_times` of a model that is not at hand, by one layer and a head of random numbers."""
+    image = _random_image(spec.layer_tensors(), place)
+    outer = _random_image(spec.outer_tensors(), place)
+    resident = DeviceTier()
+    for i in range(spec.n_layers):
+        resident.put(i, image)
+    trace = Trace(on=False)
+    # All layers are resident, so no thread starts, and any device will do.
+    streamer = ThreadStreamer(Supply(resident, (None,) * spec.n_layers, 0), trace)
+    view = dense.View(outer.layout, outer.block, place.dtype)
+    return compute_times(Runner(spec, streamer, view, dense.View, place, trace), n_rows, max_context)
+
+
+def _random_image(tensors: Sequence[tuple[str, tuple[int, ...]]], place: Placing) -> LayerImage:
+    layout = packed_layout((name, shape, place.dtype) for name, shape in tensors)
+    block = torch.empty(layout.nbytes, dtype=torch.uint8, device=place.device)
+    for view in layout.views(block).values():
+        view.normal_(std=0.02)
+    return LayerImage(block, layout)
+
+
+@torch.inference_mode()
+def _seconds_of_a_pass(runner: Runner, block: Block, cache: KVCache, width: int, context: int) -> float:
+    """Seconds of all layers, each as slow as this one, and of the head."""
+    cache.committed = [0] * context
+    step = Step(cache, torch.zeros(width, dtype=torch.int64), Topology.chain(width), width, context)
+    hidden = torch.zeros(width, runner.spec.hidden_size, dtype=runner.dtype, device=runner.device)
+    best = [float("inf"), float("inf")]
+    for _ in range(_REPEATS):
+        chunks = runner.chunks([step])
+        moments = [_now(runner)]
+        runner.layer(block, hidden, chunks)
+        moments.append(_now(runner))
+        runner.logits(hidden, [step])
+        moments.append(_now(runner))
+        best = [min(old, b - a) for old, (a, b) in zip(best, pairwise(moments), strict=True)]
+    return best[0] * runner.spec.n_layers + best[1]
+
+
+def _now(runner: Runner) -> float:
+    runner.finish()
+    return time.perf_counter()
+
+
+def _fingerprint(runner: Runner, rows: tuple[int, int]) -> str:
+    parts = (platform.machine(), platform.processor(), os.cpu_count(), torch.get_num_threads(), torch.__version__)
+    return hashlib.sha256(repr((*parts, runner.spec, runner.dtype, str(runner.device), rows)).encode()).hexdigest()[:24]
+
+
+def _measure_settings(layers: Sequence[Sequence[TensorRecord]], names: Sequence[str]) -> ReadSettings:
+    tiers = [(settings, DiskTier(layers, names, settings)) for settings in _CANDIDATES]
+    block = host_block(max(tier.layout(i).nbytes for _, tier in tiers for i in range(len(layers))))
+    rates: dict[ReadSettings, list[float]] = {settings: [] for settings in _CANDIDATES}
+    try:
+        for _ in range(_ROUNDS):
+            for settings, tier in tiers:
+                rates[settings].append(_rate(tier, len(layers), block))
+    finally:
+        for _, tier in tiers:
+            tier.close()
+    best = max(rates, key=lambda settings: median(rates[settings]))
+    return best if median(rates[best]) > _MARGIN * median(rates[_CANDIDATES[0]]) else _CANDIDATES[0]
+
+
+def _rate(tier: DiskTier, n_layers: int, block: Tensor) -> float:
+    started = time.perf_counter()
+    nbytes = sum(read_parallel(tier.reads(i, block), tier.n_parallel) for i in range(n_layers))
+    return nbytes / (time.perf_counter() - started)
+
+
+def _disk_of(path: Path) -> str:
+    return str(os.stat(path).st_dev)

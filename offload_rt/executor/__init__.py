@@ -1,0 +1,1 @@
+"""One model, one pass: the runner, CUDA graphs, the sequence, the cost of a pass."""

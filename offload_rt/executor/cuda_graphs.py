@@ -1,0 +1,250 @@
+"""Passes of a model that lies on the device as a whole, at sizes that come again and again: captured once, then replayed."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from offload_rt import ops
+from offload_rt.kv.cache import KVCache, KVStore, LentStore
+from offload_rt.models.decoder import Attend, LayerWeights, decoder_layer
+from offload_rt.models.spec import ModelSpec
+from offload_rt.weights.layout import packed_layout
+
+# Widths and lengths are rounded up to these, so that few sizes are captured: a level of 5 rows is computed as 8.
+_WIDTHS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+_KEYS = 256
+# Captured sizes of one cache. Each keeps some megabytes of the driver's; a tree seldom needs more than twenty.
+_MOST_KEPT = 40
+
+Replay = Callable[[], None]
+Capture = Callable[[Callable[[], None]], Replay]
+Head = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class ResidentModel:
+    """A model whose layers all lie on the device.
+
+    embed   ids (n,) -> (n, hidden_size)
+    head    (n, hidden_size) -> logits (n, vocabulary)
+    """
+
+    spec: ModelSpec
+    layers: Sequence[LayerWeights]
+    embed: Callable[[Tensor], Tensor]
+    head: Head
+
+
+@dataclass(frozen=True)
+class PassSize:
+    """The most of a pass: rows that are computed, rows of the cache they look at, and those of them that are of the forest."""
+
+    n_rows: int
+    n_keys: int
+    n_forest: int
+
+
+@dataclass(frozen=True)
+class FixedInputs:
+    """What a pass of at most n rows reads, in memory that stays where it is.
+
+    ids, rows  (n,) int64: tokens, and the rows of the cache that they are written to
+    cos, sin   (n, head_dim)
+    mask       what the rows look at, whatever lies in its tensors by then
+    block      uint8, of which all these are views
+    """
+
+    ids: Tensor
+    rows: Tensor
+    cos: Tensor
+    sin: Tensor
+    mask: ops.TreeMask
+    block: Tensor
+
+    @classmethod
+    def empty(cls, size: PassSize, head_dim: int, dtype: torch.dtype, device: torch.device) -> "FixedInputs":
+        """Inputs of a model that computes in `dtype`."""
+        n, int32 = size.n_rows, torch.int32
+        layout = packed_layout((
+            ("ids", (n,), torch.int64), ("rows", (n,), torch.int64), ("cos", (n, head_dim), dtype),
+            ("sin", (n, head_dim), dtype), ("bits", (n, -(-size.n_forest // 32)), int32), ("depths", (n,), int32),
+            ("key_depths", (size.n_forest,), int32), ("extent", (2,), int32),
+        ))  # fmt: skip
+        block = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
+        ids, rows, cos, sin, *numbers = layout.views(block).values()
+        return cls(ids, rows, cos, sin, ops.TreeMask(*numbers, size.n_keys, is_exact=False), block)
+
+    def fill(self, rows: "RowsOfPass", spare: int) -> None:
+        """Take over the rows of a pass, where these inputs lie on the host.
+
+        What is left over is written to a spare row of the cache and looks where the first row does: what looked nowhere
+        might be no number.
+        """
+        n, mask, given = len(rows.ids), self.mask, rows.mask
+        self.block.zero_()
+        self.ids[:n], self.rows[:n], self.rows[n:] = rows.ids, rows.rows, spare
+        self.cos[:n], self.sin[:n] = rows.cos, rows.sin
+        mask.bits[:n, : given.bits.shape[1]] = given.bits
+        mask.bits[n:] = mask.bits[0]
+        mask.depths[:n], mask.depths[n:] = given.depths, given.depths[0]
+        mask.key_depths[: len(given.key_depths)] = given.key_depths
+        mask.extent[:] = given.extent
+
+
+@dataclass(frozen=True)
+class RowsOfPass:
+    """The rows of one sequence in a pass, on the host.
+
+    ids, rows  (n,) int64: tokens, and their rows in the cache
+    cos, sin   (n, head_dim)
+    mask       what they look at, without a window
+    """
+
+    ids: Tensor
+    rows: Tensor
+    cos: Tensor
+    sin: Tensor
+    mask: ops.TreeMask
+
+
+class FixedPass:
+    """One pass of a fixed size over the memory of one cache, from inputs to logits at fixed addresses.
+
+    logits  (>= size.n_rows, vocabulary), written
+    """
+
+    def __init__(self, model: ResidentModel, store: KVStore, size: PassSize, logits: Tensor) -> None:
+        # Not the store itself: what is captured for one ends with it.
+        self._model, self._stores = model, (store.keys, store.values)
+        self._host, self._inputs = (
+            FixedInputs.empty(size, model.spec.head_dim, store.keys.dtype, device)
+            for device in (torch.device("cpu"), store.keys.device)
+        )
+        self._logits = logits[: size.n_rows]
+
+    def take(self, rows: RowsOfPass, spare: int) -> None:
+        """Bring the rows of a pass to where it reads them, by one copy; `spare` is a row of the cache that nobody needs."""
+        self._host.fill(rows, spare)
+        self._inputs.block.copy_(self._host.block)
+
+    @torch.inference_mode()
+    def compute(self) -> None:
+        """Embedding, layers and head; writes the rows of the cache and the logits."""
+        inputs, model = self._inputs, self._model
+        # Masks of this computation's own: what the reference makes of one is part of what is captured.
+        masks = {window: replace(inputs.mask, window=window) for window in set(model.spec.windows)}
+        hidden = model.embed(inputs.ids)
+        for i, weights in enumerate(model.layers):
+            attend = self._attend(i, masks[model.spec.windows[i]])
+            hidden = decoder_layer(model.spec, weights, hidden, (inputs.cos, inputs.sin), attend)
+        self._logits.copy_(model.head(hidden))
+
+    def _attend(self, layer: int, mask: ops.TreeMask) -> Attend:
+        (keys, values), n, scale = self._stores, mask.n_keys, self._model.spec.head_dim**-0.5
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            for store, new in ((keys, k), (values, v)):
+                store[layer].index_copy_(1, self._inputs.rows, new.transpose(0, 1))
+            return ops.tree_attention(q, keys[layer, :, :n], values[layer, :, :n], mask, scale)
+
+        return attend
+
+
+class FixedPasses:
+    """The passes of a resident model, one for each size and memory of a cache, kept as long as that memory.
+
+    most     of a pass
+    lent     memory for sequences that run alone, one after the other
+    capture  turns a computation into one that replays it; a CUDA graph on a card
+    """
+
+    def __init__(self, model: ResidentModel, most: PassSize, lent: LentStore, capture: Capture) -> None:
+        self._model, self._most, self._lent, self._capture = model, most, lent, capture
+        self._most_rows = max(width for width in _WIDTHS if width <= max(most.n_rows, 1))
+        self._passes: WeakKeyDictionary[KVStore, dict[PassSize, _Captured]] = WeakKeyDictionary()
+        self._logits: Tensor | None = None
+
+    def cache(self, capacity: int, is_alone: bool) -> KVCache | None:
+        """An empty cache in the memory that passes were captured for, if it is free; else that gives way to others."""
+        cache = self._lent.lend(capacity) if is_alone else None
+        if cache is None:
+            self._lent.release()
+        return cache
+
+    def fits(self, cache: KVCache, size: PassSize) -> bool:
+        """Whether there is room for such a pass, and in the cache for one spare row behind its keys."""
+        has_rows = size.n_rows <= self._most_rows and size.n_forest <= self._most.n_forest
+        return has_rows and size.n_keys < cache.capacity
+
+    def forward(self, cache: KVCache, rows: RowsOfPass) -> Tensor:
+        """Logits (n, vocabulary) of the rows, valid until the next pass; their keys and values are in the cache then.
+
+        The first pass of a size is computed as it is, the second one captured and replayed.
+        """
+        n = len(rows.ids)
+        if self._logits is None:
+            shape = (self._most_rows, self._model.spec.vocab_size)
+            self._logits = torch.empty(shape, dtype=cache.keys.dtype, device=cache.keys.device)
+        if cache.store not in self._passes:
+            self._passes[cache.store] = {}
+            for store in (cache.keys, cache.values):  # a weight of 0 times what lay in memory before may be no number
+                store[:, :, rows.mask.n_keys - n :].zero_()
+        found = self._found(cache.store, self._rounded(n, rows.mask.n_keys, cache))
+        found.fixed.take(rows, cache.capacity - 1)
+        if found.n_computed == 1:
+            found.replay = self._capture(found.fixed.compute)
+        (found.replay or found.fixed.compute)()
+        found.n_computed += 1
+        return self._logits[:n]
+
+    def _rounded(self, n_rows: int, n_keys: int, cache: KVCache) -> PassSize:
+        """The size that serves a pass."""
+        steps = -(-n_keys // _KEYS)
+        # Where keys that are not there cost nothing, few sizes serve a growing cache.
+        if ops.goes_by_extent(cache.keys):
+            steps = 1 << (steps - 1).bit_length()
+        n_keys = min(steps * _KEYS, cache.capacity)
+        return PassSize(next(width for width in _WIDTHS if width >= n_rows), n_keys, min(n_keys, self._most.n_forest))
+
+    def _found(self, store: KVStore, size: PassSize) -> "_Captured":
+        """The pass of a size, which is the last to be dropped from now on."""
+        sizes = self._passes[store]
+        found = sizes.pop(size, None)
+        if found is None:
+            found = _Captured(FixedPass(self._model, store, size, self._logits))
+            if len(sizes) == _MOST_KEPT:
+                del sizes[next(iter(sizes))]
+        sizes[size] = found
+        return found
+
+
+@dataclass
+class _Captured:
+    """A pass, and what replays it once it has been computed as it is."""
+
+    fixed: FixedPass
+    replay: Replay | None = None
+    n_computed: int = 0
+
+
+class CudaCapture:
+    """CUDA graphs that share one pool of memory: none of them runs while another does."""
+
+    def __init__(self) -> None:
+        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        # A pool that its last graph has left cannot be captured into again while anything still lies in it, and cuBLAS keeps
+        # there what it took in the first capture (vllm-project/vllm issue 28426). So one graph stays for ever. It also keeps
+        # that memory mapped where a graph that is dropped gives up cuBLAS's workspace, which others were captured with.
+        self._flag = torch.zeros(1, device="cuda")
+        self._anchor = self(self._flag.zero_)
+
+    def __call__(self, compute: Callable[[], object]) -> Replay:
+        """Capture what `compute` launches; it has run before, so that nothing is set up for the first time."""
+        graph = torch.cuda.CUDAGraph()
+        # Other threads go on enqueueing copies while this one captures.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            compute()
+        return graph.replay

@@ -1,0 +1,68 @@
+"""One sequence: its tokens, how they are drawn, and when it ends."""
+
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass, field
+
+import torch
+
+from offload_rt.config import SamplingParams
+from offload_rt.text.detokenize import TextStream
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A prompt and what has been produced from it.
+
+    tokens         prompt and answer
+    n_prompt       tokens of the prompt
+    max_tokens     prompt and answer together may have no more
+    end_ids        tokens that end the text
+    text           turns tokens into text and looks for stop strings; None without a tokenizer
+    finish_reason  None while it goes on; "stop" for an end id or a stop string, "length" for a limit
+    """
+
+    tokens: list[int]
+    sampling: SamplingParams
+    max_tokens: int
+    end_ids: frozenset[int] = frozenset()
+    text: TextStream | None = None
+    finish_reason: str | None = None
+    generator: torch.Generator = field(default_factory=torch.Generator)
+
+    def __post_init__(self) -> None:
+        self.n_prompt = len(self.tokens)
+        if self.sampling.seed is None:
+            self.generator.seed()
+        else:
+            self.generator.manual_seed(self.sampling.seed)
+
+    @property
+    def n_new(self) -> int:
+        """Tokens produced so far."""
+        return len(self.tokens) - self.n_prompt
+
+    @property
+    def longest(self) -> int:
+        """Tokens it can have at its end."""
+        return min(self.n_prompt + self.sampling.max_new_tokens, self.max_tokens)
+
+    @property
+    def n_left(self) -> int:
+        """Tokens that may still be produced."""
+        return self.longest - len(self.tokens)
+
+    def extend(self, tokens: Tokens[int]) -> list[int]:
+        """Take tokens until one ends the sequence; returns those taken."""
+        for n, token in enumerate(tokens, 1):
+            self.tokens.append(token)
+            self.finish_reason = self._reason(token)
+            if self.finish_reason:
+                return list(tokens[:n])
+        return list(tokens)
+
+    def _reason(self, token: int) -> str | None:
+        is_end = token in self.end_ids
+        stopped = self.text is not None and not is_end and self.text.add(token)
+        if is_end or stopped:
+            return "stop"
+        return "length" if self.n_left <= 0 else None

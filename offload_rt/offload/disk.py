@@ -1,0 +1,220 @@
+"""Layers read straight out of a checkpoint's own safetensors shards, past the page cache where the file system allows it."""
+
+import itertools
+import mmap
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from offload_rt.errors import LinkError
+from offload_rt.offload.tier import Read
+from offload_rt.weights.header import TensorRecord, stamp_of
+from offload_rt.weights.layout import PAGE, Layout, Slot, align_up, packed_layout
+
+# Ranges this close are read as one: the bytes between cost less than another request.
+_JOIN = 64 << 10
+
+
+@dataclass(frozen=True)
+class ReadSettings:
+    """How the disk is kept busy.
+
+    request_nbytes  bytes of one request, a multiple of PAGE
+    n_parallel      requests under way at once
+    """
+
+    request_nbytes: int = 1 << 20
+    n_parallel: int = 4
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Bytes [start, stop) of a file, which hold these tensors."""
+
+    path: Path
+    start: int
+    stop: int
+    records: tuple[TensorRecord, ...]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Bytes [start, start + nbytes) of a file, which belong at `offset` of a block.
+
+    phased  the block keeps the file's phase, so whole pages may be read into it without touching another tensor
+    """
+
+    path: Path
+    start: int
+    nbytes: int
+    offset: int
+    phased: bool
+
+
+class DiskTier:
+    """Blocks that are ranges of safetensors files.
+
+    A direct read can only put a byte where the file offset and the memory address agree modulo a page. So a block keeps
+    its tensors at the phase they have in the file, and nothing is copied; only where that would leave a tensor at an
+    address its dtype cannot have does a block go through a bounce buffer into a packed layout.
+    """
+
+    def __init__(
+        self, layers: Sequence[Sequence[TensorRecord]], names: Sequence[str], settings: ReadSettings | None = None
+    ) -> None:
+        """layers: per block its tensors' records; names: what each tensor is called in a block."""
+        self._settings = settings or ReadSettings()
+        self.n_parallel = self._settings.n_parallel
+        self._files: dict[Path, int] = {}
+        self._stamps = {record.path: record.stamp for records in layers for record in records}
+        self._bounce = threading.local()
+        self._blocks = [_plan(records, names, self._settings.request_nbytes) for records in layers]
+        try:
+            for path in sorted({record.path for records in layers for record in records}):
+                self._files[path] = _open(path)
+                self._check(path)
+        except LinkError:
+            self.close()
+            raise
+
+    def layout(self, i: int) -> Layout:
+        """How block i lies in memory after it has been read."""
+        return self._blocks[i][0]
+
+    def nbytes(self, i: int) -> int:
+        """Bytes that reading block i moves; its layout is longer by what alignment costs."""
+        return sum(part.nbytes for part in self._blocks[i][1])
+
+    def reads(self, i: int, into: Tensor) -> list[Read]:
+        """One read for each request; each raises LinkError if the file fails or ends early."""
+        return [self._read(part, into) for part in self._blocks[i][1]]
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files.values():
+            os.close(file)
+        self._files.clear()
+
+    def _read(self, part: _Part, into: Tensor) -> Read:
+        in_phase = part.phased and (into.data_ptr() + part.offset - part.start) % PAGE == 0
+
+        def read() -> int:
+            first = part.start // PAGE * PAGE
+            nbytes = align_up(part.start + part.nbytes, PAGE) - first
+            if in_phase:
+                lead = part.start - first
+                # The pages at both ends may hold bytes of other tensors of this block: those are read as they are in the file.
+                _fill(
+                    self._files[part.path],
+                    into[part.offset - lead : part.offset - lead + nbytes],
+                    first,
+                    lead + part.nbytes,
+                    part.path,
+                )
+            else:
+                bounce = self._bounce_block(nbytes)
+                _fill(self._files[part.path], bounce, first, part.start - first + part.nbytes, part.path)
+                into[part.offset : part.offset + part.nbytes].copy_(
+                    bounce[part.start - first : part.start - first + part.nbytes]
+                )
+            self._check(part.path)
+            return part.nbytes
+
+        return read
+
+    def _check(self, path: Path) -> None:
+        """Raises LinkError if a file is another than when its header was read: other weights give another text."""
+        stamp = self._stamps[path]
+        if stamp is not None and stamp_of(os.fstat(self._files[path])) != stamp:
+            raise LinkError(f"{path} changed while in use", change="run again")
+
+    def _bounce_block(self, nbytes: int) -> Tensor:
+        if getattr(self._bounce, "block", None) is None or len(self._bounce.block) < nbytes:
+            self._bounce.block = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+        return self._bounce.block[:nbytes]
+
+
+def _plan(
+    records: Sequence[TensorRecord], names: Sequence[str], request_nbytes: int
+) -> tuple[Layout, tuple[_Part, ...]]:
+    """The layout of a block, and the requests that fill it."""
+    runs = _runs(records)
+    layout = _phased_layout(runs, dict(zip(records, names, strict=True)))
+    phased = not any(slot.offset % slot.dtype.itemsize for slot in layout.slots)
+    if not phased:
+        layout = packed_layout(
+            (name, record.shape, record.torch_dtype()) for record, name in zip(records, names, strict=True)
+        )
+        runs = [_Run(record.path, record.start, record.stop, (record,)) for record in records]
+    offset_of = {slot.name: slot.offset for slot in layout.slots}
+    name_of = dict(zip(records, names, strict=True))
+    parts: list[_Part] = []
+    for run in runs:
+        parts += _parts(run, offset_of[name_of[run.records[0]]], request_nbytes, phased)
+    return layout, tuple(parts)
+
+
+def _runs(records: Sequence[TensorRecord]) -> list[_Run]:
+    """The ranges of files that hold these tensors, those next to each other joined."""
+    runs: list[_Run] = []
+    for record in sorted(records, key=lambda record: (record.path, record.start)):
+        last = runs[-1] if runs else None
+        if last and last.path == record.path and record.start - last.stop <= _JOIN:
+            runs[-1] = _Run(last.path, last.start, record.stop, (*last.records, record))
+        else:
+            runs.append(_Run(record.path, record.start, record.stop, (record,)))
+    return runs
+
+
+def _phased_layout(runs: Sequence[_Run], name_of: dict[TensorRecord, str]) -> Layout:
+    slots, end = [], 0
+    for run in runs:
+        base = align_up(end, PAGE) + run.start % PAGE
+        slots += [
+            Slot(name_of[record], base + record.start - run.start, record.shape, record.torch_dtype())
+            for record in run.records
+        ]
+        end = base + run.stop - run.start
+    # The last page of a direct read is written whole.
+    return Layout(tuple(slots), align_up(end, PAGE))
+
+
+def _parts(run: _Run, offset: int, request_nbytes: int, phased: bool) -> list[_Part]:
+    """Cut a run where requests end, at multiples of the request size in the file."""
+    cuts = [run.start, *range(align_up(run.start + 1, request_nbytes), run.stop, request_nbytes), run.stop]
+    return [_Part(run.path, a, b - a, offset + a - run.start, phased) for a, b in itertools.pairwise(cuts)]
+
+
+def _open(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_DIRECT)
+    except OSError:
+        pass  # a file system without direct I/O, such as tmpfs
+    try:
+        return os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise LinkError(f"{path}: {error.strerror}", change="check that the file is there and may be read") from error
+
+
+def _fill(file: int, into: Tensor, start: int, need: int, path: Path) -> None:
+    """Read from `start` of a file into page-aligned memory until at least `need` bytes are there."""
+    view, n = memoryview(into.numpy()), 0
+    while n < need:
+        try:
+            got = os.preadv(file, [view[n:]], start + n)
+        except OSError as error:
+            raise LinkError(
+                f"reading {path} at byte {start + n} failed: {error.strerror}", change="check the disk and the file"
+            ) from error
+        if got == 0:
+            raise LinkError(
+                f"{path} ends at byte {start + n}",
+                need=f"{start + need} bytes",
+                change="it changed while in use: run again",
+            )
+        n += got

@@ -1,0 +1,131 @@
+"""Which layer lives where, given the budgets."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from offload_rt.config import format_size
+from offload_rt.errors import CapacityError
+from offload_rt.system.machine import PassBytes
+
+# Two slots let one layer arrive while another is computed; a third absorbs the jitter of link and compute.
+_LEAST_SLOTS, _BEST_SLOTS = 2, 3
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes the device holds besides layers; `draft` is all that a draft model takes, `libraries` what those of a GPU do."""
+
+    outer: int
+    cache: int
+    scratch: int
+    draft: int = 0
+    libraries: int = 0
+
+    @property
+    def total(self) -> int:
+        """Their sum."""
+        return self.outer + self.cache + self.scratch + self.draft + self.libraries
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """Bytes that may be used.
+
+    host       0 where there is no tier between device and disk
+    libraries  of those of the device
+    has_card   the device has memory of its own, so what comes from the disk crosses the host's link as well
+    """
+
+    device: int
+    host: int = 0
+    libraries: int = 0
+    has_card: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where everything lies.
+
+    tiers         per layer "device", "host" or "disk"
+    layer_nbytes  bytes of each layer
+    n_slots       blocks of `slot_nbytes` that streamed layers pass through
+    """
+
+    tiers: tuple[str, ...]
+    layer_nbytes: tuple[int, ...]
+    n_slots: int
+    need: Need
+    budgets: Budgets
+
+    @property
+    def slot_nbytes(self) -> int:
+        """Bytes of one slot: it fits the longest layer."""
+        return max(self.layer_nbytes)
+
+    @property
+    def device_nbytes(self) -> int:
+        """Bytes the plan uses on the device."""
+        return self.need.total + self.n_slots * self.slot_nbytes + self.on("device")
+
+    def on(self, tier: str) -> int:
+        """Bytes of the layers of a tier."""
+        return sum(nbytes for name, nbytes in zip(self.tiers, self.layer_nbytes, strict=True) if name == tier)
+
+    def count(self, tier: str) -> int:
+        """Layers of a tier."""
+        return self.tiers.count(tier)
+
+    @property
+    def streamed_nbytes(self) -> int:
+        """Bytes that a pass brings to the device."""
+        return self.on("host") + self.on("disk")
+
+    @property
+    def pass_bytes(self) -> PassBytes:
+        """What one pass moves over each link, and computes."""
+        streamed = (
+            ("host", self.streamed_nbytes if self.budgets.has_card else self.on("host")),
+            ("disk", self.on("disk")),
+        )
+        return PassBytes(streamed, sum(self.layer_nbytes) + self.need.outer, self.n_slots * self.slot_nbytes)
+
+
+def least_budget(layer_nbytes: Sequence[int], need: Need) -> int:
+    """The smallest device budget that would do: two slots, or all layers where they are smaller than that."""
+    return need.total + min(sum(layer_nbytes), _LEAST_SLOTS * max(layer_nbytes))
+
+
+def place(layer_nbytes: Sequence[int], need: Need, budgets: Budgets) -> Plan:
+    """Keep as many layers resident as fit, spread evenly among the streamed ones.
+
+    Raises CapacityError, naming the smallest budget that would do, if not even two slots fit.
+    """
+    n, largest = len(layer_nbytes), max(layer_nbytes)
+    free = budgets.device - need.total
+    least = least_budget(layer_nbytes, need)
+    if budgets.device < least:
+        raise CapacityError(
+            "the device memory budget is too small",
+            need=f"{format_size(least)} ({least} bytes) at least",
+            have=format_size(budgets.device),
+            change=f"set --device-memory to {least} or more, or lower --max-model-len or --tree-size",
+        )
+    if free >= sum(layer_nbytes):
+        return Plan(("device",) * n, tuple(layer_nbytes), 0, need, budgets)
+    n_slots = min(_BEST_SLOTS, n, free // largest)
+    n_resident = min(free // largest - n_slots, n - 1)
+    n_slots = min(n_slots, n - n_resident)
+    resident = spread(n, n_resident)
+    streamed = [i for i in range(n) if i not in resident]
+    n_host = min(budgets.host // largest, len(streamed))
+    host = {streamed[k] for k in spread(len(streamed), n_host)}
+    tiers = tuple("device" if i in resident else "host" if i in host else "disk" for i in range(n))
+    return Plan(tiers, tuple(layer_nbytes), n_slots, need, budgets)
+
+
+def spread(n: int, k: int) -> set[int]:
+    """k of the numbers [0, n), as evenly as they go, with as many others before the first as behind the last.
+
+    A resident layer at the end of a pass would be computed while the slots are full already, and drafting comes next.
+    """
+    return {(2 * j + 1) * n // (2 * k) for j in range(k)}

@@ -1,0 +1,1 @@
+"""What a model would do on a machine that is not at hand."""

@@ -1,0 +1,122 @@
+"""How often a draft is right, for pairs of models that are not at hand: what was published, learned here, or given.
+
+Published are tokens per pass of trees of some size, not the probabilities by rank that a tree is searched for. So these are of
+one parameter: of what the first k children of a node leave over, the power law of Sequoia's analysis (Chen et al. 2024,
+section 3.1) says (k + 1)^-b, and b is such that the best tree of the published size and depth yields the published tokens.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from offload_rt.errors import SettingsError
+from offload_rt.models.spec import ModelSpec
+from offload_rt.speculate.pair_stats import Knowledge, recall
+from offload_rt.tree.choose import N_RANKS, Acceptance
+
+_SEQUOIA = "Sequoia (arXiv 2402.12374)"
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A published yield, and the power law that gives it.
+
+    pair             target and draft, by their names in models/_known.py
+    tokens_per_pass  of trees of `n_nodes` nodes on `n_levels` levels
+    power            b, see above; a test searches the tree and compares
+    """
+
+    name: str
+    pair: tuple[str, str]
+    temperature: float
+    tokens_per_pass: float
+    n_nodes: int
+    n_levels: int
+    power: float
+    source: str
+
+    @property
+    def told(self) -> str:
+        """Where it is from, in words."""
+        return (
+            f"a power law (b = {self.power}) fitted to {self.tokens_per_pass} tokens per pass of trees of {self.n_nodes} nodes "
+            f"on {self.n_levels} levels at T={self.temperature}: {self.source}"
+        )
+
+
+PRESETS = (
+    Preset("llama2-70b-chat", ("llama2-70b", "llama2-7b"), 0.0, 10.30, 768, 18, 2.375, f"{_SEQUOIA}, MT-Bench, L40"),
+    Preset("llama2-70b-chat-0.6", ("llama2-70b", "llama2-7b"), 0.6, 9.91, 768, 18, 2.297, f"{_SEQUOIA}, MT-Bench, L40"),
+    Preset(
+        "llama3-70b-instruct", ("llama3-70b", "llama3-8b"), 0.0, 11.68, 768, 18, 2.654, f"{_SEQUOIA}, MT-Bench, L40"
+    ),
+    Preset("llama2-7b-68m", ("llama2-7b", "llama-68m"), 0.0, 5.08, 128, 10, 1.534, f"{_SEQUOIA}, A100"),
+)
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """An acceptance by rank, (N_RANKS,), and where it is from."""
+
+    by_rank: np.ndarray
+    source: str
+
+
+def power_law(b: float) -> np.ndarray:
+    """(N_RANKS,) such that (k + 1)^-b is left over after k children."""
+    left = np.arange(1, N_RANKS + 2, dtype=np.float64) ** -b
+    return left[:-1] - left[1:]
+
+
+def assume(name: str, pair: tuple[ModelSpec, ModelSpec], names: tuple[str, str], temperature: float) -> Assumed:
+    """The acceptance of a pair of models.
+
+    name   "auto", "measured", "guess", a preset's, or probabilities by rank like "0.8,0.1,0.05"
+    names  by which the user calls the models
+    Raises SettingsError for a name that is none of these, and for "measured" where nothing was.
+    """
+    if name[:1].isdigit() or name[:1] == ".":
+        return Assumed(_parsed(name), "given by --acceptance")
+    presets = {preset.name: preset for preset in PRESETS}
+    if name in presets:
+        return Assumed(power_law(presets[name].power), presets[name].told)
+    if name not in ("auto", "measured", "guess"):
+        raise SettingsError(
+            f"--acceptance {name!r} is not known", have=", ".join(("auto", "measured", "guess", *presets)),
+            change='use one of these, or probabilities by rank like "0.8,0.1,0.05"',
+        )  # fmt: skip
+    learned = _learned(recall(*pair), temperature) if name != "guess" else None
+    if learned is not None:
+        return learned
+    if name == "measured":
+        raise SettingsError(
+            "--acceptance measured", need="a pair that was run on this machine", have="none of these models",
+            change="run python -m offload_rt.calibrate with them, or use --acceptance auto",
+        )  # fmt: skip
+    for preset in PRESETS if name == "auto" else ():
+        if preset.pair == names and preset.temperature == temperature:
+            return Assumed(power_law(preset.power), preset.told)
+    return Assumed(Acceptance().by_rank(), "a guess: neither published nor measured for this pair and temperature")
+
+
+def _learned(knowledge: Knowledge, temperature: float) -> Assumed | None:
+    """What was learned of trees of a chosen shape, or of grown ones; None where nothing was at this temperature."""
+    keys = [key for key in knowledge.acceptance if key.endswith(f" {temperature:.1f}")]
+    for key in sorted(keys, key=lambda key: -knowledge.acceptance[key].tried[0]):
+        if knowledge.acceptance[key].tried[0] >= 1:
+            return Assumed(knowledge.acceptance[key].by_rank(), f"measured on this machine, of {key.split()[0]} trees")
+    return None
+
+
+def _parsed(text: str) -> np.ndarray:
+    try:
+        given = np.array([float(part) for part in text.split(",")])
+    except ValueError as error:
+        raise SettingsError(
+            f"--acceptance {text!r} is no list of probabilities", change='write it like "0.8,0.1,0.05"'
+        ) from error
+    if len(given) > N_RANKS or not (np.isfinite(given) & (given >= 0)).all() or given.sum() > 1:
+        raise SettingsError(
+            f"--acceptance {text!r}", need=f"up to {N_RANKS} probabilities that sum to 1 at most", change="lower them"
+        )
+    return np.pad(given, (0, N_RANKS - len(given)))

@@ -1,0 +1,206 @@
+"""What a model would do on a machine: the loop's own placement and choice of tree, run on the simulator's virtual clock."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from offload_rt.config import EngineConfig
+from offload_rt.engine.memory_plan import LIBRARIES, Fit, Sizes, fit, less_margin
+from offload_rt.errors import CapacityError
+from offload_rt.executor.cost import Pace
+from offload_rt.models.spec import ModelSpec
+from offload_rt.offload.placement import Budgets
+from offload_rt.planning.acceptance import Assumed
+from offload_rt.planning.hardware import Card
+from offload_rt.planning.roofline import Roof, head_share
+from offload_rt.planning.simulate import Costs, Generation, Scheme, generate
+from offload_rt.speculate.protocols import DraftLimits
+from offload_rt.speculate.select import Drafting
+from offload_rt.system.machine import ComputeTimes, MachineProfile, pass_time
+from offload_rt.tree.choose import choose, sizes_up_to
+from offload_rt.tree.search import search
+from offload_rt.tree.topology import Topology
+
+# Seconds of a pass on a card besides its layers and its head: embedding, sampling, verification (assumed).
+_FIXED_S = 0.01
+# Choosing a tree asks what a level of the draft takes, and that depends on the tree.
+_ROUNDS = 3
+# A pass so much longer than one of a single row is limited by its products, not by reading the weights.
+_OF_PRODUCTS = 1.5
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine to plan for.
+
+    budgets  bytes that may be used
+    links    ("disk", GB/s) and ("host", GB/s)
+    compute  seconds of a model's passes, by its spec and dtype
+    drag     see `Scheme`
+    sources  where its figures are from, a sentence each
+    """
+
+    title: str
+    budgets: Budgets
+    links: tuple[tuple[str, float], ...]
+    compute: Callable[[ModelSpec, torch.dtype], ComputeTimes]
+    fixed_s: float = 0.0
+    drag: float = 0.0
+    sources: tuple[str, ...] = ()
+
+    @classmethod
+    def with_card(
+        cls, card: Card, ram: int, disk_gbps: float, device_memory: int | None = None, link_gbps: float | None = None
+    ) -> "Machine":
+        """A card in a machine with so much memory and such a disk.
+
+        device_memory  budget on the card; None: all of it, less a margin
+        link_gbps      GB/s of its link; None: what such a link reaches
+        """
+        device = less_margin(card.memory_nbytes) if device_memory is None else device_memory
+        return cls(
+            title=card.title,
+            budgets=Budgets(device, less_margin(ram), LIBRARIES, has_card=True),
+            links=(("disk", disk_gbps), ("host", link_gbps or card.link.gbps)),
+            compute=Roof.of(card).compute_times,
+            fixed_s=_FIXED_S,
+            drag=1.0 / card.memory_gbps,
+            sources=(
+                f"card: {card.source}",
+                "its link: given" if link_gbps else f"{card.link.name}: {card.link.source}",
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be foretold.
+
+    models   the target and the draft model
+    context  tokens before the first pass
+    tokens   that are generated
+    seed     by which the length of each accepted path is drawn; None: all are as long as expected
+    """
+
+    config: EngineConfig
+    drafting: Drafting
+    models: tuple[Sizes, Sizes | None]
+    dtype: torch.dtype
+    acceptance: Assumed
+    context: int
+    tokens: int
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What would happen.
+
+    topology   of the trees; one node for plain decoding
+    run        on the virtual clock, with trees
+    plain      on the virtual clock, without
+    closed_s   seconds of a pass by the cost model's closed form
+    link_s     seconds for which a pass keeps each link busy
+    draft_s    seconds of drafting a tree, compute_s of layers and head
+    bound      what a pass waits for, in words
+    """
+
+    fit: Fit
+    topology: Topology
+    run: Generation
+    plain: Generation
+    closed_s: float
+    link_s: dict[str, float]
+    draft_s: float
+    compute_s: float
+    bound: str
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Of the passes on the virtual clock."""
+        return float(self.run.tokens.mean())
+
+    @property
+    def seconds_per_token(self) -> float:
+        """As simulated."""
+        return self.run.seconds_per_token
+
+
+def foretell(question: Question, machine: Machine) -> Forecast:
+    """Place the model, choose the tree, and run the loop. Raises CapacityError where it does not fit."""
+    fitted = fit(question.config, question.drafting, question.models, question.dtype, machine.budgets)
+    if question.context + question.tokens > fitted.max_model_len:
+        raise CapacityError(
+            "the context is too long", need=f"{question.context} tokens and {question.tokens} more",
+            have=f"room for {fitted.max_model_len}", change="lower --context or --max-new-tokens, or raise --max-model-len",
+        )  # fmt: skip
+    costs = _costs(question, machine)
+    scheme = Scheme.of(fitted.plan, machine.links, machine.drag)
+    profile = MachineProfile(machine.title, False, machine.links, 1.0, machine.fixed_s, costs.target)
+    moved = fitted.plan.pass_bytes
+    topology = _tree(question, fitted.limits, costs, Pace(profile, moved))
+    span = (question.context, question.context + question.tokens)
+    by_rank = question.acceptance.by_rank
+    rng = None if question.seed is None else np.random.default_rng(question.seed)
+    run = generate(scheme, costs, (topology, by_rank), span, rng)
+    alone = generate(scheme, costs, (Topology.chain(1), by_rank), (question.context, question.context + 1))
+    draft_s = costs.draft_s(topology, question.context)
+    compute_s = float(costs.target.at(np.array([len(topology)]), question.context)[0])
+    link_s = {name: nbytes / profile.link(name) / 1e9 for name, nbytes in moved.streamed if nbytes}
+    return Forecast(
+        fit=fitted,
+        topology=topology,
+        run=run,
+        plain=alone,
+        closed_s=pass_time(profile, moved, len(topology), question.context, draft_s),
+        link_s=link_s,
+        draft_s=draft_s,
+        compute_s=compute_s,
+        bound=_bound(
+            link_s, draft_s, compute_s, compute_s / float(costs.target.at(np.array([1]), question.context)[0])
+        ),
+    )
+
+
+def _costs(question: Question, machine: Machine) -> Costs:
+    target, draft = question.models
+    return Costs(
+        target=machine.compute(target.spec, question.dtype),
+        draft=machine.compute(draft.spec, draft.dtype) if draft is not None else None,
+        head=head_share(target.spec),
+        fixed_s=machine.fixed_s,
+    )
+
+
+def _tree(question: Question, limits: DraftLimits, costs: Costs, pace: Pace) -> Topology:
+    """The tree with the least time for a token, by the cost model, as drafters of a chosen shape choose it."""
+    if costs.draft is None or limits.n_nodes == 1:
+        return Topology.chain(1)
+    table = search(question.acceptance.by_rank, limits.n_nodes, limits.n_levels)
+    sizes = np.array([limits.n_nodes]) if limits.fixed_size else sizes_up_to(limits.n_nodes)
+    least_levels = limits.n_levels if limits.fixed_depth else 1 + limits.fixed_size
+    topology = Topology.chain(2)
+    for _ in range(_ROUNDS):
+        level_s = costs.draft_s(topology, question.context) / max(int(topology.depths.max()), 1)
+        seconds = pace.seconds(sizes[:, None], question.context, level_s * np.arange(limits.n_levels))
+        choice = choose(table.values, sizes, seconds, least_levels)
+        topology = table.topology(choice.n_nodes, choice.n_levels)
+        if len(topology) == 1:
+            break
+    return topology
+
+
+def _bound(link_s: dict[str, float], draft_s: float, compute_s: float, widening: float) -> str:
+    """What a pass waits for, and by how much.
+
+    widening  seconds of computing it, over those of computing one row
+    """
+    of_device = "matrix products" if widening > _OF_PRODUCTS else "memory bandwidth"
+    links = {f"the {'host-to-card link' if name == 'host' else 'disk'}": seconds for name, seconds in link_s.items()}
+    device = f"drafting and the device's {of_device}" if draft_s > compute_s / 4 else f"the device's {of_device}"
+    shares = {**links, device: draft_s + compute_s}
+    first, *others = sorted(shares, key=shares.get, reverse=True)
+    rest = ", ".join(f"{name} {shares[name]:.2f} s" for name in others)
+    return f"{first}: busy {shares[first]:.2f} s a pass" + (f" ({rest})" if rest else "")

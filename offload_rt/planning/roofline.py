@@ -1,0 +1,74 @@
+"""What computing takes on a card that is not at hand: the longer of reading and multiplying, from its published rates."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from offload_rt.models.spec import ModelSpec
+from offload_rt.planning.hardware import Card
+from offload_rt.system.machine import ComputeTimes
+
+# Part of the published rates that is reached. Products of 8192 by 8192 in torch, as users measured them: 158.6 of 165.2
+# TFLOP/s on an RTX 4090, 215 of 312 on an A800 (github.com/mli/transformers-benchmarks, issue 4, where a copy on the latter
+# reaches 1727 of 1935 GB/s); the lower of the two, since the products of a tree are lower and wider than these.
+_OF_PRODUCTS, _OF_MEMORY = 0.7, 0.85
+# Seconds to launch the kernels of a layer one by one from Python: about a dozen at 5 us each (remembered).
+_LAUNCH_S = 6e-5
+_WIDTHS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+_CONTEXTS = (0, 1024, 4096, 16384, 65536, 131072)
+
+
+@dataclass(frozen=True)
+class Roof:
+    """What a machine reaches.
+
+    flops      operations a second in matrix products
+    bandwidth  bytes a second of its memory
+    launch_s   seconds a layer takes at least
+    """
+
+    flops: float
+    bandwidth: float
+    launch_s: float
+
+    @classmethod
+    def of(cls, card: Card) -> "Roof":
+        """Of a card, as part of what its vendor says."""
+        return cls(_OF_PRODUCTS * card.tflops * 1e12, _OF_MEMORY * card.memory_gbps * 1e9, _LAUNCH_S)
+
+    def seconds(self, flops: float, nbytes: float) -> float:
+        """Of so many operations on so many bytes."""
+        return max(flops / self.flops, nbytes / self.bandwidth)
+
+    def layer_s(self, spec: ModelSpec, n_rows: int, context: int, itemsize: int) -> float:
+        """Seconds of one layer on so many rows that look back on so many tokens, and of their attention."""
+        n_weights = sum(int(np.prod(shape)) for _, shape in spec.layer_tensors())
+        products = self.seconds(2 * n_rows * n_weights, n_weights * itemsize)
+        n_keys = context + n_rows
+        width, kv_width = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
+        attention = self.seconds(4 * n_rows * n_keys * width, 2 * n_keys * kv_width * itemsize)
+        return max(products + attention, self.launch_s)
+
+    def head_s(self, spec: ModelSpec, n_rows: int, itemsize: int) -> float:
+        """Seconds of the head on so many rows."""
+        n_weights = spec.vocab_size * spec.hidden_size
+        return self.seconds(2 * n_rows * n_weights, n_weights * itemsize)
+
+    def compute_times(self, spec: ModelSpec, dtype: torch.dtype) -> ComputeTimes:
+        """Seconds of all layers and the head by width and context, where measuring would give them."""
+        itemsize = dtype.itemsize
+
+        def seconds(n_rows: int, context: int) -> float:
+            layers = spec.n_layers * self.layer_s(spec, n_rows, context, itemsize)
+            return layers + self.head_s(spec, n_rows, itemsize)
+
+        table = tuple(tuple(seconds(n_rows, context) for n_rows in _WIDTHS) for context in _CONTEXTS)
+        return ComputeTimes(_WIDTHS, _CONTEXTS, table)
+
+
+def head_share(spec: ModelSpec) -> float:
+    """The head's part of a pass, by its part of the weights that are multiplied with."""
+    layers = spec.n_layers * sum(int(np.prod(shape)) for _, shape in spec.layer_tensors())
+    head = spec.vocab_size * spec.hidden_size
+    return head / (layers + head)

@@ -1,1 +1,0 @@
-"""How a drafted tree is verified: one file for each rule."""

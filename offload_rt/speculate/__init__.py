@@ -1,0 +1,1 @@
+"""Speculative decoding: who proposes trees, and how they are verified."""

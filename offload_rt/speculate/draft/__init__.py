@@ -1,0 +1,1 @@
+"""Who proposes trees: one file for each drafter."""

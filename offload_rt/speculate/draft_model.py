@@ -1,0 +1,163 @@
+"""The draft model: resident, one cache for each sequence, computing trees level by level."""
+
+from collections.abc import Sequence as Several
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from offload_rt.errors import NumericsError
+from offload_rt.executor.runner import Runner, Step
+from offload_rt.executor.sequence import Sequence
+from offload_rt.kv.cache import KVCache
+from offload_rt.sampling import generator_on
+from offload_rt.system.trace import DRAFT, Trace
+from offload_rt.tree.topology import Topology
+
+# Rows that may be computed for a tree, in nodes of the tree: a growing tree drops nodes that better ones displace.
+ROWS_PER_NODE = 2
+
+
+class Growth:
+    """What the draft has computed for one sequence: its tokens, and nodes of a tree below the last of them.
+
+    A node here is a row of the draft's cache; leaves that need no logits have none. Row 0 is the root.
+
+    vocab_size  of the draft: it takes a token that only the target has for its own last one
+    generator   of the device, by which children are drawn
+    """
+
+    def __init__(self, cache: KVCache, vocab_size: int, generator: torch.Generator) -> None:
+        self.cache, self._last_token, self.generator = cache, vocab_size - 1, generator
+        self.n_prompt = 0
+        self.lacking: list[int] = []
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.n_done = 0
+
+    def start(self, tokens: list[int], n_prompt: int) -> None:
+        """Begin a tree below the last of `tokens`, keeping the rows that an earlier tree has of them."""
+        self._harvest(tokens)
+        n_kept = self.cache.rewind_to(self._known(tokens[:-1]))
+        self.lacking, self.n_prompt = tokens[n_kept:-1], n_prompt
+        self.tokens, self.parents, self.n_done = [tokens[-1]], [-1], 0
+
+    def add(self, parents: Several[int], tokens: Several[int]) -> range:
+        """Add rows, to be computed next; returns them."""
+        first = len(self.tokens)
+        self.parents += parents
+        self.tokens += tokens
+        return range(first, len(self.tokens))
+
+    def step(self) -> Step:
+        """What is to be computed: what the cache lacks of the sequence, and the rows added since the last step."""
+        tree = Topology(np.array(self.parents))
+        tokens = torch.tensor(self._known(self.lacking + self.tokens))
+        n_new = len(self.tokens) - self.n_done
+        return Step(self.cache, tokens, tree.after_chain(len(self.lacking)), n_new, self.n_prompt, self.n_done)
+
+    def computed(self) -> None:
+        """The step has been taken."""
+        if self.lacking:
+            self.cache.commit(range(len(self.lacking)))
+            self.lacking = []
+        self.n_done = len(self.tokens)
+
+    def _harvest(self, tokens: list[int]) -> None:
+        """Commit the rows of the tree along which the sequence has gone on."""
+        n = self.cache.n_committed
+        if self.n_done == 0 or n >= len(tokens) - 1 or tokens[n] != self.tokens[0]:
+            return
+        children = {(self.parents[row], self.tokens[row]): row for row in range(1, self.n_done)}
+        rows = [0]
+        for token in tokens[n + 1 : -1]:
+            row = children.get((rows[-1], token))
+            if row is None:
+                break
+            rows.append(row)
+        self.cache.begin(self._known(self.tokens[: self.n_done]))
+        self.cache.commit(rows)
+
+    def _known(self, tokens: list[int]) -> list[int]:
+        if max(tokens, default=0) <= self._last_token:
+            return tokens
+        return [min(token, self._last_token) for token in tokens]
+
+
+class Sapling(Protocol):
+    """A tree of one sequence while it grows."""
+
+    growth: Growth
+
+    def take(self, logits: Tensor) -> None:
+        """Grow by the logits (rows, vocabulary) float32 of the rows added last; add those to be computed next."""
+
+
+class DraftModel:
+    """Computes the draft's logits for the trees of several sequences at once.
+
+    vocab_size  of the target, which the logits are cut or filled up to
+    max_levels  of a tree: room for so many tokens stays free in the draft's context
+    trace       gets a span for each pass, a level or round of the trees
+    """
+
+    def __init__(self, runner: Runner, vocab_size: int, max_levels: int, trace: Trace) -> None:
+        self._runner, self.vocab_size, self._trace = runner, vocab_size, trace
+        self._limit = max(runner.spec.max_positions - max_levels, 1)
+        self._growths: WeakKeyDictionary[Sequence, Growth] = WeakKeyDictionary()
+
+    def start(self, sequence: Sequence, n_nodes: int, is_alone: bool) -> Growth:
+        """A growth at the end of a sequence; where the draft's context is shorter, of as much of it as fits.
+
+        is_alone  no other sequence is drafted for
+        """
+        growth = self._growths.get(sequence)
+        if growth is None:
+            for ended in [one for one in self._growths if one.finish_reason is not None]:
+                del self._growths[ended]
+            cache = self._runner.new_cache(draft_rows(sequence.longest, n_nodes), is_alone)
+            generator = generator_on(self._runner.device, sequence.generator)
+            growth = Growth(cache, self._runner.spec.vocab_size, generator)
+            self._growths[sequence] = growth
+        first = _window_start(len(sequence.tokens), self._limit)
+        growth.start(sequence.tokens[first:], max(sequence.n_prompt - first, 1))
+        return growth
+
+    def grow(self, saplings: Several[Sapling]) -> int:
+        """Let all saplings grow to their end, a level or round of all of them in each pass; returns the passes made.
+
+        Raises NumericsError if a logit is not a number.
+        """
+        growing, n_passes = list(saplings), 0
+        while growing := [one for one in growing if len(one.growth.tokens) > one.growth.n_done]:
+            with self._trace.span(DRAFT, f"level {n_passes + 1}"):
+                self._grow_a_level(growing)
+            n_passes += 1
+        return n_passes
+
+    def _grow_a_level(self, growing: list[Sapling]) -> None:
+        logits = self._runner.forward([one.growth.step() for one in growing])
+        for one, rows in zip(growing, logits, strict=True):
+            one.growth.computed()
+            if not bool(rows.amax(-1).isfinite().all()):
+                raise NumericsError("the draft model's logits are not all numbers", change="check its checkpoint")
+            one.take(self._to_vocabulary(rows.float()))
+
+    def _to_vocabulary(self, logits: Tensor) -> Tensor:
+        missing = self.vocab_size - logits.shape[-1]
+        return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
+
+
+def draft_rows(longest: int, n_nodes: int) -> int:
+    """Rows of the draft's cache for a sequence of up to `longest` tokens and trees of up to `n_nodes`."""
+    return longest - 1 + ROWS_PER_NODE * n_nodes
+
+
+def _window_start(n_tokens: int, limit: int) -> int:
+    """The first token the draft looks at: 0 as long as all fit, then moved on by half of its context at a time."""
+    if n_tokens <= limit:
+        return 0
+    stride = max(limit // 2, 1)
+    return -(-(n_tokens - limit) // stride) * stride

@@ -1,0 +1,116 @@
+"""From settings to a drafter: which one, with which rule, how large its trees may be, and the draft model it needs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from offload_rt.config import EngineConfig
+from offload_rt.errors import SettingsError
+from offload_rt.models.spec import ModelSpec
+from offload_rt.speculate.protocols import DraftLimits, Rule
+from offload_rt.system import registry
+from offload_rt.tree.topology import DraftTree, Draws, Topology
+from offload_rt.weights.checkpoint import Checkpoint
+
+if TYPE_CHECKING:  # it takes a second to load, and a plan needs none
+    from transformers import PreTrainedTokenizerBase
+
+# Levels of a tree unless the setting says otherwise; deeper nodes are hardly ever reached.
+_N_LEVELS = 24
+# Tree sizes that are tried, the largest first, until the memory it takes is within this part of the budget.
+_SIZES = {True: (1024, 512, 256, 128, 64, 32, 16, 8), False: (32, 16, 8, 4, 1)}
+_TREE_SHARE = 1 / 8
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """A drafter's module, the rule its trees are verified by, and the draft model's checkpoint where it has one."""
+
+    module: ModuleType
+    rule: Rule
+    child_law: str
+    draft: Checkpoint | None = None
+
+    def limits(self, config: EngineConfig, extra: Callable[[int], int], budget: int, least: int) -> DraftLimits:
+        """How large trees may be: the settings, or what fits.
+
+        extra   bytes that trees of so many nodes take beyond plain decoding
+        budget  bytes on the device
+        least   the smallest budget that would do without trees
+        """
+        if config.drafter == "none":
+            return DraftLimits(1, 1)
+        n_levels = config.tree_depth or _N_LEVELS
+        sizes = _SIZES[self.module.NEEDS_MODEL]
+        room = min(budget * _TREE_SHARE, budget - least)
+        n_nodes = config.tree_size or next((n for n in sizes if extra(n) <= room), sizes[-1])
+        return DraftLimits(n_nodes, n_levels, config.tree_size is not None, config.tree_depth is not None)
+
+
+def pick_drafter(config: EngineConfig) -> Drafting:
+    """Drafter and rule of the settings. Raises SettingsError for a combination that does not work."""
+    name = config.drafter
+    if name == "auto":
+        name = "ngram" if config.draft_model is None else "adaptive_tree"
+    module = registry.find("speculate.draft", name)
+    users = [
+        other for other in registry.names("speculate.draft") if registry.find("speculate.draft", other).NEEDS_MODEL
+    ]
+    if config.draft_model is not None and not module.NEEDS_MODEL:
+        raise SettingsError(
+            f"--draft-model with --drafter {name}", need="a drafter that uses one", have=name,
+            change=f"leave it out, or use --drafter {' or '.join(users)}",
+        )  # fmt: skip
+    if name == "none" and (config.tree_size or config.tree_depth):
+        flag = "--tree-size" if config.tree_size else "--tree-depth"
+        raise SettingsError(f"{flag} with --drafter none", need="a drafter of trees", change="leave one of them out")
+    if config.draft_model is None and module.NEEDS_MODEL:
+        raise SettingsError(f"--drafter {name}", need="a draft model", change="give one by --draft-model")
+    rule = registry.find("speculate.verify", module.BEST_RULE if config.rule == "auto" else config.rule)
+    if rule.NEEDS_LAWS and not module.GIVES_LAWS:
+        raise SettingsError(
+            f"--rule {config.rule}", need="a drafter that draws by probabilities", have=name, change="use --rule match"
+        )
+    child_law = rule.CHILD_LAW if rule.NEEDS_LAWS else "without_replacement"
+    return Drafting(module, rule, child_law)
+
+
+def check_pair(
+    target: ModelSpec,
+    draft: ModelSpec,
+    tokenizers: "tuple[PreTrainedTokenizerBase | None, PreTrainedTokenizerBase | None]",
+) -> None:
+    """Raises SettingsError where draft and target do not mean the same by a token, naming the first that differs."""
+    ours, theirs = tokenizers
+    if ours is None or theirs is None:
+        if target.vocab_size != draft.vocab_size:
+            raise _other_tokenizer(f"{draft.vocab_size} tokens", f"{target.vocab_size} tokens")
+        return
+    of_target, of_draft = (_by_id(tokenizer) for tokenizer in (ours, theirs))
+    for token in sorted({*of_target, *of_draft}):
+        if of_target.get(token) != of_draft.get(token):
+            have = repr(of_draft[token]) if token in of_draft else "no such token"
+            need = repr(of_target[token]) if token in of_target else "no such token"
+            raise _other_tokenizer(f"{have} for token {token}", f"{need}, as the target has")
+
+
+def _by_id(tokenizer: "PreTrainedTokenizerBase") -> dict[int, str]:
+    return {token: text for text, token in tokenizer.get_vocab().items()}
+
+
+def _other_tokenizer(have: str, need: str) -> SettingsError:
+    return SettingsError(
+        "the draft model has another tokenizer", need=need, have=have, change="give a draft of the target's family"
+    )
+
+
+def warm_up(rule: Rule) -> None:
+    """Let a rule compile what it compiles before anyone waits for a token."""
+    law = torch.full((3, 4), 0.25)
+    draws = Draws(np.array([False, True, True]), law, np.array([0, -1, -1]))
+    tree = DraftTree(Topology(np.array([-1, 0, 0])), torch.tensor([0, 1, 2]), draws)
+    rule.verify(tree, law, torch.Generator())

@@ -1,0 +1,238 @@
+"""The drafters that have a model: trees of a shape chosen for the machine, or grown where the draft is confident."""
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Several
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from offload_rt.executor.sequence import Sequence
+from offload_rt.speculate.dynamic_builder import DynamicSapling
+from offload_rt.speculate.hybrid import Drawing, HybridSapling
+from offload_rt.speculate.ngrams import Match, MatchRates, find_matches, graft
+from offload_rt.speculate.pair_stats import DraftParts, root_only
+from offload_rt.speculate.static_builder import StaticSapling, shape_of
+from offload_rt.tree.choose import (
+    N_RANKS,
+    Acceptance,
+    Calibration,
+    Choice,
+    Yield,
+    best_prefix,
+    choose,
+    sizes_up_to,
+)
+from offload_rt.tree.search import TreeTable, search
+from offload_rt.tree.topology import DraftTree, Topology, Verdict
+
+# A copied continuation is grafted onto a tree where its tokens are at least so likely, up to so many of them.
+_GRAFT_RATE, _GRAFT_LENGTH = 0.5, 8
+
+
+@dataclass
+class _Table:
+    """The best trees for an acceptance, and at how many observations they are to be searched anew."""
+
+    trees: TreeTable
+    stale_at: int
+
+
+Sapling = StaticSapling | DynamicSapling
+
+
+@dataclass(frozen=True)
+class _Proposal:
+    """A tree on its way, and what is needed to learn from what becomes of it."""
+
+    kind: str
+    sapling: Sapling
+    expected: float
+    match: Match | None
+    n_shape: int
+
+
+class TreeDrafter:
+    """Proposes trees by a draft model.
+
+    at_zero, above  the kind of tree at temperature 0 and above: "dynamic", "grown_hybrid", or a child law for trees of a
+                    chosen shape
+    """
+
+    def __init__(self, parts: DraftParts, at_zero: str, above: str) -> None:
+        self._model, self._pace, self.limits = parts.model, parts.pace, parts.limits
+        self.knowledge = parts.knowledge
+        self._kinds = (at_zero, above)
+        self._tables: dict[str, _Table] = {}
+        self._rates = MatchRates()
+        self._proposals: dict[int, _Proposal] = {}
+        self._fixed: Topology | None = None
+
+    def propose(self, sequences: Several[Sequence], n_nodes: int) -> list[DraftTree]:
+        """One tree for each sequence, of at most `n_nodes` nodes."""
+        started = time.perf_counter()
+        self._proposals = {}
+        for sequence in sequences:
+            proposal = self._plant(sequence, n_nodes, len(sequences))
+            if proposal is not None:
+                self._proposals[id(sequence)] = proposal
+        n_passes = self._model.grow([proposal.sapling for proposal in self._proposals.values()])
+        draft_s = time.perf_counter() - started
+        size = partial(self._size, len(sequences), draft_s)
+        trees = [self._corrected(one, self._harvest(one, n_nodes, size(one))) for one in sequences]
+        self._pace.drafted(n_passes, time.perf_counter() - started)
+        return trees
+
+    def learn(self, sequence: Sequence, tree: DraftTree, verdict: Verdict) -> None:
+        """Keep count of what was accepted."""
+        proposal = self._proposals.get(id(sequence))
+        if proposal is None:
+            return
+        nodes = [0, *verdict.path]
+        after = [*tree.tokens[list(verdict.path)].tolist(), verdict.bonus]
+        self._yield(sequence).observe(proposal.expected, len(after))
+        if proposal.match is not None:
+            self._rates.observe(proposal.match, after)
+        if isinstance(proposal.sapling, HybridSapling):
+            n_given = min(proposal.sapling.n_given, proposal.n_shape)
+            self._learn_drawn(proposal.sapling, sequence, tree.topology, nodes)
+            self._learn_grown(proposal, [node for node in nodes if node < n_given], after)
+            self._learn_static(proposal, sequence, tree.topology, [node for node in nodes if node >= n_given])
+        elif isinstance(proposal.sapling, DynamicSapling):
+            self._learn_grown(proposal, [node for node in nodes if node < proposal.n_shape], after)
+        else:
+            self._learn_static(proposal, sequence, tree.topology, nodes)
+
+    def fix_shape(self, topology: Topology | None) -> None:
+        """Use this shape instead of choosing one, as a comparison of shapes does; None to choose again."""
+        self._fixed = topology
+
+    def acceptance_at(self, temperature: float) -> Acceptance:
+        """What is known of the acceptance of its trees of a chosen shape; for a drafter of grown ones, of grown ones."""
+        return self.knowledge.acceptance.setdefault(self._key(temperature), Acceptance())
+
+    def _yield(self, sequence: Sequence) -> Yield:
+        return self.knowledge.yields.setdefault(self._key(sequence.sampling.temperature), Yield())
+
+    def _corrected(self, sequence: Sequence, tree: DraftTree) -> DraftTree:
+        """The tree with what its expectation is worth; one token for each level is the most that can come of it."""
+        most = 1.0 + int(tree.topology.depths.max())
+        return replace(tree, expected=min(self._yield(sequence).corrected(tree.expected), most))
+
+    def _key(self, temperature: float) -> str:
+        return f"{self._kinds[temperature > 0]} {temperature:.1f}"
+
+    def _plant(self, sequence: Sequence, n_nodes: int, n_sequences: int) -> _Proposal | None:
+        kind = self._kinds[sequence.sampling.temperature > 0]
+        n_levels = min(self.limits.n_levels, sequence.n_left)
+        if n_nodes == 1 or n_levels == 1:
+            return None
+        growth = self._model.start(sequence, n_nodes, n_sequences == 1)
+        # Hybrid trees take no graft.
+        match = self._worthy_match(sequence, min(n_levels - 1, n_nodes - 2)) if kind != "grown_hybrid" else None
+        n_nodes -= len(match.tokens) if match else 0
+        temperature = sequence.sampling.temperature
+        if kind in ("dynamic", "grown_hybrid"):
+            worth = self._pace.level_s / self._seconds_of_a_token(sequence)
+            grown = (growth, n_nodes, n_levels, temperature, self._calibration(f"{temperature:.1f}"), worth)
+            if kind == "dynamic":
+                return _Proposal(kind, DynamicSapling(*grown), 1.0, match, n_nodes)
+            drawing = Drawing(
+                self._trees(temperature),
+                self._calibration(f"drawn {temperature:.1f}"),
+                self._size(n_sequences, 0.0, sequence),
+            )
+            return _Proposal(kind, HybridSapling(*grown, drawing), 1.0, None, n_nodes)
+        choice, topology = self._choose(sequence, (n_nodes, n_levels, n_sequences))
+        if len(topology) == 1:
+            return None
+        copied = match.tokens if match else ()
+        sapling = StaticSapling(growth, shape_of(topology), kind, temperature, copied)
+        return _Proposal(kind, sapling, choice.tokens, match, len(topology))
+
+    def _harvest(self, sequence: Sequence, n_nodes: int, size: Callable[[np.ndarray], int]) -> DraftTree:
+        proposal = self._proposals.get(id(sequence))
+        if proposal is None:
+            return root_only(sequence)
+        if isinstance(proposal.sapling, StaticSapling):
+            return proposal.sapling.tree(proposal.expected)
+        tree = proposal.sapling.tree(size)
+        self._proposals[id(sequence)] = replace(proposal, expected=tree.expected, n_shape=len(tree.topology))
+        return graft(tree, proposal.match.tokens, n_nodes) if proposal.match else tree
+
+    def _calibration(self, key: str) -> Calibration:
+        return self.knowledge.calibration.setdefault(key, Calibration())
+
+    def _size(self, n_sequences: int, draft_s: float, sequence: Sequence) -> Callable[[np.ndarray], int]:
+        """How many nodes of some chances, descending, are worth taking in a tree of this sequence, drafted in `draft_s`."""
+
+        def size(chances: np.ndarray) -> int:
+            if self.limits.fixed_size:
+                return len(chances)
+            rows = n_sequences * np.arange(1, len(chances) + 2)
+            return best_prefix(chances, self._pace.seconds(rows, len(sequence.tokens), draft_s))
+
+        return size
+
+    def _choose(self, sequence: Sequence, most: tuple[int, int, int]) -> tuple[Choice, Topology]:
+        n_nodes, n_levels, n_sequences = most
+        if self._fixed is not None:
+            return Choice(len(self._fixed), int(self._fixed.depths.max()) + 1, 1.0, 0.0), self._fixed
+        trees = self._trees(sequence.sampling.temperature)
+        sizes = np.array([n_nodes]) if self.limits.fixed_size else sizes_up_to(n_nodes)
+        draft_s = self._pace.level_s * np.arange(n_levels)  # the last level needs no pass of the draft
+        seconds = self._pace.seconds(n_sequences * sizes[:, None], len(sequence.tokens), draft_s)
+        expected = trees.values[:, : n_levels + 1]
+        least_levels = n_levels if self.limits.fixed_depth else 1 + self.limits.fixed_size
+        choice = choose(expected, sizes, seconds, least_levels)
+        return choice, trees.topology(choice.n_nodes, choice.n_levels)
+
+    def _trees(self, temperature: float) -> TreeTable:
+        """The best trees for what is known of acceptance, searched anew after 4, 8, 16 ... observations."""
+        key, acceptance = self._key(temperature), self.acceptance_at(temperature)
+        table = self._tables.get(key)
+        if table is None or acceptance.n_seen >= table.stale_at:
+            # One token may be struck out of a draw, and no child can be drawn where no other is left.
+            n_ranks = min(N_RANKS, self.limits.n_nodes, self._model.vocab_size - 1)
+            trees = search(acceptance.by_rank()[:n_ranks], self.limits.n_nodes, self.limits.n_levels)
+            table = _Table(trees, max(2 * acceptance.n_seen, 4))
+            self._tables[key] = table
+        return table.trees
+
+    def _seconds_of_a_token(self, sequence: Sequence) -> float:
+        """Seconds of a pass of one token: what another token accepted would save."""
+        return float(self._pace.seconds(np.array([1]), len(sequence.tokens))[0])
+
+    def _worthy_match(self, sequence: Sequence, n_next: int) -> Match | None:
+        matches = find_matches(sequence.tokens, min(_GRAFT_LENGTH, n_next))
+        worthy = [match for match in matches[:1] if match.tokens and self._rates.rate(match.n_equal) >= _GRAFT_RATE]
+        return worthy[0] if worthy else None
+
+    def _learn_grown(self, proposal: _Proposal, nodes: list[int], after: list[int]) -> None:
+        temperature = proposal.sapling.temperature
+        calibration, acceptance = self._calibration(f"{temperature:.1f}"), self.acceptance_at(temperature)
+        for row, token in zip(proposal.sapling.rows_of(nodes), after, strict=False):
+            if row in proposal.sapling.seen:
+                tokens, probabilities = proposal.sapling.seen[row]
+                hits = np.flatnonzero(tokens == token)
+                hit = int(hits[0]) if len(hits) else None
+                calibration.observe(probabilities, hit)
+                if proposal.kind == "dynamic":
+                    acceptance.observe(len(tokens), hit)
+
+    def _learn_drawn(self, sapling: HybridSapling, sequence: Sequence, topology: Topology, nodes: list[int]) -> None:
+        """Learn what the mass left to a drawn child is worth."""
+        calibration = self._calibration(f"drawn {sequence.sampling.temperature:.1f}")
+        for node, taken in zip(nodes, [*nodes[1:], -1], strict=True):
+            drawn = [child for child in topology.children[node] if child >= sapling.n_given]
+            if node < sapling.n_given and drawn:
+                calibration.observe(np.array([sapling.left_at(node)]), 0 if taken in drawn else None)
+
+    def _learn_static(self, proposal: _Proposal, sequence: Sequence, topology: Topology, nodes: list[int]) -> None:
+        acceptance = self.acceptance_at(sequence.sampling.temperature)
+        for node, taken in zip(nodes, (*nodes, None)[1:], strict=True):
+            if node >= proposal.n_shape or (taken is not None and taken >= proposal.n_shape):
+                break  # along a graft, which tells nothing of the draft
+            n_children = sum(child < proposal.n_shape for child in topology.children[node])
+            acceptance.observe(n_children, None if taken is None else int(topology.ranks[taken]))

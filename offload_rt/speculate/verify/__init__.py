@@ -1,0 +1,1 @@
+"""How a tree is verified: one file for each rule."""

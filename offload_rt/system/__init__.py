@@ -1,0 +1,1 @@
+"""The machine, threads, files, the timeline, the registry."""

@@ -1,0 +1,27 @@
+"""The folder is the registry: `--drafter ngram` is `speculate/draft/ngram.py`."""
+
+from importlib import import_module
+from pkgutil import iter_modules
+from types import ModuleType
+
+from offload_rt.errors import SettingsError
+
+
+def names(folder: str) -> tuple[str, ...]:
+    """The entries of a folder of the package, such as "speculate.draft", sorted."""
+    package = import_module(f"offload_rt.{folder}")
+    return tuple(sorted(module.name for module in iter_modules(package.__path__)))
+
+
+def find(folder: str, name: str) -> ModuleType:
+    """The module `offload_rt.<folder>.<name>`.
+
+    Raises SettingsError if the folder has no such entry.
+    """
+    if name not in names(folder):
+        raise SettingsError(
+            f"no {folder.rpartition('.')[2]} entry called {name!r}",
+            have=", ".join(names(folder)),
+            change="use one of these",
+        )
+    return import_module(f"offload_rt.{folder}.{name}")

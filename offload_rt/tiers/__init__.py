@@ -1,1 +1,0 @@
-"""Where weights lie: one file for each tier of memory."""

@@ -1,0 +1,1 @@
+"""How weights are stored and used: one file for each format."""
