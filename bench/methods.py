@@ -65,7 +65,6 @@ METHODS = (
     Method("Sequoia", "static_tree", "sequoia"),
     Method("Sequoia tree + traversal", "static_tree", "traversal"),
     Method("dynamic", "dynamic_tree"),
-    Method("hybrid + traversal", "hybrid_tree"),
 )
 # Which is expected to yield more: (better, worse).
 PAIRS = (
@@ -78,6 +77,5 @@ PAIRS = (
     ("dynamic", "chain"),
     ("dynamic", "SpecInfer chains"),
     ("dynamic", "Sequoia"),
-    ("hybrid + traversal", "Sequoia"),
     ("Sequoia", "transformers, assisted"),
 )

@@ -251,9 +251,9 @@ def test_children_are_drawn_from_their_laws(small, name, rule, prompt):
     [
         ({"drafter": "telepathy"}, ["'telepathy'", *registry.names("speculate.draft")]),
         ({"rule": "anarchy"}, ["'anarchy'", *registry.names("speculate.verify")]),
-        ({"drafter": "none", "draft_model": "somewhere"}, ["--draft-model", "--drafter none", "hybrid_tree"]),
+        ({"drafter": "none", "draft_model": "somewhere"}, ["--draft-model", "--drafter none", "static_tree"]),
         ({"drafter": "ngram", "draft_model": "somewhere"}, ["--draft-model", "--drafter ngram", "static_tree"]),
-        ({"drafter": "hybrid_tree"}, ["--drafter hybrid_tree", "--draft-model"]),
+        ({"drafter": "static_tree"}, ["--drafter static_tree", "--draft-model"]),
         ({"drafter": "dynamic_tree"}, ["--drafter dynamic_tree", "--draft-model"]),
         ({"drafter": "ngram", "rule": "sequoia"}, ["--rule sequoia", "ngram", "--rule match"]),
         ({"rule": "traversal"}, ["--rule traversal", "ngram", "--rule match"]),

@@ -157,22 +157,6 @@ def test_independent_children():
     assert_drawn(children, {pair: float(Q[pair[0]] * Q[pair[1]]) for pair in itertools.product(range(6), repeat=2)})
 
 
-@pytest.mark.parametrize("law", [Q, EXHAUSTED], ids=["q", "exhausted"])
-def test_hybrid_children(law):
-    """Rows of one, two and four children side by side: all but one are the most probable, the drawn one stands second."""
-    counts = torch.tensor([1, 2, 4]).repeat(N_DRAWS)
-    children = child_sampling.hybrid(law.expand(len(counts), -1), counts, generator())
-    best = law.argsort(descending=True, stable=True).tolist()
-    assert_drawn(children[0::3, :1], in_order(law, 1))
-    assert (children[1::3, 0] == best[0]).all()
-    assert_drawn(children[1::3, 1:2], in_order(law, 1, (best[0],)))
-    given = [0, 2, 3]
-    if law is Q:
-        assert (children[2::3, given] == torch.tensor(best[:3])).all()
-    assert (children[2::3, given] == children[2, given]).all(), "no chance decides which are given"
-    assert_drawn(children[2::3, 1:2], in_order(law, 1, tuple(children[2, given].tolist())))
-
-
 # Growing
 
 
@@ -225,7 +209,7 @@ def counts_of(knowledge):
     )
 
 
-@pytest.mark.parametrize("drafter", ["static_tree", "dynamic_tree", "hybrid_tree"])
+@pytest.mark.parametrize("drafter", ["static_tree", "dynamic_tree", "adaptive_tree"])
 def test_what_was_learned_of_a_pair_is_there_again(zoo, cache, drafter):
     pair = zoo.pair("llama", 0)
     with open_llm(pair.target, **pair.settings(drafter)) as llm:
@@ -364,7 +348,7 @@ def test_the_draft_is_part_of_the_plan(zoo):
 
 @pytest.mark.parametrize(
     ("drafter", "tree_size"),
-    [("none", None), ("ngram", None), ("ngram", 16), ("hybrid_tree", None), ("hybrid_tree", 16)],
+    [("none", None), ("ngram", None), ("ngram", 16), ("static_tree", None), ("static_tree", 16)],
 )
 def test_a_budget_too_small_names_the_flag(zoo, drafter, tree_size):
     """The budget it names is enough, and so is any larger one; one byte less is not."""

@@ -138,7 +138,7 @@ def test_a_penalty_looks_back_along_each_path(zoo, drafter):
 def test_a_temperature_close_to_zero_is_zero(zoo, texts, rule):
     """However close: the draft's law must not overflow either."""
     pair = zoo.pair("llama", 0)
-    with open_llm(pair.target, max_model_len=256, tree_size=24, **pair.settings("hybrid_tree", rule)) as llm:
+    with open_llm(pair.target, max_model_len=256, tree_size=24, **pair.settings("adaptive_tree", rule)) as llm:
         for temperature in (1e-4, 1e-40):
             params = [SamplingParams(max_new_tokens=n, temperature=temperature, seed=1) for n in LENGTHS]
             assert [one.token_ids for one in llm.generate(PROMPTS, params)] == texts("llama", 0)
@@ -435,7 +435,7 @@ def with_config(pair, folder, **changes):
 
 
 @pytest.mark.parametrize("n_positions", [64, 33, 8, 1])
-@pytest.mark.parametrize("drafter", ["hybrid_tree", "static_tree"])
+@pytest.mark.parametrize("drafter", ["dynamic_tree", "static_tree"])
 def test_a_draft_with_a_shorter_context_goes_on(zoo, tmp_path, monkeypatch, drafter, n_positions):
     """It sees a window that moves on; what it drafts is still worth something where the window is not too short."""
     pair, seen, start = zoo.pair("llama", 0), [], Growth.start

@@ -233,11 +233,11 @@ def _with_drafter(
 ) -> Engine:
     drafting, limits, moved = blueprint.drafting, blueprint.limits, blueprint.plan.pass_bytes
     if limits.n_nodes == 1:
-        profile = MachineProfile("not measured", False, (("disk", 1.0), ("host", 1.0)), 1.0)
+        machine = MachineProfile("not measured", False, (("disk", 1.0), ("host", 1.0)), 1.0)
     else:
         warm_up(drafting.rule)
-        profile = profile.pass_profile(runner, moved, (limits.n_nodes, blueprint.max_model_len))
-    pace = Pace(profile, moved)
+        machine = profile.pass_profile(runner, moved, (limits.n_nodes, blueprint.max_model_len))
+    pace = Pace(machine, moved)
     model, knowledge = None, Knowledge()
     if draft is not None:
         model = DraftModel(draft, runner.spec.vocab_size, limits.n_levels, trace)

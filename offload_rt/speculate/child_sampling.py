@@ -38,21 +38,3 @@ def without_replacement(law: Tensor, n: int, generator: Generator, struck: Tenso
 def independent(law: Tensor, n: int, generator: Generator) -> Tensor:
     """Draw n tokens for each law, each from the whole of it: (rows, n)."""
     return torch.multinomial(law, n, replacement=True, generator=generator)
-
-
-def hybrid(law: Tensor, counts: Tensor, generator: Generator) -> Tensor:
-    """For each law the most probable tokens but for one, which is drawn from the rest.
-
-    law     (rows, vocabulary) float32
-    counts  (rows,) children of each row, at least 1, on the host
-    Returns (rows, max(counts)): the drawn token stands at place 1, or at 0 where it is the only child; entries beyond a
-    row's count mean nothing.
-    """
-    n = int(counts.max())
-    best, counts = top(law, n), counts.to(law.device)
-    is_given = torch.arange(n, device=law.device) < (counts - 1)[:, None]
-    is_taken = torch.zeros_like(law, dtype=torch.bool).scatter_(1, best, is_given)
-    drawn = without_replacement(law, 1, generator, is_taken)
-    children = torch.cat((best[:, :1], drawn, best[:, 1:]), dim=1)[:, :n] if n > 1 else drawn
-    children[:, 0] = torch.where(counts == 1, drawn[:, 0], children[:, 0])
-    return children

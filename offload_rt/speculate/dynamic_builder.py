@@ -81,9 +81,7 @@ class DynamicSapling:
 
     def take(self, logits: Tensor) -> None:
         """Let the children of the nodes computed last compete; those that enter are computed next."""
-        self._compete(child_sampling.law_of(logits, self.temperature or 1.0))
-
-    def _compete(self, law: Tensor) -> None:
+        law = child_sampling.law_of(logits, self.temperature or 1.0)
         best = law.topk(min(_N_CHILDREN, self._n_nodes - 1, law.shape[-1]), dim=-1)
         probabilities, tokens = best.values.double().cpu().numpy(), best.indices.cpu().numpy()
         now = self._candidates

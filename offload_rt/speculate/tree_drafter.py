@@ -10,7 +10,6 @@ import numpy as np
 
 from offload_rt.executor.sequence import Sequence
 from offload_rt.speculate.dynamic_builder import DynamicSapling
-from offload_rt.speculate.hybrid import Drawing, HybridSapling
 from offload_rt.speculate.ngrams import Match, MatchRates, find_matches, graft
 from offload_rt.speculate.pair_stats import DraftParts, root_only
 from offload_rt.speculate.static_builder import StaticSapling, shape_of
@@ -56,8 +55,7 @@ class _Proposal:
 class TreeDrafter:
     """Proposes trees by a draft model.
 
-    at_zero, above  the kind of tree at temperature 0 and above: "dynamic", "grown_hybrid", or a child law for trees of a
-                    chosen shape
+    at_zero, above  the kind of tree at temperature 0 and above: "dynamic", or a child law for trees of a chosen shape
     """
 
     def __init__(self, parts: DraftParts, at_zero: str, above: str) -> None:
@@ -94,12 +92,7 @@ class TreeDrafter:
         self._yield(sequence).observe(proposal.expected, len(after))
         if proposal.match is not None:
             self._rates.observe(proposal.match, after)
-        if isinstance(proposal.sapling, HybridSapling):
-            n_given = min(proposal.sapling.n_given, proposal.n_shape)
-            self._learn_drawn(proposal.sapling, sequence, tree.topology, nodes)
-            self._learn_grown(proposal, [node for node in nodes if node < n_given], after)
-            self._learn_static(proposal, sequence, tree.topology, [node for node in nodes if node >= n_given])
-        elif isinstance(proposal.sapling, DynamicSapling):
+        if isinstance(proposal.sapling, DynamicSapling):
             self._learn_grown(proposal, [node for node in nodes if node < proposal.n_shape], after)
         else:
             self._learn_static(proposal, sequence, tree.topology, nodes)
@@ -129,21 +122,14 @@ class TreeDrafter:
         if n_nodes == 1 or n_levels == 1:
             return None
         growth = self._model.start(sequence, n_nodes, n_sequences == 1)
-        # Hybrid trees take no graft.
-        match = self._worthy_match(sequence, min(n_levels - 1, n_nodes - 2)) if kind != "grown_hybrid" else None
+        match = self._worthy_match(sequence, min(n_levels - 1, n_nodes - 2))
         n_nodes -= len(match.tokens) if match else 0
         temperature = sequence.sampling.temperature
-        if kind in ("dynamic", "grown_hybrid"):
+        if kind == "dynamic":
             worth = self._pace.level_s / self._seconds_of_a_token(sequence)
-            grown = (growth, n_nodes, n_levels, temperature, self._calibration(f"{temperature:.1f}"), worth)
-            if kind == "dynamic":
-                return _Proposal(kind, DynamicSapling(*grown), 1.0, match, n_nodes)
-            drawing = Drawing(
-                self._trees(temperature),
-                self._calibration(f"drawn {temperature:.1f}"),
-                self._size(n_sequences, 0.0, sequence),
-            )
-            return _Proposal(kind, HybridSapling(*grown, drawing), 1.0, None, n_nodes)
+            calibration = self._calibration(f"{temperature:.1f}")
+            sapling = DynamicSapling(growth, n_nodes, n_levels, temperature, calibration, worth)
+            return _Proposal(kind, sapling, 1.0, match, n_nodes)
         choice, topology = self._choose(sequence, (n_nodes, n_levels, n_sequences))
         if len(topology) == 1:
             return None
@@ -218,16 +204,7 @@ class TreeDrafter:
                 hits = np.flatnonzero(tokens == token)
                 hit = int(hits[0]) if len(hits) else None
                 calibration.observe(probabilities, hit)
-                if proposal.kind == "dynamic":
-                    acceptance.observe(len(tokens), hit)
-
-    def _learn_drawn(self, sapling: HybridSapling, sequence: Sequence, topology: Topology, nodes: list[int]) -> None:
-        """Learn what the mass left to a drawn child is worth."""
-        calibration = self._calibration(f"drawn {sequence.sampling.temperature:.1f}")
-        for node, taken in zip(nodes, [*nodes[1:], -1], strict=True):
-            drawn = [child for child in topology.children[node] if child >= sapling.n_given]
-            if node < sapling.n_given and drawn:
-                calibration.observe(np.array([sapling.left_at(node)]), 0 if taken in drawn else None)
+                acceptance.observe(len(tokens), hit)
 
     def _learn_static(self, proposal: _Proposal, sequence: Sequence, topology: Topology, nodes: list[int]) -> None:
         acceptance = self.acceptance_at(sequence.sampling.temperature)

@@ -257,7 +257,7 @@ def test_a_disk_lost_once_the_streamer_runs_leaves_no_thread_and_no_file(
                 LLM(str(model), device="cpu", max_model_len=64, **settings)
 
 
-@pytest.mark.parametrize("drafter", ["static_tree", "dynamic_tree", "hybrid_tree"])
+@pytest.mark.parametrize("drafter", ["static_tree", "dynamic_tree", "adaptive_tree"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_draft_that_computes_no_numbers_is_an_error(tmp_path: Path, drafter: str, temperature: float) -> None:
     config = llama_config()
