@@ -62,7 +62,7 @@ bench: .venv/compared
 	$(PY) -m bench.trace
 	$(PY) -m bench.simulate
 	$(PY) -m bench.compute
-	$(PY) -m bench.yields
+	$(PY) -m bench.predictions
 
 clean:
 	rm -rf .venv demo-cache build *.egg-info offload_rt/ops/_kernels.so

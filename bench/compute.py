@@ -94,7 +94,7 @@ def main() -> None:
     print(f"{machine()}; commit {commit()}")
     limits = {"tree_size": flags.rows, "max_model_len": flags.context + flags.rows + 36, "device_memory": "6GB"}
     with LLM(str(expanded_model(flags.size)), device="cpu", drafter="ngram", **limits) as llm:
-        spec = llm.blueprint.checkpoint.spec
+        spec = llm.engine_plan.checkpoint.spec
         found = shares(llm, random_tree(flags.rows), flags.context)
     print(f"a pass of {flags.rows} rows: " + ", ".join(f"{kind} {share:.0%}" for kind, share in found.items()))
     attention = {}

@@ -30,16 +30,16 @@ from offload_rt.engine.profile import compute_times
 from offload_rt.executor.runner import Placing, Runner, Step
 from offload_rt.models.families import spec_of
 from offload_rt.offload.paced import PacedTier
-from offload_rt.offload.placement import Budgets, Need, Plan, place
+from offload_rt.offload.placement import MemoryBudget, Plan, ReservedMemory, place_layers
 from offload_rt.offload.stream_threads import ThreadStreamer
-from offload_rt.offload.streamer import Supply
+from offload_rt.offload.streamer import LayerSources
 from offload_rt.offload.tier import read_parallel
 from offload_rt.planning.acceptance import PRESETS, Assumed, Preset, power_law
-from offload_rt.planning.forecast import Machine, Question, foretell
+from offload_rt.planning.forecast import Machine, PlanRequest, predict
 from offload_rt.planning.hardware import find_card
 from offload_rt.planning.known_models import KNOWN
 from offload_rt.planning.roofline import head_share
-from offload_rt.planning.simulate import Costs, Scheme, generate, simulate
+from offload_rt.planning.simulate import Costs, StreamSchedule, generate, simulate
 from offload_rt.speculate.select import pick_drafter
 from offload_rt.system.machine import ComputeTimes, MachineProfile, pass_time
 from offload_rt.system.trace import Trace
@@ -49,8 +49,8 @@ from offload_rt.weights.layout import host_block
 
 RESULTS = ROOT / "bench/results/simulate.jsonl"
 CONTEXT, N_PASSES = 64, 2
-# At which the drag is measured: no width of the settings'.
-DRAG_ROWS = 64
+# At which the contention is measured: no width of the settings'.
+CONTENTION_ROWS = 64
 # Others on the same cores make a pass take several times as long: a round in which they had more than this is repeated.
 _LITTLE, _N_PAIRS = 0.06, 4
 
@@ -73,7 +73,7 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class Sample:
-    """One round of a setting: seconds of a pass, of computing it just before and just after, and the drag.
+    """One round of a setting: seconds of a pass, of computing it just before and just after, and the contention.
 
     gbps    at which the link brought the same layers while nothing was computed
     others  part of the cores that other programs had meanwhile
@@ -82,7 +82,7 @@ class Sample:
     pass_s: float
     compute_s: float
     gbps: float
-    drag: float
+    contention: float
     others: float
 
 
@@ -95,11 +95,11 @@ class Compared:
     n_slots: int
     measured_s: float
     simulated_s: float
-    without_drag_s: float
+    without_contention_s: float
     closed_s: float
     compute_s: float
     gbps: float
-    drag: float
+    contention: float
     others: float
 
     @property
@@ -114,13 +114,13 @@ class Bench:
     def __init__(self, llm: LLM) -> None:
         self._like, self._source = llm.engine.runner, llm.engine.resident
         self.spec = self._like.spec
-        self._drags: dict[float, float] = {}
+        self._contentions: dict[float, float] = {}
         self.layer_nbytes = [self._source.layout(i).nbytes for i in range(self.spec.n_layers)]
 
     def plan(self, setting: Setting) -> Plan:
         """What the loop's own placement keeps resident."""
         budget = int(setting.share * sum(self.layer_nbytes))
-        return place(self.layer_nbytes, Need(0, 0, 0), Budgets(budget))
+        return place_layers(self.layer_nbytes, ReservedMemory(0, 0, 0), MemoryBudget(budget))
 
     def pass_s(self, setting: Setting) -> tuple[float, float]:
         """Seconds of a pass, and GB/s at which a sweep that computes nothing brings the same layers.
@@ -129,9 +129,9 @@ class Bench:
         """
         plan, tier = self.plan(setting), PacedTier(self._source, setting.gbps)
         streamed = tuple(tier if name == "disk" else None for name in plan.tiers)
-        streamer = ThreadStreamer(Supply(self._source, streamed, plan.n_slots), Trace(on=False))
+        streamer = ThreadStreamer(LayerSources(self._source, streamed, plan.n_slots), Trace(on=False))
         where = Placing(self._like.device, self._like.dtype)
-        runner = Runner(self.spec, streamer, self._like.outer, dense.View, where, Trace(on=False))
+        runner = Runner(self.spec, streamer, self._like.non_layer, dense.View, where, Trace(on=False))
         cache = runner.new_cache(CONTEXT + setting.n_rows)
         cache.committed = [0] * CONTEXT
         tokens = torch.arange(setting.n_rows) % self.spec.vocab_size
@@ -158,7 +158,7 @@ class Bench:
             before = self.compute_s(setting)
             pass_s, gbps = self.pass_s(setting)
             compute_s = (before + self.compute_s(setting)) / 2
-            samples.append(Sample(pass_s, compute_s, gbps, self._drag(setting.gbps), quiet.others()))
+            samples.append(Sample(pass_s, compute_s, gbps, self._contention(setting.gbps), quiet.others()))
             if samples[-1].others < _LITTLE:
                 break
         return min(samples, key=lambda sample: sample.others)
@@ -168,15 +168,15 @@ class Bench:
         times = compute_times(self._like, setting.n_rows, CONTEXT)
         return float(times.at(np.array([setting.n_rows]), CONTEXT)[0])
 
-    def _drag(self, gbps: float) -> float:
+    def _contention(self, gbps: float) -> float:
         """Part of the speed that is lost for each GB/s that comes in: the quickest passes with and without copies beside them.
 
         Measured once for each rate.
         """
-        if gbps not in self._drags:
+        if gbps not in self._contentions:
             alone, together = zip(*(self._with_and_without(gbps) for _ in range(_N_PAIRS)), strict=True)
-            self._drags[gbps] = max(min(together) / min(alone) - 1, 0.0) / gbps
-        return self._drags[gbps]
+            self._contentions[gbps] = max(min(together) / min(alone) - 1, 0.0) / gbps
+        return self._contentions[gbps]
 
     def _with_and_without(self, gbps: float) -> tuple[float, float]:
         tier, stop = PacedTier(self._source, gbps), threading.Event()
@@ -199,9 +199,9 @@ class Bench:
 
     def _layers_s(self) -> float:
         """Seconds of a pass over all layers where they lie."""
-        cache = self._like.new_cache(CONTEXT + DRAG_ROWS)
+        cache = self._like.new_cache(CONTEXT + CONTENTION_ROWS)
         cache.committed = [0] * CONTEXT
-        step = Step(cache, torch.zeros(DRAG_ROWS, dtype=torch.int64), Topology.chain(DRAG_ROWS), 1, CONTEXT)
+        step = Step(cache, torch.zeros(CONTENTION_ROWS, dtype=torch.int64), Topology.chain(CONTENTION_ROWS), 1, CONTEXT)
         started = time.perf_counter()
         self._like.forward([step])
         cache.discard()
@@ -243,11 +243,11 @@ def passes(size: str, seconds: float, tries: int) -> list[Compared]:
 def _compared(bench: Bench, setting: Setting, samples: list[Sample]) -> Compared:
     plan = bench.plan(setting)
 
-    def simulated(sample: Sample, drag: float) -> float:
+    def simulated(sample: Sample, contention: float) -> float:
         links = (("disk", sample.gbps),)
         compute = ComputeTimes((setting.n_rows,), (CONTEXT,), ((sample.compute_s,),))
         work = Costs(compute, head=head_share(bench.spec)).work(Topology.chain(setting.n_rows), CONTEXT)
-        return float(simulate(Scheme.of(plan, links, drag), [work] * 6).pass_s.mean())
+        return float(simulate(StreamSchedule.of(plan, links, contention), [work] * 6).pass_s.mean())
 
     def closed(sample: Sample) -> float:
         compute = ComputeTimes((setting.n_rows,), (CONTEXT,), ((sample.compute_s,),))
@@ -259,12 +259,12 @@ def _compared(bench: Bench, setting: Setting, samples: list[Sample]) -> Compared
         n_resident=plan.count("device"),
         n_slots=plan.n_slots,
         measured_s=median(sample.pass_s for sample in samples),
-        simulated_s=median(simulated(sample, sample.drag) for sample in samples),
-        without_drag_s=median(simulated(sample, 0.0) for sample in samples),
+        simulated_s=median(simulated(sample, sample.contention) for sample in samples),
+        without_contention_s=median(simulated(sample, 0.0) for sample in samples),
         closed_s=median(closed(sample) for sample in samples),
         compute_s=median(sample.compute_s for sample in samples),
         gbps=median(sample.gbps for sample in samples),
-        drag=samples[0].drag,
+        contention=samples[0].contention,
         others=max(sample.others for sample in samples),
     )
 
@@ -312,15 +312,15 @@ def _row(preset: Preset, published_s: float, plain_s: float, card: Machine) -> R
     specs = [spec_of(KNOWN[name]) for name in preset.pair]
     sizes = tuple(Sizes.of_spec(spec, torch.float16) for spec in specs)
     assumed = Assumed(power_law(preset.power), preset.told)
-    asked = Question(config, pick_drafter(config), sizes, torch.float16, assumed, 128, 128)
-    ours = foretell(asked, card)
+    asked = PlanRequest(config, pick_drafter(config), sizes, torch.float16, assumed, 128, 128)
+    ours = predict(asked, card)
     costs = Costs(*(card.compute(spec, torch.float16) for spec in specs), head_share(specs[0]), card.fixed_s)
     n = specs[0].n_layers
-    scheme = Scheme(
-        (("host",),) * n, sizes[0].layer_nbytes, (("host", dict(card.links)["host"]),), 2, card.drag, ahead=False
+    schedule = StreamSchedule(
+        (("host",),) * n, sizes[0].layer_nbytes, (("host", dict(card.links)["host"]),), 2, card.contention, ahead=False
     )
     theirs, alone = (
-        generate(scheme, costs, (topology, assumed.by_rank), (128, 256)).seconds_per_token
+        generate(schedule, costs, (topology, assumed.by_rank), (128, 256)).seconds_per_token
         for topology in (ours.topology, Topology.chain(1))
     )
     return Row(preset.name, published_s, plain_s, ours.seconds_per_token, theirs, alone)
@@ -328,11 +328,11 @@ def _row(preset: Preset, published_s: float, plain_s: float, card: Machine) -> R
 
 def _line(one: Compared) -> str:
     asked = one.setting
-    closed, bare = (seconds / one.measured_s - 1 for seconds in (one.closed_s, one.without_drag_s))
+    closed, bare = (seconds / one.measured_s - 1 for seconds in (one.closed_s, one.without_contention_s))
     return (
         f"{asked.share:.3f} of the weights, {asked.gbps:3} GB/s ({one.gbps:.2f} reached), {asked.n_rows:3} rows: "
         f"computing {one.compute_s:.3f} s, measured {one.measured_s:.3f} s, simulated {one.simulated_s:.3f} s, "
-        f"{one.error:+.1%} (without drag {bare:+.1%}, closed form {closed:+.1%}; others had {one.others:.0%})"
+        f"{one.error:+.1%} (without contention {bare:+.1%}, closed form {closed:+.1%}; others had {one.others:.0%})"
     )
 
 

@@ -204,7 +204,7 @@ def _summary(temperature: float, runs: Sequence[Stats], plain_s: float) -> Chose
     tokens = n_passes @ np.array([run.measured_tokens_per_pass for run in runs])
     promised = n_passes @ np.array([run.predicted_tokens_per_pass for run in runs])
     seconds = n_passes @ np.array([run.measured_seconds_per_token * run.measured_tokens_per_pass for run in runs])
-    promised_s = n_passes @ np.array([run.predicted_seconds_per_token * run.predicted_tokens_per_pass for run in runs])
+    predicted_s = n_passes @ np.array([run.predicted_seconds_per_token * run.predicted_tokens_per_pass for run in runs])
     return Chosen(
         method="chosen",
         temperature=temperature,
@@ -212,7 +212,7 @@ def _summary(temperature: float, runs: Sequence[Stats], plain_s: float) -> Chose
         step_s=seconds / n_passes.sum(),
         tokens_per_pass=tokens / n_passes.sum(),
         shares=Shares.of(runs),
-        predicted_seconds_per_token=promised_s / promised,
+        predicted_seconds_per_token=predicted_s / promised,
         predicted_tokens_per_pass=promised / n_passes.sum(),
         nodes=mean(run.nodes_per_tree for run in runs),
         levels=mean(run.levels_per_tree for run in runs),
@@ -221,7 +221,7 @@ def _summary(temperature: float, runs: Sequence[Stats], plain_s: float) -> Chose
 
 
 @contextmanager
-def no_knowledge() -> Iterator[None]:
+def no_pair_stats() -> Iterator[None]:
     """Nothing that earlier runs learned of the pair, and nothing kept of this one."""
     kept = os.environ.get("XDG_CACHE_HOME")
     with tempfile.TemporaryDirectory() as empty:
@@ -253,7 +253,7 @@ def main() -> None:
     prompts = held_out_prompts(AutoTokenizer.from_pretrained(TARGET), n_prompts)
     methods = [method for method in METHODS if method.name in flags.methods]
     result: dict[str, object] = {"bench": "speculate", "machine": machine(), "commit": commit(), **vars(flags)}
-    with no_knowledge():
+    with no_pair_stats():
         if {"count", "steps"} & {*flags.parts}:
             counted = _told(console, itertools.chain(
                 count(flags.nodes, prompts[: flags.prompts], flags.new_tokens, methods),

@@ -28,7 +28,7 @@ from offload_rt.llm import LLM
 from offload_rt.offload.device import DeviceTier
 from offload_rt.offload.paced import PacedTier
 from offload_rt.offload.stream_threads import ThreadStreamer
-from offload_rt.offload.streamer import Streamer, Supply
+from offload_rt.offload.streamer import LayerSources, Streamer
 from offload_rt.system.trace import Trace
 from offload_rt.tree.topology import Topology
 from offload_rt.weights.formats import dense
@@ -138,11 +138,11 @@ def paced_overlap(settings: Settings) -> dict[str, object]:
         for i, image in enumerate(images):
             source.put(i, image)
         moved = sum(image.layout.nbytes for image in images)
-        resident = _Passes(runner, Supply(source, (None,) * n_layers, 0), n_rows)
+        resident = _Passes(runner, LayerSources(source, (None,) * n_layers, 0), n_rows)
         compute = Spread.of([resident.seconds() for _ in range(5)][1:]).median
         tier = PacedTier(source, moved / compute / 1e9)
-        both = _Passes(runner, Supply(DeviceTier(), (tier,) * n_layers, 3), n_rows)
-        link_only = ThreadStreamer(Supply(DeviceTier(), (tier,) * n_layers, 3), Trace(on=False))
+        both = _Passes(runner, LayerSources(DeviceTier(), (tier,) * n_layers, 3), n_rows)
+        link_only = ThreadStreamer(LayerSources(DeviceTier(), (tier,) * n_layers, 3), Trace(on=False))
         ratios = []
         for _ in range(settings.rounds):
             longer = max(_timed_sweeps(link_only), resident.seconds())
@@ -161,10 +161,10 @@ def paced_overlap(settings: Settings) -> dict[str, object]:
 class _Passes:
     """Passes of a fixed number of tokens over some layers."""
 
-    def __init__(self, like: Runner, supply: Supply, n_rows: int) -> None:
-        self._streamer = ThreadStreamer(supply, Trace(on=False))
+    def __init__(self, like: Runner, sources: LayerSources, n_rows: int) -> None:
+        self._streamer = ThreadStreamer(sources, Trace(on=False))
         place = Placing(like.device, like.dtype)
-        self._runner = Runner(like.spec, self._streamer, like.outer, dense.View, place, Trace(on=False))
+        self._runner = Runner(like.spec, self._streamer, like.non_layer, dense.View, place, Trace(on=False))
         self._n_rows = n_rows
 
     def seconds(self) -> float:

@@ -1,9 +1,9 @@
-"""How long does a rule take over a large tree, beyond the softmax that makes the target's laws?
+"""How long does a rule take over a large tree, beyond the softmax that makes the target's distributions?
 
     python -m bench.verify [--nodes 768] [--vocabulary 32000]
 
-The laws are random, as sharp as a language model's, and the draft's are the target's with noise, so that about as much is
-accepted as of real pairs. The floor beside each rule is the softmax of the same logits, interleaved.
+The distributions are random, as sharp as a language model's, and the draft's are the target's with noise, so that about as much
+is accepted as of real pairs. The floor beside each rule is the softmax of the same logits, interleaved.
 """
 
 import argparse
@@ -20,28 +20,30 @@ from offload_rt.speculate.static_builder import Shape
 from offload_rt.system import registry
 from offload_rt.tree.choose import Acceptance
 from offload_rt.tree.search import best_tree
-from offload_rt.tree.topology import DraftTree, Draws
+from offload_rt.tree.topology import DraftTree, SampledNodes
 
 _SHARPNESS, _DISAGREEMENT, _LEVELS = 3.5, 1.0, 18
 
 
-def drawn_tree(n_nodes: int, vocabulary: int, law: str, generator: torch.Generator) -> tuple[DraftTree, torch.Tensor]:
-    """A tree as a draft draws it by a child law, and the target's logits (n, vocabulary) after each node."""
+def drawn_tree(n_nodes: int, vocabulary: int, probs: str, generator: torch.Generator) -> tuple[DraftTree, torch.Tensor]:
+    """A tree as a draft draws it by a child distribution, and the target's logits (n, vocabulary) after each node."""
     topology, _ = best_tree(Acceptance().by_rank(), n_nodes, _LEVELS)
     shape = Shape.of(topology)
     logits = _SHARPNESS * torch.randn(len(topology), vocabulary, generator=generator)
     inner = np.flatnonzero(shape.row_of >= 0)
     noise = _DISAGREEMENT * torch.randn(len(inner), vocabulary, generator=generator)
-    laws = torch.softmax(logits[inner] + noise, -1)
+    draft_probs = torch.softmax(logits[inner] + noise, -1)
     counts = np.bincount(topology.parents[1:], minlength=len(topology))[inner]
-    if law == "independent":
-        children = child_sampling.independent(laws, int(counts.max()), generator)
+    if probs == "independent":
+        children = child_sampling.independent(draft_probs, int(counts.max()), generator)
     else:
-        children = child_sampling.without_replacement(laws, int(counts.max()), generator)
+        children = child_sampling.without_replacement(draft_probs, int(counts.max()), generator)
     tokens = torch.zeros(len(topology), dtype=torch.int64)
     tokens[1:] = children[shape.row_of[topology.parents[1:]], topology.ranks[1:]]
-    drawn = np.arange(len(topology)) > 0
-    return DraftTree(topology, tokens, Draws(drawn, laws, shape.row_of, law == "independent")), logits
+    is_sampled = np.arange(len(topology)) > 0
+    return DraftTree(
+        topology, tokens, SampledNodes(is_sampled, draft_probs, shape.row_of, probs == "independent")
+    ), logits
 
 
 def main() -> None:
@@ -56,10 +58,10 @@ def main() -> None:
     found = {}
     for name in registry.names("speculate.verify"):
         rule = registry.find("speculate.verify", name)
-        law = rule.CHILD_LAW if rule.NEEDS_LAWS else "without_replacement"
+        probs = rule.CHILD_SAMPLING if rule.NEEDS_DRAFT_PROBS else "without_replacement"
         softmax_ms, verify_ms, lengths = [], [], []
         for i in range(flags.rounds + 1):
-            tree, logits = drawn_tree(flags.nodes, flags.vocabulary, law, generator)
+            tree, logits = drawn_tree(flags.nodes, flags.vocabulary, probs, generator)
             moments = [time.perf_counter()]
             target = torch.softmax(logits, -1)
             moments.append(time.perf_counter())

@@ -8,7 +8,7 @@
 
 namespace offload_rt {
 
-// n rows of a forest attend to n_before keys that all of them see and, by their bits, to the n_forest keys that follow. Only
+// n rows of a tree rows attend to n_before keys that all of them see and, by their bits, to the n_forest keys that follow. Only
 // the device knows these two numbers, so that one captured launch serves caches of every length; what the host chooses, it
 // chooses for the most that there may be. Strides in elements; the last dimension of q, k and v is dense.
 struct TreeAttention {
@@ -56,21 +56,21 @@ struct CommitRows {
 
 void commit_rows(const CommitRows& args, cudaStream_t stream);
 
-// A drafted tree and the target's laws; see Candidates in offload_rt/rules/_kernels.py.
+// A drafted tree and the target's distributions; see Candidates in offload_rt/speculate/residual_kernels.py.
 struct Verify {
   const int64_t* starts;     // (n + 1,)
   const int64_t* children;   // (n - 1,)
   const int64_t* tokens;     // (n,)
-  const bool* drawn;         // (n,)
+  const bool* is_sampled;         // (n,)
   const int64_t* row_of;     // (n,)
-  const float* laws;         // (n_laws, vocabulary)
+  const float* draft_probs;         // (n_laws, vocabulary)
   const float* target;       // (n, vocabulary)
   const double* uniforms;    // (n + 1,), the last for the bonus
-  double* sums;              // (n_laws,) of each law; written
+  double* sums;              // (n_laws,) of each distribution; written
   float* rests;              // (n_levels, vocabulary), or (1, vocabulary) for a walk; written
   float* kept;               // (n,); written
   int64_t* verdict;          // (2,): the last node accepted, the bonus; written
-  int n, n_laws, vocabulary, n_levels;
+  int n, n_draft_probs, vocabulary, n_levels;
   bool independent, leaf_to_root;
 };
 

@@ -174,15 +174,15 @@ void commit_rows(Tensor keys, Tensor values, Tensor rows, int64_t first) {
   offload_rt::commit_rows(args, device.stream);
 }
 
-Tensor verify(Tensor starts, Tensor children, Tensor tokens, Tensor drawn, Tensor row_of, Tensor laws, Tensor target,
+Tensor verify(Tensor starts, Tensor children, Tensor tokens, Tensor is_sampled, Tensor row_of, Tensor draft_probs, Tensor target,
               Tensor uniforms, int64_t n_levels, bool independent, bool leaf_to_root) {
   check_dense(target, "target", ScalarType::Float, 2);
-  check_dense(laws, "laws", ScalarType::Float, 2);
-  check_size(laws, "laws", 1, target.size(1));
-  check_dense(drawn, "drawn", ScalarType::Bool, 1);
+  check_dense(draft_probs, "draft_probs", ScalarType::Float, 2);
+  check_size(draft_probs, "draft_probs", 1, target.size(1));
+  check_dense(is_sampled, "is_sampled", ScalarType::Bool, 1);
   check_dense(uniforms, "uniforms", ScalarType::Double, 1);
   const int64_t n = target.size(0), vocabulary = target.size(1);
-  check_size(drawn, "drawn", 0, n);
+  check_size(is_sampled, "is_sampled", 0, n);
   check_size(uniforms, "uniforms", 0, n + 1);
   using Sized = std::tuple<const Tensor&, const char*, int64_t>;
   for (const auto& [x, name, size] : {Sized(starts, "starts", n + 1), Sized(children, "children", n - 1),
@@ -194,16 +194,16 @@ Tensor verify(Tensor starts, Tensor children, Tensor tokens, Tensor drawn, Tenso
                   " levels, has ", n_levels);
   const Device device(target);
 
-  const Tensor sums = torch::stable::new_empty(target, {laws.size(0)}, ScalarType::Double);
+  const Tensor sums = torch::stable::new_empty(target, {draft_probs.size(0)}, ScalarType::Double);
   const Tensor rests = torch::stable::new_empty(target, {leaf_to_root ? n_levels : 1, vocabulary});
   const Tensor kept = torch::stable::new_empty(target, {n});
   const Tensor verdict = torch::stable::new_empty(target, {2}, ScalarType::Long);
   offload_rt::Verify args{};
   args.starts = data<int64_t>(starts), args.children = data<int64_t>(children), args.tokens = data<int64_t>(tokens);
-  args.drawn = data<bool>(drawn), args.row_of = data<int64_t>(row_of), args.laws = data<float>(laws);
+  args.is_sampled = data<bool>(is_sampled), args.row_of = data<int64_t>(row_of), args.draft_probs = data<float>(draft_probs);
   args.target = data<float>(target), args.uniforms = data<double>(uniforms), args.sums = written<double>(sums);
   args.rests = written<float>(rests), args.kept = written<float>(kept), args.verdict = written<int64_t>(verdict);
-  args.n = count(n, "nodes"), args.n_laws = count(laws.size(0), "laws"), args.n_levels = count(n_levels, "levels");
+  args.n = count(n, "nodes"), args.n_draft_probs = count(draft_probs.size(0), "draft_probs"), args.n_levels = count(n_levels, "levels");
   args.vocabulary = count(vocabulary, "vocabulary"), args.independent = independent, args.leaf_to_root = leaf_to_root;
   offload_rt::verify(args, device.stream);
   return verdict;
@@ -228,7 +228,7 @@ OFFLOAD_RT_LIBRARY(OFFLOAD_RT_NAME, m) {
         "int window, float scale) -> Tensor");
   m.def("tree_masks(Tensor parents) -> (Tensor masks, Tensor depths)");
   m.def("commit_rows(Tensor(a!) keys, Tensor(b!) values, Tensor rows, int first) -> ()");
-  m.def("verify(Tensor starts, Tensor children, Tensor tokens, Tensor drawn, Tensor row_of, Tensor laws, Tensor target, "
+  m.def("verify(Tensor starts, Tensor children, Tensor tokens, Tensor is_sampled, Tensor row_of, Tensor draft_probs, Tensor target, "
         "Tensor uniforms, int n_levels, bool independent, bool leaf_to_root) -> Tensor");
 }
 

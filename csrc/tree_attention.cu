@@ -1,8 +1,8 @@
-// Attention of the rows of a forest to a prefix and to their ancestors.
+// Attention of the rows of a tree rows to a prefix and to their ancestors.
 //
 // A block takes a tile of query rows of one KV head, packed as (node, head in group), so that each key is read once for the
 // whole group, and goes through the keys in stages: first the prefix, which takes no mask work except at its two ends, then
-// the forest's own keys, of which stages that no node of the tile looks at are left out. Scores and sums stay in registers.
+// the tree rows's own keys, of which stages that no node of the tile looks at are left out. Scores and sums stay in registers.
 // Where there are too few tiles to fill the machine the stages are divided among blocks, and a second kernel combines them; a
 // block that is left without a stage, as where there are fewer keys than there might be, weighs nothing.
 #include "attention_rows.cuh"

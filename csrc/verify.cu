@@ -1,14 +1,14 @@
-// Verification of a drafted tree, from the laws to the last node accepted and the token that follows it, by one block.
+// Verification of a drafted tree, from the distributions to the last node accepted and the token that follows it, by one block.
 //
 // What a verdict needs leaves the device as two numbers. The order of the decisions is that of `walk` and `traverse` in
-// offload_rt/rules/_kernels.py; only sums over the vocabulary are added up in another order.
+// offload_rt/speculate/residual_kernels.py; only sums over the vocabulary are added up in another order.
 #include "launch.h"
 #include "verify_tree.cuh"
 
 namespace offload_rt {
 namespace {
 
-// Where a rule stopped, and the law of the bonus: scale * row.
+// Where a rule stopped, and the distribution of the bonus: scale * row.
 struct Outcome {
   int node;
   const float* row;
@@ -29,7 +29,7 @@ __device__ Outcome walk(const Tree& tree) {
     }
     const Residual left = tree.reject(node, i, 1., scale, rest);
     scale = left.scale;
-    if (left.mass <= 0.) {  // the draft's law was the target's: rounding alone rejected the child
+    if (left.mass <= 0.) {  // the draft's distribution was the target's: rounding alone rejected the child
       tree.copy_row(rest, tree.target_of(node));
       scale = 1.;
     }
@@ -100,7 +100,7 @@ __device__ Outcome traverse(const Tree& tree) {
   return {now.node, tree.rests + static_cast<int64_t>(level) * tree.vocabulary, now.scale};
 }
 
-// The chance of a token, rounded as the law itself would be.
+// The chance of a token, rounded as the distribution itself would be.
 __device__ double chance(const Outcome& outcome, int token) {
   return static_cast<float>(outcome.row[token] * outcome.scale);
 }
@@ -114,7 +114,7 @@ __device__ double sum_to_lane(double x) {
   return x;
 }
 
-// The first token at which the law's distribution function exceeds uniform * total. Each warp sums a share of the
+// The first token at which the distribution's distribution function exceeds uniform * total. Each warp sums a share of the
 // vocabulary; the warp whose share it falls in looks for it there.
 __device__ void draw(const Tree& tree, const Outcome& outcome) {
   double* ends = reinterpret_cast<double*>(shared_memory());
@@ -149,7 +149,7 @@ __device__ void draw(const Tree& tree, const Outcome& outcome) {
 
 __global__ void __launch_bounds__(kVerifyThreads) verify_kernel(Verify args) {
   const Tree tree(args);
-  for (int row = threadIdx.x; row < tree.n_laws; row += kVerifyThreads) tree.sums[row] = -1.;
+  for (int row = threadIdx.x; row < tree.n_draft_probs; row += kVerifyThreads) tree.sums[row] = -1.;
   sync_block();
   const Outcome outcome = tree.leaf_to_root ? traverse(tree) : walk(tree);
   if (threadIdx.x == 0) tree.verdict[0] = outcome.node;

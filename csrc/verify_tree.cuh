@@ -1,5 +1,5 @@
 // The arithmetic of verification by one block: every thread computes the same scalars, in float64, and all of them share
-// each pass over the vocabulary. Function by function this is offload_rt/rules/_kernels.py, which says what it means.
+// each pass over the vocabulary. Function by function this is offload_rt/speculate/residual_kernels.py, which says what it means.
 #pragma once
 
 #include "kernels.h"
@@ -10,7 +10,7 @@ namespace offload_rt {
 // Fewer threads than a block may have: the scalars cost every warp its share of the few float64 units of a consumer card.
 constexpr int kVerifyThreads = 512;
 constexpr int kVerifyWarps = kVerifyThreads / 32;
-// What is left of a law is added up anew where subtracting would leave mostly rounding.
+// What is left of a distribution is added up anew where subtracting would leave mostly rounding.
 constexpr double kCancelled = 1e-4;
 // The smallest normal float32.
 constexpr double kTiny = 1.1754943508222875e-38;
@@ -29,8 +29,8 @@ __device__ inline double block_sum(double x) {
   return x;
 }
 
-// The law of a drawn child: share * q + floor on the tokens it was drawn from.
-struct ChildLaw {
+// The distribution of a sampled child: share * q + floor on the tokens it was drawn from.
+struct ChildProbs {
   double share, floor;
 };
 
@@ -44,10 +44,10 @@ struct Tree : Verify {
 
   __device__ int n_children(int node) const { return static_cast<int>(starts[node + 1] - starts[node]); }
   __device__ int child_of(int node, int i) const { return static_cast<int>(children[starts[node] + i]); }
-  __device__ const float* law_of(int node) const { return laws + row_of[node] * vocabulary; }
+  __device__ const float* probs_of(int node) const { return draft_probs + row_of[node] * vocabulary; }
   __device__ const float* target_of(int node) const { return target + static_cast<int64_t>(node) * vocabulary; }
   // Whether the j-th child's token was out of reach when the i-th was drawn.
-  __device__ bool is_struck(int node, int i, int j) const { return j < i || !drawn[child_of(node, j)]; }
+  __device__ bool is_struck(int node, int i, int j) const { return j < i || !is_sampled[child_of(node, j)]; }
 
   __device__ double sum_of_row(const float* row) const {
     float part = 0.f;
@@ -60,7 +60,7 @@ struct Tree : Verify {
     double* known = sums + row_of[node];
     const double before = *known;
     if (before >= 0.) return before;
-    const double sum = sum_of_row(law_of(node));
+    const double sum = sum_of_row(probs_of(node));
     // All threads have read `before` ahead of the barriers of the sum.
     if (threadIdx.x == 0) *known = sum;
     sync_block();
@@ -73,14 +73,14 @@ struct Tree : Verify {
     return false;
   }
 
-  __device__ ChildLaw law_of_child(int node, int i) const {
-    const float* law = law_of(node);
+  __device__ ChildProbs child_probs(int node, int i) const {
+    const float* probs = probs_of(node);
     double left = sum_of_law(node), n_left = vocabulary;
     if (!independent) {
       double taken = 0., n_taken = 0.;
       for (int j = threadIdx.x; j < n_children(node); j += kVerifyThreads)
         if (is_struck(node, i, j)) {
-          taken += law[tokens[child_of(node, j)]];
+          taken += probs[tokens[child_of(node, j)]];
           n_taken += 1.;
         }
       left -= block_sum(taken);
@@ -88,40 +88,40 @@ struct Tree : Verify {
       if (left < kCancelled) {
         double part = 0.;
         for (int t = threadIdx.x; t < vocabulary; t += kVerifyThreads)
-          if (law[t] != 0.f && !is_struck_token(node, i, t)) part += law[t];
+          if (probs[t] != 0.f && !is_struck_token(node, i, t)) part += probs[t];
         left = block_sum(part);
       }
     }
-    return left >= kTiny ? ChildLaw{1. / left, 0.} : ChildLaw{0., 1. / fmax(n_left, 1.)};
+    return left >= kTiny ? ChildProbs{1. / left, 0.} : ChildProbs{0., 1. / fmax(n_left, 1.)};
   }
 
-  // min(1, mass * rest / law) at the token of the i-th child; `mass` includes the scale of `rest`.
+  // min(1, mass * rest / distribution) at the token of the i-th child; `mass` includes the scale of `rest`.
   __device__ double odds(int node, int i, double mass, const float* rest) const {
     const int child = child_of(node, i);
     const int64_t token = tokens[child];
     const double wanted = mass * rest[token];
     if (wanted <= 0.) return 0.;
-    double law = 1.;
-    if (drawn[child]) {
-      const ChildLaw of_child = law_of_child(node, i);
-      law = of_child.share * law_of(node)[token] + of_child.floor;
+    double probs = 1.;
+    if (is_sampled[child]) {
+      const ChildProbs of_child = child_probs(node, i);
+      probs = of_child.share * probs_of(node)[token] + of_child.floor;
     }
-    return fmin(1., wanted / law);
+    return fmin(1., wanted / probs);
   }
 
-  // rest <- max(mass * rest - law of the i-th child, 0); returns its sum.
-  __device__ double strike_drawn(int node, int i, double mass, float* rest, ChildLaw child_law) const {
+  // rest <- max(mass * rest - distribution of the i-th child, 0); returns its sum.
+  __device__ double subtract_sampled(int node, int i, double mass, float* rest, ChildProbs child_law) const {
     const int n_kept = independent ? 0 : n_children(node);
     for (int j = threadIdx.x; j < n_kept; j += kVerifyThreads) kept[j] = rest[tokens[child_of(node, j)]];
     sync_block();
     const float factor = mass, share = child_law.share, floor = child_law.floor;
     // Distinct by name, so that the loads of several rounds go before the stores of the first.
-    const float* __restrict__ law = law_of(node);
+    const float* __restrict__ probs = probs_of(node);
     float* __restrict__ own = rest;
     float part = 0.f;
 #pragma unroll 8
     for (int t = threadIdx.x; t < vocabulary; t += kVerifyThreads) {
-      const float left = fmaxf(factor * own[t] - share * law[t] - floor, 0.f);
+      const float left = fmaxf(factor * own[t] - share * probs[t] - floor, 0.f);
       own[t] = left;
       part += left;
     }
@@ -150,8 +150,8 @@ struct Tree : Verify {
   // Strike the rejected i-th child out of its parent's residual, weighed as mass * scale * rest.
   __device__ Residual reject(int node, int i, double mass, double scale, float* rest) const {
     const int child = child_of(node, i);
-    if (drawn[child]) {
-      const double left = strike_drawn(node, i, mass * scale, rest, law_of_child(node, i));
+    if (is_sampled[child]) {
+      const double left = subtract_sampled(node, i, mass * scale, rest, child_probs(node, i));
       return left > 0. ? Residual{left, 1. / left} : Residual{0., 0.};
     }
     const int64_t token = tokens[child];

@@ -13,14 +13,14 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from offload_rt.config import EngineConfig, SamplingParams
-from offload_rt.engine.builder import Engine, Progress, draw_up, load
-from offload_rt.engine.loop import Live, Loop, Tally
+from offload_rt.engine.builder import Engine, Progress, load, plan_engine
+from offload_rt.engine.loop import Loop, RunningSequence, RunStats
 from offload_rt.errors import CapacityError, PromptError, SettingsError
 from offload_rt.executor.runner import Step
 from offload_rt.executor.sequence import Sequence
 from offload_rt.offload.disk import DiskTier
 from offload_rt.offload.placement import Plan
-from offload_rt.speculate.pair_stats import remember
+from offload_rt.speculate.pair_stats import save_pair_stats
 from offload_rt.speculate.select import check_pair, pick_drafter
 from offload_rt.system.trace import Trace
 from offload_rt.text.detokenize import TextStream, encode, load_tokenizer
@@ -152,13 +152,13 @@ class LLM:
         """
         trace = trace or Trace(on=False)
         try:
-            self._engine = engine = load(self.blueprint, trace, progress)
+            self._engine = engine = load(self.engine_plan, trace, progress)
         except BaseException:
             self._releases()
             raise
         # At the latest when the program ends: threads that are still reading would be torn down with the interpreter.
         self._releases.detach()
-        self._releases = weakref.finalize(self, _release, engine, self.blueprint.disk)
+        self._releases = weakref.finalize(self, _release, engine, self.engine_plan.disk)
         self._trace = trace
 
     def _prepare(self, config: EngineConfig) -> None:
@@ -173,13 +173,13 @@ class LLM:
             draft = open_checkpoint(place)
             check_pair(checkpoint.spec, draft.spec, (self.tokenizer, load_tokenizer(place)))
             drafting = replace(drafting, draft=draft)
-        self.blueprint = draw_up(config, checkpoint, drafting)
-        self._releases = weakref.finalize(self, self.blueprint.disk.close)
+        self.engine_plan = plan_engine(config, checkpoint, drafting)
+        self._releases = weakref.finalize(self, self.engine_plan.disk.close)
 
     @property
     def plan(self) -> Plan:
         """What lies where."""
-        return self.blueprint.plan
+        return self.engine_plan.plan
 
     @property
     def engine(self) -> Engine:
@@ -192,12 +192,12 @@ class LLM:
     def _loop(self) -> Loop:
         # Made for each run, so that nothing but the engine holds the weights.
         engine = self.engine
-        return Loop(engine.runner, engine.drafter, self.blueprint.drafting.rule, engine.pace, self._trace)
+        return Loop(engine.runner, engine.drafter, self.engine_plan.drafting.rule, engine.cost, self._trace)
 
     @property
     def max_model_len(self) -> int:
         """Most tokens of prompt and answer together."""
-        return self.blueprint.max_model_len
+        return self.engine_plan.max_model_len
 
     def __enter__(self) -> "LLM":
         return self
@@ -271,7 +271,7 @@ class LLM:
 
     def check_prompt(self, ids: Several[int]) -> None:
         """Raises PromptError or CapacityError for token ids that cannot be continued."""
-        _check_prompt(list(ids), self.blueprint.checkpoint.spec.vocab_size, self.max_model_len)
+        _check_prompt(list(ids), self.engine_plan.checkpoint.spec.vocab_size, self.max_model_len)
 
     def _run(self, wave: list[Sequence]) -> list[Output]:
         # What a run holds ends with this call: the next one finds the memory of its caches free.
@@ -292,7 +292,7 @@ class LLM:
         """Cut a batch into runs whose caches fit into the plan together."""
         wave: list[Sequence] = []
         for sequence in sequences:
-            if wave and _cache_rows([*wave, sequence], self.blueprint.limits.n_nodes) > self.blueprint.cache_rows:
+            if wave and _cache_rows([*wave, sequence], self.engine_plan.limits.n_nodes) > self.engine_plan.cache_rows:
                 yield wave
                 wave = []
             wave.append(sequence)
@@ -304,30 +304,30 @@ class _Run:
     """A batch under way, and what it costs."""
 
     def __init__(self, engine: Engine, sequences: list[Sequence]) -> None:
-        self._engine, self._tally = engine, Tally()
+        self._engine, self._run_stats = engine, RunStats()
         n_nodes = _tree_share(engine.drafter.limits.n_nodes, len(sequences))
         is_alone = len(sequences) == 1
         caches = [engine.runner.new_cache(one.longest - 1 + n_nodes, is_alone) for one in sequences]
-        self.batch = [Live(one, cache, n_nodes) for one, cache in zip(sequences, caches, strict=True)]
+        self.batch = [RunningSequence(one, cache, n_nodes) for one, cache in zip(sequences, caches, strict=True)]
         self._started = time.perf_counter()
         self._nbytes, self._busy_s = engine.streamer.meter.read()
         self._waited_s = engine.streamer.meter.waited_s
 
     def steps(self, loop: Loop) -> Iterator[None]:
         """Run the batch to its end; yields after each pass."""
-        return loop.run(self.batch, self._tally)
+        return loop.run(self.batch, self._run_stats)
 
-    def output(self, one: Live) -> Output:
+    def output(self, one: RunningSequence) -> Output:
         """The result of a sequence that has ended."""
         sequence = one.sequence
         text = sequence.text.text if sequence.text else ""
         ids, n = sequence.tokens, sequence.n_prompt
-        return Output(ids[:n], ids[n:], text, sequence.finish_reason or "", self._stats(one), self._tally.topology)
+        return Output(ids[:n], ids[n:], text, sequence.finish_reason or "", self._stats(one), self._run_stats.topology)
 
-    def _stats(self, one: Live) -> Stats:
-        n_new, n_passes, tally = one.sequence.n_new, one.n_passes, self._tally
+    def _stats(self, one: RunningSequence) -> Stats:
+        n_new, n_passes, run_stats = one.sequence.n_new, one.n_passes, self._run_stats
         n_trees = max(sum(live.n_passes for live in self.batch), 1)
-        measured = tally.measured_tokens > 0
+        measured = run_stats.measured_tokens > 0
         seconds = time.perf_counter() - self._started
         nbytes, busy_s = self._engine.streamer.meter.read()
         nbytes, busy_s = nbytes - self._nbytes, busy_s - self._busy_s
@@ -337,21 +337,21 @@ class _Run:
             tokens_per_pass=n_new / n_passes,
             seconds=seconds,
             seconds_per_token=seconds / n_new,
-            prefill_seconds=tally.prefill_s,
-            draft_seconds=tally.draft_s,
-            verify_seconds=tally.verify_s,
+            prefill_seconds=run_stats.prefill_s,
+            draft_seconds=run_stats.draft_s,
+            verify_seconds=run_stats.verify_s,
             wait_seconds=self._engine.streamer.meter.waited_s - self._waited_s,
             link_bytes=nbytes,
             link_gbps=nbytes / busy_s / 1e9 if busy_s else 0.0,
             link_busy=busy_s / seconds,
-            nodes_per_tree=tally.n_nodes / n_trees,
-            levels_per_tree=tally.n_levels / n_trees,
-            acceptance_by_rank=[n / of for n, of in zip(tally.taken, tally.tried, strict=True) if of],
-            predicted_seconds_per_token=tally.promised_s / tally.promised_tokens if measured else None,
-            measured_seconds_per_token=tally.measured_s / tally.measured_tokens if measured else None,
-            predicted_tokens_per_pass=tally.promised_tokens / (tally.n_passes - 1) if measured else None,
-            measured_tokens_per_pass=tally.measured_tokens / (tally.n_passes - 1) if measured else None,
-            tree_widths=np.bincount(tally.topology.depths).tolist(),
+            nodes_per_tree=run_stats.n_nodes / n_trees,
+            levels_per_tree=run_stats.n_levels / n_trees,
+            acceptance_by_rank=[n / of for n, of in zip(run_stats.taken, run_stats.tried, strict=True) if of],
+            predicted_seconds_per_token=run_stats.predicted_s / run_stats.predicted_tokens if measured else None,
+            measured_seconds_per_token=run_stats.measured_s / run_stats.measured_tokens if measured else None,
+            predicted_tokens_per_pass=run_stats.predicted_tokens / (run_stats.n_passes - 1) if measured else None,
+            measured_tokens_per_pass=run_stats.measured_tokens / (run_stats.n_passes - 1) if measured else None,
+            tree_widths=np.bincount(run_stats.topology.depths).tolist(),
         )
 
 
@@ -359,8 +359,8 @@ def _release(engine: Engine, disk: DiskTier) -> None:
     """End all transfers, and keep what was learned of a pair of models."""
     engine.close()
     disk.close()
-    if engine.draft is not None and not engine.drafter.knowledge.is_empty:
-        remember(engine.runner.spec, engine.draft.spec, engine.drafter.knowledge)
+    if engine.draft is not None and not engine.drafter.pair_stats.is_empty:
+        save_pair_stats(engine.runner.spec, engine.draft.spec, engine.drafter.pair_stats)
 
 
 def _several(prompts: Prompt | Several[Prompt]) -> list[Prompt]:

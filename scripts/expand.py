@@ -50,7 +50,7 @@ def target_config(source: Checkpoint, shape: Shape, dtype: str, max_positions: i
 def fingerprint(source: Checkpoint) -> str:
     """SHA-256 of all files of the source that the target is made from."""
     digest = hashlib.sha256()
-    weights = {record.path for records in (*source.layers, source.outer) for record in records}
+    weights = {record.path for records in (*source.layers, source.non_layer) for record in records}
     for path in sorted({source.directory / "config.json", *weights, *companions(source.directory)}):
         with path.open("rb") as file:
             digest.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
@@ -157,7 +157,7 @@ def chosen_shape(args: argparse.Namespace, source: ModelSpec, itemsize: int) -> 
 def expand(args: argparse.Namespace) -> None:
     """Do what the flags ask for. Raises OffloadError, with nothing left behind."""
     source = open_checkpoint(locate(args.source, offline=True))
-    dtype = args.dtype or str(source.outer[0].torch_dtype()).removeprefix("torch.")
+    dtype = args.dtype or str(source.non_layer[0].torch_dtype()).removeprefix("torch.")
     if dtype not in DTYPES:
         raise SettingsError(f"the source's dtype {dtype} is not written", have=", ".join(DTYPES), change="give --dtype")
     shape = chosen_shape(args, source.spec, DTYPES[dtype].itemsize)

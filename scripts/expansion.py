@@ -132,7 +132,7 @@ class Expansion:
     def tensor(self, piece: Piece) -> Tensor:
         """The tensor of the given shape, in the target's dtype."""
         if piece.layer is None:
-            return self._outer(piece)
+            return self._load_non_layer(piece)
         names = [name for name, _ in self._source.spec.layer_tensors()]
         nearest = max(i for i in self._origin if i <= piece.layer)
         weight = _read(self._source.layers[self._origin[nearest]][names.index(piece.kind)])
@@ -144,9 +144,9 @@ class Expansion:
         (self._place_writer if part in ("o_proj", "down_proj") else self._place_reader)(out, weight, place)
         return out
 
-    def _outer(self, piece: Piece) -> Tensor:
+    def _load_non_layer(self, piece: Piece) -> Tensor:
         """Embedding, last norm or head; a tied source's head is its embedding."""
-        embed, norm, *head = self._source.outer
+        embed, norm, *head = self._source.non_layer
         if len(piece.shape) == 1:
             return self._norm(piece, _read(norm))
         if piece.name == embed.name:
@@ -247,7 +247,7 @@ def placements(source: ModelSpec, target: ModelSpec) -> dict[str, Placement]:
 
 def pieces(target: ModelSpec) -> list[list[Piece]]:
     """The target's tensors in the order of their use; those of one list stay in one file where they fit."""
-    embed, *last = (Piece(None, name, name, shape) for name, shape in target.outer_tensors())
+    embed, *last = (Piece(None, name, name, shape) for name, shape in target.non_layer_tensors())
     layers = (
         [Piece(i, kind, target.layer_prefix(i) + kind, shape) for kind, shape in target.layer_tensors()]
         for i in range(target.n_layers)

@@ -1,4 +1,4 @@
-"""Tiny languages and every tree that can be drawn from them: what the laws of verification are enumerated over."""
+"""Tiny languages and every tree that can be drawn from them: what the distributions of verification are enumerated over."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -11,36 +11,38 @@ import torch
 from torch import Tensor
 
 from offload_rt.speculate.residual import Decision
-from offload_rt.tree.topology import DraftTree, Draws, Topology
+from offload_rt.tree.topology import DraftTree, SampledNodes, Topology
 
 VOCABULARY, LONGEST = 3, 4
 
 
 class Language:
-    """A random law after every text of up to LONGEST tokens, some of them with impossible tokens."""
+    """A random distribution after every text of up to LONGEST tokens, some of them with impossible tokens."""
 
     def __init__(self, seed: int, p_impossible: float = 0.15) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self._laws = {}
+        self._draft_probs = {}
         for n in range(LONGEST + 1):
             for text in itertools.product(range(VOCABULARY), repeat=n):
-                law = torch.rand(VOCABULARY, generator=generator, dtype=torch.float64)
-                law[torch.rand(VOCABULARY, generator=generator) < p_impossible] = 0
-                self._laws[text] = law / law.sum() if law.sum() else torch.eye(VOCABULARY, dtype=torch.float64)[0]
+                probs = torch.rand(VOCABULARY, generator=generator, dtype=torch.float64)
+                probs[torch.rand(VOCABULARY, generator=generator) < p_impossible] = 0
+                self._draft_probs[text] = (
+                    probs / probs.sum() if probs.sum() else torch.eye(VOCABULARY, dtype=torch.float64)[0]
+                )
         self._continuations: dict[tuple, Tensor] = {}
 
     def after(self, text) -> Tensor:
-        """The law of the token that follows."""
-        return self._laws[tuple(text)]
+        """The distribution of the token that follows."""
+        return self._draft_probs[tuple(text)]
 
     def continuations(self, text: tuple) -> Tensor:
-        """(VOCABULARY,) * (LONGEST - len(text)): the law of the tokens that follow, up to the last."""
+        """(VOCABULARY,) * (LONGEST - len(text)): the distribution of the tokens that follow, up to the last."""
         if text not in self._continuations:
-            law = torch.ones((), dtype=torch.float64)
+            probs = torch.ones((), dtype=torch.float64)
             if len(text) < LONGEST:
                 below = torch.stack([self.continuations((*text, token)) for token in range(VOCABULARY)])
-                law = self.after(text).view(-1, *[1] * (below.ndim - 1)) * below
-            self._continuations[text] = law
+                probs = self.after(text).view(-1, *[1] * (below.ndim - 1)) * below
+            self._continuations[text] = probs
         return self._continuations[text]
 
 
@@ -48,11 +50,11 @@ class Language:
 class Recipe:
     """A shape whose nodes are drawn or given, all fixed before any token is.
 
-    drawn  (n,) bool; given children carry the most probable tokens of the draft's law, in order
+    is_sampled  (n,) bool; deterministic children carry the most probable tokens of the draft's distribution, in order
     """
 
     topology: Topology
-    drawn: np.ndarray
+    is_sampled: np.ndarray
     independent: bool = False
 
     def trees(self, draft: Language, text: tuple = ()) -> Iterator[tuple[DraftTree, float]]:
@@ -66,7 +68,7 @@ class Recipe:
             return
         node = order[len(texts) - 1]
         before = texts[int(self.topology.parents[node])]
-        for token, q in enumerate(self._law(draft, node, texts).tolist()):
+        for token, q in enumerate(self._probs_of(draft, node, texts).tolist()):
             if q > 0:
                 yield from self._grow(draft, {**texts, node: (*before, token)}, p * q)
 
@@ -74,15 +76,15 @@ class Recipe:
         """Parents first, and of siblings the given before the drawn."""
         nodes = range(1, len(self.topology))
         return sorted(
-            nodes, key=lambda node: (self.topology.depths[node], self.topology.parents[node], self.drawn[node])
+            nodes, key=lambda node: (self.topology.depths[node], self.topology.parents[node], self.is_sampled[node])
         )
 
-    def _law(self, draft: Language, node: int, texts: dict[int, tuple]) -> Tensor:
+    def _probs_of(self, draft: Language, node: int, texts: dict[int, tuple]) -> Tensor:
         parent = int(self.topology.parents[node])
         q = draft.after(texts[parent])
         siblings = self.topology.children[parent]
-        if not self.drawn[node]:
-            rank = [sibling for sibling in siblings if not self.drawn[sibling]].index(node)
+        if not self.is_sampled[node]:
+            rank = [sibling for sibling in siblings if not self.is_sampled[sibling]].index(node)
             return torch.nn.functional.one_hot(q.argsort(descending=True, stable=True)[rank], VOCABULARY).double()
         if self.independent:
             return q
@@ -98,13 +100,13 @@ class Recipe:
     def _finish(self, draft: Language, texts: dict[int, tuple]) -> DraftTree:
         n = len(self.topology)
         tokens = torch.tensor([0, *(texts[node][-1] for node in range(1, n))])
-        if not self.drawn.any():
+        if not self.is_sampled.any():
             return DraftTree(self.topology, tokens)
-        drawn_from = sorted(set(self.topology.parents[self.drawn].tolist()))
+        drawn_from = sorted(set(self.topology.parents[self.is_sampled].tolist()))
         row_of = np.full(n, -1)
         row_of[drawn_from] = np.arange(len(drawn_from))
-        laws = torch.stack([draft.after(texts[node]) for node in drawn_from])
-        return DraftTree(self.topology, tokens, Draws(self.drawn, laws, row_of, self.independent))
+        draft_probs = torch.stack([draft.after(texts[node]) for node in drawn_from])
+        return DraftTree(self.topology, tokens, SampledNodes(self.is_sampled, draft_probs, row_of, self.independent))
 
 
 Decide = Callable[[DraftTree, Tensor, Tensor], Decision]
@@ -140,8 +142,8 @@ def decisions(decide: Decide, tree: DraftTree, target: Tensor) -> Iterator[tuple
 class _Fork(Exception):
     """Raised at a draw that the script does not decide yet."""
 
-    def __init__(self, law: Tensor) -> None:
-        self.law = law
+    def __init__(self, probs: Tensor) -> None:
+        self.probs = probs
 
 
 def scripted(module: ModuleType, verify: Callable, tree: DraftTree, target: Tensor) -> Iterator[tuple[Decision, float]]:
@@ -151,9 +153,9 @@ def scripted(module: ModuleType, verify: Callable, tree: DraftTree, target: Tens
         script, p = scripts.pop()
         left = list(script)
 
-        def draw(law: Tensor, generator: torch.Generator, left: list = left) -> int:
+        def draw(probs: Tensor, generator: torch.Generator, left: list = left) -> int:
             if not left:
-                raise _Fork(law)
+                raise _Fork(probs)
             return left.pop(0)
 
         with pytest.MonkeyPatch.context() as patch:
@@ -161,25 +163,27 @@ def scripted(module: ModuleType, verify: Callable, tree: DraftTree, target: Tens
             try:
                 verdict = verify(tree, target, torch.Generator())
             except _Fork as fork:
-                scripts += [((*script, token), p * q) for token, q in enumerate(fork.law.tolist()) if q > 0]
+                scripts += [((*script, token), p * q) for token, q in enumerate(fork.probs.tolist()) if q > 0]
                 continue
         bonus = torch.nn.functional.one_hot(torch.tensor(verdict.bonus), target.shape[1]).to(target)
         yield Decision((0, *verdict.path)[-1], bonus, np.full(len(tree.topology), np.nan)), p
 
 
-def target_laws(target: Language, tree: DraftTree, text: tuple = ()) -> Tensor:
-    """(n, VOCABULARY): the target's law after each node of a tree that follows `text`."""
+def target_probs(target: Language, tree: DraftTree, text: tuple = ()) -> Tensor:
+    """(n, VOCABULARY): the target's distribution after each node of a tree that follows `text`."""
     return torch.stack([target.after((*text, *tree.path_to(node))) for node in range(len(tree.topology))])
 
 
-def law_under(outcomes: Outcomes, trees: Iterable[tuple[DraftTree, float]], target: Language) -> tuple[Tensor, float]:
-    """The law of the first LONGEST tokens, what a rule leaves open completed by the target, and the expected tokens."""
-    law, expected = torch.zeros((VOCABULARY,) * LONGEST, dtype=torch.float64), 0.0
+def distribution_under(
+    outcomes: Outcomes, trees: Iterable[tuple[DraftTree, float]], target: Language
+) -> tuple[Tensor, float]:
+    """The distribution of the first LONGEST tokens, completed by the target where left open, and the expected tokens."""
+    probs, expected = torch.zeros((VOCABULARY,) * LONGEST, dtype=torch.float64), 0.0
     for tree, p_tree in trees:
-        for found, p in outcomes(tree, target_laws(target, tree)):
+        for found, p in outcomes(tree, target_probs(target, tree)):
             path = tree.path_to(found.end)
             expected += p_tree * p * (len(path) + 1)
-            for bonus, p_bonus in enumerate(found.law.tolist()):
+            for bonus, p_bonus in enumerate(found.probs.tolist()):
                 prefix = (*path, bonus)
-                law[prefix] += p_tree * p * p_bonus * target.continuations(prefix)
-    return law, expected
+                probs[prefix] += p_tree * p * p_bonus * target.continuations(prefix)
+    return probs, expected

@@ -8,7 +8,7 @@ from tiny import feed, open_llm, prefill, prompt_of, random_tree, runner_of
 
 from offload_rt.errors import CapacityError
 from offload_rt.executor import runner as runner_module
-from offload_rt.kv.cache import KVCache, KVStore, LentStore
+from offload_rt.kv.cache import KVBuffer, KVCache, ReusableKVBuffer
 from offload_rt.tree.topology import Topology
 
 CAPACITY = 96
@@ -97,7 +97,7 @@ class _Sizes:
 
 def filled(tokens, capacity):
     """A cache of rows that say where they came from: every value of the row of token t at place p is 100 p + t."""
-    cache = KVCache(KVStore.empty(_Sizes, capacity, torch.float32, torch.device("cpu")))
+    cache = KVCache(KVBuffer.empty(_Sizes, capacity, torch.float32, torch.device("cpu")))
     write(cache, tokens)
     cache.commit(range(len(tokens)))
     return cache
@@ -151,19 +151,19 @@ def test_memory_is_lent_to_one_cache_at_a_time():
     made = []
 
     def new(capacity):
-        made.append(KVStore.empty(_Sizes, capacity, torch.float32, torch.device("cpu")))
+        made.append(KVBuffer.empty(_Sizes, capacity, torch.float32, torch.device("cpu")))
         return made[-1]
 
-    lent = LentStore(10, new)
-    assert lent.lend(11) is None and not made
-    cache = lent.lend(8)
-    assert cache.capacity == 10 and lent.lend(1) is None
+    reusable = ReusableKVBuffer(10, new)
+    assert reusable.acquire(11) is None and not made
+    cache = reusable.acquire(8)
+    assert cache.capacity == 10 and reusable.acquire(1) is None
     write(cache, [3, 1, 2])
     cache.commit([0, 1, 2])
-    lent.release()  # not while it is in use
+    reusable.release()  # not while it is in use
     del cache
-    again = lent.lend(10)
+    again = reusable.acquire(10)
     assert again.store is made[0] and again.n_committed == 0 and not again.keys.any()
     del again
-    lent.release()
-    assert lent.lend(10).store is made[1]
+    reusable.release()
+    assert reusable.acquire(10).store is made[1]

@@ -13,14 +13,14 @@ from tiny import CASES, COMBINATIONS, Steady, feed, generate, prefill, prompt_of
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
 from offload_rt.engine import builder
-from offload_rt.speculate.pair_stats import Knowledge
+from offload_rt.speculate.pair_stats import PairStats
 
 
 @pytest.fixture(autouse=True)
 def steady(monkeypatch):
     """Trees that do not depend on the clock, nor on what another test learned."""
-    monkeypatch.setattr(builder, "Pace", lambda profile, moved: Steady())
-    monkeypatch.setattr(builder, "recall", lambda target, draft: Knowledge())
+    monkeypatch.setattr(builder, "CostEstimator", lambda profile, moved: Steady())
+    monkeypatch.setattr(builder, "load_pair_stats", lambda target, draft: PairStats())
 
 
 @pytest.fixture(params=["pretended", "real"])
@@ -48,7 +48,7 @@ def on_card(directory, **settings):
 def little(directory):
     """A budget that leaves room for two slots and two layers."""
     with LLM.open(EngineConfig(str(directory), device="cuda", max_model_len=128, drafter="none")) as unloaded:
-        return unloaded.plan.need.total + 4 * unloaded.plan.slot_nbytes
+        return unloaded.plan.reserved.total + 4 * unloaded.plan.slot_nbytes
 
 
 @pytest.mark.parametrize("where", ["device", "host", "disk", "unpinned"])
@@ -56,8 +56,8 @@ def little(directory):
 def test_greedy_tokens_are_transformers(zoo, card, name, where):
     directory = zoo.directory(name, 0)
     with card(pins=where != "unpinned"):
-        budgets = {} if where == "device" else {"device_memory": little(directory)}
-        with on_card(directory, drafter="none", **budgets, **({"host_memory": 1} if where == "disk" else {})) as llm:
+        budget = {} if where == "device" else {"device_memory": little(directory)}
+        with on_card(directory, drafter="none", **budget, **({"host_memory": 1} if where == "disk" else {})) as llm:
             assert set(llm.plan.tiers) == {"device", {"unpinned": "host"}.get(where, where)}
             got = llm.generate(prompt_of(0), SamplingParams(max_new_tokens=24))[0].token_ids
     assert got == zoo.greedy(name, 0)[:24]
@@ -70,9 +70,11 @@ def test_every_drafter_and_rule(zoo, card, drafter, rule):
     with card(), on_card(pair.target, **size, **pair.settings(drafter, rule)) as llm:
         params = SamplingParams(max_new_tokens=16)
         found = [llm.generate(prompt_of(seed), params)[0].token_ids for seed in (0, 1)]
-        drawn = llm.generate([prompt_of(0), prompt_of(1)], SamplingParams(max_new_tokens=12, temperature=0.8, seed=1))
+        is_sampled = llm.generate(
+            [prompt_of(0), prompt_of(1)], SamplingParams(max_new_tokens=12, temperature=0.8, seed=1)
+        )
     assert found == [generate(pair.model, prompt_of(seed), 16) for seed in (0, 1)]
-    assert [len(one.token_ids) for one in drawn] == [12, 12]
+    assert [len(one.token_ids) for one in is_sampled] == [12, 12]
 
 
 @pytest.mark.parametrize("heads", [(4, 2), (4, 4)])
@@ -87,8 +89,8 @@ def test_a_model_that_the_kernels_serve_strays_no_further_than_rounding_does(tmp
     )
     with card():
         found = [one.cpu().float() for one in logits_on("cuda", tmp_path, "bfloat16")]
-    for mine, its, law in zip(found, rounded, exact, strict=True):
-        assert (mine - law).abs().mean() < 1.5 * (its - law).abs().mean() + 1e-3
+    for mine, its, probs in zip(found, rounded, exact, strict=True):
+        assert (mine - probs).abs().mean() < 1.5 * (its - probs).abs().mean() + 1e-3
 
 
 def test_closing_lets_go_of_what_was_captured(zoo, card):

@@ -80,12 +80,12 @@ def test_a_sound_checkpoint_opens_with_every_tensor_in_its_place(make: Callable[
     for i, layer in enumerate(checkpoint.layers):
         wanted = [f"model.layers.{i}.{name}" for name, _ in checkpoint.spec.layer_tensors()]
         assert [record.name for record in layer] == wanted
-    assert [record.name for record in checkpoint.outer] == [
+    assert [record.name for record in checkpoint.non_layer] == [
         "model.embed_tokens.weight",
         "model.norm.weight",
         "lm_head.weight",
     ]
-    for record in (*(record for layer in checkpoint.layers for record in layer), *checkpoint.outer):
+    for record in (*(record for layer in checkpoint.layers for record in layer), *checkpoint.non_layer):
         assert record.path.read_bytes()[record.start : record.stop] == raw_bytes(tensors[record.name]), record.name
 
 
@@ -100,7 +100,7 @@ def test_a_tied_checkpoint_may_store_its_head(stored: bool, tmp_path: Path) -> N
     config, tensors = _sound()
     kept = {name: tensor for name, tensor in tensors.items() if stored or name != "lm_head.weight"}
     checkpoint = open_checkpoint(write_checkpoint(tmp_path, {**config, "tie_word_embeddings": True}, kept))
-    assert [record.name for record in checkpoint.outer] == ["model.embed_tokens.weight", "model.norm.weight"]
+    assert [record.name for record in checkpoint.non_layer] == ["model.embed_tokens.weight", "model.norm.weight"]
 
 
 def test_auto_map_is_ignored_and_its_code_not_run(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def drafting(model: Path, draft: Path) -> list[str]:
     """The flags of a run with the draft, which leave no memory for the model's layers beyond two slots."""
     trees = {"draft_model": str(draft), "tree_size": 24, "tree_depth": 4, "max_model_len": 128}
     with LLM.open(EngineConfig(str(model), device="cpu", **trees)) as llm:
-        budget = llm.plan.need.total + 2 * llm.plan.slot_nbytes
+        budget = llm.plan.reserved.total + 2 * llm.plan.slot_nbytes
     flags = {**trees, "model": str(model), "device": "cpu", "device_memory": budget}
     return [part for name, value in flags.items() for part in ("--" + name.replace("_", "-"), str(value))]
 

@@ -34,7 +34,7 @@ MODEL_DRAFTERS = [
     name for name in registry.names("speculate.draft") if registry.find("speculate.draft", name).NEEDS_MODEL
 ]
 every_combination = pytest.mark.parametrize(("name", "rule"), COMBINATIONS)
-lawful = pytest.mark.parametrize(("name", "rule"), [pair for pair in COMBINATIONS if pair[1] != "match"])
+right = pytest.mark.parametrize(("name", "rule"), [pair for pair in COMBINATIONS if pair[1] != "match"])
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def assert_tree(tree, sequence, n_nodes, vocab_size):
     assert 1.0 <= tree.expected <= len(topology)
     for node, children in enumerate(topology.children):
         siblings = tokens[list(children)].tolist()
-        if tree.draws is None or not tree.draws.independent:
+        if tree.sampled is None or not tree.sampled.independent:
             assert len(set(siblings)) == len(siblings), f"below node {node} the same token twice"
 
 
@@ -133,61 +133,63 @@ def test_its_trees_go_through_the_rule(llm, name, rule):
     generator = torch.Generator().manual_seed(0)
     for temperature in (0.0, 0.8):
         for tree in drafter_of(llm, name, rule, LIMITS).propose(sequences_of(temperature), 17):
-            laws = torch.rand(len(tree.topology), 128, generator=generator).pow(9)
-            verdict = verify(tree, laws / laws.sum(-1, keepdim=True), generator)
+            draft_probs = torch.rand(len(tree.topology), 128, generator=generator).pow(9)
+            verdict = verify(tree, draft_probs / draft_probs.sum(-1, keepdim=True), generator)
             above = [0, *verdict.path]
             assert [int(tree.topology.parents[node]) for node in verdict.path] == above[:-1]
             assert 0 <= verdict.bonus < 128
 
 
 def drawn_children(tree, node):
-    """The drawn children of a node and the tokens of the given ones."""
+    """The sampled children of a node and the tokens of the given ones."""
     children = tree.topology.children[node]
-    given = {int(tree.tokens[child]) for child in children if not tree.draws.drawn[child]}
-    return [child for child in children if tree.draws.drawn[child]], given
+    given = {int(tree.tokens[child]) for child in children if not tree.sampled.is_sampled[child]}
+    return [child for child in children if tree.sampled.is_sampled[child]], given
 
 
 @pytest.mark.parametrize("name", registry.names("speculate.draft"))
 def test_a_drafter_says_what_it_needs_and_works_with_its_rule(name):
     module = registry.find("speculate.draft", name)
     assert isinstance(module.NEEDS_MODEL, bool)
-    assert isinstance(module.GIVES_LAWS, bool)
+    assert isinstance(module.GIVES_DRAFT_PROBS, bool)
     assert (name, module.BEST_RULE) in COMBINATIONS
 
 
 @every_combination
-def test_only_a_drafter_that_gives_laws_draws(llm, name, rule):
+def test_only_a_drafter_that_gives_distribution_draws(llm, name, rule):
     trees = drafter_of(llm, name, rule, LIMITS).propose(sequences_of(0.9), 17)
-    gives = registry.find("speculate.draft", name).GIVES_LAWS
-    assert any(tree.draws is not None for tree in trees) == gives
+    gives = registry.find("speculate.draft", name).GIVES_DRAFT_PROBS
+    assert any(tree.sampled is not None for tree in trees) == gives
     zero = drafter_of(llm, name, rule, LIMITS).propose(sequences_of(0.0), 17)
-    assert all(tree.draws is None or not tree.draws.drawn.any() for tree in zero), "at temperature 0 nothing is drawn"
+    assert all(tree.sampled is None or not tree.sampled.is_sampled.any() for tree in zero), (
+        "at temperature 0 nothing is drawn"
+    )
 
 
-@lawful
-def test_its_laws_are_those_of_the_draft(llm, pair, name, rule):
-    """The law used to verify is the law used to draw: the draft's own after the node's path, by transformers."""
+@right
+def test_its_distribution_are_those_of_the_draft(llm, pair, name, rule):
+    """The distribution used to verify is the one used to draw: the draft's own after the node's path, by transformers."""
     temperature = 0.9
     sequences = sequences_of(temperature)
     for tree, sequence in zip(drafter_of(llm, name, rule, LIMITS).propose(sequences, 17), sequences, strict=True):
-        draws = tree.draws
-        if draws is None:
+        sampled = tree.sampled
+        if sampled is None:
             continue
-        assert draws.laws.dtype == torch.float32
-        assert not draws.independent or registry.find("speculate.verify", rule).CHILD_LAW == "independent"
-        assert draws.drawn.shape == draws.row_of.shape == (len(tree.topology),) and not draws.drawn[0]
+        assert sampled.draft_probs.dtype == torch.float32
+        assert not sampled.independent or registry.find("speculate.verify", rule).CHILD_SAMPLING == "independent"
+        assert sampled.is_sampled.shape == sampled.row_of.shape == (len(tree.topology),) and not sampled.is_sampled[0]
         for node in range(len(tree.topology)):
-            drawn, given = drawn_children(tree, node)
-            if not drawn:
+            is_sampled, given = drawn_children(tree, node)
+            if not is_sampled:
                 continue
-            law = draws.laws[draws.row_of[node]]
+            probs = sampled.draft_probs[sampled.row_of[node]]
             logits = logits_of(pair.draft_model, sequence.tokens + tree.path_to(node))[-1]
-            torch.testing.assert_close(law, torch.softmax(logits / temperature, -1), atol=1e-5, rtol=1e-3)
-            assert float(law.min()) >= 0 and abs(float(law.sum()) - 1) < 1e-5
-            tokens = [int(tree.tokens[child]) for child in drawn]
-            assert draws.independent or len(set(tokens)) == len(tokens)
+            torch.testing.assert_close(probs, torch.softmax(logits / temperature, -1), atol=1e-5, rtol=1e-3)
+            assert float(probs.min()) >= 0 and abs(float(probs.sum()) - 1) < 1e-5
+            tokens = [int(tree.tokens[child]) for child in is_sampled]
+            assert sampled.independent or len(set(tokens)) == len(tokens)
             assert given.isdisjoint(tokens)
-            assert not (draws.independent and given)
+            assert not (sampled.independent and given)
 
 
 # Which tokens are drawn, below the root of the same prompt over and over
@@ -202,12 +204,12 @@ def small(tmp_path_factory):
     return save_pair(tmp_path_factory.mktemp("small"), target, nearly(target, 0.1))
 
 
-def exact_draws(law, given, n, independent):
-    """The law of n drawn children in order: {tokens: probability}."""
-    law = np.where(np.isin(np.arange(len(law)), list(given)), 0.0, law)
+def exact_draws(probs, given, n, independent):
+    """The distribution of n sampled children in order: {tokens: probability}."""
+    probs = np.where(np.isin(np.arange(len(probs)), list(given)), 0.0, probs)
     found = {}
-    for tokens in itertools.product(range(len(law)), repeat=n):
-        left, p = law.copy(), 1.0
+    for tokens in itertools.product(range(len(probs)), repeat=n):
+        left, p = probs.copy(), 1.0
         for token in tokens:
             p *= left[token] / left.sum()
             if not independent:
@@ -217,8 +219,8 @@ def exact_draws(law, given, n, independent):
 
 
 @pytest.mark.parametrize("prompt", [[1], [2, 0, 3, 5, 2, 0, 3]], ids=["plain", "with something to copy"])
-@lawful
-def test_children_are_drawn_from_their_laws(small, name, rule, prompt):
+@right
+def test_children_are_drawn_from_their_distribution(small, name, rule, prompt):
     """How many there are, and which are given, is the same whatever is drawn."""
     with open_llm(small.target, draft_model=str(small.draft), max_model_len=64) as llm:
         drafter = drafter_of(llm, name, rule, DraftLimits(5, 3, fixed_size=True))
@@ -227,13 +229,13 @@ def test_children_are_drawn_from_their_laws(small, name, rule, prompt):
         trees = [tree for k in range(0, N_DRAWS, 500) for tree in drafter.propose(sequences[k : k + 500], 5)]
     roots = [drawn_children(tree, 0) for tree in trees]
     n, given = len(roots[0][0]), roots[0][1]
-    assert n >= 1 and all((len(drawn), others) == (n, given) for drawn, others in roots)
-    law = torch.softmax(logits_of(small.draft_model, prompt)[-1].double() / TEMPERATURE, -1).numpy()
-    exact = exact_draws(law, given, n, trees[0].draws.independent)
+    assert n >= 1 and all((len(is_sampled), others) == (n, given) for is_sampled, others in roots)
+    probs = torch.softmax(logits_of(small.draft_model, prompt)[-1].double() / TEMPERATURE, -1).numpy()
+    exact = exact_draws(probs, given, n, trees[0].sampled.independent)
     at = {tokens: i for i, tokens in enumerate(exact)}
     counts = np.zeros(len(exact))
-    for tree, (drawn, _) in zip(trees, roots, strict=True):
-        counts[at[tuple(tree.tokens[drawn].tolist())]] += 1
+    for tree, (is_sampled, _) in zip(trees, roots, strict=True):
+        counts[at[tuple(tree.tokens[is_sampled].tolist())]] += 1
     expected = N_DRAWS * np.array(list(exact.values()))
     assert counts[expected == 0].sum() == 0
     rare = expected < 8

@@ -65,7 +65,7 @@ def test_a_familys_tensors_are_those_of_transformers(name: str, switch: str | No
         peer = AutoModelForCausalLM.from_config(family.config(**{k: v for k, v in raw.items() if k != "model_type"}))
     assert type(peer).__name__ == family.architecture
     wanted = {key: tuple(tensor.shape) for key, tensor in peer.named_parameters()}
-    ours = dict(spec.outer_tensors())
+    ours = dict(spec.non_layer_tensors())
     for i in range(spec.n_layers):
         ours |= {spec.layer_prefix(i) + key: shape for key, shape in spec.layer_tensors()}
     assert ours == wanted
@@ -82,16 +82,16 @@ def _tree() -> DraftTree:
 
 
 @pytest.mark.parametrize("name", registry.names("speculate.verify"))
-def test_a_rule_gives_a_path_from_the_root_down_and_a_token_of_the_law(name: str) -> None:
+def test_a_rule_gives_a_path_from_the_root_down_and_a_token_of_the_distribution(name: str) -> None:
     rule = registry.find("speculate.verify", name)
-    assert isinstance(rule.NEEDS_LAWS, bool)
+    assert isinstance(rule.NEEDS_DRAFT_PROBS, bool)
     assert list(inspect.signature(rule.verify).parameters) == ["tree", "target", "generator"]
-    assert not rule.NEEDS_LAWS or rule.CHILD_LAW in ("without_replacement", "independent")
+    assert not rule.NEEDS_DRAFT_PROBS or rule.CHILD_SAMPLING in ("without_replacement", "independent")
     generator = torch.Generator().manual_seed(0)
     for _ in range(50):
-        laws = torch.rand(4, 7, generator=generator).pow(4)
-        laws[:, 0] = 0
-        verdict = rule.verify(_tree(), laws / laws.sum(-1, keepdim=True), generator)
+        draft_probs = torch.rand(4, 7, generator=generator).pow(4)
+        draft_probs[:, 0] = 0
+        verdict = rule.verify(_tree(), draft_probs / draft_probs.sum(-1, keepdim=True), generator)
         assert isinstance(verdict, Verdict)
         assert verdict.path in ((), (1,), (2,), (1, 3))
         assert 1 <= verdict.bonus < 7

@@ -29,11 +29,11 @@ from offload_rt.offload.host import HostTier
 from offload_rt.offload.paced import PacedTier
 from offload_rt.offload.stream_cuda import CudaStreamer
 from offload_rt.offload.stream_threads import ThreadStreamer
-from offload_rt.offload.streamer import Block, Streamer, Supply
+from offload_rt.offload.streamer import LayerSources, LayerView, Streamer
 from offload_rt.offload.tier import Read, Tier
 from offload_rt.system.threads import Monitor, at_work
 from offload_rt.system.trace import NOTHING_ASKED, SLOTS_FULL, Trace
-from offload_rt.weights.layout import LayerImage, Layout, pack
+from offload_rt.weights.layout import Layout, PackedLayer, pack
 
 STREAMERS = {"cuda": stream_cuda, "threads": stream_threads}
 
@@ -58,13 +58,13 @@ class Host:
     def __init__(self) -> None:
         self._looks: list[tuple[int, bytes]] = []
 
-    def stream(self, name: str, supply: Supply) -> Streamer:
-        return STREAMERS[name].open_streamer(supply, Trace(on=False), torch.device("cpu"))
+    def stream(self, name: str, sources: LayerSources) -> Streamer:
+        return STREAMERS[name].open_streamer(sources, Trace(on=False), torch.device("cpu"))
 
-    def image(self, image: LayerImage) -> LayerImage:
+    def image(self, image: PackedLayer) -> PackedLayer:
         return image
 
-    def look(self, block: Block) -> None:
+    def look(self, block: LayerView) -> None:
         """Read the whole block, as the compute of a layer does."""
         self._looks.append((block.i, content(block.layout, block.data)))
 
@@ -118,10 +118,10 @@ class PretendedGPU(Host):
         super().__init__()
         self._copies, self._compute, self._late = _Lane(), _Lane(), random.Random(0)
 
-    def stream(self, name: str, supply: Supply) -> Streamer:
-        return CudaStreamer(supply, Trace(on=False), self)
+    def stream(self, name: str, sources: LayerSources) -> Streamer:
+        return CudaStreamer(sources, Trace(on=False), self)
 
-    def look(self, block: Block) -> None:
+    def look(self, block: LayerView) -> None:
         def late() -> None:
             time.sleep(self._late.choice((0.0, 0.0, 0.002)))
             Host.look(self, block)
@@ -186,13 +186,13 @@ class RealGPU(Host):
         self._pending: list[tuple[int, Layout, Tensor]] = []
         self._matrix = torch.ones(2048, 2048, device=self._device)
 
-    def stream(self, name: str, supply: Supply) -> Streamer:
-        return STREAMERS[name].open_streamer(supply, Trace(on=False), self._device)
+    def stream(self, name: str, sources: LayerSources) -> Streamer:
+        return STREAMERS[name].open_streamer(sources, Trace(on=False), self._device)
 
-    def image(self, image: LayerImage) -> LayerImage:
-        return LayerImage(image.block.to(self._device), image.layout)
+    def image(self, image: PackedLayer) -> PackedLayer:
+        return PackedLayer(image.block.to(self._device), image.layout)
 
-    def look(self, block: Block) -> None:
+    def look(self, block: LayerView) -> None:
         for _ in range(4):
             torch.mm(self._matrix, self._matrix)
         self._pending.append((block.i, block.layout, block.data.clone()))
@@ -284,9 +284,9 @@ class _Pinned(HostTier):
         return True
 
 
-def build_supply(
+def build_sources(
     device: Host, kinds: Sequence[str], n_slots: int, files: Any, wrap: Callable[[Tier], Tier] = lambda tier: tier
-) -> tuple[Supply, list[Tier]]:
+) -> tuple[LayerSources, list[Tier]]:
     """Layers of which layer i lies in a tier of the kind `kinds[i]`; and the tiers that layers are streamed from."""
     resident, host = DeviceTier(), HostTier(register=True) if isinstance(device, RealGPU) else _Pinned()
     made: dict[str, Tier] = {"host": host, "unpinned": HostTier()}
@@ -300,7 +300,7 @@ def build_supply(
     if "paced" in kinds:
         made["paced"] = wrap(PacedTier(DiskTier(files, NAMES), 20.0))
     streamed = tuple(made.get(kind) for kind in kinds)
-    return Supply(resident, streamed, n_slots), list(made.values())
+    return LayerSources(resident, streamed, n_slots), list(made.values())
 
 
 @dataclass
@@ -345,8 +345,8 @@ def bench(
         watched.append(Watched(tier, **how))
         return watched[-1]
 
-    supply, tiers = build_supply(device, kinds, n_slots, files, watch)
-    streamer = device.stream(name, supply)
+    sources, tiers = build_sources(device, kinds, n_slots, files, watch)
+    streamer = device.stream(name, sources)
     try:
         yield Bench(streamer, device, watched, kinds)
     finally:
@@ -374,7 +374,7 @@ def eventually(holds: Callable[[], bool]) -> bool:
 @pytest.mark.parametrize("name", STREAMERS)
 def test_a_streamer_is_opened_like_the_others(name: str) -> None:
     opener = STREAMERS[name].open_streamer
-    assert list(inspect.signature(opener).parameters) == ["supply", "trace", "device"]
+    assert list(inspect.signature(opener).parameters) == ["sources", "trace", "device"]
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -553,7 +553,7 @@ def test_a_sweep_over_a_closed_streamer_is_an_error_rather_than_a_wait_without_e
         for sweep in (held, b.streamer.sweep()):
             ended: list[BaseException] = []
 
-            def go_on(sweep: Iterator[Block] = sweep, ended: list[BaseException] = ended) -> None:
+            def go_on(sweep: Iterator[LayerView] = sweep, ended: list[BaseException] = ended) -> None:
                 try:
                     next(sweep)
                 except BaseException as error:
@@ -648,7 +648,7 @@ def test_the_meter_of_a_device_counts_each_copy_once(
             b.sweep()
         order = [i for i, kind in enumerate(kinds) if kind != "device"]
         packed = {i: pack(_layers()[i]).layout for i in order}
-        least = sum(slot.nbytes for i in order for slot in packed[i].slots)
+        least = sum(slot.nbytes for i in order for slot in packed[i].entries)
         most = sum(packed[i].nbytes for i in order)
         # The copies of the last pass may not have been counted yet, and those of the next may have.
         assert (n_sweeps - 1) * least - n_slots * most / len(order) <= b.streamer.meter.read()[0]
@@ -684,8 +684,8 @@ def test_where_all_is_resident_nothing_moves_and_no_thread_runs(name: str, make:
 
 def test_the_trace_has_a_span_for_each_layer_in_the_lane_of_its_slot(files: Any, tmp_path: Path) -> None:
     trace = Trace()
-    supply, tiers = build_supply(Host(), ("disk", "device", "disk", "disk"), 2, files)
-    streamer = STREAMERS["threads"].open_streamer(supply, trace, torch.device("cpu"))
+    sources, tiers = build_sources(Host(), ("disk", "device", "disk", "disk"), 2, files)
+    streamer = STREAMERS["threads"].open_streamer(sources, trace, torch.device("cpu"))
     for _ in streamer.sweep():
         time.sleep(0.01)  # until the slots are full
     streamer.close()
@@ -700,8 +700,8 @@ def test_the_trace_has_a_span_for_each_layer_in_the_lane_of_its_slot(files: Any,
 
 def test_copies_to_a_gpu_are_traced_by_their_events(files: Any, tmp_path: Path) -> None:
     trace, device = Trace(), PretendedGPU()
-    supply, tiers = build_supply(device, ("host", "device", "host", "disk"), 2, files)
-    streamer = CudaStreamer(supply, trace, device)
+    sources, tiers = build_sources(device, ("host", "device", "host", "disk"), 2, files)
+    streamer = CudaStreamer(sources, trace, device)
     started = time.perf_counter()
     for block in streamer.sweep():
         device.look(block)

@@ -30,10 +30,10 @@ def _tensors(shapes: list[tuple[tuple[int, ...], torch.dtype]]) -> dict[str, Ten
 @settings(deadline=None, max_examples=50)
 def test_packed_slots_are_aligned_and_lie_apart_in_their_block(shapes: list) -> None:
     layout = packed_layout((f"t{n}", shape, dtype) for n, (shape, dtype) in enumerate(shapes))
-    assert [(slot.shape, slot.dtype) for slot in layout.slots] == shapes
-    assert all(slot.offset % ALIGNMENT == 0 for slot in layout.slots)
-    assert all(a.offset + a.nbytes <= b.offset for a, b in itertools.pairwise(layout.slots))
-    assert layout.slots[-1].offset + layout.slots[-1].nbytes <= layout.nbytes
+    assert [(slot.shape, slot.dtype) for slot in layout.entries] == shapes
+    assert all(slot.offset % ALIGNMENT == 0 for slot in layout.entries)
+    assert all(a.offset + a.nbytes <= b.offset for a, b in itertools.pairwise(layout.entries))
+    assert layout.entries[-1].offset + layout.entries[-1].nbytes <= layout.nbytes
 
 
 @given(TENSORS)

@@ -30,11 +30,11 @@ from offload_rt.engine.profile import compute_times, pass_profile
 from offload_rt.errors import CapacityError, SettingsError
 from offload_rt.executor.sequence import Sequence
 from offload_rt.speculate import child_sampling
-from offload_rt.speculate.ngrams import MatchRates, find_matches, graft
-from offload_rt.speculate.pair_stats import Knowledge, recall, remember
+from offload_rt.speculate.ngrams import MatchRates, append_ngram, find_matches
+from offload_rt.speculate.pair_stats import PairStats, load_pair_stats, save_pair_stats
 from offload_rt.speculate.protocols import DraftLimits
 from offload_rt.tree.choose import Acceptance, Calibration
-from offload_rt.tree.topology import DraftTree, Draws, Topology, Verdict
+from offload_rt.tree.topology import DraftTree, SampledNodes, Topology, Verdict
 
 # Copying
 
@@ -80,22 +80,22 @@ def test_a_graft_adds_exactly_what_is_not_there(n, seed, copied, n_nodes):
             parents.append(parent)
             tokens.append(int(generator.choice(free)))
     tree = DraftTree(Topology(np.array(parents)), torch.tensor(tokens), expected=1.5)
-    grafted = graft(tree, tuple(copied), n_nodes)
+    appended = append_ngram(tree, tuple(copied), n_nodes)
     n = len(tree.topology)
-    assert grafted.topology.parents[:n].tolist() == parents and grafted.tokens[:n].tolist() == tokens
-    assert len(grafted.topology) <= max(n, n_nodes)
+    assert appended.topology.parents[:n].tolist() == parents and appended.tokens[:n].tolist() == tokens
+    assert len(appended.topology) <= max(n, n_nodes)
     whole = paths_of(tree) | {tuple(copied[: k + 1]) for k in range(len(copied))}
-    assert paths_of(grafted) <= whole and len(paths_of(grafted)) == len(grafted.topology) - 1
-    assert paths_of(grafted) == whole or len(grafted.topology) == max(n, n_nodes)
+    assert paths_of(appended) <= whole and len(paths_of(appended)) == len(appended.topology) - 1
+    assert paths_of(appended) == whole or len(appended.topology) == max(n, n_nodes)
 
 
 def test_a_graft_beside_drawn_children_is_given():
-    draws = Draws(np.array([False, True, True]), torch.full((1, 4), 0.25), np.array([0, -1, -1]))
-    tree = DraftTree(Topology(np.array([-1, 0, 0])), torch.tensor([0, 1, 2]), draws)
-    grafted = graft(tree, (3, 1), 9)
-    assert grafted.topology.parents.tolist() == [-1, 0, 0, 0, 3]
-    assert grafted.draws.drawn.tolist() == [False, True, True, False, False]
-    assert grafted.draws.row_of.tolist() == [0, -1, -1, -1, -1]
+    sampled = SampledNodes(np.array([False, True, True]), torch.full((1, 4), 0.25), np.array([0, -1, -1]))
+    tree = DraftTree(Topology(np.array([-1, 0, 0])), torch.tensor([0, 1, 2]), sampled)
+    appended = append_ngram(tree, (3, 1), 9)
+    assert appended.topology.parents.tolist() == [-1, 0, 0, 0, 3]
+    assert appended.sampled.is_sampled.tolist() == [False, True, True, False, False]
+    assert appended.sampled.row_of.tolist() == [0, -1, -1, -1, -1]
 
 
 # Drawing
@@ -105,11 +105,11 @@ EXHAUSTED = torch.tensor([0.7, 0.3, 0.0, 0.0, 0.0, 0.0])
 N_DRAWS = 20_000
 
 
-def in_order(law, n, struck=()):
-    """The law of n tokens drawn without replacement: what is used up gives way to all that is left alike."""
+def in_order(probs, n, struck=()):
+    """The distribution of n tokens drawn without replacement: what is used up gives way to all that is left alike."""
     found = {}
-    for tokens in itertools.permutations(set(range(len(law))) - set(struck), n):
-        p, left = 1.0, {token: float(law[token]) for token in range(len(law)) if token not in struck}
+    for tokens in itertools.permutations(set(range(len(probs))) - set(struck), n):
+        p, left = 1.0, {token: float(probs[token]) for token in range(len(probs)) if token not in struck}
         for token in tokens:
             n_left, total, q = len(left), sum(left.values()), left.pop(token)
             p *= q / total if total > 0 else 1 / n_left
@@ -135,16 +135,16 @@ def generator():
 
 
 @pytest.mark.parametrize("struck", [(), (0,), (1, 4)])
-@pytest.mark.parametrize("law", [Q, EXHAUSTED], ids=["q", "exhausted"])
+@pytest.mark.parametrize("probs", [Q, EXHAUSTED], ids=["q", "exhausted"])
 @pytest.mark.parametrize("n", [1, 2, 4])
-def test_children_without_replacement(law, n, struck):
+def test_children_without_replacement(probs, n, struck):
     mask = torch.zeros(N_DRAWS, 6, dtype=torch.bool)
     mask[:, list(struck)] = True
-    children = child_sampling.without_replacement(law.expand(N_DRAWS, -1), n, generator(), mask if struck else None)
-    assert_drawn(children, in_order(law, n, struck))
+    children = child_sampling.without_replacement(probs.expand(N_DRAWS, -1), n, generator(), mask if struck else None)
+    assert_drawn(children, in_order(probs, n, struck))
 
 
-def test_the_check_of_drawn_children_finds_a_wrong_law():
+def test_the_check_of_drawn_children_finds_a_wrong_distribution():
     children = child_sampling.without_replacement(Q.expand(N_DRAWS, -1), 2, generator())
     with pytest.raises(AssertionError):
         assert_drawn(children, in_order(torch.tensor([0.38, 0.27, 0.2, 0.1, 0.05, 0.0]), 2))
@@ -167,8 +167,8 @@ def best_nodes(model, tokens, n, n_levels, temperature):
         chance, path = heapq.heappop(heap)
         paths.append(path)
         if len(path) < n_levels - 1:
-            law = torch.softmax(logits_of(model, [*tokens, *path])[-1].double() / temperature, -1)
-            for p, token in zip(*(part.tolist() for part in law.topk(n)), strict=True):
+            probs = torch.softmax(logits_of(model, [*tokens, *path])[-1].double() / temperature, -1)
+            for p, token in zip(*(part.tolist() for part in probs.topk(n)), strict=True):
                 heapq.heappush(heap, (chance * p, (*path, token)))
     return paths[1:]
 
@@ -186,7 +186,7 @@ def test_a_grown_tree_is_the_most_probable_one(zoo, temperature, n_levels):
             wanted = best_nodes(pair.draft_model, prompt, 11, n_levels, temperature or 1.0)
             for tree in trees:
                 assert [tuple(tree.path_to(node)) for node in range(1, 12)] == wanted
-                assert tree.draws is None
+                assert tree.sampled is None
 
 
 # What is learned, and kept
@@ -202,10 +202,10 @@ def entries_of(path):
     return json.loads(path.read_text())["entries"]
 
 
-def counts_of(knowledge):
+def counts_of(pair_stats):
     return (
-        {key: one.counts() for key, one in knowledge.acceptance.items()},
-        {key: one.counts() for key, one in knowledge.calibration.items()},
+        {key: one.counts() for key, one in pair_stats.acceptance.items()},
+        {key: one.counts() for key, one in pair_stats.calibration.items()},
     )
 
 
@@ -215,28 +215,28 @@ def test_what_was_learned_of_a_pair_is_there_again(zoo, cache, drafter):
     with open_llm(pair.target, **pair.settings(drafter)) as llm:
         for temperature in (0.0, 0.8):
             llm.generate(prompt_of(0), SamplingParams(max_new_tokens=20, temperature=temperature, seed=1))
-        learned, specs = counts_of(llm.engine.drafter.knowledge), (llm.engine.runner.spec, llm.engine.draft.spec)
+        learned, specs = counts_of(llm.engine.drafter.pair_stats), (llm.engine.runner.spec, llm.engine.draft.spec)
         assert not (cache / "pairs.json").exists()
     assert any(sum(tried) > 0 for _, tried in learned[0].values())
-    assert counts_of(recall(*specs)) == learned
-    assert recall(specs[0], "another draft").is_empty
+    assert counts_of(load_pair_stats(*specs)) == learned
+    assert load_pair_stats(specs[0], "another draft").is_empty
     with open_llm(pair.target, **pair.settings(drafter)) as llm:
-        assert counts_of(llm.engine.drafter.knowledge) == learned
-    remember(specs[0], "another draft", Knowledge({"dynamic 0.0": Acceptance()}, {}))
-    assert counts_of(recall(*specs)) == learned, "one pair is kept beside the other"
+        assert counts_of(llm.engine.drafter.pair_stats) == learned
+    save_pair_stats(specs[0], "another draft", PairStats({"dynamic 0.0": Acceptance()}, {}))
+    assert counts_of(load_pair_stats(*specs)) == learned, "one pair is kept beside the other"
 
 
 ACCEPTANCE, CALIBRATION = Acceptance().counts(), Calibration().counts()
 NONSENSE = [
     None, 7, "text", [], [1], {}, {"acceptance": {}}, {"acceptance": [], "calibration": []},
-    {"acceptance": {"dynamic 0.0": ACCEPTANCE}, "calibration": {"0.0": [[1.0], [1.0]]}, "yields": {}},
-    {"acceptance": {"dynamic 0.0": [ACCEPTANCE[0]]}, "calibration": {}, "yields": {}},
-    {"acceptance": {"dynamic 0.0": [["a"] * 32, [1.0] * 32]}, "calibration": {}, "yields": {}},
-    {"acceptance": {"dynamic 0.0": [[-1.0] * 32, [1.0] * 32]}, "calibration": {}, "yields": {}},
-    {"acceptance": {"dynamic 0.0": [[float("nan")] * 32, [1.0] * 32]}, "calibration": {}, "yields": {}},
-    {"acceptance": {}, "calibration": {}}, {"acceptance": {}, "calibration": {}, "yields": {"dynamic 0.0": [[], [1.0]]}},
-    {"acceptance": {"dynamic 0.0": [None, None]}, "calibration": {"0.0": CALIBRATION}, "yields": {}},
-    {"acceptance": {"dynamic 0.0": [[[1.0]] * 32, [1.0] * 32]}, "calibration": {"0.0": CALIBRATION}, "yields": {}},
+    {"acceptance": {"dynamic 0.0": ACCEPTANCE}, "calibration": {"0.0": [[1.0], [1.0]]}, "bias": {}},
+    {"acceptance": {"dynamic 0.0": [ACCEPTANCE[0]]}, "calibration": {}, "bias": {}},
+    {"acceptance": {"dynamic 0.0": [["a"] * 32, [1.0] * 32]}, "calibration": {}, "bias": {}},
+    {"acceptance": {"dynamic 0.0": [[-1.0] * 32, [1.0] * 32]}, "calibration": {}, "bias": {}},
+    {"acceptance": {"dynamic 0.0": [[float("nan")] * 32, [1.0] * 32]}, "calibration": {}, "bias": {}},
+    {"acceptance": {}, "calibration": {}}, {"acceptance": {}, "calibration": {}, "bias": {"dynamic 0.0": [[], [1.0]]}},
+    {"acceptance": {"dynamic 0.0": [None, None]}, "calibration": {"0.0": CALIBRATION}, "bias": {}},
+    {"acceptance": {"dynamic 0.0": [[[1.0]] * 32, [1.0] * 32]}, "calibration": {"0.0": CALIBRATION}, "bias": {}},
 ]  # fmt: skip
 
 
@@ -252,7 +252,7 @@ def test_damaged_files_are_as_none(zoo, cache, whole):
     for name in ("pairs.json", "passes.json"):
         (cache / name).write_text(whole)
     with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
-        assert llm.engine.drafter.knowledge.is_empty
+        assert llm.engine.drafter.pair_stats.is_empty
         llm.generate(prompt_of(0), SamplingParams(max_new_tokens=4))
     assert entries_of(cache / "pairs.json") and entries_of(cache / "passes.json")
 
@@ -260,10 +260,10 @@ def test_damaged_files_are_as_none(zoo, cache, whole):
 @pytest.mark.parametrize("entry", NONSENSE, ids=lambda entry: str(entry)[:40])
 def test_nonsense_about_a_pair_is_as_nothing(zoo, cache, entry):
     specs = "target", "draft"
-    remember(*specs, Knowledge({"dynamic 0.0": Acceptance()}, {}))
-    assert not recall(*specs).is_empty
+    save_pair_stats(*specs, PairStats({"dynamic 0.0": Acceptance()}, {}))
+    assert not load_pair_stats(*specs).is_empty
     spoil(cache / "pairs.json", entry)
-    assert recall(*specs).is_empty
+    assert load_pair_stats(*specs).is_empty
 
 
 TIMES = [[0.1, 0.2, 0.3], [0.2, 0.3, 0.4]]
@@ -327,23 +327,23 @@ def test_acceptance_of_nodes_counts_what_became_of_them(zoo):
 # What is planned
 
 
-def blueprint(pair, **settings):
+def engine_plan(pair, **settings):
     with LLM.open(EngineConfig(str(pair.target), device="cpu", max_model_len=64, **settings)) as llm:
-        return llm.blueprint
+        return llm.engine_plan
 
 
 def test_the_draft_is_part_of_the_plan(zoo):
     pair = zoo.pair("llama", 0)
-    plain = blueprint(pair, drafter="none")
-    copying = blueprint(pair, tree_size=32)
-    drafted = blueprint(pair, draft_model=str(pair.draft), tree_size=32)
-    assert (plain.plan.need.draft, plain.limits) == (0, DraftLimits(1, 1))
-    assert copying.plan.need.draft == 0 < copying.plan.need.cache - plain.plan.need.cache
+    plain = engine_plan(pair, drafter="none")
+    copying = engine_plan(pair, tree_size=32)
+    drafted = engine_plan(pair, draft_model=str(pair.draft), tree_size=32)
+    assert (plain.plan.reserved.draft, plain.limits) == (0, DraftLimits(1, 1))
+    assert copying.plan.reserved.draft == 0 < copying.plan.reserved.cache - plain.plan.reserved.cache
     weights = sum(path.stat().st_size for path in pair.draft.glob("*.safetensors"))
-    assert drafted.plan.need.draft > weights * 0.9
-    assert drafted.plan.need.cache == copying.plan.need.cache
-    larger = blueprint(pair, draft_model=str(pair.draft), tree_size=64)
-    assert larger.plan.need.draft - drafted.plan.need.draft > 32 * 128 * 4
+    assert drafted.plan.reserved.draft > weights * 0.9
+    assert drafted.plan.reserved.cache == copying.plan.reserved.cache
+    larger = engine_plan(pair, draft_model=str(pair.draft), tree_size=64)
+    assert larger.plan.reserved.draft - drafted.plan.reserved.draft > 32 * 128 * 4
 
 
 @pytest.mark.parametrize(
@@ -355,24 +355,24 @@ def test_a_budget_too_small_names_the_flag(zoo, drafter, tree_size):
     pair = zoo.pair("llama", 0)
     settings = {"tree_size": tree_size, **pair.settings(drafter)}
     with pytest.raises(CapacityError, match="--device-memory") as caught:
-        blueprint(pair, device_memory=1000, **settings)
+        engine_plan(pair, device_memory=1000, **settings)
     assert "--tree-size" in str(caught.value)
     least = int(str(caught.value).split("set --device-memory to ")[1].split()[0])
     for budget in (least, least + 1, *range(least, 3 * least, least // 50)):
-        assert blueprint(pair, device_memory=budget, **settings).plan.device_nbytes <= budget
+        assert engine_plan(pair, device_memory=budget, **settings).plan.device_nbytes <= budget
     with pytest.raises(CapacityError):
-        blueprint(pair, device_memory=least - 1, **settings)
+        engine_plan(pair, device_memory=least - 1, **settings)
 
 
 def test_trees_shrink_where_memory_is_short(zoo):
     pair = zoo.pair("llama", 0)
     sizes = []
     for budget in (450_000, 1_000_000, 4_000_000, 1_000_000_000):
-        drawn_up = blueprint(pair, draft_model=str(pair.draft), device_memory=budget)
+        drawn_up = engine_plan(pair, draft_model=str(pair.draft), device_memory=budget)
         sizes.append(drawn_up.limits.n_nodes)
         assert drawn_up.plan.device_nbytes <= budget
     assert sizes == sorted(sizes) and sizes[0] < sizes[-1] == 1024
-    assert blueprint(pair, draft_model=str(pair.draft), tree_depth=3).limits.n_levels == 3
+    assert engine_plan(pair, draft_model=str(pair.draft), tree_depth=3).limits.n_levels == 3
 
 
 # What is refused

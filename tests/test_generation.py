@@ -1,4 +1,4 @@
-"""Whole generations: transformers' greedy tokens, batches as their rows alone, ends, and the law of sampled texts."""
+"""Whole generations: transformers' greedy tokens, batches as their rows alone, ends, and the distribution of sampled texts."""
 
 import json
 import shutil
@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from texts import N_NEW, assert_law, exact_law, small_model
+from texts import N_NEW, assert_distribution, exact_distribution, small_model
 from tiny import (
     CASES,
     DYNAMIC,
@@ -24,7 +24,7 @@ from transformers import LlamaForCausalLM
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
-from offload_rt.engine.loop import Live, Loop, Tally
+from offload_rt.engine.loop import Loop, RunningSequence, RunStats
 from offload_rt.errors import CapacityError, PromptError, SettingsError
 from offload_rt.executor.sequence import Sequence
 from offload_rt.speculate.protocols import DraftLimits
@@ -116,7 +116,7 @@ def test_a_batch_that_does_not_fit_runs_in_waves(zoo):
     params = [SamplingParams(max_new_tokens=5 + 5 * n, temperature=float(n % 2), seed=n) for n in range(7)]
     with open_llm(zoo.directory("qwen3", 0), "mixed", max_model_len=64) as llm:
         waves = list(llm._waves([llm._sequence(*one) for one in zip(prompts, params, strict=True)]))
-        room = llm.blueprint.cache_rows
+        room = llm.engine_plan.cache_rows
         rows = [sum(len(one.tokens) + one.n_left for one in wave) for wave in waves]
         solo, batch = alone(llm, prompts, params), together(llm, prompts, params)
     assert 1 < len(waves) < len(prompts) and max(rows) <= room
@@ -182,8 +182,8 @@ def run_with_trees(llm, drafter, prompts, params):
     """The loop as `LLM` runs it, with another drafter; returns the answers and the passes each took."""
     runner = runner_of(llm)
     sequences = [Sequence(list(prompt), one, 512) for prompt, one in zip(prompts, params, strict=True)]
-    batch = [Live(one, runner.new_cache(200)) for one in sequences]
-    for _ in loop_of(runner, drafter).run(batch, Tally()):
+    batch = [RunningSequence(one, runner.new_cache(200)) for one in sequences]
+    for _ in loop_of(runner, drafter).run(batch, RunStats()):
         for one in batch:
             poison(one.cache)
     return [one.tokens[one.n_prompt :] for one in sequences], [one.n_passes for one in batch]
@@ -295,8 +295,8 @@ def test_an_end_within_an_accepted_path_drops_the_rest(zoo):
     with open_llm(zoo.directory("llama", 0)) as llm:
         for limits, expected in (((64, {end}), text[: n + 1]), ((9, set()), text[:9])):
             sequence = Sequence(list(prompt), SamplingParams(limits[0]), 512, frozenset(limits[1]))
-            live = Live(sequence, runner_of(llm).new_cache(200))
-            for _ in loop_of(runner_of(llm), Oracle()).run([live], Tally()):
+            live = RunningSequence(sequence, runner_of(llm).new_cache(200))
+            for _ in loop_of(runner_of(llm), Oracle()).run([live], RunStats()):
                 pass
             assert (sequence.tokens[len(prompt) :], live.n_passes) == (expected, 1)
 
@@ -321,7 +321,7 @@ def test_a_prompt_that_cannot_be_continued_is_refused_before_anything_runs(zoo, 
             llm.generate([1], SamplingParams(stop=("x",)))
 
 
-# The law of sampled texts
+# The distribution of sampled texts
 
 VOCABULARY, N_DRAWS = 5, 1000
 
@@ -363,39 +363,40 @@ class FullTrees(Unlearning):
 
 
 @pytest.mark.parametrize(
-    ("law", "trees"), [("plain", False), ("filtered", False), ("penalty", False), ("filtered", True), ("penalty", True)]
+    ("probs", "trees"),
+    [("plain", False), ("filtered", False), ("penalty", False), ("filtered", True), ("penalty", True)],
 )
-def test_the_joint_law_of_sampled_tokens(small, law, trees):
+def test_the_joint_distribution_of_sampled_tokens(small, probs, trees):
     """Two prompts side by side in batches, each row with a seed of its own, against exact enumeration."""
     model, path = small
     prompts = [[1], [2, 2]]
-    params = [SamplingParams(max_new_tokens=N_NEW, seed=seed, **LAWS[law]) for seed in range(2 * N_DRAWS)]
+    params = [SamplingParams(max_new_tokens=N_NEW, seed=seed, **LAWS[probs]) for seed in range(2 * N_DRAWS)]
     texts = []
     with open_llm(path, max_model_len=64) as llm:
         runner = runner_of(llm)
         drafter = FullTrees() if trees else llm.engine.drafter
         for start in range(0, 2 * N_DRAWS, 500):
             batch = [
-                Live(Sequence(list(prompts[i % 2]), params[i], 64), runner.new_cache(48))
+                RunningSequence(Sequence(list(prompts[i % 2]), params[i], 64), runner.new_cache(48))
                 for i in range(start, start + 500)
             ]
-            for _ in loop_of(runner, drafter).run(batch, Tally()):
+            for _ in loop_of(runner, drafter).run(batch, RunStats()):
                 pass
             texts += [one.sequence.tokens[one.sequence.n_prompt :] for one in batch]
     for n, prompt in enumerate(prompts):
-        assert_law(texts[n::2], exact_law(model, prompt, params[0]))
+        assert_distribution(texts[n::2], exact_distribution(model, prompt, params[0]))
 
 
-def test_the_check_of_the_law_finds_a_wrong_one(small):
+def test_the_check_of_the_distribution_finds_a_wrong_one(small):
     """Texts of temperature 1 are not those of temperature 1.25, nor those of another prompt."""
     model, _ = small
-    law = exact_law(model, [3, 1], SamplingParams(temperature=1.0))
-    drawn = np.random.default_rng(0).choice(law.size, N_DRAWS, p=law.ravel() / law.sum())
-    texts = list(zip(*map(np.ndarray.tolist, np.unravel_index(drawn, law.shape)), strict=True))
-    assert_law(texts, law)
+    probs = exact_distribution(model, [3, 1], SamplingParams(temperature=1.0))
+    is_sampled = np.random.default_rng(0).choice(probs.size, N_DRAWS, p=probs.ravel() / probs.sum())
+    texts = list(zip(*map(np.ndarray.tolist, np.unravel_index(is_sampled, probs.shape)), strict=True))
+    assert_distribution(texts, probs)
     for prompt, temperature in (([3, 1], 1.25), ([0, 2, 2, 4], 1.0)):
         with pytest.raises(AssertionError):
-            assert_law(texts, exact_law(model, prompt, SamplingParams(temperature=temperature)))
+            assert_distribution(texts, exact_distribution(model, prompt, SamplingParams(temperature=temperature)))
 
 
 def test_loading_tells_all_of_its_bytes(zoo) -> None:

@@ -11,11 +11,11 @@ from recorded import record
 from tiny import random_tree
 
 from offload_rt.executor.cuda_graphs import CudaCapture
-from offload_rt.ops import extension, forest_mask, reference
+from offload_rt.ops import extension, make_tree_mask, reference
 from offload_rt.ops.verification import arguments
 from offload_rt.speculate import residual
-from offload_rt.speculate.residual_kernels import traverse, walk
-from offload_rt.tree.topology import DraftTree, Draws, Topology
+from offload_rt.speculate.residual_kernels import verify_bottom_up, verify_top_down
+from offload_rt.tree.topology import DraftTree, SampledNodes, Topology
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def kernels(request):
     return Kernels(emulated.load(), "cpu")
 
 
-def forest_of(n, seed, n_chain=0):
+def tree_rows_of(n, seed, n_chain=0):
     """Parents of a random tree below a chain."""
     return torch.from_numpy(random_tree(n, seed).after_chain(n_chain).parents.copy())
 
@@ -70,7 +70,7 @@ class Case:
 
 
 def inputs(case, device):
-    """q, k, v as views into larger stores in which everything else is NaN, and parents of the forest.
+    """q, k, v as views into larger stores in which everything else is NaN, and parents of the tree rows.
 
     k and v have n_spare columns for keys that are not there; NaN too.
     """
@@ -87,12 +87,12 @@ def inputs(case, device):
     k, v = (random_view(case.kv_heads, n_keys, (0, 37), case.n_spare) for _ in range(2))
     n_chain = min(case.n_chain, n_rows - 1)
     # A few rows stand behind those that are asked for: their keys are not there yet.
-    parents = forest_of(n_rows - n_chain + 5, case.seed, n_chain)
+    parents = tree_rows_of(n_rows - n_chain + 5, case.seed, n_chain)
     return q, k, v, parents
 
 
 def mask_of(case, parents, n_most=0):
-    """What the kernel is given of the forest, which might have `n_most` keys: masks, depths, those of the keys, extent."""
+    """What the kernel is given of the tree rows, which might have `n_most` keys: masks, depths, those of the keys, extent."""
     bits, depths = reference.tree_masks(parents)
     rows, n_most = slice(case.first, case.first + case.n), n_most or case.first + case.n + case.n_spare
     wide = torch.zeros(case.n, max(bits.shape[1], (n_most + 31) // 32), dtype=torch.int32)
@@ -210,7 +210,7 @@ def test_a_captured_call_serves_other_forests(kernels, seed):
 def test_tree_masks(kernels, seed):
     draw = random.Random(seed)
     n = draw.choice([1, 2, 31, 32, 33, 64, 200, 700])
-    parents = forest_of(n, seed, draw.choice([0, 0, 100]))
+    parents = tree_rows_of(n, seed, draw.choice([0, 0, 100]))
     if seed % 3 == 0 and len(parents) > 5:
         parents[5] = -1  # a second tree
     bits, depths = kernels.tree_masks(parents.to(kernels.device))
@@ -234,8 +234,8 @@ def test_tree_masks_of_a_long_prompt(kernels):
 def test_the_dense_mask(seed):
     """What the reference is given, against the plain definition."""
     case = random_case(seed)
-    parents = forest_of(case.first + case.n, seed)
-    whole = forest_mask(parents.numpy(), case.first, case.n_before, torch.device("cpu"))
+    parents = tree_rows_of(case.first + case.n, seed)
+    whole = make_tree_mask(parents.numpy(), case.first, case.n_before, torch.device("cpu"))
     mask = replace(whole, window=case.window or None)
     dense = mask.dense()
     expected = visible(case, parents)
@@ -258,7 +258,7 @@ def test_commit_rows(kernels, dtype, seed):
 
 
 def drafted(seed):
-    """A random drafted tree with given and drawn children and ties, and the target's laws."""
+    """A random drafted tree with given and sampled children and ties, and the target's distributions."""
     draw, rng = random.Random(seed), np.random.default_rng(seed)
     n, vocabulary = draw.choice([1, 2, 6, 20, 60]), draw.choice([5, 37, 1000, 3001])
     topology = random_tree(n, seed, reach=draw.choice([2, 8, 1000]))
@@ -266,15 +266,15 @@ def drafted(seed):
         seed += 1000
         topology = random_tree(n, seed)
     independent = draw.random() < 0.2
-    drawn = rng.random(n) < draw.choice([0.0, 0.5, 1.0])
-    drawn[0] = False
+    is_sampled = rng.random(n) < draw.choice([0.0, 0.5, 1.0])
+    is_sampled[0] = False
     if independent:
-        drawn[1:] = True
+        is_sampled[1:] = True
     sharpness = draw.choice([0.5, 3.0, 10.0])
     target = rng.standard_normal((n, vocabulary)) * sharpness
     draft = target + rng.standard_normal((n, vocabulary)) * draw.choice([0.0, 0.3, 2.0])
     target, draft = (torch.softmax(torch.from_numpy(logits), 1).float() for logits in (target, draft))
-    # Tokens that cannot be; and laws that have fewer tokens than were drawn.
+    # Tokens that cannot be; and distributions that have fewer tokens than were drawn.
     for possible, share in ((target, draw.choice([0.0, 0.5])), (draft, draw.choice([0.0, 0.5, 0.9]))):
         impossible = torch.from_numpy(rng.random(possible.shape) < share)
         impossible[:, 0] = False
@@ -284,33 +284,35 @@ def drafted(seed):
     for node, children in enumerate(topology.children):
         left = draft[node].double().numpy().copy()
         untaken = np.ones(vocabulary, dtype=bool)
-        for child in sorted(children, key=lambda child: bool(drawn[child])):  # the given tokens are never drawn
-            law = left if left.sum() > 0 else untaken.astype(float)
-            if drawn[child]:
-                tokens[child] = rng.choice(vocabulary, p=law / law.sum())
+        for child in sorted(children, key=lambda child: bool(is_sampled[child])):  # the given tokens are never drawn
+            probs = left if left.sum() > 0 else untaken.astype(float)
+            if is_sampled[child]:
+                tokens[child] = rng.choice(vocabulary, p=probs / probs.sum())
             else:
-                tokens[child] = rng.choice(np.flatnonzero(untaken)) if rng.random() < 0.3 else (law * untaken).argmax()
+                tokens[child] = (
+                    rng.choice(np.flatnonzero(untaken)) if rng.random() < 0.3 else (probs * untaken).argmax()
+                )
             if not independent:
                 left[tokens[child]], untaken[tokens[child]] = 0, False
     row_of = np.arange(n)
-    return DraftTree(topology, torch.from_numpy(tokens), Draws(drawn, draft, row_of, independent)), target
+    return DraftTree(topology, torch.from_numpy(tokens), SampledNodes(is_sampled, draft, row_of, independent)), target
 
 
 def verdicts(kernels, kernel, tree, target, noise):
-    """End node and bonus by csrc/; and by the rules' own kernels, with the law of the bonus."""
+    """End node and bonus by csrc/; and by the rules' own kernels, with the distribution of the bonus."""
     decision = residual.decide(kernel, tree, target, noise[:-1])
-    cumulative = decision.law.double().cumsum(0)
+    cumulative = decision.probs.double().cumsum(0)
     bonus = int(torch.searchsorted(cumulative, noise[-1] * cumulative[-1], right=True))
     candidates = residual._candidates(tree, np.zeros((0, 0), dtype=np.float32))
     arrays, there = arguments(candidates, noise, torch.device(kernels.device))
-    laws, target = tree.draws.laws.to(kernels.device), target.to(kernels.device)
+    draft_probs, target = tree.sampled.draft_probs.to(kernels.device), target.to(kernels.device)
     verdict = kernels.verify(
-        *arrays, laws, target, there, candidates.n_levels, candidates.independent, kernel is traverse
+        *arrays, draft_probs, target, there, candidates.n_levels, candidates.independent, kernel is verify_bottom_up
     )
-    return verdict.tolist(), [decision.end, min(bonus, int(decision.law.nonzero()[-1]))]
+    return verdict.tolist(), [decision.end, min(bonus, int(decision.probs.nonzero()[-1]))]
 
 
-@pytest.mark.parametrize("kernel", [walk, traverse], ids=["walk", "traverse"])
+@pytest.mark.parametrize("kernel", [verify_top_down, verify_bottom_up], ids=["walk", "verify_bottom_up"])
 def test_verify(kernels, kernel):
     kinds = set()
     for seed in range(60):
@@ -322,40 +324,40 @@ def test_verify(kernels, kernel):
     assert len(kinds) == 4, "accepted or not, at a leaf or not"
 
 
-@pytest.mark.parametrize("drawn", [True, False])
-@pytest.mark.parametrize("kernel", [walk, traverse], ids=["walk", "traverse"])
-def test_verify_where_next_to_nothing_is_left(kernels, kernel, drawn):
-    """Of a law without its first child's token, or of the target where that is rejected: less than a float32 tells from 0."""
-    law, target = torch.zeros(2, 1, 3001)
-    if drawn:
+@pytest.mark.parametrize("is_sampled", [True, False])
+@pytest.mark.parametrize("kernel", [verify_top_down, verify_bottom_up], ids=["walk", "verify_bottom_up"])
+def test_verify_where_next_to_nothing_is_left(kernels, kernel, is_sampled):
+    """Of the draft without its first child's token, or of the target where that is rejected: less than float32 tells from 0."""
+    probs, target = torch.zeros(2, 1, 3001)
+    if is_sampled:
         # One thread adds these up, to 1.
-        law[0, [0, 512, 1024]] = torch.tensor([1.0, 3e-9, 1e-9])
+        probs[0, [0, 512, 1024]] = torch.tensor([1.0, 3e-9, 1e-9])
         target[0, [1, 512]] = torch.tensor([0.625, 0.375])
     else:
         target[0, [0, 512]] = torch.tensor([1 - 2**-24, 3e-8])
-    is_drawn = np.array([False, drawn, drawn])
-    draws = Draws(is_drawn, law, np.array([0, -1, -1]))
-    tree = DraftTree(Topology(np.array([-1, 0, 0])), torch.tensor([7, 0, 512]), draws)
+    is_sampled = np.array([False, is_sampled, is_sampled])
+    sampled = SampledNodes(is_sampled, probs, np.array([0, -1, -1]))
+    tree = DraftTree(Topology(np.array([-1, 0, 0])), torch.tensor([7, 0, 512]), sampled)
     ends = set()
     for second in (0.3, 0.45, 0.55, 0.9):
         noise = torch.tensor([0, 1 - 2**-53, second, 0.4], dtype=torch.float64)
         mine, plain = verdicts(kernels, kernel, tree, target.repeat(3, 1), noise)
         assert mine == plain
         ends.add(plain[0])
-    assert ends == ({0, 2} if drawn else {2})
+    assert ends == ({0, 2} if is_sampled else {2})
 
 
-def test_the_bonus_at_the_ends_of_the_law(kernels):
-    """Noise of 0, of almost 1, and laws whose tokens lie at the ends."""
+def test_the_bonus_at_the_ends_of_the_distribution(kernels):
+    """Noise of 0, of almost 1, and distributions whose tokens lie at the ends."""
     root = [torch.tensor(x, device=kernels.device) for x in ([0, 0], [], [7], [False], [-1])]
     root[1], root[3] = root[1].long(), root[3].bool()
     for vocabulary in (1, 33, 2500):
         for token in {0, vocabulary // 2, vocabulary - 1}:
-            law = torch.zeros(1, vocabulary, device=kernels.device)
-            law[0, token] = 1
+            probs = torch.zeros(1, vocabulary, device=kernels.device)
+            probs[0, token] = 1
             for noise in (0.0, 0.5, 1 - 2**-53):
                 uniforms = torch.tensor([0.0, noise], dtype=torch.float64, device=kernels.device)
-                verdict = kernels.verify(*root, law[:0], law, uniforms, 1, False, True)
+                verdict = kernels.verify(*root, probs[:0], probs, uniforms, 1, False, True)
                 assert verdict.tolist() == [0, token]
 
 
@@ -370,7 +372,7 @@ def samples(device):
     candidates = residual._candidates(tree, np.zeros((0, 0), dtype=np.float32))
     noise = torch.rand(len(tree.topology) + 1, dtype=torch.float64)
     arrays, noise = arguments(candidates, noise, torch.device(device))
-    verification = (*arrays, tree.draws.laws.to(device), target.to(device), noise, candidates.n_levels)
+    verification = (*arrays, tree.sampled.draft_probs.to(device), target.to(device), noise, candidates.n_levels)
     return {
         "tree_attention": attention,
         "tree_masks": (parents,),

@@ -7,12 +7,12 @@ from dataclasses import replace
 import emulated
 import pytest
 import torch
-from languages import target_laws
+from languages import target_probs
 from recorded import record
 from test_laws import RECIPES, languages
 from tiny import CASES, feed, open_llm, prefill, prompt_of, random_tree, runner_of
 
-from offload_rt.executor.cuda_graphs import PassSize
+from offload_rt.executor.cuda_graphs import GraphShape
 from offload_rt.ops import extension
 from offload_rt.system import registry
 
@@ -87,7 +87,7 @@ def test_a_model_computes_the_same(served, monkeypatch, bfloat16_model):
 def test_a_captured_pass_computes_the_same(served, monkeypatch, bfloat16_model):
     """For other trees and longer caches than those it was captured for."""
     with open_llm(bfloat16_model) as plain, open_llm(bfloat16_model) as fixed:
-        runner_of(fixed).replay_passes(PassSize(32, 512, 64), record)
+        runner_of(fixed).use_graphs(GraphShape(32, 512, 64), record)
         mine = logits_of_passes(runner_of(fixed))
         # The prompt; the first of the trees, and the one that is captured.
         assert served.counts["tree_attention"] == 3 * runner_of(fixed).spec.n_layers
@@ -96,22 +96,23 @@ def test_a_captured_pass_computes_the_same(served, monkeypatch, bfloat16_model):
 
 
 def decided_trees(independent):
-    """Trees of three tokens, in which laws run out and tie, and the target's laws after their nodes."""
+    """Trees of three tokens, in which distributions run out and tie, and the target's distributions after their nodes."""
     for name, recipe in RECIPES.items():
         if recipe.independent == independent:
             target, draft = languages(name)
             for tree, _ in itertools.islice(recipe.trees(draft), 0, 200, 4):
-                draws = tree.draws and replace(tree.draws, laws=tree.draws.laws.float())
-                yield replace(tree, draws=draws), target_laws(target, tree).float()
+                sampled = tree.sampled and replace(tree.sampled, draft_probs=tree.sampled.draft_probs.float())
+                yield replace(tree, sampled=sampled), target_probs(target, tree).float()
 
 
 @pytest.mark.parametrize(
-    "rule", [name for name in registry.names("speculate.verify") if registry.find("speculate.verify", name).NEEDS_LAWS]
+    "rule",
+    [name for name in registry.names("speculate.verify") if registry.find("speculate.verify", name).NEEDS_DRAFT_PROBS],
 )
 def test_a_rule_decides_the_same(served, monkeypatch, rule):
     """By the same noise, with the same bonus."""
     rule, verdicts = registry.find("speculate.verify", rule), []
-    trees = list(decided_trees(rule.CHILD_LAW == "independent"))
+    trees = list(decided_trees(rule.CHILD_SAMPLING == "independent"))
     for _ in range(2):
         generator = torch.Generator().manual_seed(0)
         verdicts.append([rule.verify(tree, target, generator) for tree, target in trees])

@@ -12,7 +12,7 @@ from offload_rt.errors import DeviceError
 def full(monkeypatch):
     """Makes the memory of an LLM run out: at passes of more than so many rows a chunk, or in what follows a pass."""
 
-    def fill(llm, most_rows=10**9, most_laws=10**9):
+    def fill(llm, most_rows=10**9, most_probs=10**9):
         runner, seen = llm.engine.runner, []
 
         def layer(block, hidden, chunks):
@@ -22,8 +22,8 @@ def full(monkeypatch):
             return type(runner).layer(runner, block, hidden, chunks)
 
         def probs(logits, params, contexts):
-            if len(logits) > most_laws:
-                raise torch.OutOfMemoryError("no room for laws")
+            if len(logits) > most_probs:
+                raise torch.OutOfMemoryError("no room for distributions")
             return plain(logits, params, contexts)
 
         from offload_rt.engine import loop
@@ -52,7 +52,7 @@ def test_a_batch_goes_on_where_one_sequence_had_been_verified(zoo, full):
     pair = zoo.pair("llama", 0)
     prompts = [prompt_of(seed, n) for seed, n in ((0, 21), (1, 9), (2, 30))]
     with open_llm(pair.target, draft_model=str(pair.draft), tree_size=96, max_model_len=120) as llm:
-        full(llm, most_laws=7)
+        full(llm, most_probs=7)
         outputs = llm.generate(prompts, SamplingParams(max_new_tokens=30))
     assert [one.token_ids for one in outputs] == [generate(pair.model, prompt, 30) for prompt in prompts]
 

@@ -13,26 +13,34 @@ from hypothesis import strategies as st
 
 from offload_rt.cli import run
 from offload_rt.errors import CapacityError
-from offload_rt.offload.placement import Budgets, Need, Plan, least_budget, place, spread
+from offload_rt.offload.placement import MemoryBudget, Plan, ReservedMemory, least_budget, place_layers, spread
 
 LAYERS = st.one_of(
     st.lists(st.integers(1, 1000), min_size=1, max_size=40),
     st.builds(lambda n, nbytes: [nbytes] * n, st.integers(1, 90), st.integers(1, 10**9)),
 )
-NEED = st.builds(Need, outer=st.integers(0, 5000), cache=st.integers(0, 5000), scratch=st.integers(0, 5000))
+NEED = st.builds(
+    ReservedMemory, non_layer=st.integers(0, 5000), cache=st.integers(0, 5000), scratch=st.integers(0, 5000)
+)
 
 
 def used(plan: Plan) -> int:
     """Bytes on the device, added up anew."""
     resident = sum(n for tier, n in zip(plan.tiers, plan.layer_nbytes, strict=True) if tier == "device")
-    return plan.need.outer + plan.need.cache + plan.need.scratch + resident + plan.n_slots * max(plan.layer_nbytes)
+    return (
+        plan.reserved.non_layer
+        + plan.reserved.cache
+        + plan.reserved.scratch
+        + resident
+        + plan.n_slots * max(plan.layer_nbytes)
+    )
 
 
 @given(layers=LAYERS, need=NEED, share=st.floats(0, 1.5), host=st.integers(0, 10**10))
-def test_a_plan_keeps_to_its_budgets(layers: list[int], need: Need, share: float, host: int) -> None:
+def test_a_plan_keeps_to_its_budgets(layers: list[int], need: ReservedMemory, share: float, host: int) -> None:
     budget = int((sum(layers) + need.total) * share)
     assume(budget >= least_budget(layers, need))
-    plan = place(layers, need, Budgets(budget, host))
+    plan = place_layers(layers, need, MemoryBudget(budget, host))
     assert used(plan) == plan.device_nbytes <= budget
     assert plan.on("host") <= host
     assert len(plan.tiers) == len(layers)
@@ -41,43 +49,43 @@ def test_a_plan_keeps_to_its_budgets(layers: list[int], need: Need, share: float
 
 
 @given(layers=LAYERS, need=NEED)
-def test_the_budget_that_an_error_names_is_the_smallest_that_will_do(layers: list[int], need: Need) -> None:
+def test_the_budget_that_an_error_names_is_the_smallest_that_will_do(layers: list[int], need: ReservedMemory) -> None:
     with pytest.raises(CapacityError) as caught:
-        place(layers, need, Budgets(0 if need.total + max(layers) else -1))
+        place_layers(layers, need, MemoryBudget(0 if need.total + max(layers) else -1))
     named = int(re.search(r"\((\d+) bytes\)", caught.value.need).group(1))
     assert str(named) in caught.value.change
-    place(layers, need, Budgets(named))
+    place_layers(layers, need, MemoryBudget(named))
     with pytest.raises(CapacityError):
-        place(layers, need, Budgets(named - 1))
+        place_layers(layers, need, MemoryBudget(named - 1))
 
 
 @given(layers=LAYERS, need=NEED, more=st.integers(0, 1000), host=st.integers(0, 10**6))
-def test_all_layers_are_resident_where_they_fit(layers: list[int], need: Need, more: int, host: int) -> None:
-    plan = place(layers, need, Budgets(sum(layers) + need.total + more, host))
+def test_all_layers_are_resident_where_they_fit(layers: list[int], need: ReservedMemory, more: int, host: int) -> None:
+    plan = place_layers(layers, need, MemoryBudget(sum(layers) + need.total + more, host))
     assert plan.tiers == ("device",) * len(layers)
     assert plan.n_slots == 0
     assert plan.pass_bytes.streamed == (("host", 0), ("disk", 0))
 
 
 @given(n=st.integers(3, 90), nbytes=st.integers(1, 10**6), need=NEED, fits=st.integers(2, 88))
-def test_what_is_not_needed_for_slots_holds_layers(n: int, nbytes: int, need: Need, fits: int) -> None:
+def test_what_is_not_needed_for_slots_holds_layers(n: int, nbytes: int, need: ReservedMemory, fits: int) -> None:
     """Of equal layers, `fits` of which fit: two or three are slots, and every other one is resident."""
     assume(fits < n)
-    plan = place([nbytes] * n, need, Budgets(need.total + fits * nbytes + nbytes // 2))
+    plan = place_layers([nbytes] * n, need, MemoryBudget(need.total + fits * nbytes + nbytes // 2))
     assert plan.n_slots == min(3, fits)
     assert plan.count("device") == fits - plan.n_slots
 
 
 @given(layers=LAYERS, need=NEED, share=st.floats(0, 1), host=st.floats(0, 1.2))
 def test_a_pass_moves_what_is_not_resident_and_computes_all(
-    layers: list[int], need: Need, share: float, host: float
+    layers: list[int], need: ReservedMemory, share: float, host: float
 ) -> None:
     budget = least_budget(layers, need) + int(share * sum(layers))
-    plan = place(layers, need, Budgets(budget, int(host * sum(layers)), has_card=host > 0))
+    plan = place_layers(layers, need, MemoryBudget(budget, int(host * sum(layers)), has_card=host > 0))
     disk, streamed = plan.on("disk"), sum(layers) - plan.on("device")
     assert plan.streamed_nbytes == streamed
     assert dict(plan.pass_bytes.streamed) == {"host": streamed if host else 0, "disk": disk}
-    assert plan.pass_bytes.computed == sum(layers) + need.outer
+    assert plan.pass_bytes.computed == sum(layers) + need.non_layer
 
 
 @given(n=st.integers(1, 100), k=st.integers(0, 100))
@@ -94,7 +102,7 @@ def test_spread_numbers_are_as_even_as_they_can_be(n: int, k: int) -> None:
 @given(n=st.integers(3, 90), fits=st.integers(2, 88), hosted=st.integers(0, 90))
 def test_resident_layers_and_layers_of_the_host_are_spread_evenly(n: int, fits: int, hosted: int) -> None:
     assume(fits < n)
-    plan = place([100] * n, Need(0, 0, 0), Budgets(fits * 100, hosted * 100))
+    plan = place_layers([100] * n, ReservedMemory(0, 0, 0), MemoryBudget(fits * 100, hosted * 100))
     for tiers, tier in ((plan.tiers, "device"), (tuple(one for one in plan.tiers if one != "device"), "host")):
         picked = [i for i, one in enumerate(tiers) if one == tier]
         gaps = [b - a for a, b in itertools.pairwise([*picked, *(i + len(tiers) for i in picked[:1])])]

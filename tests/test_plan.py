@@ -16,32 +16,32 @@ from checkpoints import llama_config, llama_tensors, write_checkpoint
 from offload_rt import LLM
 from offload_rt.cli import plan
 from offload_rt.config import EngineConfig
-from offload_rt.engine.memory_plan import Sizes, fit
+from offload_rt.engine.memory_plan import Sizes, plan_memory
 from offload_rt.errors import SettingsError
 from offload_rt.models.families import spec_of
 from offload_rt.models.spec import ModelSpec
 from offload_rt.planning.acceptance import assume
-from offload_rt.planning.forecast import Forecast, Machine, Question, foretell
+from offload_rt.planning.forecast import Forecast, Machine, PlanRequest, predict
 from offload_rt.planning.hardware import CARDS, find_card
 from offload_rt.planning.known_models import KNOWN
 from offload_rt.planning.roofline import Roof
 from offload_rt.planning.sweep import sweep
-from offload_rt.speculate.pair_stats import Knowledge
+from offload_rt.speculate.pair_stats import PairStats
 from offload_rt.speculate.select import pick_drafter
 from offload_rt.tree.choose import N_RANKS, Acceptance
 
 PAIR = ["--model", "llama2-70b", "--draft-model", "llama2-7b"]
 
 
-def question(
+def request(
     target: str = "llama2-70b", draft: str | None = "llama2-7b", context: int = 128, **settings: Any
-) -> Question:
+) -> PlanRequest:
     config = EngineConfig(target, draft, drafter="static_tree" if draft else "none", **settings)
     specs = [spec_of(KNOWN[name]) for name in (target, draft or target)]
     sizes = [Sizes.of_spec(spec, torch.float16) for spec in specs]
     acceptance = assume("auto", (specs[0], specs[1]), (target, draft or ""), 0.0)
     models = (sizes[0], sizes[1] if draft else None)
-    return Question(config, pick_drafter(config), models, torch.float16, acceptance, context, 64)
+    return PlanRequest(config, pick_drafter(config), models, torch.float16, acceptance, context, 64)
 
 
 def machine(card: str = "rtx4090", ram: int = 160 * 10**9, **more: Any) -> Machine:
@@ -71,7 +71,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 )  # fmt: skip
 def test_known_shapes_have_as_many_weights_as_their_papers_say(name: str, billions: float) -> None:
     spec = spec_of(KNOWN[name])
-    tensors = [*spec.outer_tensors(), *[one for _ in range(spec.n_layers) for one in spec.layer_tensors()]]
+    tensors = [*spec.non_layer_tensors(), *[one for _ in range(spec.n_layers) for one in spec.layer_tensors()]]
     assert sum(int(np.prod(shape)) for _, shape in tensors) / 1e9 == pytest.approx(billions, rel=0.01)
 
 
@@ -103,13 +103,15 @@ def test_a_config_alone_is_planned_as_its_checkpoint_is_loaded(tmp_path: Path) -
     write_checkpoint(tmp_path, config, llama_tensors(config))
     engine = EngineConfig(str(tmp_path), device="cpu", drafter="none", device_memory=1_000_000)
     with LLM.open(engine) as llm:
-        loaded, blueprint = llm.plan, llm.blueprint
-    checkpoint = blueprint.checkpoint
+        loaded, engine_plan = llm.plan, llm.engine_plan
+    checkpoint = engine_plan.checkpoint
     by_config, by_file = Sizes.of_spec(spec_of(config), torch.float32), Sizes.of_checkpoint(checkpoint, torch.float32)
-    planned = fit(engine, pick_drafter(engine), (by_config, None), torch.float32, loaded.budgets)
-    assert planned.plan.need == loaded.need
-    assert loaded.need.outer == by_file.outer_nbytes == 4 * (2 * 40 * 16 + 16)  # embedding, head and norm, in float32
-    assert (planned.max_model_len, planned.cache_rows) == (blueprint.max_model_len, blueprint.cache_rows)
+    planned = plan_memory(engine, pick_drafter(engine), (by_config, None), torch.float32, loaded.budget)
+    assert planned.plan.reserved == loaded.need
+    assert (
+        loaded.need.non_layer == by_file.non_layer_nbytes == 4 * (2 * 40 * 16 + 16)
+    )  # embedding, head and norm, in float32
+    assert (planned.max_model_len, planned.cache_rows) == (engine_plan.max_model_len, engine_plan.cache_rows)
     # On a device every tensor begins at a multiple of 256 bytes.
     padding = 256 * len(checkpoint.spec.layer_tensors())
     for exact, packed in zip(by_file.layer_nbytes, by_config.layer_nbytes, strict=True):
@@ -138,21 +140,21 @@ def test_layers_that_do_not_fit_beside_the_card_come_from_the_disk(capsys: pytes
 
 def test_a_faster_link_and_disk_and_card_are_never_slower() -> None:
     def seconds(**more: Any) -> float:
-        return foretell(question(), machine(**more)).seconds_per_token
+        return predict(request(), machine(**more)).seconds_per_token
 
     assert seconds(link_gbps=50.0) < 0.75 * seconds() < seconds(link_gbps=12.0)
     assert seconds(card="h200") < seconds(card="l40") < seconds()
 
 
 def test_plain_decoding_is_planned_without_a_draft() -> None:
-    forecast = foretell(question(draft=None), machine())
+    forecast = predict(request(draft=None), machine())
     assert len(forecast.topology) == 1 and forecast.draft_s == 0
     assert forecast.seconds_per_token == pytest.approx(forecast.run.pass_s)
 
 
 @pytest.mark.parametrize("over", ["ram", "memory"])
 def test_more_memory_never_makes_a_token_slower(over: str) -> None:
-    points = sweep(over, question(draft=None, max_model_len=512), machine(ram=64 * 10**9)).points
+    points = sweep(over, request(draft=None, max_model_len=512), machine(ram=64 * 10**9)).points
     seconds = [point.forecast.seconds_per_token for point in points if point.forecast is not None]
     assert len(seconds) > 8
     assert all(after <= before * 1.005 for before, after in itertools.pairwise(seconds))
@@ -160,26 +162,26 @@ def test_more_memory_never_makes_a_token_slower(over: str) -> None:
 
 
 def test_the_tree_that_is_chosen_is_as_good_as_any_that_is_asked_for() -> None:
-    asked = question(max_model_len=512)
-    chosen = foretell(asked, machine("l40"))
+    asked = request(max_model_len=512)
+    chosen = predict(asked, machine("l40"))
     points = sweep("tree", asked, machine("l40")).points
     best = min(point.forecast.seconds_per_token for point in points if point.forecast is not None)
     assert chosen.seconds_per_token <= 1.02 * best
 
 
 def test_a_longer_context_takes_memory_and_time() -> None:
-    points = sweep("context", question(), machine("l40")).points
+    points = sweep("context", request(), machine("l40")).points
     forecasts: list[Forecast] = [point.forecast for point in points if point.forecast is not None]
-    residents = [one.fit.plan.count("device") for one in forecasts]
+    residents = [one.plan_memory.plan.count("device") for one in forecasts]
     assert points[0].x == 64 and residents == sorted(residents, reverse=True) and residents[-1] < residents[0]
     assert forecasts[-1].compute_s > forecasts[0].compute_s
-    tight = sweep("context", question(), machine(device_memory=19 * 2**30)).points
+    tight = sweep("context", request(), machine(device_memory=19 * 2**30)).points
     assert tight[0].forecast is not None and tight[-1].forecast is None
 
 
 def test_drawn_paths_are_repeatable_and_about_as_long_as_expected() -> None:
-    asked = replace(question(max_model_len=4096), tokens=2000)
-    expected, one, again, other = (foretell(replace(asked, seed=seed), machine()) for seed in (None, 1, 1, 2))
+    asked = replace(request(max_model_len=4096), tokens=2000)
+    expected, one, again, other = (predict(replace(asked, seed=seed), machine()) for seed in (None, 1, 1, 2))
     assert one.seconds_per_token == again.seconds_per_token != other.seconds_per_token
     assert one.seconds_per_token == pytest.approx(expected.seconds_per_token, rel=0.15)
 
@@ -193,14 +195,14 @@ def specs() -> tuple[ModelSpec, ModelSpec]:
 
 def test_what_was_measured_here_comes_before_what_was_published(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("llama2-70b", "llama2-7b")
-    monkeypatch.setattr("offload_rt.planning.acceptance.recall", lambda *_: Knowledge())
+    monkeypatch.setattr("offload_rt.planning.acceptance.load_pair_stats", lambda *_: PairStats())
     assert "Sequoia" in assume("auto", specs(), names, 0.0).source
     assert "guess" in assume("auto", specs(), names, 0.3).source
     assert "guess" in assume("guess", specs(), names, 0.0).source
     seen = Acceptance()
     for _ in range(50):
         seen.observe(3, 1)
-    monkeypatch.setattr("offload_rt.planning.acceptance.recall", lambda *_: Knowledge({"dynamic 0.0": seen}))
+    monkeypatch.setattr("offload_rt.planning.acceptance.load_pair_stats", lambda *_: PairStats({"dynamic 0.0": seen}))
     found = assume("auto", specs(), names, 0.0)
     assert "measured on this machine" in found.source and found.by_rank == pytest.approx(seen.by_rank())
 

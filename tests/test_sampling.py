@@ -1,4 +1,4 @@
-"""From logits to a law, against transformers' own processors; and the draw from a law."""
+"""From logits to a distribution, against transformers' own processors; and the draw from a distribution."""
 
 import pytest
 import torch
@@ -46,8 +46,8 @@ SETTINGS = [
 ]
 
 
-def peer_law(logits, settings, contexts):
-    """The law by transformers, its processors in the order of its own `generate`."""
+def peer_probs(logits, settings, contexts):
+    """The distribution by transformers, its processors in the order of its own `generate`."""
     chain = LogitsProcessorList(WARPERS[name](settings[name]) for name in WARPERS if name in settings)
     rows = [chain(torch.tensor([context]), row[None])[0] for row, context in zip(logits, contexts, strict=True)]
     return torch.softmax(torch.stack(rows), -1)
@@ -63,11 +63,11 @@ def random_logits(seed, n=16, scale=3.0):
     "settings", SETTINGS, ids=lambda one: " ".join(f"{name}={value}" for name, value in one.items())
 )
 @pytest.mark.parametrize("seed", range(4))
-def test_laws_are_transformers(settings, seed):
+def test_distribution_are_transformers(settings, seed):
     logits, contexts = random_logits(seed, n=70)
     contexts[3] = []
     before = logits.clone()
-    got, expected = probs(logits, SamplingParams(**settings), contexts), peer_law(logits, settings, contexts)
+    got, expected = probs(logits, SamplingParams(**settings), contexts), peer_probs(logits, settings, contexts)
     assert got.dtype == torch.float32
     assert torch.equal(got > 0, expected > 0), "the filters keep other tokens"
     torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
@@ -82,15 +82,15 @@ def test_laws_are_transformers(settings, seed):
     st.floats(0.2, 3),
     st.integers(0, 10**6),
 )
-def test_every_law_is_a_law(temperature, top_p, top_k, min_p, penalty, seed):
+def test_every_law_is_a_distribution(temperature, top_p, top_k, min_p, penalty, seed):
     params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=penalty)
     logits, contexts = random_logits(seed, n=3)
-    law = probs(logits, params, contexts)
-    assert (law >= 0).all()
-    torch.testing.assert_close(law.sum(-1), torch.ones(3), atol=1e-5, rtol=0)
+    got = probs(logits, params, contexts)
+    assert (got >= 0).all()
+    torch.testing.assert_close(got.sum(-1), torch.ones(3), atol=1e-5, rtol=0)
     greedy = SamplingParams(temperature=0.0, repetition_penalty=penalty)
     best = probs(logits, greedy, contexts).argmax(-1)
-    assert (law.gather(-1, best[:, None]).ravel() > 0).all(), "the most probable token is never filtered"
+    assert (got.gather(-1, best[:, None]).ravel() > 0).all(), "the most probable token is never filtered"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -100,7 +100,7 @@ def test_narrow_logits_are_widened_before_anything(dtype):
     wide = torch.promote_types(dtype, torch.float32)
     got = probs(logits.to(dtype), SamplingParams(**settings), contexts)
     assert got.dtype == wide
-    torch.testing.assert_close(got, peer_law(logits.to(dtype).to(wide), settings, contexts), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(got, peer_probs(logits.to(dtype).to(wide), settings, contexts), atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("penalty", [1.0, 2.5])
@@ -109,17 +109,17 @@ def test_temperature_zero_is_one_hot(penalty):
     chain = RepetitionPenaltyLogitsProcessor(penalty)
     best = [int(chain(torch.tensor([c]), row[None]).argmax()) for row, c in zip(logits, contexts, strict=True)]
     params = SamplingParams(temperature=0.0, repetition_penalty=penalty, top_p=0.5, top_k=3)
-    law = probs(logits, params, contexts)
-    assert torch.equal(law, torch.eye(VOCABULARY)[best])
-    assert [draw(row, torch.Generator()) for row in law] == best
+    got = probs(logits, params, contexts)
+    assert torch.equal(got, torch.eye(VOCABULARY)[best])
+    assert [draw(row, torch.Generator()) for row in got] == best
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-37, 1e-45, 1e-300])
 def test_a_temperature_close_to_zero_is_the_limit(temperature):
-    """No overflow turns the law into something that is none."""
+    """No overflow turns the distribution into something that is none."""
     logits, contexts = random_logits(2, scale=30.0)
-    law = probs(logits, SamplingParams(temperature=temperature), contexts)
-    torch.testing.assert_close(law, torch.eye(VOCABULARY)[logits.argmax(-1)], atol=1e-6, rtol=0)
+    got = probs(logits, SamplingParams(temperature=temperature), contexts)
+    torch.testing.assert_close(got, torch.eye(VOCABULARY)[logits.argmax(-1)], atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -143,15 +143,15 @@ def test_a_place_where_no_token_is_possible_is_an_error(temperature):
 def test_an_impossible_token_stays_impossible(settings):
     logits, contexts = random_logits(0)
     logits[:, ::3] = -torch.inf
-    law = probs(logits, SamplingParams(**settings), contexts)
-    assert (law[:, ::3] == 0).all() and (law.sum(-1) - 1).abs().max() < 1e-6
+    got = probs(logits, SamplingParams(**settings), contexts)
+    assert (got[:, ::3] == 0).all() and (got.sum(-1) - 1).abs().max() < 1e-6
 
 
 # The draw
 
 
 @pytest.mark.parametrize(
-    "law",
+    "probs",
     [
         [0.25, 0.25, 0.25, 0.25],
         [0.0, 0.7, 0.0, 0.1, 0.2, 0.0],
@@ -161,45 +161,49 @@ def test_an_impossible_token_stays_impossible(settings):
     ],
 )
 @pytest.mark.parametrize("scale", [1.0, 0.9])
-def test_draws_follow_the_law(law, scale):
+def test_draws_follow_the_distribution(probs, scale):
     """Only the proportions count: rounding may leave a sum that is not one."""
-    law, n = torch.tensor(law), 10_000
+    probs, n = torch.tensor(probs), 10_000
     generator = torch.Generator().manual_seed(11)
-    counts = torch.bincount(torch.tensor([draw(law * scale, generator) for _ in range(n)]), minlength=len(law)).double()
-    assert counts[law == 0].sum() == 0
-    possible = law > 0
+    counts = torch.bincount(
+        torch.tensor([draw(probs * scale, generator) for _ in range(n)]), minlength=len(probs)
+    ).double()
+    assert counts[probs == 0].sum() == 0
+    possible = probs > 0
     if possible.sum() > 1:
-        assert chi_square_p(counts[possible].numpy(), (law.double() / law.double().sum() * n)[possible].numpy()) > 1e-3
+        assert (
+            chi_square_p(counts[possible].numpy(), (probs.double() / probs.double().sum() * n)[possible].numpy()) > 1e-3
+        )
 
 
-def test_draws_from_a_law_of_many_tokens():
+def test_draws_from_a_distribution_of_many_tokens():
     """A long tail, as of a real vocabulary, in groups: neither head nor tail is favoured."""
-    law, n = torch.softmax(torch.linspace(0, -4, 3000), 0), 10_000
+    probs, n = torch.softmax(torch.linspace(0, -4, 3000), 0), 10_000
     generator = torch.Generator().manual_seed(12)
-    drawn = torch.tensor([draw(law, generator) for _ in range(n)])
-    expected = law.double().view(30, 100).sum(1) / law.double().sum() * n
-    assert chi_square_p(torch.bincount(drawn // 100, minlength=30).numpy(), expected.numpy()) > 1e-3
+    is_sampled = torch.tensor([draw(probs, generator) for _ in range(n)])
+    expected = probs.double().view(30, 100).sum(1) / probs.double().sum() * n
+    assert chi_square_p(torch.bincount(is_sampled // 100, minlength=30).numpy(), expected.numpy()) > 1e-3
 
 
 @pytest.mark.parametrize(("at", "token"), [(0.0, 2), (1 - 2**-53, 5), (1.0, 5)])
 def test_the_ends_of_the_unit_interval_give_possible_tokens(monkeypatch, at, token):
     """Also a draw of exactly one, which rounding can make of the number nearest to it."""
     monkeypatch.setattr(sampling.torch, "rand", lambda *size, **options: torch.tensor(at, dtype=torch.float64))
-    law = torch.tensor([0.0, 0.0, 0.3, 0.2, 0.0, 0.5, 0.0])
-    assert draw(law, torch.Generator()) == token
+    probs = torch.tensor([0.0, 0.0, 0.3, 0.2, 0.0, 0.5, 0.0])
+    assert draw(probs, torch.Generator()) == token
 
 
 @given(st.integers(0, 2**31), st.integers(1, 40))
 def test_a_token_of_probability_zero_is_never_drawn(seed, n):
     generator = torch.Generator().manual_seed(seed)
-    law = torch.rand(n, generator=generator) * (torch.rand(n, generator=generator) < 0.4)
-    law[int(torch.randint(n, (), generator=generator))] += 1e-6
-    law = law / law.sum()
-    assert all(law[draw(law, generator)] > 0 for _ in range(20))
+    probs = torch.rand(n, generator=generator) * (torch.rand(n, generator=generator) < 0.4)
+    probs[int(torch.randint(n, (), generator=generator))] += 1e-6
+    probs = probs / probs.sum()
+    assert all(probs[draw(probs, generator)] > 0 for _ in range(20))
 
 
 def test_a_draw_takes_one_number_of_the_generator():
-    """Which is what makes a seed mean the same whatever the law is."""
+    """Which is what makes a seed mean the same whatever the distribution is."""
     one, other = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
     draw(torch.tensor([0.5, 0.5]), one)
     draw(torch.softmax(torch.randn(1000), 0), other)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tiny import random_tree
 
 from offload_rt.tree import search as module
-from offload_rt.tree.choose import Yield, best_prefix, choose, sizes_up_to
+from offload_rt.tree.choose import ExpectedTokensBias, best_prefix, choose, sizes_up_to
 from offload_rt.tree.describe import describe
 from offload_rt.tree.search import best_tree, expected_tokens, search
 from offload_rt.tree.topology import Topology
@@ -20,11 +20,11 @@ MOST = 8
 
 
 @cache
-def forests(n):
-    """All ordered forests of n nodes; a tree is the tuple of its root's subtrees."""
+def tree_batches(n):
+    """All ordered trees of n nodes; a tree is the tuple of its root's subtrees."""
     if n == 0:
         return [()]
-    return [(first, *rest) for m in range(1, n + 1) for first in forests(m - 1) for rest in forests(n - m)]
+    return [(first, *rest) for m in range(1, n + 1) for first in tree_batches(m - 1) for rest in tree_batches(n - m)]
 
 
 def n_levels(tree):
@@ -44,7 +44,7 @@ def best_of_all(rows, n_nodes, levels):
     """Expected tokens of the best of all trees of at most n nodes, for every n from 0."""
     bests = [0.0]
     for n in range(n_nodes):
-        trees = (tree for tree in forests(n) if n_levels(tree) <= levels and widest(tree) <= rows.shape[1])
+        trees = (tree for tree in tree_batches(n) if n_levels(tree) <= levels and widest(tree) <= rows.shape[1])
         bests.append(max([worth(tree, rows) for tree in trees] + bests[-1:]))
     return bests
 
@@ -266,7 +266,7 @@ def test_a_deep_tree_is_cut():
 
 
 def test_expectations_are_corrected_by_what_came_of_them() -> None:
-    known = Yield()
+    known = ExpectedTokensBias()
     assert known.corrected(5.0) == 5.0
     for _ in range(2000):
         known.observe(5.0, 3)
@@ -275,7 +275,7 @@ def test_expectations_are_corrected_by_what_came_of_them() -> None:
 
 
 def test_the_newest_text_tells_most() -> None:
-    known = Yield()
+    known = ExpectedTokensBias()
     for _ in range(2000):
         known.observe(9.0, 3)
     known.observe(9.0, 9)

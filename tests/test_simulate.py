@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload_rt.offload.placement import Budgets, Need, Plan, place
+from offload_rt.offload.placement import MemoryBudget, Plan, ReservedMemory, place_layers
 from offload_rt.planning.acceptance import PRESETS, power_law
-from offload_rt.planning.simulate import Costs, Scheme, Work, draw_tokens, generate, simulate
+from offload_rt.planning.simulate import Costs, StreamSchedule, Work, draw_tokens, generate, simulate
 from offload_rt.system.machine import ComputeTimes, MachineProfile, pass_time
 from offload_rt.tree.search import expected_tokens, search
 from offload_rt.tree.topology import Topology
@@ -18,34 +18,34 @@ LINKS = (("disk", 2.0), ("host", 20.0))
 
 def plan_of(n_layers: int, device: float, host: float | None = None) -> Plan:
     """A plan of layers of a GB, with room for so many on the device, slots included, and on the host of a card."""
-    budgets = Budgets(int(device * LAYER), int((host or 0) * LAYER), has_card=host is not None)
-    return place([LAYER] * n_layers, Need(0, 0, 0), budgets)
+    budget = MemoryBudget(int(device * LAYER), int((host or 0) * LAYER), has_card=host is not None)
+    return place_layers([LAYER] * n_layers, ReservedMemory(0, 0, 0), budget)
 
 
-def steady(scheme: Scheme, work: Work, n_passes: int = 8) -> float:
-    return float(simulate(scheme, [work] * n_passes).pass_s.mean())
+def steady(schedule: StreamSchedule, work: Work, n_passes: int = 8) -> float:
+    return float(simulate(schedule, [work] * n_passes).pass_s.mean())
 
 
 def test_a_pass_that_waits_for_the_link_takes_bytes_over_rate() -> None:
     plan = plan_of(12, 5)
     assert plan.n_slots == 3 and plan.count("disk") == 10
-    scheme = Scheme.of(plan, LINKS)
-    assert steady(scheme, Work(0.0, 1.2, 0.1)) == pytest.approx(10 * LAYER / 2e9)
+    schedule = StreamSchedule.of(plan, LINKS)
+    assert steady(schedule, Work(0.0, 1.2, 0.1)) == pytest.approx(10 * LAYER / 2e9)
 
 
 def test_a_pass_that_waits_for_nothing_takes_what_it_computes() -> None:
-    scheme = Scheme.of(plan_of(12, 5), LINKS)
-    timeline = simulate(scheme, [Work(0.5, 60.0, 2.0)] * 6)
+    schedule = StreamSchedule.of(plan_of(12, 5), LINKS)
+    timeline = simulate(schedule, [Work(0.5, 60.0, 2.0)] * 6)
     assert timeline.pass_s == pytest.approx(62.5)
     assert timeline.waited_s[1:] == pytest.approx(0.0, abs=1e-9)
-    resident = Scheme.of(plan_of(12, 12), LINKS)
+    resident = StreamSchedule.of(plan_of(12, 12), LINKS)
     assert resident.links == ()
     assert steady(resident, Work(0.5, 60.0, 2.0)) == pytest.approx(62.5)
 
 
 def test_the_first_layer_cannot_be_computed_before_it_has_arrived() -> None:
-    scheme = Scheme.of(plan_of(3, 2), LINKS)
-    timeline = simulate(scheme, [Work(0.0, 3e-9, 0.0)])
+    schedule = StreamSchedule.of(plan_of(3, 2), LINKS)
+    timeline = simulate(schedule, [Work(0.0, 3e-9, 0.0)])
     assert timeline.ends[0] == pytest.approx(3 * 0.5)
     assert timeline.waited_s[0] == pytest.approx(3 * 0.5)
     assert timeline.busy_s["disk"] == pytest.approx(3 * 0.5)
@@ -55,24 +55,24 @@ def test_the_first_layer_cannot_be_computed_before_it_has_arrived() -> None:
 def test_drafting_is_hidden_as_far_as_the_slots_go(n_slots: int, expected: float) -> None:
     """Between two passes the link fills the slots and then stands still: each slot hides a layer's time of drafting."""
     n = 8
-    scheme = Scheme((("disk",),) * n, (LAYER,) * n, (("disk", 2.0),), n_slots)
+    schedule = StreamSchedule((("disk",),) * n, (LAYER,) * n, (("disk", 2.0),), n_slots)
     draft_s = 2.0
     # Computing takes next to nothing: the last layer of a pass is computed as it arrives, and then all slots are free.
-    assert steady(scheme, Work(draft_s, 1e-9, 0.0)) == pytest.approx(n * 0.5 + expected, abs=1e-6)
+    assert steady(schedule, Work(draft_s, 1e-9, 0.0)) == pytest.approx(n * 0.5 + expected, abs=1e-6)
 
 
 def test_without_layers_coming_ahead_all_of_drafting_is_added() -> None:
     n = 8
-    scheme = Scheme((("disk",),) * n, (LAYER,) * n, (("disk", 2.0),), 2, ahead=False)
-    assert steady(scheme, Work(2.0, 1e-9, 0.3)) == pytest.approx(n * 0.5 + 2.3, abs=1e-6)
+    schedule = StreamSchedule((("disk",),) * n, (LAYER,) * n, (("disk", 2.0),), 2, ahead=False)
+    assert steady(schedule, Work(2.0, 1e-9, 0.3)) == pytest.approx(n * 0.5 + 2.3, abs=1e-6)
 
 
 def test_disk_and_host_are_stages_that_overlap() -> None:
     plan = plan_of(12, 2, 0)
-    scheme = Scheme.of(plan, LINKS)
-    assert scheme.links == LINKS and set(scheme.paths) == {("disk", "host")}
-    assert steady(scheme, Work(0.0, 0.1, 0.0)) == pytest.approx(12 * 0.5)
-    equal = Scheme.of(plan, (("disk", 2.0), ("host", 2.0)))
+    schedule = StreamSchedule.of(plan, LINKS)
+    assert schedule.links == LINKS and set(schedule.paths) == {("disk", "host")}
+    assert steady(schedule, Work(0.0, 0.1, 0.0)) == pytest.approx(12 * 0.5)
+    equal = StreamSchedule.of(plan, (("disk", 2.0), ("host", 2.0)))
     assert steady(equal, Work(0.0, 0.1, 0.0)) == pytest.approx(12 * 0.5, rel=0.01)
 
 
@@ -82,16 +82,16 @@ def test_what_comes_from_the_disk_crosses_the_link_of_the_card_as_well() -> None
     assert n_disk == 8
     assert dict(plan.pass_bytes.streamed) == {"host": n_streamed * LAYER, "disk": n_disk * LAYER}
     links = (("disk", 4.0), ("host", 2.0))
-    assert steady(Scheme.of(plan, links), Work(0.0, 0.1, 0.0)) == pytest.approx(n_streamed * 0.5, rel=0.02)
+    assert steady(StreamSchedule.of(plan, links), Work(0.0, 0.1, 0.0)) == pytest.approx(n_streamed * 0.5, rel=0.02)
 
 
 def test_drag_slows_the_device_while_bytes_come_in() -> None:
-    scheme = Scheme((("disk",),) * 4, (LAYER,) * 4, (("disk", 2.0),), 3, drag=0.1)
+    schedule = StreamSchedule((("disk",),) * 4, (LAYER,) * 4, (("disk", 2.0),), 3, contention=0.1)
     # 2 s of link and 10 s of computing, of which the 2 s go by at 1 / 1.2 of the speed.
-    assert steady(scheme, Work(0.0, 10.0, 0.0)) == pytest.approx(10.0 + 2.0 * (1 - 1 / 1.2))
+    assert steady(schedule, Work(0.0, 10.0, 0.0)) == pytest.approx(10.0 + 2.0 * (1 - 1 / 1.2))
 
 
-SCHEMES = st.builds(
+SCHEDULES = st.builds(
     lambda n, device, host: plan_of(n, min(2 + device * (n - 2), n - 1), None if host is None else host * n),
     st.integers(24, 80),
     st.floats(0, 0.7),
@@ -100,13 +100,13 @@ SCHEMES = st.builds(
 
 
 @settings(max_examples=60, deadline=None)
-@given(SCHEMES, st.floats(0.05, 20), st.floats(0, 4))
+@given(SCHEDULES, st.floats(0.05, 20), st.floats(0, 4))
 def test_the_closed_form_says_what_the_clock_says(plan: Plan, compute_s: float, draft_s: float) -> None:
     """Within 3 % and a few layers, and as much below as the closed form rounds where link and device are equal."""
     times = ComputeTimes((1,), (0,), ((compute_s,),))
     profile = MachineProfile("imagined", False, LINKS, 1.0, 0.0, times)
     closed = pass_time(profile, plan.pass_bytes, 1, 0, draft_s)
-    run = steady(Scheme.of(plan, LINKS), Work(draft_s, compute_s, 0.0), 12)
+    run = steady(StreamSchedule.of(plan, LINKS), Work(draft_s, compute_s, 0.0), 12)
     n_streamed = plan.count("host") + plan.count("disk")
     # What the closed form leaves out: uneven turns of slow and fast layers, which a few slots cannot level; and that after a
     # long draft the link begins when a layer has been computed, and the device ends with layers that came last.
@@ -119,7 +119,7 @@ def test_the_closed_form_says_what_the_clock_says(plan: Plan, compute_s: float, 
 @given(st.integers(6, 30), st.integers(0, 28), st.floats(0.1, 20), st.floats(0, 3))
 def test_more_memory_is_never_slower(n: int, host: int, compute_s: float, draft_s: float) -> None:
     def seconds(device: int, host: int) -> float:
-        return steady(Scheme.of(plan_of(n, device, host), LINKS), Work(draft_s, compute_s, 0.0))
+        return steady(StreamSchedule.of(plan_of(n, device, host), LINKS), Work(draft_s, compute_s, 0.0))
 
     host = min(host, n - 1)
     # Which layers are the host's shifts by one, and with it how evenly they alternate: half of a layer's time is let through.
@@ -131,9 +131,9 @@ def test_paths_are_as_long_as_the_tree_is_expected_to_yield() -> None:
     acceptance = np.array([0.6, 0.2, 0.1])
     topology = search(acceptance, 24, 6).topology(24, 6)
     rng = np.random.default_rng(0)
-    drawn = [draw_tokens(topology, acceptance, rng) for _ in range(4000)]
-    assert np.mean(drawn) == pytest.approx(expected_tokens(topology, acceptance), rel=0.03)
-    assert max(drawn) <= 6 and min(drawn) == 1
+    is_sampled = [draw_tokens(topology, acceptance, rng) for _ in range(4000)]
+    assert np.mean(is_sampled) == pytest.approx(expected_tokens(topology, acceptance), rel=0.03)
+    assert max(is_sampled) <= 6 and min(is_sampled) == 1
 
 
 def test_generation_by_draws_is_as_fast_as_by_expectation() -> None:
@@ -141,22 +141,22 @@ def test_generation_by_draws_is_as_fast_as_by_expectation() -> None:
     topology = search(acceptance, 24, 6).topology(24, 6)
     target = ComputeTimes((1, 64), (0, 4096), ((0.1, 1.0), (0.2, 2.0)))
     costs = Costs(target, ComputeTimes((1,), (0,), ((0.02,),)), head=0.05, fixed_s=0.01)
-    scheme = Scheme.of(plan_of(12, 5), LINKS)
-    expected = generate(scheme, costs, (topology, acceptance), (100, 1100))
-    drawn = generate(scheme, costs, (topology, acceptance), (100, 1100), np.random.default_rng(1))
-    assert drawn.seconds_per_token == pytest.approx(expected.seconds_per_token, rel=0.05)
+    schedule = StreamSchedule.of(plan_of(12, 5), LINKS)
+    expected = generate(schedule, costs, (topology, acceptance), (100, 1100))
+    is_sampled = generate(schedule, costs, (topology, acceptance), (100, 1100), np.random.default_rng(1))
+    assert is_sampled.seconds_per_token == pytest.approx(expected.seconds_per_token, rel=0.05)
     assert expected.works[-1].layers_s > expected.works[0].layers_s  # the context has grown
     assert expected.works[0].draft_s == pytest.approx(0.02 * topology.depths.max())
     whole = float(target.at(np.array([len(topology)]), 100)[0])
     assert expected.works[0].layers_s == pytest.approx(0.95 * whole)
     assert expected.works[0].after_s == pytest.approx(0.05 * whole + 0.01)
-    for run in (expected, drawn):
+    for run in (expected, is_sampled):
         assert 1000 <= run.tokens.sum() < 1006  # no pass goes beyond the span
 
 
 def test_a_tree_of_one_node_drafts_nothing_and_gives_one_token() -> None:
     costs = Costs(ComputeTimes((1,), (0,), ((0.5,),)), ComputeTimes((1,), (0,), ((0.02,),)))
-    run = generate(Scheme.of(plan_of(12, 12), LINKS), costs, (Topology.chain(1), np.array([0.9])), (1, 5))
+    run = generate(StreamSchedule.of(plan_of(12, 12), LINKS), costs, (Topology.chain(1), np.array([0.9])), (1, 5))
     assert run.seconds_per_token == pytest.approx(0.5)
     assert run.works[0].draft_s == 0
 

@@ -1,4 +1,4 @@
-"""Speculation end to end: the tokens and the law of plain decoding, whatever drafts, whatever verifies, wherever it ends."""
+"""Speculation end to end: the tokens and the distribution of plain decoding, whatever drafts and verifies."""
 
 import json
 from weakref import WeakKeyDictionary
@@ -6,7 +6,7 @@ from weakref import WeakKeyDictionary
 import pytest
 import torch
 from recorded import record
-from texts import N_NEW, assert_law, exact_law, small_model
+from texts import N_NEW, assert_distribution, exact_distribution, small_model
 from tiny import (
     CASES,
     COMBINATIONS,
@@ -23,15 +23,15 @@ from tiny import (
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.engine import builder
-from offload_rt.engine.loop import Live, Loop, Tally
-from offload_rt.executor.cost import Pace
-from offload_rt.executor.cuda_graphs import PassSize
+from offload_rt.engine.loop import Loop, RunningSequence, RunStats
+from offload_rt.executor.cost import CostEstimator
+from offload_rt.executor.cuda_graphs import GraphShape
 from offload_rt.executor.runner import Runner
 from offload_rt.executor.sequence import Sequence
 from offload_rt.sampling import draw
 from offload_rt.speculate import tree_drafter
-from offload_rt.speculate.draft_model import Growth, draft_rows
-from offload_rt.speculate.pair_stats import Knowledge
+from offload_rt.speculate.draft_model import DraftState, draft_rows
+from offload_rt.speculate.pair_stats import PairStats
 from offload_rt.speculate.protocols import DraftLimits
 from offload_rt.speculate.verify import sequoia
 from offload_rt.system import registry
@@ -98,13 +98,13 @@ def test_greedy_tokens_of_every_family_are_transformers(zoo, texts, name):
 @pytest.fixture(autouse=True)
 def steady(monkeypatch):
     """An LLM grows its trees as if passes were slow and drafting cheap, on any machine, and knows nothing of others."""
-    monkeypatch.setattr(builder, "Pace", lambda profile, moved: Steady())
-    monkeypatch.setattr(builder, "recall", lambda target, draft: Knowledge())
+    monkeypatch.setattr(builder, "CostEstimator", lambda profile, moved: Steady())
+    monkeypatch.setattr(builder, "load_pair_stats", lambda target, draft: PairStats())
 
 
 def test_trees_that_suit_the_machine_change_no_token(zoo, texts, monkeypatch):
     """Their size follows the clock, and may be anything."""
-    monkeypatch.setattr(builder, "Pace", Pace)
+    monkeypatch.setattr(builder, "CostEstimator", CostEstimator)
     pair = zoo.pair("llama", 0)
     for drafter in registry.names("speculate.draft"):
         with LLM(str(pair.target), device="cpu", max_model_len=256, **pair.settings(drafter)) as llm:
@@ -136,7 +136,7 @@ def test_a_penalty_looks_back_along_each_path(zoo, drafter):
 
 @pytest.mark.parametrize("rule", registry.names("speculate.verify"))
 def test_a_temperature_close_to_zero_is_zero(zoo, texts, rule):
-    """However close: the draft's law must not overflow either."""
+    """However close: the draft's distribution must not overflow either."""
     pair = zoo.pair("llama", 0)
     with open_llm(pair.target, max_model_len=256, tree_size=24, **pair.settings("adaptive_tree", rule)) as llm:
         for temperature in (1e-4, 1e-40):
@@ -153,7 +153,7 @@ def test_another_draft_changes_no_token(zoo, texts):
             assert_greedy(llm, texts("llama", 0))
 
 
-# Sampled: the same law of whole texts
+# Sampled: the same distribution of whole texts
 
 
 VOCABULARY, N_DRAWS, TEMPERATURE = 4, 700, 0.8
@@ -175,16 +175,16 @@ def small_llm(small):
         yield llm
 
 
-def laws_of(model):
+def draft_probs_of(model):
     return [
-        exact_law(model, prompt, SamplingParams(**params))
+        exact_distribution(model, prompt, SamplingParams(**params))
         for prompt, params in zip(LAW_PROMPTS, LAW_PARAMS, strict=True)
     ]
 
 
 @pytest.fixture(scope="module")
-def laws(small):
-    return laws_of(small.model)
+def draft_probs(small):
+    return draft_probs_of(small.model)
 
 
 def sampled(llm, drafter, rule, n_nodes):
@@ -195,8 +195,8 @@ def sampled(llm, drafter, rule, n_nodes):
         batch = []
         for i in range(start, start + 200):
             params = SamplingParams(max_new_tokens=N_NEW, seed=i, **LAW_PARAMS[i % 2])
-            batch.append(Live(Sequence(list(LAW_PROMPTS[i % 2]), params, 64), runner.new_cache(24), n_nodes))
-        for _ in loop.run(batch, Tally()):
+            batch.append(RunningSequence(Sequence(list(LAW_PROMPTS[i % 2]), params, 64), runner.new_cache(24), n_nodes))
+        for _ in loop.run(batch, RunStats()):
             pass
         for i, one in enumerate(batch):
             found[i % 2].append(one.sequence.tokens[one.sequence.n_prompt :])
@@ -204,15 +204,17 @@ def sampled(llm, drafter, rule, n_nodes):
 
 
 @pytest.mark.parametrize(("name", "rule"), [one for one in COMBINATIONS if one[0] != "none"])
-def test_the_joint_law_of_sampled_tokens(small_llm, laws, name, rule):
+def test_the_joint_distribution_of_sampled_tokens(small_llm, draft_probs, name, rule):
     drafter = drafter_of(small_llm, name, rule, DraftLimits(6, 4))
-    for got, law in zip(sampled(small_llm, drafter, registry.find("speculate.verify", rule), 6), laws, strict=True):
-        assert_law(got, law)
+    for got, probs in zip(
+        sampled(small_llm, drafter, registry.find("speculate.verify", rule), 6), draft_probs, strict=True
+    ):
+        assert_distribution(got, probs)
 
 
 @pytest.mark.parametrize("name", MODEL_DRAFTERS)
-def test_the_joint_law_in_bfloat16(tmp_path, name):
-    """Of a pair in bfloat16, against its law in float32: so many draws do not see what rounding does."""
+def test_the_joint_distribution_in_bfloat16(tmp_path, name):
+    """Of a pair in bfloat16, against its distribution in float32: so many draws do not see what rounding does."""
     model = small_model(VOCABULARY, n_layers=1, sureness=0.5)
     draft = nearly(model, 0.15).bfloat16()
     pair = save_pair(tmp_path, model.bfloat16(), draft)
@@ -222,8 +224,8 @@ def test_the_joint_law_in_bfloat16(tmp_path, name):
         rule = registry.find("speculate.draft", name).BEST_RULE
         drafter = drafter_of(llm, name, rule, DraftLimits(6, 4))
         found = sampled(llm, drafter, registry.find("speculate.verify", rule), 6)
-    for got, law in zip(found, laws_of(model.float()), strict=True):
-        assert_law(got, law)
+    for got, probs in zip(found, draft_probs_of(model.float()), strict=True):
+        assert_distribution(got, probs)
 
 
 class BonusFromTheTarget:
@@ -245,12 +247,12 @@ class StaleNoise:
 
 
 @pytest.mark.parametrize("wrong", [BonusFromTheTarget, StaleNoise])
-def test_the_check_of_the_law_finds_a_wrong_rule(small_llm, laws, wrong):
+def test_the_check_of_the_distribution_finds_a_wrong_rule(small_llm, draft_probs, wrong):
     drafter = drafter_of(small_llm, "static_tree", "sequoia", DraftLimits(6, 4))
     got = sampled(small_llm, drafter, wrong, 6)
     with pytest.raises(AssertionError):
-        for texts, law in zip(got, laws, strict=True):
-            assert_law(texts, law)
+        for texts, probs in zip(got, draft_probs, strict=True):
+            assert_distribution(texts, probs)
 
 
 # The caches, of the target and of the draft
@@ -282,21 +284,21 @@ def test_committed_rows_are_those_of_a_fresh_prefill(zoo, monkeypatch, family, n
         SamplingParams(max_new_tokens=17, temperature=1.0, seed=2),
     ]
     with open_llm(pair.target, max_model_len=128, **pair.settings(name, rule)) as llm:
-        engine, start, n_kept = llm.engine, Growth.start, []
+        engine, start, n_kept = llm.engine, DraftState.start, []
 
-        def start_poisoned(growth, *arguments):
-            start(growth, *arguments)
-            n_kept.append(growth.cache.n_committed)
-            assert_fresh(engine.draft, growth.cache)
-            poison(growth.cache)
+        def start_poisoned(state, *arguments):
+            start(state, *arguments)
+            n_kept.append(state.cache.n_committed)
+            assert_fresh(engine.draft, state.cache)
+            poison(state.cache)
 
-        monkeypatch.setattr(Growth, "start", start_poisoned)
+        monkeypatch.setattr(DraftState, "start", start_poisoned)
         sequences = [Sequence(list(prompt), one, 128) for prompt, one in zip(PROMPTS, params, strict=False)]
-        batch = [Live(one, engine.runner.new_cache(80), 12) for one in sequences]
+        batch = [RunningSequence(one, engine.runner.new_cache(80), 12) for one in sequences]
         for one in batch:
             poison(one.cache)
-        for _ in Loop(engine.runner, engine.drafter, llm.blueprint.drafting.rule, engine.pace, Trace(on=False)).run(
-            batch, Tally()
+        for _ in Loop(engine.runner, engine.drafter, llm.engine_plan.drafting.rule, engine.cost, Trace(on=False)).run(
+            batch, RunStats()
         ):
             for one in batch:
                 assert_fresh(engine.runner, one.cache)
@@ -307,15 +309,15 @@ def test_committed_rows_are_those_of_a_fresh_prefill(zoo, monkeypatch, family, n
 
 def test_a_draft_computes_nothing_twice(zoo, monkeypatch):
     """Of an accepted path nothing is fed to the draft again but the bonus, and what the tree had no row for."""
-    pair, lacking, start = zoo.pair("llama", 0), [], Growth.start
+    pair, lacking, start = zoo.pair("llama", 0), [], DraftState.start
 
-    def start_counted(growth, *arguments):
-        start(growth, *arguments)
-        lacking.append(len(growth.lacking))
+    def start_counted(state, *arguments):
+        start(state, *arguments)
+        lacking.append(len(state.lacking))
 
-    monkeypatch.setattr(Growth, "start", start_counted)
+    monkeypatch.setattr(DraftState, "start", start_counted)
     monkeypatch.setattr(
-        tree_drafter, "_GRAFT_RATE", 2.0
+        tree_drafter, "_NGRAM_RATE", 2.0
     )  # nothing is copied, since the draft has no row of a copied token
     with open_llm(pair.target, drafter="dynamic_tree", draft_model=str(pair.draft), tree_depth=3) as llm:
         llm.generate(PROMPTS[0], SamplingParams(max_new_tokens=40))
@@ -338,10 +340,10 @@ def test_caches_never_take_more_than_was_planned(zoo, monkeypatch, is_captured):
 
     with open_llm(pair.target, draft_model=str(pair.draft), max_model_len=64, tree_size=6) as llm:
         target, draft = llm.engine.runner, llm.engine.draft
-        planned = {target: llm.blueprint.cache_rows, draft: draft_rows(64, 6)}
+        planned = {target: llm.engine_plan.cache_rows, draft: draft_rows(64, 6)}
         if is_captured:
             for runner, rows in planned.items():
-                runner.replay_passes(PassSize(6, rows, 12), record)
+                runner.use_graphs(GraphShape(6, rows, 12), record)
         monkeypatch.setattr(Runner, "new_cache", new_cache_counted)
         llm.generate(PROMPTS * 2, [SamplingParams(max_new_tokens=n) for n in (30, 3, 30, 30, 40, 4, 5, 30)])
         llm.generate(PROMPTS[0], SamplingParams(max_new_tokens=20))
@@ -438,13 +440,13 @@ def with_config(pair, folder, **changes):
 @pytest.mark.parametrize("drafter", ["dynamic_tree", "static_tree"])
 def test_a_draft_with_a_shorter_context_goes_on(zoo, tmp_path, monkeypatch, drafter, n_positions):
     """It sees a window that moves on; what it drafts is still worth something where the window is not too short."""
-    pair, seen, start = zoo.pair("llama", 0), [], Growth.start
+    pair, seen, start = zoo.pair("llama", 0), [], DraftState.start
 
-    def start_seen(growth, tokens, n_prompt):
+    def start_seen(state, tokens, n_prompt):
         seen.append(len(tokens))
-        start(growth, tokens, n_prompt)
+        start(state, tokens, n_prompt)
 
-    monkeypatch.setattr(Growth, "start", start_seen)
+    monkeypatch.setattr(DraftState, "start", start_seen)
     prompt, n_new = prompt_of(0, 30), 110
     draft = with_config(pair, tmp_path / "short", max_position_embeddings=n_positions)
     with open_llm(pair.target, max_model_len=160, tree_depth=6, draft_model=str(draft), drafter=drafter) as llm:

@@ -1,4 +1,4 @@
-"""The law of sampled texts: exact by enumeration, with transformers' logits and warpers, and a test of counts against it."""
+"""The distribution of sampled texts: enumerated with transformers' logits and warpers, and a test of counts against it."""
 
 import itertools
 from collections import Counter
@@ -30,7 +30,7 @@ def small_model(vocab_size: int, n_layers: int, sureness: float = 2.0) -> PreTra
     return model
 
 
-def exact_law(model: PreTrainedModel, prompt: Sequence[int], params: SamplingParams) -> np.ndarray:
+def exact_distribution(model: PreTrainedModel, prompt: Sequence[int], params: SamplingParams) -> np.ndarray:
     """The probability of each text of N_NEW tokens, (vocabulary,) * N_NEW."""
     vocab_size = model.config.vocab_size
     warpers = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(params.repetition_penalty)])
@@ -38,26 +38,26 @@ def exact_law(model: PreTrainedModel, prompt: Sequence[int], params: SamplingPar
     warpers += [TopKLogitsWarper(params.top_k)] if params.top_k else []
     warpers += [TopPLogitsWarper(params.top_p)] if params.top_p < 1 else []
     warpers += [MinPLogitsWarper(params.min_p)] if params.min_p else []
-    law = np.ones((vocab_size,) * N_NEW)
+    probs = np.ones((vocab_size,) * N_NEW)
     for text in itertools.product(range(vocab_size), repeat=N_NEW - 1):
         logits = logits_of(model, [*prompt, *text])
         for n in range(N_NEW):
             before = torch.tensor([[*prompt, *text[:n]]])
-            next_law = torch.softmax(warpers(before, logits[None, before.shape[1] - 1]).double(), -1)[0].numpy()
-            law[text] *= next_law[text[n]] if n < N_NEW - 1 else next_law
-    assert abs(law.sum() - 1) < 1e-6
-    return law
+            next_probs = torch.softmax(warpers(before, logits[None, before.shape[1] - 1]).double(), -1)[0].numpy()
+            probs[text] *= next_probs[text[n]] if n < N_NEW - 1 else next_probs
+    assert abs(probs.sum() - 1) < 1e-6
+    return probs
 
 
-def assert_law(texts: Iterable[Sequence[int]], law: np.ndarray) -> None:
+def assert_distribution(texts: Iterable[Sequence[int]], probs: np.ndarray) -> None:
     """Chi-square, texts that are too rare taken together; a text of probability zero never occurs."""
     counts = Counter(map(tuple, texts))
-    observed = np.array([counts[text] for text in np.ndindex(law.shape)], dtype=float)
-    expected = law.ravel() * counts.total()
+    observed = np.array([counts[text] for text in np.ndindex(probs.shape)], dtype=float)
+    expected = probs.ravel() * counts.total()
     assert observed[expected == 0].sum() == 0
     rare = expected < 8
     observed = np.append(observed[~rare], observed[rare].sum())
     expected = np.append(expected[~rare], expected[rare].sum())
     keep = expected > 0
-    assert keep.sum() > 10, "too few texts to tell laws apart"
+    assert keep.sum() > 10, "too few texts to tell distributions apart"
     assert chi_square_p(observed[keep], expected[keep]) > 1e-3

@@ -100,7 +100,8 @@ COMBINATIONS = [
     (drafter, rule)
     for drafter in registry.names("speculate.draft")
     for rule in registry.names("speculate.verify")
-    if registry.find("speculate.draft", drafter).GIVES_LAWS or not registry.find("speculate.verify", rule).NEEDS_LAWS
+    if registry.find("speculate.draft", drafter).GIVES_DRAFT_PROBS
+    or not registry.find("speculate.verify", rule).NEEDS_DRAFT_PROBS
 ]
 PLACES = {"resident": {"device"}, "disk": {"disk"}, "mixed": {"device", "disk"}}
 
@@ -224,7 +225,7 @@ def open_llm(directory: Path, place: str = "resident", **settings: Any) -> LLM:
     with LLM.open(EngineConfig(str(directory), **settings)) as unloaded:
         plan = unloaded.plan
     free = {"resident": len(plan.tiers) * plan.slot_nbytes, "disk": 2 * plan.slot_nbytes, "mixed": 5 * plan.slot_nbytes}
-    llm = LLM(str(directory), device_memory=plan.need.total + free[place], **settings)
+    llm = LLM(str(directory), device_memory=plan.reserved.total + free[place], **settings)
     assert set(llm.plan.tiers) == PLACES[place], llm.plan.tiers
     return llm
 
@@ -232,9 +233,11 @@ def open_llm(directory: Path, place: str = "resident", **settings: Any) -> LLM:
 def drafter_of(llm: LLM, name: str, rule: str, limits: DraftLimits, level_s: float = 0.01) -> Drafter:
     """Another drafter for an LLM with a draft model: one that has learned nothing yet and knows no clock."""
     rule = registry.find("speculate.verify", rule)
-    child_law = rule.CHILD_LAW if rule.NEEDS_LAWS else "without_replacement"
+    child_sampling = rule.CHILD_SAMPLING if rule.NEEDS_DRAFT_PROBS else "without_replacement"
     model = DraftModel(llm.engine.draft, llm.engine.runner.spec.vocab_size, limits.n_levels, Trace(on=False))
-    return registry.find("speculate.draft", name).open_drafter(DraftParts(limits, Steady(level_s), child_law, model))
+    return registry.find("speculate.draft", name).open_drafter(
+        DraftParts(limits, Steady(level_s), child_sampling, model)
+    )
 
 
 def runner_of(llm: LLM) -> Runner:

@@ -49,7 +49,7 @@ def _shared_weights(config: LlamaConfig) -> dict[str, torch.Tensor]:
 
     checkpoint = open_checkpoint(written(TARGET, "llama-2-70b"))
     weights: dict[str, torch.Tensor] = {}
-    for record in (*checkpoint.layers[-1], *checkpoint.outer):
+    for record in (*checkpoint.layers[-1], *checkpoint.non_layer):
         with safe_open(record.path, "pt") as file:
             weights[record.name] = file.get_tensor(record.name).to(torch.bfloat16).pin_memory()
     last = f"model.layers.{len(checkpoint.layers) - 1}."

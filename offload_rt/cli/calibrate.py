@@ -116,7 +116,7 @@ def _calibrate(settings: CalibrateSettings, config: EngineConfig) -> None:
 def _generate(llm: "LLM", settings: CalibrateSettings, prompts: list[str]) -> None:
     """Continue every prompt, which teaches the drafter; what it learned is kept when the model is closed."""
     params = SamplingParams(max_new_tokens=settings.tokens, temperature=settings.temperature)
-    drafter = llm.blueprint.drafting.module.__name__.rsplit(".", 1)[-1]
+    drafter = llm.engine_plan.drafting.module.__name__.rsplit(".", 1)[-1]
     for prompt in prompts:
         stats = llm.generate(prompt, params)[0].stats
         print(
@@ -144,23 +144,23 @@ def _find(llm: "LLM", temperature: float, context: int) -> Findings:
     from offload_rt.tree.choose import choose, sizes_up_to
     from offload_rt.tree.search import search
 
-    drafter, pace, limits = llm.engine.drafter, llm.engine.pace, llm.blueprint.limits
+    drafter, cost, limits = llm.engine.drafter, llm.engine.cost, llm.engine_plan.limits
     acceptance = drafter.acceptance_at(temperature).by_rank()
     table = search(acceptance, limits.n_nodes, limits.n_levels).values
     sizes = tuple(n for n in _SIZES if n <= limits.n_nodes)
     depths = tuple(n for n in _DEPTHS if n <= limits.n_levels)
-    seconds = pace.seconds(np.array(sizes)[:, None], context, pace.level_s * (np.array(depths) - 1))
+    seconds = cost.seconds(np.array(sizes)[:, None], context, cost.level_s * (np.array(depths) - 1))
     every = sizes_up_to(limits.n_nodes)
-    draft_s = pace.level_s * np.arange(limits.n_levels)
-    choice = choose(table, every, pace.seconds(every[:, None], context, draft_s))
-    streamed = [nbytes / pace.profile.link(tier) / 1e9 for tier, nbytes in llm.plan.pass_bytes.streamed if nbytes]
+    draft_s = cost.level_s * np.arange(limits.n_levels)
+    choice = choose(table, every, cost.seconds(every[:, None], context, draft_s))
+    streamed = [nbytes / cost.profile.link(tier) / 1e9 for tier, nbytes in llm.plan.pass_bytes.streamed if nbytes]
     return Findings(
         acceptance=acceptance,
         widths=every,
-        pass_s=pace.seconds(every, context),
-        compute_s=pace.profile.compute.at(every, context),
+        pass_s=cost.seconds(every, context),
+        compute_s=cost.profile.compute.at(every, context),
         link_s=max(streamed, default=0.0),
-        level_s=pace.level_s,
+        level_s=cost.level_s,
         sizes=sizes,
         depths=depths,
         cost=seconds / table[np.ix_(sizes, depths)],

@@ -20,7 +20,7 @@ from offload_rt.system.machine import MachineProfile, PassBytes, pass_time
 if TYPE_CHECKING:  # these take seconds to load, and a plan needs none of them
     from matplotlib.figure import Figure
 
-    from offload_rt.engine.builder import Blueprint
+    from offload_rt.engine.builder import EnginePlan
     from offload_rt.llm import Stats
 
 _SECONDS_BETWEEN_DRAWS = 0.1
@@ -68,18 +68,20 @@ def _rate(nbytes: int, seconds: float) -> str:
     return f", {nbytes / seconds / 1e9:.2f} GB/s" if seconds else ""
 
 
-def plan_table(blueprint: "Blueprint", profile: MachineProfile) -> Table:
+def plan_table(engine_plan: "EnginePlan", profile: MachineProfile) -> Table:
     """What lies where, what a pass moves, and what it should cost."""
-    plan = blueprint.plan
-    title = f"{blueprint.checkpoint.directory} on {blueprint.device.type}, {blueprint.dtype}".replace("torch.", "")
-    table = placement_table(title, plan, blueprint.cache_rows)
+    plan = engine_plan.plan
+    title = f"{engine_plan.checkpoint.directory} on {engine_plan.device.type}, {engine_plan.dtype}".replace(
+        "torch.", ""
+    )
+    table = placement_table(title, plan, engine_plan.cache_rows)
     for tier, nbytes in plan.pass_bytes.streamed:
         if nbytes:
             table.add_row(
                 f"bytes per pass at {profile.link(tier):.2f} GB/s (measured)", f"{tier} to device", format_size(nbytes)
             )
     seconds = pass_time(profile, plan.pass_bytes)
-    token = "token" if blueprint.limits.n_nodes == 1 else "pass of a token"
+    token = "token" if engine_plan.limits.n_nodes == 1 else "pass of a token"
     table.add_row(
         f"predicted, weights read at {profile.memory_gbps:.1f} GB/s", profile.source, f"{seconds:.3f} s per {token}"
     )
@@ -92,13 +94,13 @@ def placement_table(title: str, plan: Plan, cache_rows: int) -> Table:
     table.add_column("what")
     table.add_column("where")
     table.add_column("size", justify="right")
-    table.add_row("embedding, last norm, head", "device", format_size(plan.need.outer))
-    table.add_row(f"cache of {cache_rows} tokens", "device", format_size(plan.need.cache))
-    table.add_row("activations", "device", format_size(plan.need.scratch))
-    if plan.need.draft:
-        table.add_row("draft model, its cache and laws", "device", format_size(plan.need.draft))
-    if plan.need.libraries:
-        table.add_row("left to libraries", "device", format_size(plan.need.libraries))
+    table.add_row("embedding, last norm, head", "device", format_size(plan.reserved.non_layer))
+    table.add_row(f"cache of {cache_rows} tokens", "device", format_size(plan.reserved.cache))
+    table.add_row("activations", "device", format_size(plan.reserved.scratch))
+    if plan.reserved.draft:
+        table.add_row("draft model, its cache and distributions", "device", format_size(plan.reserved.draft))
+    if plan.reserved.libraries:
+        table.add_row("left to libraries", "device", format_size(plan.reserved.libraries))
     if plan.n_slots:
         table.add_row(f"{plan.n_slots} slots", "device", format_size(plan.n_slots * plan.slot_nbytes))
     for tier in ("device", "host", "disk"):
@@ -107,7 +109,7 @@ def placement_table(title: str, plan: Plan, cache_rows: int) -> Table:
     table.add_row(
         "used of the budget",
         "device",
-        f"{format_size(plan.device_nbytes)} of {format_size(plan.budgets.device)}",
+        f"{format_size(plan.device_nbytes)} of {format_size(plan.budget.device)}",
         end_section=True,
     )
     return table

@@ -27,7 +27,7 @@ from offload_rt.errors import SettingsError
 from offload_rt.planning.hardware import CARDS, Card, find_card
 
 if TYPE_CHECKING:
-    from offload_rt.planning.forecast import Forecast, Machine, Question
+    from offload_rt.planning.forecast import Forecast, Machine, PlanRequest
     from offload_rt.planning.sweep import Sweep
 
 _SWEEPS = ("ram", "memory", "tree", "context")
@@ -128,20 +128,20 @@ def _plan(settings: PlanSettings) -> None:
     card = None if settings.gpu == "this" else find_card(settings.gpu)
     config = settings.engine()
     machine = None if card is None else _with_card(settings, config, card)
-    from offload_rt.planning.forecast import foretell
+    from offload_rt.planning.forecast import predict
     from offload_rt.planning.sweep import sweep
 
-    question = _question(settings, config)
+    request = _request(settings, config)
     if machine is None:
         from offload_rt.planning.local import this_machine
 
         machine = this_machine(config, None if settings.disk is None else parse_rate(settings.disk, "--disk"))
-    forecast = foretell(question, machine)
-    curve = None if settings.sweep is None else sweep(settings.sweep, question, machine)
+    forecast = predict(request, machine)
+    curve = None if settings.sweep is None else sweep(settings.sweep, request, machine)
     if settings.json:
-        print(json.dumps(_as_json(settings, question, machine, forecast, curve)))
+        print(json.dumps(_as_json(settings, request, machine, forecast, curve)))
     else:
-        _print(settings, question, machine, forecast, curve)
+        _print(settings, request, machine, forecast, curve)
     if settings.plot is not None:
         _draw(settings, curve, machine)
 
@@ -162,13 +162,13 @@ def _with_card(settings: PlanSettings, config: EngineConfig, card: Card) -> "Mac
     return replace(machine, sources=(*machine.sources, *assumed))
 
 
-def _question(settings: PlanSettings, config: EngineConfig) -> "Question":
+def _request(settings: PlanSettings, config: EngineConfig) -> "PlanRequest":
     import torch
 
     from offload_rt.engine.memory_plan import Sizes
     from offload_rt.models.families import spec_of
     from offload_rt.planning.acceptance import assume
-    from offload_rt.planning.forecast import Question
+    from offload_rt.planning.forecast import PlanRequest
     from offload_rt.planning.known_models import KNOWN
     from offload_rt.speculate.select import check_pair, pick_drafter
     from offload_rt.weights.checkpoint import find_config
@@ -186,7 +186,7 @@ def _question(settings: PlanSettings, config: EngineConfig) -> "Question":
     check_pair(*pair, (None, None))
     acceptance = assume(settings.acceptance, pair, (names[0].lower(), names[-1].lower()), settings.temperature)
     draft = sizes[1] if len(sizes) > 1 else None
-    return Question(
+    return PlanRequest(
         config=config,
         drafting=pick_drafter(config),
         models=(sizes[0], draft),
@@ -199,26 +199,26 @@ def _question(settings: PlanSettings, config: EngineConfig) -> "Question":
 
 
 def _print(
-    settings: PlanSettings, question: "Question", machine: "Machine", forecast: "Forecast", curve: "Sweep | None"
+    settings: PlanSettings, request: "PlanRequest", machine: "Machine", forecast: "Forecast", curve: "Sweep | None"
 ) -> None:
     from offload_rt.cli.format import placement_table, print_table
 
     with_draft = f" with {settings.draft_model}" if settings.draft_model else ""
-    title = f"{settings.model}{with_draft} on {machine.title}, {question.dtype}".replace("torch.", "")
-    table = placement_table(title, forecast.fit.plan, forecast.fit.cache_rows)
+    title = f"{settings.model}{with_draft} on {machine.title}, {request.dtype}".replace("torch.", "")
+    table = placement_table(title, forecast.plan_memory.plan, forecast.plan_memory.cache_rows)
     for name, rate in machine.links:
         if name in forecast.link_s:
             nbytes = forecast.link_s[name] * rate * 1e9
             table.add_row(f"bytes per pass at {rate:.2f} GB/s", f"{name} link", format_size(nbytes))
     table.add_row("predicted", machine.title, f"{forecast.seconds_per_token:.3f} s per token")
     print_table(table)
-    for line in _lines(question, machine, forecast):
+    for line in _lines(request, machine, forecast):
         print(line)
     if curve is not None:
         print(_curve(curve))
 
 
-def _lines(question: "Question", machine: "Machine", forecast: "Forecast") -> list[str]:
+def _lines(request: "PlanRequest", machine: "Machine", forecast: "Forecast") -> list[str]:
     plain_s = forecast.plain.seconds_per_token
     n_nodes, n_levels = len(forecast.topology), int(forecast.topology.depths.max()) + 1
     lines = [f"a pass waits for {forecast.bound}"]
@@ -228,7 +228,7 @@ def _lines(question: "Question", machine: "Machine", forecast: "Forecast") -> li
             f"{forecast.run.pass_s:.3f} s (closed form {forecast.closed_s:.3f} s), {forecast.draft_s:.3f} s of it drafting",
             f"plain decoding takes {plain_s:.3f} s per token: {plain_s / forecast.seconds_per_token:.2f} times faster",
             *lines,
-            f"acceptance: {question.acceptance.source}",
+            f"acceptance: {request.acceptance.source}",
         ]
     return [*lines, *machine.sources]
 
@@ -249,7 +249,7 @@ def _curve(curve: "Sweep") -> str:
 
 
 def _as_json(
-    settings: PlanSettings, question: "Question", machine: "Machine", forecast: "Forecast", curve: "Sweep | None"
+    settings: PlanSettings, request: "PlanRequest", machine: "Machine", forecast: "Forecast", curve: "Sweep | None"
 ) -> dict[str, Any]:
     points = None
     if curve is not None:
@@ -262,9 +262,9 @@ def _as_json(
         "machine": machine.title,
         "links": dict(machine.links),
         "sources": machine.sources,
-        "acceptance": {"by_rank": question.acceptance.by_rank.tolist(), "source": question.acceptance.source},
-        "plan": asdict(forecast.fit.plan),
-        "max_model_len": forecast.fit.max_model_len,
+        "acceptance": {"by_rank": request.acceptance.by_rank.tolist(), "source": request.acceptance.source},
+        "plan": asdict(forecast.plan_memory.plan),
+        "max_model_len": forecast.plan_memory.max_model_len,
         **_figures(forecast),
         "sweep": None if curve is None else {"over": curve.what, "points": points},
     }

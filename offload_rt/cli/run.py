@@ -114,7 +114,7 @@ def _run(settings: RunSettings, config: EngineConfig, params: SamplingParams, so
         llm.check_prompt(ids)
         with LoadingBar(console) as bar:
             llm.load(trace, bar)
-        for notice in filter(None, (llm.blueprint.notice, llm.engine.notice)):
+        for notice in filter(None, (llm.engine_plan.notice, llm.engine.notice)):
             console.print(notice, highlight=False, soft_wrap=True)
         try:
             output = _generate(llm, ids, params, so_far)
@@ -175,18 +175,18 @@ def _print_plan(config: EngineConfig, as_json: bool) -> None:
     from offload_rt.system.machine import pass_time
 
     with LLM.open(config) as llm:
-        blueprint = llm.blueprint
-        n_layers = blueprint.checkpoint.spec.n_layers
-        profile = profile.profile(blueprint.disk, n_layers, blueprint.dtype, blueprint.device)
+        engine_plan = llm.engine_plan
+        n_layers = engine_plan.checkpoint.spec.n_layers
+        measured = profile.profile(engine_plan.disk, n_layers, engine_plan.dtype, engine_plan.device)
     if as_json:
-        seconds = pass_time(profile, blueprint.plan.pass_bytes)
+        seconds = pass_time(measured, engine_plan.plan.pass_bytes)
         print(
             json.dumps(
-                {"plan": asdict(blueprint.plan), "profile": asdict(profile), "predicted_seconds_per_token": seconds}
+                {"plan": asdict(engine_plan.plan), "profile": asdict(measured), "predicted_seconds_per_token": seconds}
             )
         )
     else:
-        print_table(plan_table(blueprint, profile))
+        print_table(plan_table(engine_plan, measured))
 
 
 def _print_json(text: str, token_ids: list[int], finish_reason: str, stats: dict[str, Any] | None) -> None:

@@ -10,21 +10,21 @@ import torch
 
 from offload_rt.config import EngineConfig
 from offload_rt.engine import profile
-from offload_rt.engine.memory_plan import LIBRARIES, Sizes, fit, less_margin
+from offload_rt.engine.memory_plan import LIBRARIES, Sizes, less_margin, plan_memory
 from offload_rt.errors import CapacityError, DeviceError, SettingsError
-from offload_rt.executor.cost import Pace
-from offload_rt.executor.cuda_graphs import CudaCapture, PassSize
+from offload_rt.executor.cost import CostEstimator
+from offload_rt.executor.cuda_graphs import CudaCapture, GraphShape
 from offload_rt.executor.runner import Placing, Runner
 from offload_rt.offload import stream_cuda, stream_threads
 from offload_rt.offload.device import DeviceTier
 from offload_rt.offload.disk import DiskTier
 from offload_rt.offload.host import HostTier
 from offload_rt.offload.memory import MemoryTier
-from offload_rt.offload.placement import Budgets, Plan
-from offload_rt.offload.streamer import Streamer, Supply
+from offload_rt.offload.placement import MemoryBudget, Plan
+from offload_rt.offload.streamer import LayerSources, Streamer
 from offload_rt.offload.tier import read_parallel
 from offload_rt.speculate.draft_model import ROWS_PER_NODE, DraftModel, draft_rows
-from offload_rt.speculate.pair_stats import DraftParts, Knowledge, recall
+from offload_rt.speculate.pair_stats import DraftParts, PairStats, load_pair_stats
 from offload_rt.speculate.protocols import Drafter, DraftLimits
 from offload_rt.speculate.select import Drafting, warm_up
 from offload_rt.system.machine import MachineProfile, cards, memory_free, memory_limit
@@ -33,13 +33,13 @@ from offload_rt.system.trace import Trace
 from offload_rt.weights.checkpoint import Checkpoint
 from offload_rt.weights.formats import dense
 from offload_rt.weights.header import TensorRecord
-from offload_rt.weights.layout import LayerImage, host_block, repack
+from offload_rt.weights.layout import PackedLayer, host_block, repack
 
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Blueprint:
+class EnginePlan:
     """All that is decided before a weight moves.
 
     max_model_len  most tokens of a sequence
@@ -68,7 +68,7 @@ class Engine:
 
     runner: Runner
     drafter: Drafter
-    pace: Pace
+    cost: CostEstimator
     host: HostTier
     resident: DeviceTier
     draft: Runner | None = None
@@ -92,7 +92,7 @@ class Engine:
     def close(self) -> None:
         """End all transfers and release the weights."""
         for runner in filter(None, (self.runner, self.draft)):
-            runner.forget_passes()
+            runner.drop_graphs()
         self.streamer.close()
         self.host.close()
         self.resident.close()
@@ -129,7 +129,7 @@ def _notice(asked: str, device: torch.device) -> str:
     return f"computing on the CPU: there is a {found[0]}, but torch can use {_why_no_card()}; --device cpu if that is meant"
 
 
-def draw_up(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting) -> Blueprint:
+def plan_engine(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting) -> EnginePlan:
     """Decide where everything goes. Raises CapacityError if it cannot go anywhere."""
     spec, device = checkpoint.spec, pick_device(config.device)
     if device.type == "cpu" and config.host_memory is not None:
@@ -138,51 +138,56 @@ def draw_up(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting) ->
         )
     dtype = _pick_dtype(config.dtype, checkpoint)
     names = [name for name, _ in spec.layer_tensors()]
-    budgets = budgets_of(config, device)
+    budget = memory_budget(config, device)
     target = Sizes.of_checkpoint(checkpoint, dtype)
     draft = drafting.draft and Sizes.of_checkpoint(drafting.draft, drafting.draft.layers[0][0].torch_dtype())
     disk = DiskTier(checkpoint.layers, names)
     try:
         target = replace(target, layer_nbytes=tuple(disk.layout(i).nbytes for i in range(spec.n_layers)))
-        fitted = fit(config, drafting, (target, draft), dtype, budgets)
+        fitted = plan_memory(config, drafting, (target, draft), dtype, budget)
         if fitted.plan.count("disk"):
             disk = _tuned(disk, checkpoint, names)
     except BaseException:
         disk.close()
         raise
-    return Blueprint(
+    return EnginePlan(
         checkpoint, drafting, fitted.limits, device, dtype, disk, fitted.plan, fitted.max_model_len, fitted.cache_rows,
         _notice(config.device, device),
     )  # fmt: skip
 
 
-def load(blueprint: Blueprint, trace: Trace, progress: Progress | None = None) -> Engine:
+def load(engine_plan: EnginePlan, trace: Trace, progress: Progress | None = None) -> Engine:
     """Load what the plan keeps in memory, start the streamer, and measure what passes cost where a drafter asks.
 
     progress  told (bytes so far, bytes in all) while loading, from several threads
     Raises LinkError if a weight cannot be read.
     """
-    plan, disk, checkpoint, draft = blueprint.plan, blueprint.disk, blueprint.checkpoint, blueprint.drafting.draft
+    plan, disk, checkpoint, draft = (
+        engine_plan.plan,
+        engine_plan.disk,
+        engine_plan.checkpoint,
+        engine_plan.drafting.draft,
+    )
     in_memory = [i for i, name in enumerate(plan.tiers) if name != "disk"]
-    n_bytes = plan.need.outer + sum(disk.nbytes(i) for i in in_memory)
+    n_bytes = plan.reserved.non_layer + sum(disk.nbytes(i) for i in in_memory)
     meter = _Meter(n_bytes + (draft.nbytes if draft else 0), progress)
-    resident, host, draft_layers = DeviceTier(), HostTier(register=blueprint.device.type == "cuda"), DeviceTier()
+    resident, host, draft_layers = DeviceTier(), HostTier(register=engine_plan.device.type == "cuda"), DeviceTier()
     with ExitStack() as opened:
         opened.callback(host.close)
-        if blueprint.device.type == "cuda":
-            _cap_device_memory(plan.budgets.device, blueprint.device)
-        place = Placing(blueprint.device, blueprint.dtype)
-        outer = _outer(checkpoint, place, meter)
-        _fill({"device": resident, "host": host}, blueprint, meter)
+        if engine_plan.device.type == "cuda":
+            _cap_device_memory(plan.budget.device, engine_plan.device)
+        place = Placing(engine_plan.device, engine_plan.dtype)
+        non_layer = _load_non_layer(checkpoint, place, meter)
+        _fill({"device": resident, "host": host}, engine_plan, meter)
         streamed = tuple({"device": None, "host": host, "disk": disk}[name] for name in plan.tiers)
-        runner = _runner(place, checkpoint, Supply(resident, streamed, plan.n_slots), outer, trace)
+        runner = _runner(place, checkpoint, LayerSources(resident, streamed, plan.n_slots), non_layer, trace)
         opened.callback(runner.streamer.close)
-        draft_runner = _load_draft(blueprint, draft, draft_layers, meter, trace) if draft else None
+        draft_runner = _load_draft(engine_plan, draft, draft_layers, meter, trace) if draft else None
         if draft_runner is not None:
             opened.callback(draft_runner.streamer.close)
-        if blueprint.device.type == "cuda":
-            _capture_passes(blueprint, runner, draft_runner)
-        engine = _with_drafter(blueprint, runner, (host, resident), draft_runner, draft_layers, trace)
+        if engine_plan.device.type == "cuda":
+            _capture_passes(engine_plan, runner, draft_runner)
+        engine = _with_drafter(engine_plan, runner, (host, resident), draft_runner, draft_layers, trace)
         opened.pop_all()  # from here on they are the engine's to close
         return engine
 
@@ -193,57 +198,61 @@ def _cap_device_memory(nbytes: int, device: torch.device) -> None:
     torch.cuda.set_per_process_memory_fraction(min(nbytes / all_of_card, 1.0), device)
 
 
-def _capture_passes(blueprint: Blueprint, runner: Runner, draft: Runner | None) -> None:
+def _capture_passes(engine_plan: EnginePlan, runner: Runner, draft: Runner | None) -> None:
     """Let models that lie on the card as a whole compute by CUDA graphs."""
-    capture, n_nodes = CudaCapture(), blueprint.limits.n_nodes
+    capture, n_nodes = CudaCapture(), engine_plan.limits.n_nodes
     if runner.is_resident:
-        runner.replay_passes(PassSize(n_nodes, blueprint.cache_rows, n_nodes), capture)
+        runner.use_graphs(GraphShape(n_nodes, engine_plan.cache_rows, n_nodes), capture)
     if draft is not None:
-        n_keys = draft_rows(blueprint.max_model_len, n_nodes)
-        draft.replay_passes(PassSize(n_nodes, n_keys, ROWS_PER_NODE * n_nodes), capture)
+        n_keys = draft_rows(engine_plan.max_model_len, n_nodes)
+        draft.use_graphs(GraphShape(n_nodes, n_keys, ROWS_PER_NODE * n_nodes), capture)
 
 
-def _runner(place: Placing, checkpoint: Checkpoint, supply: Supply, outer: dense.View, trace: Trace) -> Runner:
+def _runner(
+    place: Placing, checkpoint: Checkpoint, sources: LayerSources, non_layer: dense.View, trace: Trace
+) -> Runner:
     open_streamer = stream_cuda.open_streamer if place.device.type == "cuda" else stream_threads.open_streamer
-    streamer = open_streamer(supply, trace, place.device)
-    return Runner(checkpoint.spec, streamer, outer, dense.View, place, trace)
+    streamer = open_streamer(sources, trace, place.device)
+    return Runner(checkpoint.spec, streamer, non_layer, dense.View, place, trace)
 
 
-def _load_draft(blueprint: Blueprint, draft: Checkpoint, layers: DeviceTier, meter: "_Meter", trace: Trace) -> Runner:
+def _load_draft(
+    engine_plan: EnginePlan, draft: Checkpoint, layers: DeviceTier, meter: "_Meter", trace: Trace
+) -> Runner:
     """The draft model, all of it on the device, in its own dtype."""
     disk = DiskTier(draft.layers, [name for name, _ in draft.spec.layer_tensors()])
     try:
         for i in range(draft.spec.n_layers):
-            layers.put(i, _on(blueprint.device, _read(disk, i, blueprint.device, meter)))
+            layers.put(i, _on(engine_plan.device, _read(disk, i, engine_plan.device, meter)))
     finally:
         disk.close()
-    place = Placing(blueprint.device, draft.layers[0][0].torch_dtype())
-    outer = _outer(draft, place, meter)
+    place = Placing(engine_plan.device, draft.layers[0][0].torch_dtype())
+    non_layer = _load_non_layer(draft, place, meter)
     # Its passes are in the trace as levels of a tree; layer by layer they would fill it.
-    return _runner(place, draft, Supply(layers, (None,) * draft.spec.n_layers, 0), outer, Trace(on=False))
+    return _runner(place, draft, LayerSources(layers, (None,) * draft.spec.n_layers, 0), non_layer, Trace(on=False))
 
 
 def _with_drafter(
-    blueprint: Blueprint,
+    engine_plan: EnginePlan,
     runner: Runner,
     tiers: tuple[HostTier, DeviceTier],
     draft: Runner | None,
     draft_layers: DeviceTier,
     trace: Trace,
 ) -> Engine:
-    drafting, limits, moved = blueprint.drafting, blueprint.limits, blueprint.plan.pass_bytes
+    drafting, limits, moved = engine_plan.drafting, engine_plan.limits, engine_plan.plan.pass_bytes
     if limits.n_nodes == 1:
         machine = MachineProfile("not measured", False, (("disk", 1.0), ("host", 1.0)), 1.0)
     else:
         warm_up(drafting.rule)
-        machine = profile.pass_profile(runner, moved, (limits.n_nodes, blueprint.max_model_len))
-    pace = Pace(machine, moved)
-    model, knowledge = None, Knowledge()
+        machine = profile.pass_profile(runner, moved, (limits.n_nodes, engine_plan.max_model_len))
+    cost = CostEstimator(machine, moved)
+    model, pair_stats = None, PairStats()
     if draft is not None:
         model = DraftModel(draft, runner.spec.vocab_size, limits.n_levels, trace)
-        knowledge = recall(runner.spec, draft.spec)
-    parts = DraftParts(limits, pace, drafting.child_law, model, knowledge)
-    return Engine(runner, drafting.module.open_drafter(parts), pace, *tiers, draft, draft_layers)
+        pair_stats = load_pair_stats(runner.spec, draft.spec)
+    parts = DraftParts(limits, cost, drafting.child_sampling, model, pair_stats)
+    return Engine(runner, drafting.module.open_drafter(parts), cost, *tiers, draft, draft_layers)
 
 
 class _Meter:
@@ -268,14 +277,14 @@ def _pick_dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:
     ]
 
 
-def budgets_of(config: EngineConfig, device: torch.device) -> Budgets:
+def memory_budget(config: EngineConfig, device: torch.device) -> MemoryBudget:
     """The settings, or what is free, less a margin. Raises CapacityError for more than there is."""
     spare = less_margin(memory_free())
     if device.type == "cpu":
-        return Budgets(_within(config.device_memory, "--device-memory", spare, memory_limit()))
+        return MemoryBudget(_within(config.device_memory, "--device-memory", spare, memory_limit()))
     torch.cuda.empty_cache()  # what an engine that was closed has left to torch is free as well
     on_card, all_of_card = torch.cuda.mem_get_info(device)
-    return Budgets(
+    return MemoryBudget(
         _within(config.device_memory, "--device-memory", less_margin(on_card), all_of_card),
         _within(config.host_memory, "--host-memory", spare, memory_limit()),
         LIBRARIES,
@@ -297,39 +306,39 @@ def _tuned(disk: DiskTier, checkpoint: Checkpoint, names: list[str]) -> DiskTier
     return DiskTier(checkpoint.layers, names, settings)
 
 
-def _read(disk: DiskTier, i: int, device: torch.device, meter: _Meter) -> LayerImage:
+def _read(disk: DiskTier, i: int, device: torch.device, meter: _Meter) -> PackedLayer:
     """Layer i in memory of the host: as it lies in the file where a CPU computes, packed for a GPU."""
-    image = LayerImage(host_block(disk.layout(i).nbytes), disk.layout(i))
+    image = PackedLayer(host_block(disk.layout(i).nbytes), disk.layout(i))
     read_parallel(disk.reads(i, image.block), disk.n_parallel, meter)
     return image if device.type == "cpu" else repack(image)
 
 
-def _on(device: torch.device, image: LayerImage) -> LayerImage:
-    return LayerImage(image.block.to(device), image.layout)
+def _on(device: torch.device, image: PackedLayer) -> PackedLayer:
+    return PackedLayer(image.block.to(device), image.layout)
 
 
-def _fill(tiers: dict[str, MemoryTier], blueprint: Blueprint, meter: _Meter) -> None:
+def _fill(tiers: dict[str, MemoryTier], engine_plan: EnginePlan, meter: _Meter) -> None:
     """Put every layer that the plan keeps in memory where it belongs; layers that are the same bytes of a file are kept once.
 
     The next one is read while one is packed, pinned or brought to the device.
     """
     same: dict[tuple[str, tuple[TensorRecord, ...]], list[int]] = {}
-    for i, name in enumerate(blueprint.plan.tiers):
+    for i, name in enumerate(engine_plan.plan.tiers):
         if name != "disk":
-            same.setdefault((name, tuple(blueprint.checkpoint.layers[i])), []).append(i)
+            same.setdefault((name, tuple(engine_plan.checkpoint.layers[i])), []).append(i)
 
-    reads = (partial(_read, blueprint.disk, layers[0], blueprint.device, meter) for layers in same.values())
+    reads = (partial(_read, engine_plan.disk, layers[0], engine_plan.device, meter) for layers in same.values())
     with closing(done_ahead(reads, "loads")) as images:
         for (name, _), layers in same.items():
             image = next(images)
             if name == "device":
-                image = _on(blueprint.device, image)
+                image = _on(engine_plan.device, image)
             for i in layers:
                 tiers[name].put(i, image)
 
 
-def _outer(checkpoint: Checkpoint, place: Placing, meter: _Meter) -> dense.View:
-    tier = DiskTier([checkpoint.outer], [name for name, _ in checkpoint.spec.outer_tensors()])
+def _load_non_layer(checkpoint: Checkpoint, place: Placing, meter: _Meter) -> dense.View:
+    tier = DiskTier([checkpoint.non_layer], [name for name, _ in checkpoint.spec.non_layer_tensors()])
     try:
         image = _on(place.device, _read(tier, 0, place.device, meter))
     finally:

@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 
 from offload_rt.errors import DeviceError
-from offload_rt.executor.cost import Pace
+from offload_rt.executor.cost import CostEstimator
 from offload_rt.executor.runner import Runner, Step
 from offload_rt.executor.sequence import Sequence
 from offload_rt.kv.cache import KVCache
 from offload_rt.sampling import probs
-from offload_rt.speculate.protocols import Drafter, Rule
+from offload_rt.speculate.protocols import Drafter, VerificationRule
 from offload_rt.system.trace import DRAFT, VERIFY, Trace
 from offload_rt.tree.choose import N_RANKS
 from offload_rt.tree.topology import DraftTree, Topology, Verdict
 
 
 @dataclass
-class Live:
+class RunningSequence:
     """A sequence under way, the target's cache of it, the nodes its trees may have, and the passes it has taken part in."""
 
     sequence: Sequence
@@ -32,10 +32,10 @@ class Live:
 
 
 @dataclass
-class Tally:
+class RunStats:
     """Where the time of a run went, in seconds, and what became of its trees; the first pass is the prefill.
 
-    promised_s, promised_tokens  of all passes but the first, as predicted before each
+    predicted_s, predicted_tokens  of all passes but the first, as predicted before each
     measured_s, measured_tokens  of the same passes
     topology                     the last of the largest trees
     tried, taken                 per rank among siblings: at nodes that were reached, children there were, and taken ones
@@ -47,8 +47,8 @@ class Tally:
     prefill_s: float = 0.0
     draft_s: float = 0.0
     verify_s: float = 0.0
-    promised_s: float = 0.0
-    promised_tokens: float = 0.0
+    predicted_s: float = 0.0
+    predicted_tokens: float = 0.0
     measured_s: float = 0.0
     measured_tokens: int = 0
     topology: Topology = field(default_factory=lambda: Topology.chain(1))
@@ -71,28 +71,32 @@ class Tally:
 class Loop:
     """Runs sequences to their ends."""
 
-    def __init__(self, runner: Runner, drafter: Drafter, rule: Rule, pace: Pace, trace: Trace) -> None:
+    def __init__(
+        self, runner: Runner, drafter: Drafter, rule: VerificationRule, cost: CostEstimator, trace: Trace
+    ) -> None:
         self._runner, self._drafter, self._rule = runner, drafter, rule
-        self._pace, self._trace = pace, trace
+        self._cost, self._trace = cost, trace
 
-    def run(self, batch: Several[Live], tally: Tally) -> Iterator[None]:
+    def run(self, batch: Several[RunningSequence], run_stats: RunStats) -> Iterator[None]:
         """Step until all sequences have ended; yields after each step."""
         while live := [one for one in batch if one.sequence.finish_reason is None]:
-            self.step(live, tally)
+            self.step(live, run_stats)
             yield
 
-    def step(self, live: Several[Live], tally: Tally) -> None:
+    def step(self, live: Several[RunningSequence], run_stats: RunStats) -> None:
         """One pass over the weights: every sequence grows by at least one token.
 
         Where the device's memory runs out, trees and chunks shrink and the step is made again. Raises DeviceError when they
         cannot shrink any more; what was produced is kept.
         """
-        while (going := [one for one in live if one.sequence.finish_reason is None]) and not self._step(going, tally):
+        while (going := [one for one in live if one.sequence.finish_reason is None]) and not self._step(
+            going, run_stats
+        ):
             self._shrink(going)
 
-    def _step(self, live: Several[Live], tally: Tally) -> bool:
+    def _step(self, live: Several[RunningSequence], run_stats: RunStats) -> bool:
         try:
-            self._pass(live, tally)
+            self._pass(live, run_stats)
         except torch.OutOfMemoryError:
             # Not in here: the error holds on to the frames that hold the memory.
             return False
@@ -101,7 +105,7 @@ class Loop:
                 one.cache.discard()
         return True
 
-    def _shrink(self, live: Several[Live]) -> None:
+    def _shrink(self, live: Several[RunningSequence]) -> None:
         if all(one.n_nodes == 1 for one in live) and not self._runner.shrink_chunks():
             raise DeviceError(
                 "the device's memory is used up", need="room for a pass of a few tokens",
@@ -112,8 +116,8 @@ class Loop:
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 
-    def _pass(self, live: Several[Live], tally: Tally) -> None:
-        started, is_prefill = time.perf_counter(), tally.n_passes == 0
+    def _pass(self, live: Several[RunningSequence], run_stats: RunStats) -> None:
+        started, is_prefill = time.perf_counter(), run_stats.n_passes == 0
         n_before = sum(len(one.sequence.tokens) for one in live)
         trees = self._drafter.propose([one.sequence for one in live], min(one.n_nodes for one in live))
         drafted = time.perf_counter()
@@ -125,37 +129,37 @@ class Loop:
         self._runner.finish()
         passed = time.perf_counter()
         for one, tree, rows in zip(live, trees, logits, strict=True):
-            self._accept(one, tree, rows, tally)
+            self._accept(one, tree, rows, run_stats)
         ended = time.perf_counter()
         n_new = sum(len(one.sequence.tokens) for one in live) - n_before
         self._trace.add(VERIFY, f"{n_new} tokens of {sum(len(tree.topology) for tree in trees)} nodes", passed, ended)
-        tally.n_passes += 1
-        tally.draft_s += drafted - started
-        tally.verify_s += ended - passed
+        run_stats.n_passes += 1
+        run_stats.draft_s += drafted - started
+        run_stats.verify_s += ended - passed
         if is_prefill:
-            tally.prefill_s = passed - started
+            run_stats.prefill_s = passed - started
             return
         draft_s = drafted - started
-        tally.promised_s += float(self._pace.seconds(np.array([n_rows]), context, draft_s)[0])
-        tally.promised_tokens += sum(tree.expected for tree in trees)
-        tally.measured_s += ended - started
-        tally.measured_tokens += n_new
+        run_stats.predicted_s += float(self._cost.seconds(np.array([n_rows]), context, draft_s)[0])
+        run_stats.predicted_tokens += sum(tree.expected for tree in trees)
+        run_stats.measured_s += ended - started
+        run_stats.measured_tokens += n_new
         nbytes, busy_s = (new - old for new, old in zip(self._runner.streamer.meter.read(), link, strict=True))
-        self._pace.passed(n_rows, context, draft_s, ended - started, nbytes / busy_s / 1e9 if busy_s > 0 else 0.0)
+        self._cost.passed(n_rows, context, draft_s, ended - started, nbytes / busy_s / 1e9 if busy_s > 0 else 0.0)
 
-    def _accept(self, one: Live, tree: DraftTree, logits: Tensor, tally: Tally) -> None:
+    def _accept(self, one: RunningSequence, tree: DraftTree, logits: Tensor, run_stats: RunStats) -> None:
         sequence, cache = one.sequence, one.cache
         one.n_passes += 1
-        laws = probs(logits, sequence.sampling, _contexts(sequence, tree))
-        verdict = self._rule.verify(tree, laws, sequence.generator)
+        target_probs = probs(logits, sequence.sampling, _contexts(sequence, tree))
+        verdict = self._rule.verify(tree, target_probs, sequence.generator)
         self._drafter.learn(sequence, tree, verdict)
-        tally.count(tree, verdict)
+        run_stats.count(tree, verdict)
         n_lacking = len(sequence.tokens) - 1 - cache.n_committed
         cache.commit([*range(n_lacking + 1), *(n_lacking + node for node in verdict.path)])
         sequence.extend([*(int(tree.tokens[node]) for node in verdict.path), verdict.bonus])
 
 
-def _ask(one: Live, tree: DraftTree) -> Step:
+def _ask(one: RunningSequence, tree: DraftTree) -> Step:
     """The step that feeds a cache what it lacks of its sequence, and the tree."""
     tokens = one.sequence.tokens
     lacking = tokens[one.cache.rewind_to(tokens[:-1]) : -1]

@@ -14,7 +14,7 @@ from offload_rt.config import EngineConfig
 from offload_rt.errors import CapacityError
 from offload_rt.executor.runner import CHUNK_ROWS
 from offload_rt.models.spec import ModelSpec
-from offload_rt.offload.placement import Budgets, Need, Plan, least_budget, place
+from offload_rt.offload.placement import MemoryBudget, Plan, ReservedMemory, least_budget, place_layers
 from offload_rt.speculate.draft_model import draft_rows
 from offload_rt.speculate.protocols import DraftLimits
 from offload_rt.speculate.select import Drafting
@@ -36,30 +36,30 @@ class Sizes:
     """What planning has to know of a model.
 
     layer_nbytes  bytes of each layer's block
-    outer_nbytes  bytes of the weights outside the layers
+    non_layer_nbytes  bytes of the weights outside the layers
     dtype         of the weights
     n_converted   numbers of the largest tensor that is converted where it is used; 0 where none is
     """
 
     spec: ModelSpec
     layer_nbytes: tuple[int, ...]
-    outer_nbytes: int
+    non_layer_nbytes: int
     dtype: torch.dtype
     n_converted: int = 0
 
     @property
     def nbytes(self) -> int:
         """Bytes of all weights."""
-        return sum(self.layer_nbytes) + self.outer_nbytes
+        return sum(self.layer_nbytes) + self.non_layer_nbytes
 
     @classmethod
     def of_checkpoint(cls, checkpoint: Checkpoint, dtype: torch.dtype) -> "Sizes":
         """Of the tensors as they are stored, computed with in `dtype`."""
-        records = [record for records in (*checkpoint.layers, checkpoint.outer) for record in records]
+        records = [record for records in (*checkpoint.layers, checkpoint.non_layer) for record in records]
         return cls(
             spec=checkpoint.spec,
             layer_nbytes=tuple(sum(one.stop - one.start for one in layer) for layer in checkpoint.layers),
-            outer_nbytes=sum(record.stop - record.start for record in checkpoint.outer),
+            non_layer_nbytes=sum(record.stop - record.start for record in checkpoint.non_layer),
             dtype=checkpoint.layers[0][0].torch_dtype(),
             n_converted=max((math.prod(one.shape) for one in records if one.torch_dtype() != dtype), default=0),
         )
@@ -68,12 +68,12 @@ class Sizes:
     def of_spec(cls, spec: ModelSpec, dtype: torch.dtype) -> "Sizes":
         """Of a model whose weights are all of `dtype`, laid out as they are on a device."""
         layer = packed_layout((name, shape, dtype) for name, shape in spec.layer_tensors())
-        outer = sum(math.prod(shape) for _, shape in spec.outer_tensors())
-        return cls(spec, (layer.nbytes,) * spec.n_layers, outer * dtype.itemsize, dtype)
+        non_layer = sum(math.prod(shape) for _, shape in spec.non_layer_tensors())
+        return cls(spec, (layer.nbytes,) * spec.n_layers, non_layer * dtype.itemsize, dtype)
 
 
 @dataclass(frozen=True)
-class Fit:
+class MemoryPlan:
     """What fits.
 
     max_model_len  most tokens of a sequence
@@ -91,9 +91,13 @@ def less_margin(free: int) -> int:
     return max(free - max(int(free * _MARGIN), _LEAST_MARGIN), 0)
 
 
-def fit(
-    config: EngineConfig, drafting: Drafting, models: tuple[Sizes, Sizes | None], dtype: torch.dtype, budgets: Budgets
-) -> Fit:
+def plan_memory(
+    config: EngineConfig,
+    drafting: Drafting,
+    models: tuple[Sizes, Sizes | None],
+    dtype: torch.dtype,
+    budget: MemoryBudget,
+) -> MemoryPlan:
     """How large trees and contexts may be, and what lies where.
 
     models  the target and the draft model
@@ -102,35 +106,37 @@ def fit(
     target, draft = models
     spec = target.spec
 
-    def needed(max_len: int, n_nodes: int) -> Need:
-        return replace(need(target, draft, dtype, max_len, n_nodes), libraries=budgets.libraries)
+    def needed(max_len: int, n_nodes: int) -> ReservedMemory:
+        return replace(reserved_memory(target, draft, dtype, max_len, n_nodes), libraries=budget.libraries)
 
     shortest = config.max_model_len or min(_SHORTEST_CONTEXT, spec.max_positions)
     plain = needed(shortest, 1)
     limits = drafting.limits(
         config,
         lambda n: needed(shortest, n).total - plain.total,
-        budgets.device,
+        budget.device,
         least_budget(target.layer_nbytes, plain),
     )
     max_len = _max_model_len(
         config,
         spec,
         dtype.itemsize,
-        budgets.device,
+        budget.device,
         lambda n: least_budget(target.layer_nbytes, needed(n, limits.n_nodes)),
     )
-    plan = place(target.layer_nbytes, needed(max_len, limits.n_nodes), budgets)
-    return Fit(plan, limits, max_len, _cache_rows(max_len, limits.n_nodes))
+    plan = place_layers(target.layer_nbytes, needed(max_len, limits.n_nodes), budget)
+    return MemoryPlan(plan, limits, max_len, _cache_rows(max_len, limits.n_nodes))
 
 
-def need(target: Sizes, draft: Sizes | None, dtype: torch.dtype, max_len: int, n_nodes: int) -> Need:
+def reserved_memory(
+    target: Sizes, draft: Sizes | None, dtype: torch.dtype, max_len: int, n_nodes: int
+) -> ReservedMemory:
     """Bytes on the device besides layers, for sequences of up to `max_len` tokens and trees of up to `n_nodes`."""
     spec = target.spec
     hidden = 2 * (max_len + n_nodes) * spec.hidden_size * dtype.itemsize
     rows = min(CHUNK_ROWS, max_len + n_nodes)
-    return Need(
-        outer=target.outer_nbytes,
+    return ReservedMemory(
+        non_layer=target.non_layer_nbytes,
         cache=_cache_rows(max_len, n_nodes) * spec.kv_nbytes(dtype.itemsize),
         scratch=hidden + target.n_converted * dtype.itemsize + spec.scratch_nbytes(rows, n_nodes, dtype.itemsize),
         draft=_draft_nbytes(draft, spec.vocab_size, max_len, n_nodes) if draft else 0,
@@ -138,12 +144,12 @@ def need(target: Sizes, draft: Sizes | None, dtype: torch.dtype, max_len: int, n
 
 
 def _draft_nbytes(draft: Sizes, vocab_size: int, max_len: int, n_nodes: int) -> int:
-    """Bytes a draft model takes on the device: weights, cache, activations, and the laws its trees were drawn from."""
+    """Bytes a draft model takes on the device: weights, cache, activations, and the distributions its trees were drawn from."""
     itemsize = draft.dtype.itemsize
     cache = draft_rows(max_len, n_nodes) * draft.spec.kv_nbytes(itemsize)
-    # Noise, its order and a copy of the law, of float32, for one level; and the laws of all nodes.
-    laws = n_nodes * vocab_size * 4 * 4
-    return draft.nbytes + cache + draft.spec.scratch_nbytes(n_nodes, n_nodes, itemsize) + laws
+    # Noise, its order and a copy of the distribution, of float32, for one level; and the distributions of all nodes.
+    draft_probs = n_nodes * vocab_size * 4 * 4
+    return draft.nbytes + cache + draft.spec.scratch_nbytes(n_nodes, n_nodes, itemsize) + draft_probs
 
 
 def _max_model_len(

@@ -22,7 +22,7 @@ from offload_rt.offload.device import DeviceTier
 from offload_rt.offload.disk import DiskTier, ReadSettings
 from offload_rt.offload.pinning import pin, unpin
 from offload_rt.offload.stream_threads import ThreadStreamer
-from offload_rt.offload.streamer import Block, Supply
+from offload_rt.offload.streamer import LayerSources, LayerView
 from offload_rt.offload.tier import Tier, read_parallel
 from offload_rt.system.files import read_cached, write_cached
 from offload_rt.system.machine import ComputeTimes, MachineProfile, PassBytes
@@ -30,7 +30,7 @@ from offload_rt.system.trace import Trace
 from offload_rt.tree.topology import Topology
 from offload_rt.weights.formats import dense
 from offload_rt.weights.header import TensorRecord
-from offload_rt.weights.layout import LayerImage, host_block, packed_layout
+from offload_rt.weights.layout import PackedLayer, host_block, packed_layout
 
 _CACHE, _VERSION = "disk.json", 1
 _CANDIDATES = (ReadSettings(1 << 20, 4), ReadSettings(4 << 20, 2), ReadSettings(512 << 10, 8), ReadSettings(2 << 20, 4))
@@ -200,27 +200,27 @@ def compute_times(runner: Runner, n_rows: int, max_context: int) -> ComputeTimes
 def times_of_shape(spec: ModelSpec, place: Placing, n_rows: int, max_context: int) -> ComputeTimes:
     """`compute_times` of a model that is not at hand, by one layer and a head of random numbers."""
     image = _random_image(spec.layer_tensors(), place)
-    outer = _random_image(spec.outer_tensors(), place)
+    non_layer = _random_image(spec.non_layer_tensors(), place)
     resident = DeviceTier()
     for i in range(spec.n_layers):
         resident.put(i, image)
     trace = Trace(on=False)
     # All layers are resident, so no thread starts, and any device will do.
-    streamer = ThreadStreamer(Supply(resident, (None,) * spec.n_layers, 0), trace)
-    view = dense.View(outer.layout, outer.block, place.dtype)
+    streamer = ThreadStreamer(LayerSources(resident, (None,) * spec.n_layers, 0), trace)
+    view = dense.View(non_layer.layout, non_layer.block, place.dtype)
     return compute_times(Runner(spec, streamer, view, dense.View, place, trace), n_rows, max_context)
 
 
-def _random_image(tensors: Sequence[tuple[str, tuple[int, ...]]], place: Placing) -> LayerImage:
+def _random_image(tensors: Sequence[tuple[str, tuple[int, ...]]], place: Placing) -> PackedLayer:
     layout = packed_layout((name, shape, place.dtype) for name, shape in tensors)
     block = torch.empty(layout.nbytes, dtype=torch.uint8, device=place.device)
     for view in layout.views(block).values():
         view.normal_(std=0.02)
-    return LayerImage(block, layout)
+    return PackedLayer(block, layout)
 
 
 @torch.inference_mode()
-def _seconds_of_a_pass(runner: Runner, block: Block, cache: KVCache, width: int, context: int) -> float:
+def _seconds_of_a_pass(runner: Runner, block: LayerView, cache: KVCache, width: int, context: int) -> float:
     """Seconds of all layers, each as slow as this one, and of the head."""
     cache.committed = [0] * context
     step = Step(cache, torch.zeros(width, dtype=torch.int64), Topology.chain(width), width, context)

@@ -12,7 +12,7 @@ _NEWEST = 0.25
 _LEVEL_S = 2e-3
 
 
-class Pace:
+class CostEstimator:
     """Predicts passes, and learns from each how fast the link is and how far the model of the costs is off."""
 
     def __init__(self, profile: MachineProfile, moved: PassBytes) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from offload_rt import ops
-from offload_rt.kv.cache import KVCache, KVStore, LentStore
+from offload_rt.kv.cache import KVBuffer, KVCache, ReusableKVBuffer
 from offload_rt.models.decoder import Attend, LayerWeights, decoder_layer
 from offload_rt.models.spec import ModelSpec
 from offload_rt.weights.layout import packed_layout
@@ -39,16 +39,16 @@ class ResidentModel:
 
 
 @dataclass(frozen=True)
-class PassSize:
-    """The most of a pass: rows that are computed, rows of the cache they look at, and those of them that are of the forest."""
+class GraphShape:
+    """The largest pass that a graph serves: rows computed, rows of the cache attended to, and those of them inside the tree."""
 
     n_rows: int
     n_keys: int
-    n_forest: int
+    n_tree_rows: int
 
 
 @dataclass(frozen=True)
-class FixedInputs:
+class GraphInputs:
     """What a pass of at most n rows reads, in memory that stays where it is.
 
     ids, rows  (n,) int64: tokens, and the rows of the cache that they are written to
@@ -65,19 +65,19 @@ class FixedInputs:
     block: Tensor
 
     @classmethod
-    def empty(cls, size: PassSize, head_dim: int, dtype: torch.dtype, device: torch.device) -> "FixedInputs":
+    def empty(cls, size: GraphShape, head_dim: int, dtype: torch.dtype, device: torch.device) -> "GraphInputs":
         """Inputs of a model that computes in `dtype`."""
         n, int32 = size.n_rows, torch.int32
         layout = packed_layout((
             ("ids", (n,), torch.int64), ("rows", (n,), torch.int64), ("cos", (n, head_dim), dtype),
-            ("sin", (n, head_dim), dtype), ("bits", (n, -(-size.n_forest // 32)), int32), ("depths", (n,), int32),
-            ("key_depths", (size.n_forest,), int32), ("extent", (2,), int32),
+            ("sin", (n, head_dim), dtype), ("bits", (n, -(-size.n_tree_rows // 32)), int32), ("depths", (n,), int32),
+            ("key_depths", (size.n_tree_rows,), int32), ("extent", (2,), int32),
         ))  # fmt: skip
         block = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
         ids, rows, cos, sin, *numbers = layout.views(block).values()
         return cls(ids, rows, cos, sin, ops.TreeMask(*numbers, size.n_keys, is_exact=False), block)
 
-    def fill(self, rows: "RowsOfPass", spare: int) -> None:
+    def fill(self, rows: "PassRows", spare: int) -> None:
         """Take over the rows of a pass, where these inputs lie on the host.
 
         What is left over is written to a spare row of the cache and looks where the first row does: what looked nowhere
@@ -95,7 +95,7 @@ class FixedInputs:
 
 
 @dataclass(frozen=True)
-class RowsOfPass:
+class PassRows:
     """The rows of one sequence in a pass, on the host.
 
     ids, rows  (n,) int64: tokens, and their rows in the cache
@@ -110,22 +110,22 @@ class RowsOfPass:
     mask: ops.TreeMask
 
 
-class FixedPass:
+class GraphPass:
     """One pass of a fixed size over the memory of one cache, from inputs to logits at fixed addresses.
 
     logits  (>= size.n_rows, vocabulary), written
     """
 
-    def __init__(self, model: ResidentModel, store: KVStore, size: PassSize, logits: Tensor) -> None:
+    def __init__(self, model: ResidentModel, store: KVBuffer, size: GraphShape, logits: Tensor) -> None:
         # Not the store itself: what is captured for one ends with it.
         self._model, self._stores = model, (store.keys, store.values)
         self._host, self._inputs = (
-            FixedInputs.empty(size, model.spec.head_dim, store.keys.dtype, device)
+            GraphInputs.empty(size, model.spec.head_dim, store.keys.dtype, device)
             for device in (torch.device("cpu"), store.keys.device)
         )
         self._logits = logits[: size.n_rows]
 
-    def take(self, rows: RowsOfPass, spare: int) -> None:
+    def take(self, rows: PassRows, spare: int) -> None:
         """Bring the rows of a pass to where it reads them, by one copy; `spare` is a row of the cache that nobody needs."""
         self._host.fill(rows, spare)
         self._inputs.block.copy_(self._host.block)
@@ -153,33 +153,33 @@ class FixedPass:
         return attend
 
 
-class FixedPasses:
+class GraphRunner:
     """The passes of a resident model, one for each size and memory of a cache, kept as long as that memory.
 
     most     of a pass
-    lent     memory for sequences that run alone, one after the other
+    reusable     memory for sequences that run alone, one after the other
     capture  turns a computation into one that replays it; a CUDA graph on a card
     """
 
-    def __init__(self, model: ResidentModel, most: PassSize, lent: LentStore, capture: Capture) -> None:
-        self._model, self._most, self._lent, self._capture = model, most, lent, capture
+    def __init__(self, model: ResidentModel, most: GraphShape, reusable: ReusableKVBuffer, capture: Capture) -> None:
+        self._model, self._most, self._reusable, self._capture = model, most, reusable, capture
         self._most_rows = max(width for width in _WIDTHS if width <= max(most.n_rows, 1))
-        self._passes: WeakKeyDictionary[KVStore, dict[PassSize, _Captured]] = WeakKeyDictionary()
+        self._passes: WeakKeyDictionary[KVBuffer, dict[GraphShape, _Captured]] = WeakKeyDictionary()
         self._logits: Tensor | None = None
 
     def cache(self, capacity: int, is_alone: bool) -> KVCache | None:
         """An empty cache in the memory that passes were captured for, if it is free; else that gives way to others."""
-        cache = self._lent.lend(capacity) if is_alone else None
+        cache = self._reusable.acquire(capacity) if is_alone else None
         if cache is None:
-            self._lent.release()
+            self._reusable.release()
         return cache
 
-    def fits(self, cache: KVCache, size: PassSize) -> bool:
+    def fits(self, cache: KVCache, size: GraphShape) -> bool:
         """Whether there is room for such a pass, and in the cache for one spare row behind its keys."""
-        has_rows = size.n_rows <= self._most_rows and size.n_forest <= self._most.n_forest
+        has_rows = size.n_rows <= self._most_rows and size.n_tree_rows <= self._most.n_tree_rows
         return has_rows and size.n_keys < cache.capacity
 
-    def forward(self, cache: KVCache, rows: RowsOfPass) -> Tensor:
+    def forward(self, cache: KVCache, rows: PassRows) -> Tensor:
         """Logits (n, vocabulary) of the rows, valid until the next pass; their keys and values are in the cache then.
 
         The first pass of a size is computed as it is, the second one captured and replayed.
@@ -200,21 +200,23 @@ class FixedPasses:
         found.n_computed += 1
         return self._logits[:n]
 
-    def _rounded(self, n_rows: int, n_keys: int, cache: KVCache) -> PassSize:
+    def _rounded(self, n_rows: int, n_keys: int, cache: KVCache) -> GraphShape:
         """The size that serves a pass."""
         steps = -(-n_keys // _KEYS)
         # Where keys that are not there cost nothing, few sizes serve a growing cache.
         if ops.goes_by_extent(cache.keys):
             steps = 1 << (steps - 1).bit_length()
         n_keys = min(steps * _KEYS, cache.capacity)
-        return PassSize(next(width for width in _WIDTHS if width >= n_rows), n_keys, min(n_keys, self._most.n_forest))
+        return GraphShape(
+            next(width for width in _WIDTHS if width >= n_rows), n_keys, min(n_keys, self._most.n_tree_rows)
+        )
 
-    def _found(self, store: KVStore, size: PassSize) -> "_Captured":
+    def _found(self, store: KVBuffer, size: GraphShape) -> "_Captured":
         """The pass of a size, which is the last to be dropped from now on."""
         sizes = self._passes[store]
         found = sizes.pop(size, None)
         if found is None:
-            found = _Captured(FixedPass(self._model, store, size, self._logits))
+            found = _Captured(GraphPass(self._model, store, size, self._logits))
             if len(sizes) == _MOST_KEPT:
                 del sizes[next(iter(sizes))]
         sizes[size] = found
@@ -225,7 +227,7 @@ class FixedPasses:
 class _Captured:
     """A pass, and what replays it once it has been computed as it is."""
 
-    fixed: FixedPass
+    fixed: GraphPass
     replay: Replay | None = None
     n_computed: int = 0
 

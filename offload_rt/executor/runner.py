@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from offload_rt import ops
-from offload_rt.executor.cuda_graphs import Capture, FixedPasses, PassSize, ResidentModel, RowsOfPass
-from offload_rt.kv.cache import KVCache, KVStore, LentStore
+from offload_rt.executor.cuda_graphs import Capture, GraphRunner, GraphShape, PassRows, ResidentModel
+from offload_rt.kv.cache import KVBuffer, KVCache, ReusableKVBuffer
 from offload_rt.models.decoder import LayerWeights, decoder_layer
 from offload_rt.models.spec import EMBED, HEAD, NORM, ModelSpec
-from offload_rt.offload.streamer import Block, Streamer
+from offload_rt.offload.streamer import LayerView, Streamer
 from offload_rt.system.trace import COMPUTE, Trace
 from offload_rt.tree.topology import Topology
 from offload_rt.weights.layout import Layout
@@ -32,7 +32,7 @@ class Placing:
     dtype: torch.dtype
 
 
-class OuterWeights(LayerWeights, Protocol):
+class NonLayerWeights(LayerWeights, Protocol):
     """The weights outside the layers."""
 
     def rows(self, ids: Tensor, name: str) -> Tensor:
@@ -66,9 +66,9 @@ class Step:
         return len(self.tokens) - self.n_done
 
     @property
-    def size(self) -> PassSize:
-        """Of the pass that computes it: rows of the cache up to the last of its tokens; all tokens may be of the forest."""
-        return PassSize(self.n_rows, self.cache.n_committed + len(self.tokens), len(self.tokens))
+    def size(self) -> GraphShape:
+        """Of the pass that computes it: rows of the cache up to the last of its tokens; all tokens may be of the tree rows."""
+        return GraphShape(self.n_rows, self.cache.n_committed + len(self.tokens), len(self.tokens))
 
 
 @dataclass
@@ -88,8 +88,8 @@ class _Segment:
 
     @cached_property
     def _forest(self) -> ops.TreeMask:
-        trunk, parents = self.step.topology.forest(self.start, self.stop)
-        return ops.forest_mask(parents, self.start - trunk, self.step.cache.n_committed + trunk, self.device)
+        trunk, parents = self.step.topology.tree_rows(self.start, self.stop)
+        return ops.make_tree_mask(parents, self.start - trunk, self.step.cache.n_committed + trunk, self.device)
 
     def mask(self, window: int | None) -> ops.TreeMask:
         """Which cached rows each row looks at."""
@@ -112,12 +112,18 @@ class Runner:
     """Computes logits. Layers come from the streamer; embedding, last norm and head are resident."""
 
     def __init__(
-        self, spec: ModelSpec, streamer: Streamer, outer: OuterWeights, view: Viewer, place: Placing, trace: Trace
+        self,
+        spec: ModelSpec,
+        streamer: Streamer,
+        non_layer: NonLayerWeights,
+        view: Viewer,
+        place: Placing,
+        trace: Trace,
     ) -> None:
         self.spec, self.streamer, self.dtype, self.device = spec, streamer, place.dtype, place.device
-        self.outer, self._view, self._trace = outer, view, trace
+        self.non_layer, self._view, self._trace = non_layer, view, trace
         self._chunk_rows = CHUNK_ROWS
-        self._fixed: FixedPasses | None = None
+        self._fixed: GraphRunner | None = None
 
     @torch.inference_mode()
     def forward(self, steps: Sequence[Step]) -> list[Tensor]:
@@ -149,13 +155,13 @@ class Runner:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
-    def replay_passes(self, most: PassSize, capture: Capture) -> None:
+    def use_graphs(self, most: GraphShape, capture: Capture) -> None:
         """From now on compute passes of one sequence at fixed sizes up to the most; all layers must be resident."""
         layers = [self._view(block.layout, block.data, self.dtype) for block in self.streamer.sweep()]
         model = ResidentModel(self.spec, layers, self._embed, self._head)
-        self._fixed = FixedPasses(model, most, LentStore(most.n_keys, self._new_store), capture)
+        self._fixed = GraphRunner(model, most, ReusableKVBuffer(most.n_keys, self._new_store), capture)
 
-    def forget_passes(self) -> None:
+    def drop_graphs(self) -> None:
         """Drop what was captured, which holds the weights."""
         self._fixed = None
 
@@ -164,11 +170,11 @@ class Runner:
         cos, sin = self._angles([whole])
         rows = torch.arange(step.size.n_keys - step.n_rows, step.size.n_keys)
         tokens = step.tokens[step.n_done :]
-        inputs = RowsOfPass(tokens, rows, cos, sin, whole.mask(window=None))
+        inputs = PassRows(tokens, rows, cos, sin, whole.mask(window=None))
         with self._trace.span(COMPUTE, "all layers"):
             return self._fixed.forward(step.cache, inputs)[step.n_rows - step.n_wanted :]
 
-    def layer(self, block: Block, hidden: Tensor, chunks: Sequence["Chunk"]) -> None:
+    def layer(self, block: LayerView, hidden: Tensor, chunks: Sequence["Chunk"]) -> None:
         """One layer on all rows, in place: hidden (n, hidden_size)."""
         weights = self._view(block.layout, block.data, self.dtype)
         for chunk in chunks:
@@ -183,11 +189,11 @@ class Runner:
 
     def new_cache(self, capacity: int, is_alone: bool = False) -> KVCache:
         """An empty cache for one sequence. One that runs alone finds what was captured for the one before it."""
-        lent = self._fixed.cache(capacity, is_alone) if self._fixed is not None else None
-        return lent or KVCache(self._new_store(capacity))
+        reusable = self._fixed.cache(capacity, is_alone) if self._fixed is not None else None
+        return reusable or KVCache(self._new_store(capacity))
 
-    def _new_store(self, capacity: int) -> KVStore:
-        return KVStore.empty(self.spec, capacity, self.dtype, self.device)
+    def _new_store(self, capacity: int) -> KVBuffer:
+        return KVBuffer.empty(self.spec, capacity, self.dtype, self.device)
 
     def _attend(self, layer: int, chunk: Chunk) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         window, scale = self.spec.windows[layer], self.spec.head_dim**-0.5
@@ -237,8 +243,8 @@ class Runner:
         return list(self._head(wanted).split([step.n_wanted for step in steps]))
 
     def _embed(self, ids: Tensor) -> Tensor:
-        return self.outer.rows(ids, EMBED)
+        return self.non_layer.rows(ids, EMBED)
 
     def _head(self, hidden: Tensor) -> Tensor:
-        normed = ops.rms_norm(hidden, self.outer.vector(NORM), self.spec.eps)
-        return self.outer.linear(normed, EMBED if self.spec.tied else HEAD)
+        normed = ops.rms_norm(hidden, self.non_layer.vector(NORM), self.spec.eps)
+        return self.non_layer.linear(normed, EMBED if self.spec.tied else HEAD)

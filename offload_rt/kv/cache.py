@@ -14,14 +14,14 @@ from offload_rt.models.spec import ModelSpec
 
 
 @dataclass(frozen=True, eq=False)
-class KVStore:
+class KVBuffer:
     """Memory for keys and values, each (n_layers, n_kv_heads, capacity, head_dim)."""
 
     keys: Tensor
     values: Tensor
 
     @classmethod
-    def empty(cls, spec: ModelSpec, capacity: int, dtype: torch.dtype, device: torch.device) -> "KVStore":
+    def empty(cls, spec: ModelSpec, capacity: int, dtype: torch.dtype, device: torch.device) -> "KVBuffer":
         """Memory in which nothing has been written yet."""
         shape = (spec.n_layers, spec.n_kv_heads, capacity, spec.head_dim)
         return cls(*(torch.empty(shape, dtype=dtype, device=device) for _ in range(2)))
@@ -38,7 +38,7 @@ class KVCache:
     keys, values  (n_layers, n_kv_heads, capacity, head_dim)
     """
 
-    def __init__(self, store: KVStore) -> None:
+    def __init__(self, store: KVBuffer) -> None:
         self.store, self.capacity = store, store.capacity
         self.keys, self.values = store.keys, store.values
         self.committed: list[int] = []
@@ -105,21 +105,21 @@ class KVCache:
         return n
 
 
-class LentStore:
+class ReusableKVBuffer:
     """A store for one cache at a time, which stays where it is from one to the next.
 
     capacity  rows
-    new       makes it, when it is first lent
+    new       makes it, when it is first reused
     """
 
-    def __init__(self, capacity: int, new: Callable[[int], KVStore]) -> None:
+    def __init__(self, capacity: int, new: Callable[[int], KVBuffer]) -> None:
         self._capacity, self._new = capacity, new
-        self._store: KVStore | None = None
+        self._store: KVBuffer | None = None
         self._borrower: weakref.ref[KVCache] | None = None
 
-    def lend(self, n_rows: int) -> KVCache | None:
+    def acquire(self, n_rows: int) -> KVCache | None:
         """An empty cache; None if it has no room for so many rows, or another cache is still in use."""
-        if n_rows > self._capacity or self._is_lent:
+        if n_rows > self._capacity or self._is_in_use:
             return None
         self._store = self._store or self._new(self._capacity)
         for part in (self._store.keys, self._store.values):
@@ -130,9 +130,9 @@ class LentStore:
 
     def release(self) -> None:
         """Give the memory back, unless a cache is in use."""
-        if not self._is_lent:
+        if not self._is_in_use:
             self._store = None
 
     @property
-    def _is_lent(self) -> bool:
+    def _is_in_use(self) -> bool:
         return self._borrower is not None and self._borrower() is not None

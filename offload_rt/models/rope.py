@@ -43,7 +43,7 @@ class Rope:
         _check(config, parameters)
         self._config = copy(config)
         if parameters["rope_type"] == "default":
-            # transformers keeps the plain rope inside each model; linear scaling by one is the same law.
+            # transformers keeps the plain rope inside each model; linear scaling by one is the same distribution.
             self._config.rope_parameters = {**parameters, "rope_type": "linear", "factor": 1.0}
         self._init = ROPE_INIT_FUNCTIONS[self._config.rope_parameters["rope_type"]]
         self._is_dynamic = parameters["rope_type"] == "dynamic"

@@ -51,7 +51,7 @@ class ModelSpec:
             *_linear("mlp.down_proj", d, m, self.mlp_bias),
         )
 
-    def outer_tensors(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    def non_layer_tensors(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """(name, shape) of the tensors outside the layers; a tied head is the embedding and not listed."""
         table = (self.vocab_size, self.hidden_size)
         head = () if self.tied else ((f"{HEAD}.weight", table),)

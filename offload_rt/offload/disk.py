@@ -14,7 +14,7 @@ from torch import Tensor
 from offload_rt.errors import LinkError
 from offload_rt.offload.tier import Read
 from offload_rt.weights.header import TensorRecord, stamp_of
-from offload_rt.weights.layout import PAGE, Layout, Slot, align_up, packed_layout
+from offload_rt.weights.layout import PAGE, Layout, TensorEntry, align_up, packed_layout
 
 # Ranges this close are read as one: the bytes between cost less than another request.
 _JOIN = 64 << 10
@@ -145,13 +145,13 @@ def _plan(
     """The layout of a block, and the requests that fill it."""
     runs = _runs(records)
     layout = _phased_layout(runs, dict(zip(records, names, strict=True)))
-    phased = not any(slot.offset % slot.dtype.itemsize for slot in layout.slots)
+    phased = not any(slot.offset % slot.dtype.itemsize for slot in layout.entries)
     if not phased:
         layout = packed_layout(
             (name, record.shape, record.torch_dtype()) for record, name in zip(records, names, strict=True)
         )
         runs = [_Run(record.path, record.start, record.stop, (record,)) for record in records]
-    offset_of = {slot.name: slot.offset for slot in layout.slots}
+    offset_of = {slot.name: slot.offset for slot in layout.entries}
     name_of = dict(zip(records, names, strict=True))
     parts: list[_Part] = []
     for run in runs:
@@ -176,7 +176,7 @@ def _phased_layout(runs: Sequence[_Run], name_of: dict[TensorRecord, str]) -> La
     for run in runs:
         base = align_up(end, PAGE) + run.start % PAGE
         slots += [
-            Slot(name_of[record], base + record.start - run.start, record.shape, record.torch_dtype())
+            TensorEntry(name_of[record], base + record.start - run.start, record.shape, record.torch_dtype())
             for record in run.records
         ]
         end = base + run.stop - run.start

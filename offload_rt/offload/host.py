@@ -2,7 +2,7 @@
 
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.offload.pinning import pin, unpin
-from offload_rt.weights.layout import LayerImage
+from offload_rt.weights.layout import PackedLayer
 
 
 class HostTier(MemoryTier):
@@ -16,7 +16,7 @@ class HostTier(MemoryTier):
     def __init__(self, register: bool = False) -> None:
         super().__init__()
         self._register = register
-        self._pinned: dict[int, LayerImage] = {}  # by address: layers may share a block
+        self._pinned: dict[int, PackedLayer] = {}  # by address: layers may share a block
 
     def is_pinned(self, i: int) -> bool:
         """Whether the device copies layer i by itself; not where the driver refused to pin it (WSL, limits)."""
@@ -27,7 +27,7 @@ class HostTier(MemoryTier):
         """Whether the driver was asked to pin a block and refused."""
         return self._register and any(not self.is_pinned(i) for i in self._images)
 
-    def put(self, i: int, image: LayerImage) -> None:
+    def put(self, i: int, image: PackedLayer) -> None:
         """Keep a layer, pinned if the driver agrees."""
         super().put(i, image)
         if self._register and not self.is_pinned(i) and pin(image.block):

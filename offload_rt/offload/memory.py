@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from offload_rt.offload.tier import Read
-from offload_rt.weights.layout import LayerImage, Layout
+from offload_rt.weights.layout import Layout, PackedLayer
 
 _PART = 16 << 20  # bytes of one read; large enough that handing out parts costs nothing
 
@@ -14,9 +14,9 @@ class MemoryTier:
     n_parallel = 1
 
     def __init__(self) -> None:
-        self._images: dict[int, LayerImage] = {}
+        self._images: dict[int, PackedLayer] = {}
 
-    def put(self, i: int, image: LayerImage) -> None:
+    def put(self, i: int, image: PackedLayer) -> None:
         """Keep a layer, without copying it."""
         self._images[i] = image
 
@@ -24,7 +24,7 @@ class MemoryTier:
         """Whether a device can copy layer i by itself, without a thread that waits."""
         return True
 
-    def image(self, i: int) -> LayerImage:
+    def image(self, i: int) -> PackedLayer:
         """The layer where it lies."""
         return self._images[i]
 

@@ -12,10 +12,10 @@ _LEAST_SLOTS, _BEST_SLOTS = 2, 3
 
 
 @dataclass(frozen=True)
-class Need:
+class ReservedMemory:
     """Bytes the device holds besides layers; `draft` is all that a draft model takes, `libraries` what those of a GPU do."""
 
-    outer: int
+    non_layer: int
     cache: int
     scratch: int
     draft: int = 0
@@ -24,11 +24,11 @@ class Need:
     @property
     def total(self) -> int:
         """Their sum."""
-        return self.outer + self.cache + self.scratch + self.draft + self.libraries
+        return self.non_layer + self.cache + self.scratch + self.draft + self.libraries
 
 
 @dataclass(frozen=True)
-class Budgets:
+class MemoryBudget:
     """Bytes that may be used.
 
     host       0 where there is no tier between device and disk
@@ -54,8 +54,8 @@ class Plan:
     tiers: tuple[str, ...]
     layer_nbytes: tuple[int, ...]
     n_slots: int
-    need: Need
-    budgets: Budgets
+    reserved: ReservedMemory
+    budget: MemoryBudget
 
     @property
     def slot_nbytes(self) -> int:
@@ -65,7 +65,7 @@ class Plan:
     @property
     def device_nbytes(self) -> int:
         """Bytes the plan uses on the device."""
-        return self.need.total + self.n_slots * self.slot_nbytes + self.on("device")
+        return self.reserved.total + self.n_slots * self.slot_nbytes + self.on("device")
 
     def on(self, tier: str) -> int:
         """Bytes of the layers of a tier."""
@@ -84,43 +84,43 @@ class Plan:
     def pass_bytes(self) -> PassBytes:
         """What one pass moves over each link, and computes."""
         streamed = (
-            ("host", self.streamed_nbytes if self.budgets.has_card else self.on("host")),
+            ("host", self.streamed_nbytes if self.budget.has_card else self.on("host")),
             ("disk", self.on("disk")),
         )
-        return PassBytes(streamed, sum(self.layer_nbytes) + self.need.outer, self.n_slots * self.slot_nbytes)
+        return PassBytes(streamed, sum(self.layer_nbytes) + self.reserved.non_layer, self.n_slots * self.slot_nbytes)
 
 
-def least_budget(layer_nbytes: Sequence[int], need: Need) -> int:
+def least_budget(layer_nbytes: Sequence[int], reserved: ReservedMemory) -> int:
     """The smallest device budget that would do: two slots, or all layers where they are smaller than that."""
-    return need.total + min(sum(layer_nbytes), _LEAST_SLOTS * max(layer_nbytes))
+    return reserved.total + min(sum(layer_nbytes), _LEAST_SLOTS * max(layer_nbytes))
 
 
-def place(layer_nbytes: Sequence[int], need: Need, budgets: Budgets) -> Plan:
+def place_layers(layer_nbytes: Sequence[int], reserved: ReservedMemory, budget: MemoryBudget) -> Plan:
     """Keep as many layers resident as fit, spread evenly among the streamed ones.
 
     Raises CapacityError, naming the smallest budget that would do, if not even two slots fit.
     """
     n, largest = len(layer_nbytes), max(layer_nbytes)
-    free = budgets.device - need.total
-    least = least_budget(layer_nbytes, need)
-    if budgets.device < least:
+    free = budget.device - reserved.total
+    least = least_budget(layer_nbytes, reserved)
+    if budget.device < least:
         raise CapacityError(
             "the device memory budget is too small",
             need=f"{format_size(least)} ({least} bytes) at least",
-            have=format_size(budgets.device),
+            have=format_size(budget.device),
             change=f"set --device-memory to {least} or more, or lower --max-model-len or --tree-size",
         )
     if free >= sum(layer_nbytes):
-        return Plan(("device",) * n, tuple(layer_nbytes), 0, need, budgets)
+        return Plan(("device",) * n, tuple(layer_nbytes), 0, reserved, budget)
     n_slots = min(_BEST_SLOTS, n, free // largest)
     n_resident = min(free // largest - n_slots, n - 1)
     n_slots = min(n_slots, n - n_resident)
     resident = spread(n, n_resident)
     streamed = [i for i in range(n) if i not in resident]
-    n_host = min(budgets.host // largest, len(streamed))
+    n_host = min(budget.host // largest, len(streamed))
     host = {streamed[k] for k in spread(len(streamed), n_host)}
     tiers = tuple("device" if i in resident else "host" if i in host else "disk" for i in range(n))
-    return Plan(tiers, tuple(layer_nbytes), n_slots, need, budgets)
+    return Plan(tiers, tuple(layer_nbytes), n_slots, reserved, budget)
 
 
 def spread(n: int, k: int) -> set[int]:

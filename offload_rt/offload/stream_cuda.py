@@ -12,7 +12,7 @@ from torch import Tensor
 from offload_rt.offload.copy_device import CopyDevice, CudaCopyDevice
 from offload_rt.offload.meter import LinkMeter
 from offload_rt.offload.stream_threads import ThreadStreamer
-from offload_rt.offload.streamer import Block, Supply, refuse_closed, visit
+from offload_rt.offload.streamer import LayerSources, LayerView, refuse_closed, visit
 from offload_rt.system.threads import Monitor, Worker
 from offload_rt.system.trace import LINK, Trace, slot_lane
 
@@ -37,13 +37,13 @@ class CudaStreamer:
     event recorded after its copy. The host waits for neither.
     """
 
-    def __init__(self, supply: Supply, trace: Trace, device: CopyDevice) -> None:
+    def __init__(self, sources: LayerSources, trace: Trace, device: CopyDevice) -> None:
         self.meter = LinkMeter()
-        self._supply, self._device, self._trace = supply, device, trace
-        self.order = supply.order
-        self._upstream = ThreadStreamer(supply.on_host(), trace, pinned=True)
-        n_slots = supply.n_slots if supply.order else 0
-        self._slots: list[Tensor] = [device.allocate(supply.packed_slot_nbytes) for _ in range(n_slots)]
+        self._sources, self._device, self._trace = sources, device, trace
+        self.order = sources.order
+        self._upstream = ThreadStreamer(sources.on_host(), trace, pinned=True)
+        n_slots = sources.n_slots if sources.order else 0
+        self._slots: list[Tensor] = [device.allocate(sources.packed_slot_nbytes) for _ in range(n_slots)]
         self._state = Monitor()
         self._closed = False
         self._n_sweeps = 0
@@ -56,7 +56,7 @@ class CudaStreamer:
             atexit.register(self.close)  # see ThreadStreamer
         self._start()
 
-    def sweep(self) -> Iterator[Block]:
+    def sweep(self) -> Iterator[LayerView]:
         """Yield every layer once, in order; see `Streamer`. The compute of a block may still run when the next is asked for."""
         refuse_closed(self._closed)
         self._n_sweeps += 1
@@ -64,7 +64,7 @@ class CudaStreamer:
             self._stop()  # the last one was left half-way; an interrupt may have met its end
             self._start()
         newest = self._n_sweeps
-        yield from visit(self._supply, self._arrive, self._release, self._stop, lambda: newest == self._n_sweeps)
+        yield from visit(self._sources, self._arrive, self._release, self._stop, lambda: newest == self._n_sweeps)
 
     def close(self) -> None:
         """Join the threads, end the copies, release the slots."""
@@ -97,7 +97,7 @@ class CudaStreamer:
             self._is_parked = True
             self._state.ring()
 
-    def _arrive(self, i: int) -> Block:
+    def _arrive(self, i: int) -> LayerView:
         """Wait until the copy of layer i has been enqueued, and let the compute wait for its end."""
         k, idle = self._n_consumed, self._device.record_compute()
         self._state.wait_for(lambda: self._error is not None or self._is_parked or k in self._ready)
@@ -107,7 +107,7 @@ class CudaStreamer:
         ready = self._ready[k]
         self._waits.append((idle, ready))
         self._device.compute_waits_for(ready)
-        return Block(i, self._supply.packed_layout(i), self._slots[k % len(self._slots)])
+        return LayerView(i, self._sources.packed_layout(i), self._slots[k % len(self._slots)])
 
     def _release(self) -> None:
         refuse_closed(self._closed)
@@ -133,7 +133,7 @@ class CudaStreamer:
         sweep = self._upstream.sweep()
         try:
             for block in sweep:
-                if self._supply.streamed[block.i] is None:
+                if self._sources.streamed[block.i] is None:
                     continue
                 slot = self._wait_for_slot()
                 if slot is None:
@@ -143,7 +143,7 @@ class CudaStreamer:
                     self._ready[self._n_copied] = done
                     self._n_copied += 1
                     self._state.ring()
-                if self._supply.is_transient(block.i):
+                if self._sources.is_transient(block.i):
                     # The pinned slot is refilled at the next step of this loop: its copy must have ended.
                     self._device.wait(done)
         finally:
@@ -155,15 +155,15 @@ class CudaStreamer:
         self._state.wait_for(lambda: self._stopping or self._n_copied < self._n_consumed + len(self._slots))
         return None if self._stopping else self._n_copied % len(self._slots)
 
-    def _copy(self, block: Block, slot: int) -> Any:
+    def _copy(self, block: LayerView, slot: int) -> Any:
         """One copy where the block lies on the host as on the device; otherwise one for each tensor."""
-        target, packed = self._slots[slot], self._supply.packed_layout(block.i)
+        target, packed = self._slots[slot], self._sources.packed_layout(block.i)
         if block.layout == packed:
             moves = [(target[: packed.nbytes], block.data[: packed.nbytes])]
         else:
             moves = [
                 (target[to.offset : to.offset + to.nbytes], block.data[at.offset : at.offset + at.nbytes])
-                for at, to in zip(block.layout.slots, packed.slots, strict=True)
+                for at, to in zip(block.layout.entries, packed.entries, strict=True)
             ]
         after = self._free[slot]
         for to, source in moves:
@@ -195,6 +195,6 @@ class CudaStreamer:
             self._trace.add(slot_lane(LINK, copy.slot), f"layer {copy.layer}", started, started + seconds)
 
 
-def open_streamer(supply: Supply, trace: Trace, device: Any) -> CudaStreamer:
+def open_streamer(sources: LayerSources, trace: Trace, device: Any) -> CudaStreamer:
     """The streamer of a torch CUDA device."""
-    return CudaStreamer(supply, trace, CudaCopyDevice(device))
+    return CudaStreamer(sources, trace, CudaCopyDevice(device))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from offload_rt.offload.meter import LinkMeter
 from offload_rt.offload.pinning import pin, unpin
-from offload_rt.offload.streamer import Block, Supply, refuse_closed, visit
+from offload_rt.offload.streamer import LayerSources, LayerView, refuse_closed, visit
 from offload_rt.offload.tier import Read
 from offload_rt.system.threads import Monitor, Worker
 from offload_rt.system.trace import DISK, LINK, NOTHING_ASKED, SLOTS_FULL, WAIT, Trace, slot_lane, waits
@@ -37,19 +37,19 @@ class ThreadStreamer:
     border of two layers: there are always `n_parallel` requests under way while a slot is free.
     """
 
-    def __init__(self, supply: Supply, trace: Trace, pinned: bool = False) -> None:
+    def __init__(self, sources: LayerSources, trace: Trace, pinned: bool = False) -> None:
         self.meter, self._trace = LinkMeter(), trace
         # Towards pinned memory it is the disk that is read, and the link comes after it.
         self._link = DISK if pinned else LINK
-        self._supply, self.order = supply, supply.order
-        n_slots = supply.n_slots if self.order else 0
-        self._slots: list[Tensor] = [host_block(supply.slot_nbytes) for _ in range(n_slots)]
+        self._sources, self.order = sources, sources.order
+        n_slots = sources.n_slots if self.order else 0
+        self._slots: list[Tensor] = [host_block(sources.slot_nbytes) for _ in range(n_slots)]
         self._pinned = [slot for slot in self._slots if pinned and pin(slot)]
         self._state = Monitor()
         self._closed = self._parked = False
         self._n_sweeps = 0
         self._rewind()
-        n_threads = max((tier.n_parallel for tier in supply.streamed if tier is not None), default=0)
+        n_threads = max((tier.n_parallel for tier in sources.streamed if tier is not None), default=0)
         self._threads = [Worker(self._work, f"read-{i}", daemon=True) for i in range(n_threads)]
         self._note_standstill()
         # At the latest then: a thread that still reads when the interpreter goes ends the process by abort().
@@ -58,7 +58,7 @@ class ThreadStreamer:
         for thread in self._threads:
             thread.start()
 
-    def sweep(self) -> Iterator[Block]:
+    def sweep(self) -> Iterator[LayerView]:
         """Yield every layer once, in order; see `Streamer`."""
         refuse_closed(self._closed)
         self._n_sweeps += 1
@@ -66,7 +66,7 @@ class ThreadStreamer:
             self._park()  # the last one was left half-way, and an interrupt met its end
         self._go_on()
         newest = self._n_sweeps
-        yield from visit(self._supply, self._arrive, self._release, self._park, lambda: newest == self._n_sweeps)
+        yield from visit(self._sources, self._arrive, self._release, self._park, lambda: newest == self._n_sweeps)
 
     def close(self) -> None:
         """Join the threads and release the slots."""
@@ -95,7 +95,7 @@ class ThreadStreamer:
         self._error: BaseException | None = None
         self._n_reading = 0
 
-    def _arrive(self, i: int) -> Block:
+    def _arrive(self, i: int) -> LayerView:
         """Wait until the next fetch, which is layer i, is in its slot."""
         k, started = self._n_consumed, time.perf_counter()
         self._state.wait_for(lambda: self._error is not None or self._closed or self._has_arrived(k))
@@ -103,7 +103,7 @@ class ThreadStreamer:
         refuse_closed(self._closed)
         if self._error is not None:
             raise self._error
-        return Block(i, self._supply.streamed[i].layout(i), self._slots[k % len(self._slots)])
+        return LayerView(i, self._sources.streamed[i].layout(i), self._slots[k % len(self._slots)])
 
     def _has_arrived(self, k: int) -> bool:
         return k < self._n_started and k not in self._under_way
@@ -157,7 +157,7 @@ class ThreadStreamer:
         k = self._n_started
         i = self.order[k % len(self.order)]
         try:
-            fetch = _Fetch(self._supply.streamed[i].reads(i, self._slots[k % len(self._slots)]))
+            fetch = _Fetch(self._sources.streamed[i].reads(i, self._slots[k % len(self._slots)]))
         except BaseException as error:  # as in `_run`: it belongs to the caller of sweep
             self._error = error
             self._state.ring()
@@ -210,6 +210,6 @@ def _nothing() -> None:
     """What a thread of a closed streamer has to do."""
 
 
-def open_streamer(supply: Supply, trace: Trace, device: torch.device) -> ThreadStreamer:
+def open_streamer(sources: LayerSources, trace: Trace, device: torch.device) -> ThreadStreamer:
     """The streamer of the CPU."""
-    return ThreadStreamer(supply, trace)
+    return ThreadStreamer(sources, trace)

@@ -11,14 +11,14 @@ from offload_rt.errors import LinkError
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.offload.meter import LinkMeter
 from offload_rt.offload.tier import Tier
-from offload_rt.weights.layout import LayerImage, Layout, packed_layout
+from offload_rt.weights.layout import Layout, PackedLayer, packed_layout
 
 # Stands for a layer that is on the device and never asked for on the host.
-_NOTHING = LayerImage(torch.empty(0, dtype=torch.uint8), Layout((), 0))
+_NOTHING = PackedLayer(torch.empty(0, dtype=torch.uint8), Layout((), 0))
 
 
 @dataclass(frozen=True)
-class Supply:
+class LayerSources:
     """Where the layers of a model come from.
 
     resident  the tier of the layers that are computed where they lie
@@ -48,7 +48,7 @@ class Supply:
     def packed_layout(self, i: int) -> Layout:
         """How layer i lies in a slot on a GPU: the same tensors in the same order, aligned for its kernels."""
         tier = self.streamed[i]
-        return packed_layout((slot.name, slot.shape, slot.dtype) for slot in tier.layout(i).slots)
+        return packed_layout((slot.name, slot.shape, slot.dtype) for slot in tier.layout(i).entries)
 
     @property
     def packed_slot_nbytes(self) -> int:
@@ -60,18 +60,18 @@ class Supply:
         tier = self.streamed[i]
         return tier is not None and not (isinstance(tier, MemoryTier) and tier.is_pinned(i))
 
-    def on_host(self) -> "Supply":
+    def on_host(self) -> "LayerSources":
         """The same layers brought to the host only: those pinned in its memory stay, the others go through slots."""
         images = {i: self.streamed[i].image(i) for i in self.order if not self.is_transient(i)}
         here = MemoryTier()
         for i in range(self.n_layers):
             here.put(i, images.get(i, _NOTHING))
         streamed = tuple(tier if self.is_transient(i) else None for i, tier in enumerate(self.streamed))
-        return Supply(here, streamed, self.n_slots)
+        return LayerSources(here, streamed, self.n_slots)
 
 
 @dataclass(frozen=True)
-class Block:
+class LayerView:
     """Layer `i` on the device, for as long as the sweep stands at it."""
 
     i: int
@@ -86,12 +86,12 @@ def refuse_closed(is_closed: bool) -> None:
 
 
 def visit(
-    supply: Supply,
-    arrive: Callable[[int], Block],
+    sources: LayerSources,
+    arrive: Callable[[int], LayerView],
     release: Callable[[], None],
     park: Callable[[], None],
     is_newest: Callable[[], bool],
-) -> Iterator[Block]:
+) -> Iterator[LayerView]:
     """The sweep of every streamer: resident layers where they lie, the others as they arrive.
 
     arrive     waits for a streamed layer
@@ -101,10 +101,10 @@ def visit(
     """
     finished = False
     try:
-        for i, tier in enumerate(supply.streamed):
+        for i, tier in enumerate(sources.streamed):
             if tier is None:
-                image = supply.resident.image(i)
-                yield Block(i, image.layout, image.block)
+                image = sources.resident.image(i)
+                yield LayerView(i, image.layout, image.block)
             else:
                 yield arrive(i)
                 if not is_newest():
@@ -122,7 +122,7 @@ class Streamer(Protocol):
     meter: LinkMeter
     order: list[int]  # the layers that have to be brought, in the order of a sweep
 
-    def sweep(self) -> Iterator[Block]:
+    def sweep(self) -> Iterator[LayerView]:
         """Yield every layer once, in order; a block dies at the next yield.
 
         Raises LinkError in the caller if a read failed or the streamer is closed; the sweep after a failed one starts afresh.

@@ -7,7 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from offload_rt.system.threads import Worker
-from offload_rt.weights.layout import LayerImage, Layout
+from offload_rt.weights.layout import Layout, PackedLayer
 
 # Fills its own part of a block and returns how many bytes crossed the link.
 Read = Callable[[], int]
@@ -38,7 +38,7 @@ class Tier(Protocol):
 class Store(Tier, Protocol):
     """A tier that layers can be put into."""
 
-    def put(self, i: int, image: LayerImage) -> None:
+    def put(self, i: int, image: PackedLayer) -> None:
         """Keep a layer."""
 
 

@@ -10,18 +10,27 @@ from offload_rt.ops.tree_mask import TreeMask
 from offload_rt.ops.verification import Candidates, can_verify, verify
 
 __all__ = [
-    "Candidates", "TreeMask", "can_verify", "commit_rows", "forest_mask", "goes_by_extent", "rms_norm", "rotate",
-    "tree_attention", "tree_masks", "verify",
+    "Candidates",
+    "TreeMask",
+    "can_verify",
+    "commit_rows",
+    "goes_by_extent",
+    "make_tree_mask",
+    "rms_norm",
+    "rotate",
+    "tree_attention",
+    "tree_masks",
+    "verify",
 ]  # fmt: skip
 
 _HEAD_DIMS = (64, 96, 128)
-# A block holds the whole forest in shared memory.
+# A block holds the whole tree rows in shared memory.
 _MOST_MASKED_ROWS = 6144
 _VECTOR_BYTES = 16
 
 
 def tree_attention(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask | Tensor | None, scale: float) -> Tensor:
-    """Attention of rows of a forest to a prefix and to their ancestors; grouped KV heads are shared, not repeated.
+    """Attention of rows of a tree rows to a prefix and to their ancestors; grouped KV heads are shared, not repeated.
 
     q     (n, heads, head_dim)
     k, v  (kv_heads, mask.n_keys, head_dim), heads a multiple of kv_heads; past the keys there are, numbers that are finite
@@ -43,17 +52,17 @@ def goes_by_extent(x: Tensor) -> bool:
 
 
 def tree_masks(parents: Tensor) -> tuple[Tensor, Tensor]:
-    """Packed ancestor masks and depths of a forest; see the reference."""
+    """Packed ancestor masks and depths of a tree rows; see the reference."""
     if extension.serves(parents) and len(parents) <= _MOST_MASKED_ROWS:
         return extension.kernels().tree_masks(parents)
     return reference.tree_masks(parents)
 
 
-def forest_mask(parents: np.ndarray, first: int, n_before: int, device: torch.device) -> TreeMask:
-    """What rows `first` and on of a forest look at, without a window; made on a device, by one transfer to it.
+def make_tree_mask(parents: np.ndarray, first: int, n_before: int, device: torch.device) -> TreeMask:
+    """What rows `first` and on of a tree rows look at, without a window; made on a device, by one transfer to it.
 
     parents   (n,) int64, parents[i] < i, below zero for a root
-    n_before  keys that stand before the forest
+    n_before  keys that stand before the tree rows
     """
     numbers = torch.from_numpy(np.append(parents, (n_before, len(parents)))).to(device)
     bits, depths = tree_masks(numbers[:-2])

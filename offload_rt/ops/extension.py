@@ -62,8 +62,8 @@ def describe(library: str) -> None:
         return None
 
     def verify(
-        starts: Tensor, children: Tensor, tokens: Tensor, drawn: Tensor, row_of: Tensor, laws: Tensor, target: Tensor,
-        uniforms: Tensor, n_levels: int, independent: bool, leaf_to_root: bool,
+        starts: Tensor, children: Tensor, tokens: Tensor, is_sampled: Tensor, row_of: Tensor, draft_probs: Tensor,
+        target: Tensor, uniforms: Tensor, n_levels: int, independent: bool, leaf_to_root: bool,
     ) -> Tensor:  # fmt: skip
         return starts.new_empty((2,))
 

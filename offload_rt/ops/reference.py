@@ -65,7 +65,7 @@ def one_row_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def tree_masks(parents: Tensor) -> tuple[Tensor, Tensor]:
-    """Packed ancestor masks and depths of a forest.
+    """Packed ancestor masks and depths of a tree rows.
 
     parents  (n,) int64, parents[i] < i; below zero for a root
     Returns (n, ceil(n / 32)) int32, of which bit j % 32 of word j // 32 in row i says that row j is row i or above it,

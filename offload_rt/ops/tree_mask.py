@@ -1,4 +1,4 @@
-"""Which keys the rows of a forest look at."""
+"""Which keys the rows of a tree rows look at."""
 
 from dataclasses import dataclass, field
 
@@ -11,13 +11,13 @@ KEPT_ENTRIES = 2 << 20
 
 @dataclass(frozen=True, eq=False)
 class TreeMask:
-    """n rows of a forest look at the keys before it, at their ancestors and at themselves.
+    """n rows of a tree rows look at the keys before it, at their ancestors and at themselves.
 
-    bits        (n, words) int32: bit j % 32 of word j // 32 of row i says whether row i looks at key j of the forest;
+    bits        (n, words) int32: bit j % 32 of word j // 32 of row i says whether row i looks at key j of the tree rows;
                 0 where there is no such key
-    depths      (n,) int32, 0 at a root, whose position is the number of keys before the forest
-    key_depths  (keys of the forest,) int32, likewise
-    extent      (2,) int32: keys before the forest, which all rows see, and keys of the forest
+    depths      (n,) int32, 0 at a root, whose position is the number of keys before the tree rows
+    key_depths  (keys of the tree rows,) int32, likewise
+    extent      (2,) int32: keys before the tree rows, which all rows see, and keys of the tree rows
     n_keys      both together
     is_exact    False: what lies in the tensors changes, n_keys is the most there may be, and key_depths may be longer
     window      a row looks at positions greater than its own less so many; None: at all of them

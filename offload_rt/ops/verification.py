@@ -1,4 +1,4 @@
-"""Verification of a drafted tree where the target's laws lie."""
+"""Verification of a drafted tree where the target's distributions lie."""
 
 from typing import Protocol
 
@@ -13,43 +13,43 @@ _MOST_LEVELS = 1024
 
 
 class Candidates(Protocol):
-    """A drafted tree without its laws; the rules' own Candidates say what each array is."""
+    """A drafted tree without its distributions; the rules' own Candidates say what each array is."""
 
     starts: np.ndarray
     children: np.ndarray
     tokens: np.ndarray
-    drawn: np.ndarray
+    is_sampled: np.ndarray
     row_of: np.ndarray
     independent: bool
     n_levels: int
 
 
 def can_verify(target: Tensor, n_levels: int) -> bool:
-    """Whether `verify` serves for such laws and a tree of so many levels; the reference is that of the rules."""
+    """Whether `verify` serves for such distributions and a tree of so many levels; the reference is that of the rules."""
     return extension.serves(target) and target.dtype == torch.float32 and n_levels <= _MOST_LEVELS
 
 
 def arguments(candidates: Candidates, uniforms: Tensor, device: torch.device) -> tuple[list[Tensor], Tensor]:
     """The tree's arrays and the uniforms on a device, by one transfer: starts, children, tokens, drawn, row_of; uniforms."""
-    arrays = [candidates.starts, candidates.children, candidates.tokens, candidates.drawn, candidates.row_of]
+    arrays = [candidates.starts, candidates.children, candidates.tokens, candidates.is_sampled, candidates.row_of]
     arrays = [np.asarray(array, dtype=np.int64) for array in (*arrays, uniforms.numpy().view(np.int64))]
     there = torch.from_numpy(np.concatenate(arrays)).to(device)
-    starts, children, tokens, drawn, row_of, noise = there.split([len(array) for array in arrays])
-    return [starts, children, tokens, drawn.bool(), row_of], noise.view(torch.float64)
+    starts, children, tokens, is_sampled, row_of, noise = there.split([len(array) for array in arrays])
+    return [starts, children, tokens, is_sampled.bool(), row_of], noise.view(torch.float64)
 
 
 def verify(
-    candidates: Candidates, laws: Tensor, target: Tensor, uniforms: Tensor, leaf_to_root: bool
+    candidates: Candidates, draft_probs: Tensor, target: Tensor, uniforms: Tensor, leaf_to_root: bool
 ) -> tuple[int, int]:
     """The last node accepted and the bonus token.
 
-    laws      (rows, vocabulary) float32: the draft's laws
-    target    (n, vocabulary) float32, on the device of `laws`
+    draft_probs      (rows, vocabulary) float32: the draft's distributions
+    target    (n, vocabulary) float32, on the device of `draft_probs`
     uniforms  (n + 1,) float64 in [0, 1): one for each node, the last for the bonus
     """
     arrays, noise = arguments(candidates, uniforms, target.device)
     verdict = extension.kernels().verify(
-        *arrays, laws, target, noise, candidates.n_levels, candidates.independent, leaf_to_root
+        *arrays, draft_probs, target, noise, candidates.n_levels, candidates.independent, leaf_to_root
     )
     end, bonus = verdict.tolist()
     return end, bonus

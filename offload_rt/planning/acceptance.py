@@ -11,7 +11,7 @@ import numpy as np
 
 from offload_rt.errors import SettingsError
 from offload_rt.models.spec import ModelSpec
-from offload_rt.speculate.pair_stats import Knowledge, recall
+from offload_rt.speculate.pair_stats import PairStats, load_pair_stats
 from offload_rt.tree.choose import N_RANKS, Acceptance
 
 _SEQUOIA = "Sequoia (arXiv 2402.12374)"
@@ -85,7 +85,7 @@ def assume(name: str, pair: tuple[ModelSpec, ModelSpec], names: tuple[str, str],
             f"--acceptance {name!r} is not known", have=", ".join(("auto", "measured", "guess", *presets)),
             change='use one of these, or probabilities by rank like "0.8,0.1,0.05"',
         )  # fmt: skip
-    learned = _learned(recall(*pair), temperature) if name != "guess" else None
+    learned = _learned(load_pair_stats(*pair), temperature) if name != "guess" else None
     if learned is not None:
         return learned
     if name == "measured":
@@ -99,12 +99,12 @@ def assume(name: str, pair: tuple[ModelSpec, ModelSpec], names: tuple[str, str],
     return Assumed(Acceptance().by_rank(), "a guess: neither published nor measured for this pair and temperature")
 
 
-def _learned(knowledge: Knowledge, temperature: float) -> Assumed | None:
+def _learned(pair_stats: PairStats, temperature: float) -> Assumed | None:
     """What was learned of trees of a chosen shape, or of grown ones; None where nothing was at this temperature."""
-    keys = [key for key in knowledge.acceptance if key.endswith(f" {temperature:.1f}")]
-    for key in sorted(keys, key=lambda key: -knowledge.acceptance[key].tried[0]):
-        if knowledge.acceptance[key].tried[0] >= 1:
-            return Assumed(knowledge.acceptance[key].by_rank(), f"measured on this machine, of {key.split()[0]} trees")
+    keys = [key for key in pair_stats.acceptance if key.endswith(f" {temperature:.1f}")]
+    for key in sorted(keys, key=lambda key: -pair_stats.acceptance[key].tried[0]):
+        if pair_stats.acceptance[key].tried[0] >= 1:
+            return Assumed(pair_stats.acceptance[key].by_rank(), f"measured on this machine, of {key.split()[0]} trees")
     return None
 
 

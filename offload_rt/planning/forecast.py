@@ -7,15 +7,15 @@ import numpy as np
 import torch
 
 from offload_rt.config import EngineConfig
-from offload_rt.engine.memory_plan import LIBRARIES, Fit, Sizes, fit, less_margin
+from offload_rt.engine.memory_plan import LIBRARIES, MemoryPlan, Sizes, less_margin, plan_memory
 from offload_rt.errors import CapacityError
-from offload_rt.executor.cost import Pace
+from offload_rt.executor.cost import CostEstimator
 from offload_rt.models.spec import ModelSpec
-from offload_rt.offload.placement import Budgets
+from offload_rt.offload.placement import MemoryBudget
 from offload_rt.planning.acceptance import Assumed
 from offload_rt.planning.hardware import Card
 from offload_rt.planning.roofline import Roof, head_share
-from offload_rt.planning.simulate import Costs, Generation, Scheme, generate
+from offload_rt.planning.simulate import Costs, Generation, StreamSchedule, generate
 from offload_rt.speculate.protocols import DraftLimits
 from offload_rt.speculate.select import Drafting
 from offload_rt.system.machine import ComputeTimes, MachineProfile, pass_time
@@ -35,19 +35,19 @@ _OF_PRODUCTS = 1.5
 class Machine:
     """A machine to plan for.
 
-    budgets  bytes that may be used
+    budget  bytes that may be used
     links    ("disk", GB/s) and ("host", GB/s)
     compute  seconds of a model's passes, by its spec and dtype
-    drag     see `Scheme`
+    contention     see `StreamSchedule`
     sources  where its figures are from, a sentence each
     """
 
     title: str
-    budgets: Budgets
+    budget: MemoryBudget
     links: tuple[tuple[str, float], ...]
     compute: Callable[[ModelSpec, torch.dtype], ComputeTimes]
     fixed_s: float = 0.0
-    drag: float = 0.0
+    contention: float = 0.0
     sources: tuple[str, ...] = ()
 
     @classmethod
@@ -62,11 +62,11 @@ class Machine:
         device = less_margin(card.memory_nbytes) if device_memory is None else device_memory
         return cls(
             title=card.title,
-            budgets=Budgets(device, less_margin(ram), LIBRARIES, has_card=True),
+            budget=MemoryBudget(device, less_margin(ram), LIBRARIES, has_card=True),
             links=(("disk", disk_gbps), ("host", link_gbps or card.link.gbps)),
             compute=Roof.of(card).compute_times,
             fixed_s=_FIXED_S,
-            drag=1.0 / card.memory_gbps,
+            contention=1.0 / card.memory_gbps,
             sources=(
                 f"card: {card.source}",
                 "its link: given" if link_gbps else f"{card.link.name}: {card.link.source}",
@@ -75,8 +75,8 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Question:
-    """What is to be foretold.
+class PlanRequest:
+    """What is to be predicted.
 
     models   the target and the draft model
     context  tokens before the first pass
@@ -107,7 +107,7 @@ class Forecast:
     bound      what a pass waits for, in words
     """
 
-    fit: Fit
+    plan_memory: MemoryPlan
     topology: Topology
     run: Generation
     plain: Generation
@@ -128,63 +128,61 @@ class Forecast:
         return self.run.seconds_per_token
 
 
-def foretell(question: Question, machine: Machine) -> Forecast:
+def predict(request: PlanRequest, machine: Machine) -> Forecast:
     """Place the model, choose the tree, and run the loop. Raises CapacityError where it does not fit."""
-    fitted = fit(question.config, question.drafting, question.models, question.dtype, machine.budgets)
-    if question.context + question.tokens > fitted.max_model_len:
+    fitted = plan_memory(request.config, request.drafting, request.models, request.dtype, machine.budget)
+    if request.context + request.tokens > fitted.max_model_len:
         raise CapacityError(
-            "the context is too long", need=f"{question.context} tokens and {question.tokens} more",
+            "the context is too long", need=f"{request.context} tokens and {request.tokens} more",
             have=f"room for {fitted.max_model_len}", change="lower --context or --max-new-tokens, or raise --max-model-len",
         )  # fmt: skip
-    costs = _costs(question, machine)
-    scheme = Scheme.of(fitted.plan, machine.links, machine.drag)
+    costs = _costs(request, machine)
+    schedule = StreamSchedule.of(fitted.plan, machine.links, machine.contention)
     profile = MachineProfile(machine.title, False, machine.links, 1.0, machine.fixed_s, costs.target)
     moved = fitted.plan.pass_bytes
-    topology = _tree(question, fitted.limits, costs, Pace(profile, moved))
-    span = (question.context, question.context + question.tokens)
-    by_rank = question.acceptance.by_rank
-    rng = None if question.seed is None else np.random.default_rng(question.seed)
-    run = generate(scheme, costs, (topology, by_rank), span, rng)
-    alone = generate(scheme, costs, (Topology.chain(1), by_rank), (question.context, question.context + 1))
-    draft_s = costs.draft_s(topology, question.context)
-    compute_s = float(costs.target.at(np.array([len(topology)]), question.context)[0])
+    topology = _tree(request, fitted.limits, costs, CostEstimator(profile, moved))
+    span = (request.context, request.context + request.tokens)
+    by_rank = request.acceptance.by_rank
+    rng = None if request.seed is None else np.random.default_rng(request.seed)
+    run = generate(schedule, costs, (topology, by_rank), span, rng)
+    alone = generate(schedule, costs, (Topology.chain(1), by_rank), (request.context, request.context + 1))
+    draft_s = costs.draft_s(topology, request.context)
+    compute_s = float(costs.target.at(np.array([len(topology)]), request.context)[0])
     link_s = {name: nbytes / profile.link(name) / 1e9 for name, nbytes in moved.streamed if nbytes}
     return Forecast(
-        fit=fitted,
+        plan_memory=fitted,
         topology=topology,
         run=run,
         plain=alone,
-        closed_s=pass_time(profile, moved, len(topology), question.context, draft_s),
+        closed_s=pass_time(profile, moved, len(topology), request.context, draft_s),
         link_s=link_s,
         draft_s=draft_s,
         compute_s=compute_s,
-        bound=_bound(
-            link_s, draft_s, compute_s, compute_s / float(costs.target.at(np.array([1]), question.context)[0])
-        ),
+        bound=_bound(link_s, draft_s, compute_s, compute_s / float(costs.target.at(np.array([1]), request.context)[0])),
     )
 
 
-def _costs(question: Question, machine: Machine) -> Costs:
-    target, draft = question.models
+def _costs(request: PlanRequest, machine: Machine) -> Costs:
+    target, draft = request.models
     return Costs(
-        target=machine.compute(target.spec, question.dtype),
+        target=machine.compute(target.spec, request.dtype),
         draft=machine.compute(draft.spec, draft.dtype) if draft is not None else None,
         head=head_share(target.spec),
         fixed_s=machine.fixed_s,
     )
 
 
-def _tree(question: Question, limits: DraftLimits, costs: Costs, pace: Pace) -> Topology:
+def _tree(request: PlanRequest, limits: DraftLimits, costs: Costs, cost: CostEstimator) -> Topology:
     """The tree with the least time for a token, by the cost model, as drafters of a chosen shape choose it."""
     if costs.draft is None or limits.n_nodes == 1:
         return Topology.chain(1)
-    table = search(question.acceptance.by_rank, limits.n_nodes, limits.n_levels)
+    table = search(request.acceptance.by_rank, limits.n_nodes, limits.n_levels)
     sizes = np.array([limits.n_nodes]) if limits.fixed_size else sizes_up_to(limits.n_nodes)
     least_levels = limits.n_levels if limits.fixed_depth else 1 + limits.fixed_size
     topology = Topology.chain(2)
     for _ in range(_ROUNDS):
-        level_s = costs.draft_s(topology, question.context) / max(int(topology.depths.max()), 1)
-        seconds = pace.seconds(sizes[:, None], question.context, level_s * np.arange(limits.n_levels))
+        level_s = costs.draft_s(topology, request.context) / max(int(topology.depths.max()), 1)
+        seconds = cost.seconds(sizes[:, None], request.context, level_s * np.arange(limits.n_levels))
         choice = choose(table.values, sizes, seconds, least_levels)
         topology = table.topology(choice.n_nodes, choice.n_levels)
         if len(topology) == 1:

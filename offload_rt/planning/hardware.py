@@ -52,7 +52,7 @@ _ADA = "vendor specification: NVIDIA Ada GPU Architecture whitepaper"
 _GA102 = "vendor specification: NVIDIA Ampere GA102 GPU Architecture whitepaper"
 _BLACKWELL = "vendor specification: NVIDIA RTX Blackwell GPU Architecture whitepaper"
 _SHEET = "vendor specification: NVIDIA {} data sheet"
-_CITED, _REMEMBERED = ", as cited", ", remembered"
+_CITED, _CACHED = ", as cited", ", remembered"
 _DERIVED = "; rate of matrix products from its tensor cores, 64 products a clock each, and its boost clock"
 
 
@@ -65,10 +65,10 @@ def _gib(n: float) -> int:
 _WITH_ECC = 15 / 16
 
 CARDS = (
-    Card("rtx3060", "GeForce RTX 3060 12 GB", _gib(12), 25.5, 360.0, PCIE_4, _GA102 + _REMEMBERED + _DERIVED),
-    Card("rtx3090", "GeForce RTX 3090", _gib(24), 71.0, 936.0, PCIE_4, _GA102 + _REMEMBERED),
-    Card("rtx4070ti", "GeForce RTX 4070 Ti", _gib(12), 80.2, 504.0, PCIE_4, _ADA + _REMEMBERED + _DERIVED),
-    Card("rtx4080", "GeForce RTX 4080", _gib(16), 97.5, 716.8, PCIE_4, _ADA + _REMEMBERED),
+    Card("rtx3060", "GeForce RTX 3060 12 GB", _gib(12), 25.5, 360.0, PCIE_4, _GA102 + _CACHED + _DERIVED),
+    Card("rtx3090", "GeForce RTX 3090", _gib(24), 71.0, 936.0, PCIE_4, _GA102 + _CACHED),
+    Card("rtx4070ti", "GeForce RTX 4070 Ti", _gib(12), 80.2, 504.0, PCIE_4, _ADA + _CACHED + _DERIVED),
+    Card("rtx4080", "GeForce RTX 4080", _gib(16), 97.5, 716.8, PCIE_4, _ADA + _CACHED),
     Card("rtx4090", "GeForce RTX 4090", _gib(24), 165.2, 1008.0, PCIE_4, _ADA + _CITED),
     Card("rtx5090", "GeForce RTX 5090", _gib(32), 209.5, 1792.0, PCIE_5, _BLACKWELL + _CITED),
     Card("l4", "L4", _gib(24 * _WITH_ECC), 121.0, 300.0, PCIE_4, _SHEET.format("L4") + _CITED),

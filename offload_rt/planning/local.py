@@ -7,7 +7,7 @@ import torch
 
 from offload_rt.config import EngineConfig
 from offload_rt.engine import profile
-from offload_rt.engine.builder import budgets_of, pick_device
+from offload_rt.engine.builder import memory_budget, pick_device
 from offload_rt.errors import OffloadError, SettingsError
 from offload_rt.executor.runner import Placing
 from offload_rt.models.spec import ModelSpec
@@ -40,7 +40,7 @@ def this_machine(config: EngineConfig, disk_gbps: float | None) -> Machine:
 
     return Machine(
         title=f"this machine, {device.type}",
-        budgets=budgets_of(config, device),
+        budget=memory_budget(config, device),
         links=(("disk", disk_gbps), ("host", host_gbps)),
         compute=compute,
         sources=("computing: measured with layers of random numbers", told),

@@ -22,14 +22,14 @@ _N_SETTLING = 2
 
 
 @dataclass(frozen=True)
-class Scheme:
+class StreamSchedule:
     """How layers reach the device.
 
     paths    per layer the links it crosses, in order; none where it is resident. All paths end with the same link
     nbytes   per layer
     links    name and GB/s of each link, in the order in which they are crossed
     n_slots  blocks at the end of each link
-    drag     part of the device's speed that is lost for each GB/s that comes in: copies take memory traffic, or a core
+    contention     part of the device's speed that is lost for each GB/s that comes in: copies take memory traffic, or a core
     ahead    whether layers of the next pass come in before it begins; Sequoia's own engine waits
     """
 
@@ -37,16 +37,16 @@ class Scheme:
     nbytes: tuple[int, ...]
     links: tuple[tuple[str, float], ...]
     n_slots: int
-    drag: float = 0.0
+    contention: float = 0.0
     ahead: bool = True
 
     @classmethod
-    def of(cls, plan: Plan, links: tuple[tuple[str, float], ...], drag: float = 0.0) -> "Scheme":
+    def of(cls, plan: Plan, links: tuple[tuple[str, float], ...], contention: float = 0.0) -> "StreamSchedule":
         """The streaming of a plan."""
-        disk = ("disk", "host") if plan.budgets.has_card else ("disk",)
+        disk = ("disk", "host") if plan.budget.has_card else ("disk",)
         paths = {"device": (), "host": ("host",), "disk": disk}
         crossed = tuple(link for link in links if any(link[0] in paths[tier] for tier in plan.tiers))
-        return cls(tuple(paths[tier] for tier in plan.tiers), plan.layer_nbytes, crossed, plan.n_slots, drag)
+        return cls(tuple(paths[tier] for tier in plan.tiers), plan.layer_nbytes, crossed, plan.n_slots, contention)
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,9 @@ class _Link:
     left     bytes of the item under way
     """
 
-    def __init__(self, name: str, gbps: float, scheme: Scheme) -> None:
+    def __init__(self, name: str, gbps: float, schedule: StreamSchedule) -> None:
         self.name, self.rate = name, gbps * 1e9
-        self.layers = [i for i, path in enumerate(scheme.paths) if name in path]
+        self.layers = [i for i, path in enumerate(schedule.paths) if name in path]
         self.place = {layer: j for j, layer in enumerate(self.layers)}
         self.n_started = self.n_ended = self.n_freed = 0
         self.left = self.busy_s = 0.0
@@ -136,10 +136,10 @@ class _Device:
 class _Simulation:
     """The state between two events."""
 
-    def __init__(self, scheme: Scheme, works: Sequence[Work]) -> None:
-        self.scheme = scheme
-        self.links = [_Link(name, gbps, scheme) for name, gbps in scheme.links]
-        self.device = _Device(works, len(scheme.paths))
+    def __init__(self, schedule: StreamSchedule, works: Sequence[Work]) -> None:
+        self.schedule = schedule
+        self.links = [_Link(name, gbps, schedule) for name, gbps in schedule.links]
+        self.device = _Device(works, len(schedule.paths))
         self.now = 0.0
 
     def run(self) -> Timeline:
@@ -157,7 +157,7 @@ class _Simulation:
         """Let everything begin that waits for nothing more."""
         for before, link in zip([None, *self.links], self.links, strict=False):
             if not link.is_busy and self._may_start(before, link):
-                link.left = self.scheme.nbytes[link.layers[link.n_started % len(link.layers)]]
+                link.left = self.schedule.nbytes[link.layers[link.n_started % len(link.layers)]]
                 link.n_started += 1
         device = self.device
         if not device.is_busy and self._has_arrived(device.job):
@@ -166,11 +166,11 @@ class _Simulation:
     def _may_start(self, before: _Link | None, link: _Link) -> bool:
         j = link.n_started
         n_pass, layer = j // len(link.layers), link.layers[j % len(link.layers)]
-        if j >= link.n_freed + self.scheme.n_slots:
+        if j >= link.n_freed + self.schedule.n_slots:
             return False
         if before is not None and layer in before.place and before.n_ended <= before.item(n_pass, layer):
             return False
-        return self.scheme.ahead or (n_pass, 0) <= (self.device.n_pass, self.device.job)
+        return self.schedule.ahead or (n_pass, 0) <= (self.device.n_pass, self.device.job)
 
     def _has_arrived(self, job: int) -> bool:
         if not self.links or job not in self.links[-1].place:
@@ -180,7 +180,7 @@ class _Simulation:
     def _speed(self) -> float:
         """Of the device, as part of its full speed."""
         last = self.links[-1] if self.links else None
-        return 1.0 / (1.0 + self.scheme.drag * last.rate / 1e9) if last is not None and last.is_busy else 1.0
+        return 1.0 / (1.0 + self.schedule.contention * last.rate / 1e9) if last is not None and last.is_busy else 1.0
 
     def _advance(self) -> None:
         """To the next event."""
@@ -216,9 +216,9 @@ class _Simulation:
         return device.end()
 
 
-def simulate(scheme: Scheme, works: Sequence[Work]) -> Timeline:
+def simulate(schedule: StreamSchedule, works: Sequence[Work]) -> Timeline:
     """Run passes of so much work, one after the other, on a virtual clock."""
-    return _Simulation(scheme, works).run()
+    return _Simulation(schedule, works).run()
 
 
 @dataclass(frozen=True)
@@ -275,7 +275,7 @@ class Generation:
 
 
 def generate(
-    scheme: Scheme,
+    schedule: StreamSchedule,
     costs: Costs,
     tree: tuple[Topology, np.ndarray],
     span: tuple[int, int],
@@ -295,7 +295,7 @@ def generate(
         works.append(costs.work(topology, int(context)))
         tokens.append(expected if rng is None else draw_tokens(topology, acceptance, rng))
         context += tokens[-1]
-    return Generation(np.array(tokens), tuple(works), simulate(scheme, works))
+    return Generation(np.array(tokens), tuple(works), simulate(schedule, works))
 
 
 def draw_tokens(topology: Topology, acceptance: np.ndarray, rng: np.random.Generator) -> int:

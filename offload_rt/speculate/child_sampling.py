@@ -1,4 +1,4 @@
-"""Which tokens the children of a node carry: the most probable ones, drawn ones, or both."""
+"""Which tokens the children of a node carry: the most probable ones, sampled ones, or both."""
 
 import torch
 from torch import Generator, Tensor
@@ -7,34 +7,34 @@ from torch import Generator, Tensor
 _LOG_ZERO = -200.0
 
 
-def law_of(logits: Tensor, temperature: float) -> Tensor:
-    """The draft's law (rows, vocabulary) float32, without the denormal numbers that the rules could not divide by."""
+def probs_of(logits: Tensor, temperature: float) -> Tensor:
+    """The draft's distribution (rows, vocabulary) float32, without the denormal numbers that the rules could not divide by."""
     # The best logit becomes 0 first: then a temperature close to 0 can overflow only downwards, to probability 0.
     logits = logits - logits.amax(-1, keepdim=True)
-    law = torch.softmax(logits / max(temperature, torch.finfo(logits.dtype).tiny), -1)
-    return law.masked_fill_(law < torch.finfo(law.dtype).tiny, 0.0)
+    probs = torch.softmax(logits / max(temperature, torch.finfo(logits.dtype).tiny), -1)
+    return probs.masked_fill_(probs < torch.finfo(probs.dtype).tiny, 0.0)
 
 
-def top(law: Tensor, n: int) -> Tensor:
-    """The n most probable tokens, (rows, n), of laws or logits (rows, vocabulary)."""
-    return law.topk(n, dim=-1).indices
+def top(probs: Tensor, n: int) -> Tensor:
+    """The n most probable tokens, (rows, n), of distributions or logits (rows, vocabulary)."""
+    return probs.topk(n, dim=-1).indices
 
 
-def without_replacement(law: Tensor, n: int, generator: Generator, struck: Tensor | None = None) -> Tensor:
-    """Draw n different tokens for each law, by an exponential race (Vieira 2014; Chen et al. 2024).
+def without_replacement(probs: Tensor, n: int, generator: Generator, struck: Tensor | None = None) -> Tensor:
+    """Draw n different tokens for each distribution, by an exponential race (Vieira 2014; Chen et al. 2024).
 
-    law     (rows, vocabulary) float32
+    probs     (rows, vocabulary) float32
     struck  (rows, vocabulary) bool: tokens that are not drawn
-    Returns (rows, n); where a law is used up, the rest is drawn uniformly from the tokens that are left.
+    Returns (rows, n); where a distribution is used up, the rest is drawn uniformly from the tokens that are left.
     """
     # Exponential noise of float32 can be 0, whose logarithm would win every race.
-    noise = torch.empty_like(law).exponential_(generator=generator).clamp_min_(torch.finfo(law.dtype).tiny)
-    keys = law.log().clamp_min_(_LOG_ZERO).sub_(noise.log_())
+    noise = torch.empty_like(probs).exponential_(generator=generator).clamp_min_(torch.finfo(probs.dtype).tiny)
+    keys = probs.log().clamp_min_(_LOG_ZERO).sub_(noise.log_())
     if struck is not None:
         keys.masked_fill_(struck, -torch.inf)
     return keys.topk(n, dim=-1).indices
 
 
-def independent(law: Tensor, n: int, generator: Generator) -> Tensor:
-    """Draw n tokens for each law, each from the whole of it: (rows, n)."""
-    return torch.multinomial(law, n, replacement=True, generator=generator)
+def independent(probs: Tensor, n: int, generator: Generator) -> Tensor:
+    """Draw n tokens for each distribution, each from the whole of it: (rows, n)."""
+    return torch.multinomial(probs, n, replacement=True, generator=generator)

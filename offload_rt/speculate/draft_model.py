@@ -20,7 +20,7 @@ from offload_rt.tree.topology import Topology
 ROWS_PER_NODE = 2
 
 
-class Growth:
+class DraftState:
     """What the draft has computed for one sequence: its tokens, and nodes of a tree below the last of them.
 
     A node here is a row of the draft's cache; leaves that need no logits have none. Row 0 is the root.
@@ -39,7 +39,7 @@ class Growth:
 
     def start(self, tokens: list[int], n_prompt: int) -> None:
         """Begin a tree below the last of `tokens`, keeping the rows that an earlier tree has of them."""
-        self._harvest(tokens)
+        self._finish_tree(tokens)
         n_kept = self.cache.rewind_to(self._known(tokens[:-1]))
         self.lacking, self.n_prompt = tokens[n_kept:-1], n_prompt
         self.tokens, self.parents, self.n_done = [tokens[-1]], [-1], 0
@@ -65,7 +65,7 @@ class Growth:
             self.lacking = []
         self.n_done = len(self.tokens)
 
-    def _harvest(self, tokens: list[int]) -> None:
+    def _finish_tree(self, tokens: list[int]) -> None:
         """Commit the rows of the tree along which the sequence has gone on."""
         n = self.cache.n_committed
         if self.n_done == 0 or n >= len(tokens) - 1 or tokens[n] != self.tokens[0]:
@@ -86,10 +86,10 @@ class Growth:
         return [min(token, self._last_token) for token in tokens]
 
 
-class Sapling(Protocol):
+class TreeBuilder(Protocol):
     """A tree of one sequence while it grows."""
 
-    growth: Growth
+    state: DraftState
 
     def take(self, logits: Tensor) -> None:
         """Grow by the logits (rows, vocabulary) float32 of the rows added last; add those to be computed next."""
@@ -106,41 +106,41 @@ class DraftModel:
     def __init__(self, runner: Runner, vocab_size: int, max_levels: int, trace: Trace) -> None:
         self._runner, self.vocab_size, self._trace = runner, vocab_size, trace
         self._limit = max(runner.spec.max_positions - max_levels, 1)
-        self._growths: WeakKeyDictionary[Sequence, Growth] = WeakKeyDictionary()
+        self._states: WeakKeyDictionary[Sequence, DraftState] = WeakKeyDictionary()
 
-    def start(self, sequence: Sequence, n_nodes: int, is_alone: bool) -> Growth:
+    def start(self, sequence: Sequence, n_nodes: int, is_alone: bool) -> DraftState:
         """A growth at the end of a sequence; where the draft's context is shorter, of as much of it as fits.
 
         is_alone  no other sequence is drafted for
         """
-        growth = self._growths.get(sequence)
-        if growth is None:
-            for ended in [one for one in self._growths if one.finish_reason is not None]:
-                del self._growths[ended]
+        state = self._states.get(sequence)
+        if state is None:
+            for ended in [one for one in self._states if one.finish_reason is not None]:
+                del self._states[ended]
             cache = self._runner.new_cache(draft_rows(sequence.longest, n_nodes), is_alone)
             generator = generator_on(self._runner.device, sequence.generator)
-            growth = Growth(cache, self._runner.spec.vocab_size, generator)
-            self._growths[sequence] = growth
+            state = DraftState(cache, self._runner.spec.vocab_size, generator)
+            self._states[sequence] = state
         first = _window_start(len(sequence.tokens), self._limit)
-        growth.start(sequence.tokens[first:], max(sequence.n_prompt - first, 1))
-        return growth
+        state.start(sequence.tokens[first:], max(sequence.n_prompt - first, 1))
+        return state
 
-    def grow(self, saplings: Several[Sapling]) -> int:
-        """Let all saplings grow to their end, a level or round of all of them in each pass; returns the passes made.
+    def grow(self, builders: Several[TreeBuilder]) -> int:
+        """Let all tree builders grow to their end, a level or round of all of them in each pass; returns the passes made.
 
         Raises NumericsError if a logit is not a number.
         """
-        growing, n_passes = list(saplings), 0
-        while growing := [one for one in growing if len(one.growth.tokens) > one.growth.n_done]:
+        growing, n_passes = list(builders), 0
+        while growing := [one for one in growing if len(one.state.tokens) > one.state.n_done]:
             with self._trace.span(DRAFT, f"level {n_passes + 1}"):
                 self._grow_a_level(growing)
             n_passes += 1
         return n_passes
 
-    def _grow_a_level(self, growing: list[Sapling]) -> None:
-        logits = self._runner.forward([one.growth.step() for one in growing])
+    def _grow_a_level(self, growing: list[TreeBuilder]) -> None:
+        logits = self._runner.forward([one.state.step() for one in growing])
         for one, rows in zip(growing, logits, strict=True):
-            one.growth.computed()
+            one.state.computed()
             if not bool(rows.amax(-1).isfinite().all()):
                 raise NumericsError("the draft model's logits are not all numbers", change="check its checkpoint")
             one.take(self._to_vocabulary(rows.float()))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from offload_rt.speculate import child_sampling
-from offload_rt.speculate.draft_model import ROWS_PER_NODE, Growth
+from offload_rt.speculate.draft_model import ROWS_PER_NODE, DraftState
 from offload_rt.tree.choose import Calibration
 from offload_rt.tree.topology import DraftTree, Topology
 
@@ -61,7 +61,7 @@ class Candidates:
         )
 
 
-class DynamicSapling:
+class DynamicTreeBuilder:
     """A tree that grows in rounds until no candidate can enter it, or until a round costs more than it brings.
 
     n_nodes      of the tree at most, root included
@@ -70,9 +70,9 @@ class DynamicSapling:
     """
 
     def __init__(
-        self, growth: Growth, n_nodes: int, n_levels: int, temperature: float, calibration: Calibration, worth: float
+        self, state: DraftState, n_nodes: int, n_levels: int, temperature: float, calibration: Calibration, worth: float
     ) -> None:
-        self.growth, self._n_nodes, self._n_levels = growth, n_nodes, n_levels
+        self.state, self._n_nodes, self._n_levels = state, n_nodes, n_levels
         self.temperature, self._calibration, self._worth = temperature, calibration, worth
         self._most_rows = ROWS_PER_NODE * n_nodes
         self._candidates = Candidates.none()
@@ -81,8 +81,8 @@ class DynamicSapling:
 
     def take(self, logits: Tensor) -> None:
         """Let the children of the nodes computed last compete; those that enter are computed next."""
-        law = child_sampling.law_of(logits, self.temperature or 1.0)
-        best = law.topk(min(_N_CHILDREN, self._n_nodes - 1, law.shape[-1]), dim=-1)
+        probs = child_sampling.probs_of(logits, self.temperature or 1.0)
+        best = probs.topk(min(_N_CHILDREN, self._n_nodes - 1, probs.shape[-1]), dim=-1)
         probabilities, tokens = best.values.double().cpu().numpy(), best.indices.cpu().numpy()
         now = self._candidates
         places = self._expanded
@@ -111,10 +111,10 @@ class DynamicSapling:
             return
         ahead = (waiting[waiting < share * self._n_nodes] for share in _SHARES)
         places = next((some for some in ahead if len(some)), waiting)
-        places = places[: self._most_rows - len(self.growth.tokens)]
+        places = places[: self._most_rows - len(self.state.tokens)]
         parents = now.parents[places]
         parent_rows = np.where(parents < 0, 0, now.rows[parents])
-        now.rows[places] = self.growth.add(parent_rows.tolist(), now.tokens[places].tolist())
+        now.rows[places] = self.state.add(parent_rows.tolist(), now.tokens[places].tolist())
         self._expanded = places
 
     def tree(self, size: Callable[[np.ndarray], int]) -> DraftTree:
@@ -125,7 +125,7 @@ class DynamicSapling:
         now = self._candidates
         n = size(now.chances)
         parents = np.concatenate(([-1], now.parents[:n] + 1))
-        tokens = np.concatenate((self.growth.tokens[:1], now.tokens[:n]))
+        tokens = np.concatenate((self.state.tokens[:1], now.tokens[:n]))
         expected = 1.0 + float(now.chances[:n].sum())
         return DraftTree(Topology(parents), torch.from_numpy(tokens), expected=expected)
 

@@ -65,15 +65,15 @@ class MatchRates:
         self._tried[match.n_equal] += n_tried
 
 
-def graft(tree: DraftTree, tokens: tuple[int, ...], n_nodes: int) -> DraftTree:
-    """Add a copied continuation below the root as given nodes, as far as it is not there and `n_nodes` allow.
+def append_ngram(tree: DraftTree, tokens: tuple[int, ...], n_nodes: int) -> DraftTree:
+    """Add a copied continuation below the root as deterministic nodes, as far as it is not there and `n_nodes` allow.
 
-    It follows given nodes only: where children are drawn, it stands beside them, its first token struck from their draw.
+    It follows deterministic nodes only. Beside sampled children its first token is excluded from their sampling.
     """
     parents, all_tokens = tree.topology.parents.tolist(), tree.tokens.tolist()
     n_before, node = len(parents), 0
     for token in tokens:
-        below = tree.topology.children[node] if node < n_before and tree.draws is None else ()
+        below = tree.topology.children[node] if node < n_before and tree.sampled is None else ()
         child = next((child for child in below if all_tokens[child] == token), None)
         if child is None:
             if len(parents) >= n_nodes:
@@ -85,8 +85,11 @@ def graft(tree: DraftTree, tokens: tuple[int, ...], n_nodes: int) -> DraftTree:
     n_new = len(parents) - n_before
     if n_new == 0:
         return tree
-    draws = tree.draws
-    if draws is not None:
-        drawn, row_of = np.pad(draws.drawn, (0, n_new)), np.pad(draws.row_of, (0, n_new), constant_values=-1)
-        draws = replace(draws, drawn=drawn, row_of=row_of)
-    return replace(tree, topology=Topology(np.array(parents)), tokens=torch.tensor(all_tokens), draws=draws)
+    sampled = tree.sampled
+    if sampled is not None:
+        is_sampled, row_of = (
+            np.pad(sampled.is_sampled, (0, n_new)),
+            np.pad(sampled.row_of, (0, n_new), constant_values=-1),
+        )
+        sampled = replace(sampled, is_sampled=is_sampled, row_of=row_of)
+    return replace(tree, topology=Topology(np.array(parents)), tokens=torch.tensor(all_tokens), sampled=sampled)

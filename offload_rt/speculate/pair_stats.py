@@ -5,30 +5,30 @@ from dataclasses import dataclass, field
 
 import torch
 
-from offload_rt.executor.cost import Pace
+from offload_rt.executor.cost import CostEstimator
 from offload_rt.executor.sequence import Sequence
 from offload_rt.models.spec import ModelSpec
 from offload_rt.speculate.draft_model import DraftModel
 from offload_rt.speculate.protocols import DraftLimits
 from offload_rt.system.files import read_cached, write_cached
-from offload_rt.tree.choose import Acceptance, Calibration, Yield
+from offload_rt.tree.choose import Acceptance, Calibration, ExpectedTokensBias
 from offload_rt.tree.topology import DraftTree, Topology
 
 _FILE, _VERSION = "pairs.json", 3
 
 
 @dataclass
-class Knowledge:
+class PairStats:
     """What was learned of a pair of models, by kind of tree and temperature.
 
     acceptance   by rank among siblings
     calibration  what the draft's probabilities are worth
-    yields       what the expectations that follow from these are worth
+    bias       what the expectations that follow from these are worth
     """
 
     acceptance: dict[str, Acceptance] = field(default_factory=dict)
     calibration: dict[str, Calibration] = field(default_factory=dict)
-    yields: dict[str, Yield] = field(default_factory=dict)
+    bias: dict[str, ExpectedTokensBias] = field(default_factory=dict)
 
     @property
     def is_empty(self) -> bool:
@@ -36,25 +36,25 @@ class Knowledge:
         return not self.acceptance and not self.calibration
 
 
-def recall(target: ModelSpec, draft: ModelSpec) -> Knowledge:
+def load_pair_stats(target: ModelSpec, draft: ModelSpec) -> PairStats:
     """What earlier runs learned of a pair."""
     entry = read_cached(_FILE, _VERSION).get(_pair(target, draft), {})
     try:
-        return Knowledge(
+        return PairStats(
             {key: Acceptance.of(*counts) for key, counts in entry["acceptance"].items()},
             {key: Calibration.of(*counts) for key, counts in entry["calibration"].items()},
-            {key: Yield.of(*counts) for key, counts in entry["yields"].items()},
+            {key: ExpectedTokensBias.of(*counts) for key, counts in entry["bias"].items()},
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
-        return Knowledge()
+        return PairStats()
 
 
-def remember(target: ModelSpec, draft: ModelSpec, knowledge: Knowledge) -> None:
+def save_pair_stats(target: ModelSpec, draft: ModelSpec, pair_stats: PairStats) -> None:
     """Keep what was learned for later runs."""
     entry = {
-        "acceptance": {key: one.counts() for key, one in knowledge.acceptance.items()},
-        "calibration": {key: one.counts() for key, one in knowledge.calibration.items()},
-        "yields": {key: one.counts() for key, one in knowledge.yields.items()},
+        "acceptance": {key: one.counts() for key, one in pair_stats.acceptance.items()},
+        "calibration": {key: one.counts() for key, one in pair_stats.calibration.items()},
+        "bias": {key: one.counts() for key, one in pair_stats.bias.items()},
     }
     write_cached(_FILE, _VERSION, {**read_cached(_FILE, _VERSION), _pair(target, draft): entry})
 
@@ -68,14 +68,14 @@ class DraftParts:
     """What a drafter is built from.
 
     model      None for drafters that need none
-    child_law  by which the rule wants children drawn
+    child_sampling  by which the rule wants children drawn
     """
 
     limits: DraftLimits
-    pace: Pace
-    child_law: str
+    cost: CostEstimator
+    child_sampling: str
     model: DraftModel | None = None
-    knowledge: Knowledge = field(default_factory=Knowledge)
+    pair_stats: PairStats = field(default_factory=PairStats)
 
 
 def root_only(sequence: Sequence) -> DraftTree:

@@ -38,8 +38,8 @@ class Drafter(Protocol):
         """What became of the tree it proposed last."""
 
 
-class Rule(Protocol):
+class VerificationRule(Protocol):
     """How a tree is verified."""
 
     def verify(self, tree: DraftTree, target: Tensor, generator: torch.Generator) -> Verdict:
-        """What to accept, given the target's law (n, vocabulary) after each node."""
+        """What to accept, given the target's distribution (n, vocabulary) after each node."""

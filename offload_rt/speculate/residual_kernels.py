@@ -1,7 +1,7 @@
-"""The kernels of the rules that weigh laws: token by token from the root, and leaf to root.
+"""The kernels of the rules that weigh distributions: token by token from the root, and leaf to root.
 
-A node's residual is kept as `scale * rest`: striking out a given child is then one entry and a new scale, whatever the
-size of the vocabulary; only a drawn child costs a pass over it. See the laws of verification in docs/exactness.md.
+A node's residual is kept as `scale * rest`: striking out a deterministic child is then one entry and a new scale, whatever the
+size of the vocabulary; only a sampled child costs a pass over it. See the distributions of verification in docs/exactness.md.
 """
 
 from typing import NamedTuple
@@ -12,9 +12,9 @@ from offload_rt.system.numba_cache import compiled
 
 # Partial sums of so many entries are added up in float64.
 _BLOCK = 1024
-# What is left of a law is added up anew where subtracting would leave mostly rounding.
+# What is left of a distribution is added up anew where subtracting would leave mostly rounding.
 _CANCELLED = 1e-4
-# The smallest normal float32: a draft's law has no smaller entries but 0, so less than that is nothing.
+# The smallest normal float32: a draft's distribution has no smaller entries but 0, so less than that is nothing.
 _TINY = 1.1754943508222875e-38
 
 
@@ -23,19 +23,19 @@ class Candidates(NamedTuple):
 
     starts, children  the children of node v in the order of their verification: children[starts[v] : starts[v + 1]]
     tokens            (n,) int64
-    drawn             (n,) bool
-    row_of, laws      the draft's law after node v is laws[row_of[v]]
-    sums              (rows,) of each law, filled in when first needed, negative until then
-    independent       drawn siblings were drawn with replacement
+    is_sampled             (n,) bool
+    row_of, draft_probs      the draft's distribution after node v is distributions[row_of[v]]
+    sums              (rows,) of each distribution, filled in when first needed, negative until then
+    independent       sampled siblings were drawn with replacement
     n_levels          of the tree, the root's included
     """
 
     starts: np.ndarray
     children: np.ndarray
     tokens: np.ndarray
-    drawn: np.ndarray
+    is_sampled: np.ndarray
     row_of: np.ndarray
-    laws: np.ndarray
+    draft_probs: np.ndarray
     sums: np.ndarray
     independent: bool
     n_levels: int
@@ -53,14 +53,14 @@ def _block_sums(values):
 
 
 @compiled(fastmath={"reassoc", "contract", "nsz"})
-def _subtract(rest, factor, law, share, floor):
-    """rest <- max(factor * rest - share * law - floor, 0) in place; returns its sum."""
+def _subtract(rest, factor, probs, share, floor):
+    """rest <- max(factor * rest - share * distribution - floor, 0) in place; returns its sum."""
     factor, share, floor = rest.dtype.type(factor), rest.dtype.type(share), rest.dtype.type(floor)
     total, zero = 0.0, rest.dtype.type(0)
     for first in range(0, len(rest), _BLOCK):
         part = rest.dtype.type(0)
         for i in range(first, min(first + _BLOCK, len(rest))):
-            left = max(factor * rest[i] - share * law[i] - floor, zero)
+            left = max(factor * rest[i] - share * probs[i] - floor, zero)
             rest[i] = left
             part += left
         total += part
@@ -68,71 +68,71 @@ def _subtract(rest, factor, law, share, floor):
 
 
 @compiled()
-def _left_of_law(tree, node, i):
-    """Mass and number of the tokens that the i-th child of a node, a drawn one, was drawn from."""
+def _mass_left(tree, node, i):
+    """Mass and number of the tokens that the i-th child of a node, a sampled one, was drawn from."""
     first, last = tree.starts[node], tree.starts[node + 1]
     row = tree.row_of[node]
-    law = tree.laws[row]
+    probs = tree.draft_probs[row]
     if tree.sums[row] < 0:
-        tree.sums[row] = _block_sums(law)
+        tree.sums[row] = _block_sums(probs)
     whole = tree.sums[row]
     if tree.independent:
-        return whole, len(law)
+        return whole, len(probs)
     taken, n_taken = 0.0, 0
     for j in range(first, last):
         other = tree.children[j]
-        if j < first + i or not tree.drawn[other]:
-            taken += law[tree.tokens[other]]
+        if j < first + i or not tree.is_sampled[other]:
+            taken += probs[tree.tokens[other]]
             n_taken += 1
     left = whole - taken
     if left < _CANCELLED:
         left = 0.0
-        for token in range(len(law)):
+        for token in range(len(probs)):
             struck = False
             for j in range(first, last):
                 other = tree.children[j]
-                if (j < first + i or not tree.drawn[other]) and tree.tokens[other] == token:
+                if (j < first + i or not tree.is_sampled[other]) and tree.tokens[other] == token:
                     struck = True
             if not struck:
-                left += law[token]
-    return left, len(law) - n_taken
+                left += probs[token]
+    return left, len(probs) - n_taken
 
 
 @compiled()
-def _law_of_child(tree, node, i):
-    """The law of a drawn child as (share, floor): share * q + floor on the tokens it was drawn from."""
-    left, n_left = _left_of_law(tree, node, i)
+def _child_probs(tree, node, i):
+    """The distribution of a sampled child as (share, floor): share * q + floor on the tokens it was drawn from."""
+    left, n_left = _mass_left(tree, node, i)
     return (1.0 / left, 0.0) if left >= _TINY else (0.0, 1.0 / max(n_left, 1))
 
 
 @compiled()
 def _odds(tree, node, i, mass, rest):
-    """min(1, mass * rest / law) at the token of the i-th child; `mass` includes the scale of `rest`."""
+    """min(1, mass * rest / distribution) at the token of the i-th child; `mass` includes the scale of `rest`."""
     child = tree.children[tree.starts[node] + i]
     token = tree.tokens[child]
     wanted = mass * rest[token]
     if wanted <= 0.0:
         return 0.0
-    law = 1.0
-    if tree.drawn[child]:
-        share, floor = _law_of_child(tree, node, i)
-        law = share * tree.laws[tree.row_of[node], token] + floor
-    return min(1.0, wanted / law)
+    probs = 1.0
+    if tree.is_sampled[child]:
+        share, floor = _child_probs(tree, node, i)
+        probs = share * tree.draft_probs[tree.row_of[node], token] + floor
+    return min(1.0, wanted / probs)
 
 
 @compiled()
-def _strike_drawn(tree, node, i, mass, rest, share, floor):
-    """rest <- max(mass * rest - law of the i-th child, 0); returns its sum."""
+def _subtract_sampled(tree, node, i, mass, rest, share, floor):
+    """rest <- max(mass * rest - distribution of the i-th child, 0); returns its sum."""
     first = tree.starts[node]
     last = first if tree.independent else tree.starts[node + 1]
     kept = np.empty(last - first)
     for j in range(first, last):
         kept[j - first] = rest[tree.tokens[tree.children[j]]]
-    total = _subtract(rest, mass, tree.laws[tree.row_of[node]], share, floor)
+    total = _subtract(rest, mass, tree.draft_probs[tree.row_of[node]], share, floor)
     for j in range(first, last):
         other = tree.children[j]
         token = tree.tokens[other]
-        if j < first + i or not tree.drawn[other]:  # not among the tokens it was drawn from: nothing to subtract
+        if j < first + i or not tree.is_sampled[other]:  # not among the tokens it was drawn from: nothing to subtract
             total += mass * kept[j - first] - rest[token]
             rest[token] = mass * kept[j - first]
     return total
@@ -142,13 +142,13 @@ def _strike_drawn(tree, node, i, mass, rest, share, floor):
 def _reject(tree, node, i, mass, scale, rest):
     """Strike the rejected i-th child of a node out of its residual.
 
-    mass   with which the node was tried: the residual's law is weighed as mass * scale * rest
+    mass   with which the node was tried: the residual's distribution is weighed as mass * scale * rest
     Returns the mass of what is left, and the new scale; 0 and 0 where nothing is left.
     """
     child = tree.children[tree.starts[node] + i]
-    if tree.drawn[child]:
-        share, floor = _law_of_child(tree, node, i)
-        left = _strike_drawn(tree, node, i, mass * scale, rest, share, floor)
+    if tree.is_sampled[child]:
+        share, floor = _child_probs(tree, node, i)
+        left = _subtract_sampled(tree, node, i, mass * scale, rest, share, floor)
         return (left, 1.0 / left) if left > 0.0 else (0.0, 0.0)
     kept = 1.0 - min(scale * rest[tree.tokens[child]], 1.0)
     rest[tree.tokens[child]] = 0
@@ -158,13 +158,13 @@ def _reject(tree, node, i, mass, scale, rest):
 
 
 @compiled()
-def walk(tree, target, uniforms, odds):
+def verify_top_down(tree, target, uniforms, odds):
     """Token by token: accept a child, or strike it out and try the next (Miao et al. 2024; Chen et al. 2024).
 
     target    (n, vocabulary)
     uniforms  (n,) as `decide` takes them
     odds      (n,) is written
-    Returns the last node accepted and the law of the bonus.
+    Returns the last node accepted and the distribution of the bonus.
     """
     node, i, scale = 0, 0, 1.0
     rest = target[0].copy()
@@ -176,7 +176,7 @@ def walk(tree, target, uniforms, odds):
             rest[:] = target[child]
             continue
         left, scale = _reject(tree, node, i, 1.0, scale, rest)
-        if left <= 0.0:  # the draft's law was the target's: rounding alone rejected the child
+        if left <= 0.0:  # the draft's distribution was the target's: rounding alone rejected the child
             rest[:] = target[node]
             scale = 1.0
         i += 1
@@ -184,11 +184,11 @@ def walk(tree, target, uniforms, odds):
 
 
 @compiled()
-def traverse(tree, target, uniforms, odds):
+def verify_bottom_up(tree, target, uniforms, odds):
     """Leaf to root (Weng et al. 2025): a node is tried after its subtree, with the mass which the subtree left it.
 
-    Arguments and result as of `walk`. Where of siblings the one with the larger subtree comes first, it was never found to
-    accept less than `walk` in expectation; on a chain it is block verification.
+    Arguments and result as of `verify_top_down`. Where the sibling with the larger subtree comes first, it was never found
+    to accept less than `verify_top_down` in expectation; on a chain it is block verification.
     """
     nodes, at = np.zeros(tree.n_levels, np.int64), np.zeros(tree.n_levels, np.int64)
     masses, scales = np.ones(tree.n_levels), np.ones(tree.n_levels)

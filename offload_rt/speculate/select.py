@@ -11,9 +11,9 @@ import torch
 from offload_rt.config import EngineConfig
 from offload_rt.errors import SettingsError
 from offload_rt.models.spec import ModelSpec
-from offload_rt.speculate.protocols import DraftLimits, Rule
+from offload_rt.speculate.protocols import DraftLimits, VerificationRule
 from offload_rt.system import registry
-from offload_rt.tree.topology import DraftTree, Draws, Topology
+from offload_rt.tree.topology import DraftTree, SampledNodes, Topology
 from offload_rt.weights.checkpoint import Checkpoint
 
 if TYPE_CHECKING:  # it takes a second to load, and a plan needs none
@@ -31,8 +31,8 @@ class Drafting:
     """A drafter's module, the rule its trees are verified by, and the draft model's checkpoint where it has one."""
 
     module: ModuleType
-    rule: Rule
-    child_law: str
+    rule: VerificationRule
+    child_sampling: str
     draft: Checkpoint | None = None
 
     def limits(self, config: EngineConfig, extra: Callable[[int], int], budget: int, least: int) -> DraftLimits:
@@ -71,12 +71,12 @@ def pick_drafter(config: EngineConfig) -> Drafting:
     if config.draft_model is None and module.NEEDS_MODEL:
         raise SettingsError(f"--drafter {name}", need="a draft model", change="give one by --draft-model")
     rule = registry.find("speculate.verify", module.BEST_RULE if config.rule == "auto" else config.rule)
-    if rule.NEEDS_LAWS and not module.GIVES_LAWS:
+    if rule.NEEDS_DRAFT_PROBS and not module.GIVES_DRAFT_PROBS:
         raise SettingsError(
             f"--rule {config.rule}", need="a drafter that draws by probabilities", have=name, change="use --rule match"
         )
-    child_law = rule.CHILD_LAW if rule.NEEDS_LAWS else "without_replacement"
-    return Drafting(module, rule, child_law)
+    child_sampling = rule.CHILD_SAMPLING if rule.NEEDS_DRAFT_PROBS else "without_replacement"
+    return Drafting(module, rule, child_sampling)
 
 
 def check_pair(
@@ -108,9 +108,9 @@ def _other_tokenizer(have: str, need: str) -> SettingsError:
     )
 
 
-def warm_up(rule: Rule) -> None:
+def warm_up(rule: VerificationRule) -> None:
     """Let a rule compile what it compiles before anyone waits for a token."""
-    law = torch.full((3, 4), 0.25)
-    draws = Draws(np.array([False, True, True]), law, np.array([0, -1, -1]))
-    tree = DraftTree(Topology(np.array([-1, 0, 0])), torch.tensor([0, 1, 2]), draws)
-    rule.verify(tree, law, torch.Generator())
+    probs = torch.full((3, 4), 0.25)
+    sampled = SampledNodes(np.array([False, True, True]), probs, np.array([0, -1, -1]))
+    tree = DraftTree(Topology(np.array([-1, 0, 0])), torch.tensor([0, 1, 2]), sampled)
+    rule.verify(tree, probs, torch.Generator())

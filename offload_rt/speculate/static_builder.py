@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from offload_rt.speculate import child_sampling
-from offload_rt.speculate.draft_model import Growth
-from offload_rt.speculate.ngrams import graft
-from offload_rt.tree.topology import DraftTree, Draws, Topology
+from offload_rt.speculate.draft_model import DraftState
+from offload_rt.speculate.ngrams import append_ngram
+from offload_rt.tree.topology import DraftTree, SampledNodes, Topology
 
-# A copied token that is at least so probable to the draft stays among its drawn children, whose subtrees are worth more.
+# A copied token that is at least so probable to the draft stays among its sampled children, whose subtrees are worth more.
 _LIKELY = 0.2
 
 
@@ -45,25 +45,25 @@ class Shape:
 shape_of = lru_cache(maxsize=16)(Shape.of)
 
 
-class StaticSapling:
+class StaticTreeBuilder:
     """A tree of a given shape, growing level by level.
 
-    child_law  how the children of a node get their tokens: "given" (the most probable), "without_replacement" or
+    child_sampling  how the children of a node get their tokens: "given" (the most probable), "without_replacement" or
                "independent"
-    copied     tokens that once followed the sequence's last ones, to be grafted on
+    copied     tokens that once followed the sequence's last ones, to be appended on
     """
 
     def __init__(
-        self, growth: Growth, shape: Shape, child_law: str, temperature: float, copied: tuple[int, ...] = ()
+        self, state: DraftState, shape: Shape, child_sampling: str, temperature: float, copied: tuple[int, ...] = ()
     ) -> None:
-        self.growth, self._shape, self._temperature = growth, shape, temperature
-        self._copied = copied if child_law != "independent" else ()
-        self._child_law = child_law if temperature > 0 else "given"
+        self.state, self._shape, self._temperature = state, shape, temperature
+        self._copied = copied if child_sampling != "independent" else ()
+        self._child_sampling = child_sampling if temperature > 0 else "given"
         n = len(shape.topology)
         self._tokens = np.zeros(n, dtype=np.int64)
-        self._tokens[0] = growth.tokens[0]
+        self._tokens[0] = state.tokens[0]
         self._level = 0
-        self._laws: list[Tensor] = []
+        self._draft_probs: list[Tensor] = []
 
     def take(self, logits: Tensor) -> None:
         """Give the next level its tokens; its inner nodes are computed next."""
@@ -75,37 +75,39 @@ class StaticSapling:
         self._tokens[nodes] = children.cpu().numpy()[places, topology.ranks[nodes]]
         self._level += 1
         inner = shape.inner[level + 1]
-        self.growth.add(shape.row_of[topology.parents[inner]].tolist(), self._tokens[inner].tolist())
+        self.state.add(shape.row_of[topology.parents[inner]].tolist(), self._tokens[inner].tolist())
 
     def tree(self, expected: float) -> DraftTree:
         """The whole tree, once no row is left to compute."""
         topology = self._shape.topology
         tokens = torch.from_numpy(self._tokens)
         n = len(topology) + len(self._copied)
-        if self._child_law == "given":
-            return graft(DraftTree(topology, tokens, expected=expected), self._copied, n)
-        drawn = np.ones(len(topology), dtype=bool)
-        drawn[0] = False
-        draws = Draws(drawn, torch.cat(self._laws), self._shape.row_of, self._child_law == "independent")
-        return graft(DraftTree(topology, tokens, draws, expected), self._copied, n)
+        if self._child_sampling == "given":
+            return append_ngram(DraftTree(topology, tokens, expected=expected), self._copied, n)
+        is_sampled = np.ones(len(topology), dtype=bool)
+        is_sampled[0] = False
+        sampled = SampledNodes(
+            is_sampled, torch.cat(self._draft_probs), self._shape.row_of, self._child_sampling == "independent"
+        )
+        return append_ngram(DraftTree(topology, tokens, sampled, expected), self._copied, n)
 
     def _children(self, logits: Tensor, n: int) -> Tensor:
-        if self._child_law == "given":
+        if self._child_sampling == "given":
             return child_sampling.top(logits, n)
-        law = child_sampling.law_of(logits, self._temperature)
-        self._laws.append(law)
-        struck = self._strike_copied(law) if self._level == 0 and self._copied else None
-        generator = self.growth.generator
-        if self._child_law == "independent":
-            return child_sampling.independent(law, n, generator)
-        return child_sampling.without_replacement(law, n, generator, struck)
+        probs = child_sampling.probs_of(logits, self._temperature)
+        self._draft_probs.append(probs)
+        struck = self._strike_copied(probs) if self._level == 0 and self._copied else None
+        generator = self.state.generator
+        if self._child_sampling == "independent":
+            return child_sampling.independent(probs, n, generator)
+        return child_sampling.without_replacement(probs, n, generator, struck)
 
-    def _strike_copied(self, law: Tensor) -> Tensor | None:
-        """The copied token, struck from the root's draw; None, and no graft, where the root's children may well have it."""
+    def _strike_copied(self, probs: Tensor) -> Tensor | None:
+        """The copied token, excluded from the root's children; None, and nothing copied, where they may well have it."""
         token = self._copied[0]
-        if law[0, token] > _LIKELY:
+        if probs[0, token] > _LIKELY:
             self._copied = ()
             return None
-        struck = torch.zeros_like(law, dtype=torch.bool)
+        struck = torch.zeros_like(probs, dtype=torch.bool)
         struck[:, token] = True
         return struck

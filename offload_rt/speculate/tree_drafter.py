@@ -9,16 +9,16 @@ from functools import partial
 import numpy as np
 
 from offload_rt.executor.sequence import Sequence
-from offload_rt.speculate.dynamic_builder import DynamicSapling
-from offload_rt.speculate.ngrams import Match, MatchRates, find_matches, graft
+from offload_rt.speculate.dynamic_builder import DynamicTreeBuilder
+from offload_rt.speculate.ngrams import Match, MatchRates, append_ngram, find_matches
 from offload_rt.speculate.pair_stats import DraftParts, root_only
-from offload_rt.speculate.static_builder import StaticSapling, shape_of
+from offload_rt.speculate.static_builder import StaticTreeBuilder, shape_of
 from offload_rt.tree.choose import (
     N_RANKS,
     Acceptance,
     Calibration,
     Choice,
-    Yield,
+    ExpectedTokensBias,
     best_prefix,
     choose,
     sizes_up_to,
@@ -26,8 +26,8 @@ from offload_rt.tree.choose import (
 from offload_rt.tree.search import TreeTable, search
 from offload_rt.tree.topology import DraftTree, Topology, Verdict
 
-# A copied continuation is grafted onto a tree where its tokens are at least so likely, up to so many of them.
-_GRAFT_RATE, _GRAFT_LENGTH = 0.5, 8
+# A copied continuation is appended onto a tree where its tokens are at least so likely, up to so many of them.
+_NGRAM_RATE, _NGRAM_LENGTH = 0.5, 8
 
 
 @dataclass
@@ -38,7 +38,7 @@ class _Table:
     stale_at: int
 
 
-Sapling = StaticSapling | DynamicSapling
+TreeBuilder = StaticTreeBuilder | DynamicTreeBuilder
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class _Proposal:
     """A tree on its way, and what is needed to learn from what becomes of it."""
 
     kind: str
-    sapling: Sapling
+    builder: TreeBuilder
     expected: float
     match: Match | None
     n_shape: int
@@ -55,12 +55,12 @@ class _Proposal:
 class TreeDrafter:
     """Proposes trees by a draft model.
 
-    at_zero, above  the kind of tree at temperature 0 and above: "dynamic", or a child law for trees of a chosen shape
+    at_zero, above  the kind of tree at temperature 0 and above: "dynamic", or a child distribution for trees of a chosen shape
     """
 
     def __init__(self, parts: DraftParts, at_zero: str, above: str) -> None:
-        self._model, self._pace, self.limits = parts.model, parts.pace, parts.limits
-        self.knowledge = parts.knowledge
+        self._model, self._cost, self.limits = parts.model, parts.cost, parts.limits
+        self.pair_stats = parts.pair_stats
         self._kinds = (at_zero, above)
         self._tables: dict[str, _Table] = {}
         self._rates = MatchRates()
@@ -72,14 +72,14 @@ class TreeDrafter:
         started = time.perf_counter()
         self._proposals = {}
         for sequence in sequences:
-            proposal = self._plant(sequence, n_nodes, len(sequences))
+            proposal = self._start_tree(sequence, n_nodes, len(sequences))
             if proposal is not None:
                 self._proposals[id(sequence)] = proposal
-        n_passes = self._model.grow([proposal.sapling for proposal in self._proposals.values()])
+        n_passes = self._model.grow([proposal.builder for proposal in self._proposals.values()])
         draft_s = time.perf_counter() - started
         size = partial(self._size, len(sequences), draft_s)
-        trees = [self._corrected(one, self._harvest(one, n_nodes, size(one))) for one in sequences]
-        self._pace.drafted(n_passes, time.perf_counter() - started)
+        trees = [self._corrected(one, self._finish_tree(one, n_nodes, size(one))) for one in sequences]
+        self._cost.drafted(n_passes, time.perf_counter() - started)
         return trees
 
     def learn(self, sequence: Sequence, tree: DraftTree, verdict: Verdict) -> None:
@@ -89,10 +89,10 @@ class TreeDrafter:
             return
         nodes = [0, *verdict.path]
         after = [*tree.tokens[list(verdict.path)].tolist(), verdict.bonus]
-        self._yield(sequence).observe(proposal.expected, len(after))
+        self._bias(sequence).observe(proposal.expected, len(after))
         if proposal.match is not None:
             self._rates.observe(proposal.match, after)
-        if isinstance(proposal.sapling, DynamicSapling):
+        if isinstance(proposal.builder, DynamicTreeBuilder):
             self._learn_grown(proposal, [node for node in nodes if node < proposal.n_shape], after)
         else:
             self._learn_static(proposal, sequence, tree.topology, nodes)
@@ -103,52 +103,52 @@ class TreeDrafter:
 
     def acceptance_at(self, temperature: float) -> Acceptance:
         """What is known of the acceptance of its trees of a chosen shape; for a drafter of grown ones, of grown ones."""
-        return self.knowledge.acceptance.setdefault(self._key(temperature), Acceptance())
+        return self.pair_stats.acceptance.setdefault(self._key(temperature), Acceptance())
 
-    def _yield(self, sequence: Sequence) -> Yield:
-        return self.knowledge.yields.setdefault(self._key(sequence.sampling.temperature), Yield())
+    def _bias(self, sequence: Sequence) -> ExpectedTokensBias:
+        return self.pair_stats.bias.setdefault(self._key(sequence.sampling.temperature), ExpectedTokensBias())
 
     def _corrected(self, sequence: Sequence, tree: DraftTree) -> DraftTree:
         """The tree with what its expectation is worth; one token for each level is the most that can come of it."""
         most = 1.0 + int(tree.topology.depths.max())
-        return replace(tree, expected=min(self._yield(sequence).corrected(tree.expected), most))
+        return replace(tree, expected=min(self._bias(sequence).corrected(tree.expected), most))
 
     def _key(self, temperature: float) -> str:
         return f"{self._kinds[temperature > 0]} {temperature:.1f}"
 
-    def _plant(self, sequence: Sequence, n_nodes: int, n_sequences: int) -> _Proposal | None:
+    def _start_tree(self, sequence: Sequence, n_nodes: int, n_sequences: int) -> _Proposal | None:
         kind = self._kinds[sequence.sampling.temperature > 0]
         n_levels = min(self.limits.n_levels, sequence.n_left)
         if n_nodes == 1 or n_levels == 1:
             return None
-        growth = self._model.start(sequence, n_nodes, n_sequences == 1)
+        state = self._model.start(sequence, n_nodes, n_sequences == 1)
         match = self._worthy_match(sequence, min(n_levels - 1, n_nodes - 2))
         n_nodes -= len(match.tokens) if match else 0
         temperature = sequence.sampling.temperature
         if kind == "dynamic":
-            worth = self._pace.level_s / self._seconds_of_a_token(sequence)
+            worth = self._cost.level_s / self._seconds_of_a_token(sequence)
             calibration = self._calibration(f"{temperature:.1f}")
-            sapling = DynamicSapling(growth, n_nodes, n_levels, temperature, calibration, worth)
-            return _Proposal(kind, sapling, 1.0, match, n_nodes)
+            builder = DynamicTreeBuilder(state, n_nodes, n_levels, temperature, calibration, worth)
+            return _Proposal(kind, builder, 1.0, match, n_nodes)
         choice, topology = self._choose(sequence, (n_nodes, n_levels, n_sequences))
         if len(topology) == 1:
             return None
         copied = match.tokens if match else ()
-        sapling = StaticSapling(growth, shape_of(topology), kind, temperature, copied)
-        return _Proposal(kind, sapling, choice.tokens, match, len(topology))
+        builder = StaticTreeBuilder(state, shape_of(topology), kind, temperature, copied)
+        return _Proposal(kind, builder, choice.tokens, match, len(topology))
 
-    def _harvest(self, sequence: Sequence, n_nodes: int, size: Callable[[np.ndarray], int]) -> DraftTree:
+    def _finish_tree(self, sequence: Sequence, n_nodes: int, size: Callable[[np.ndarray], int]) -> DraftTree:
         proposal = self._proposals.get(id(sequence))
         if proposal is None:
             return root_only(sequence)
-        if isinstance(proposal.sapling, StaticSapling):
-            return proposal.sapling.tree(proposal.expected)
-        tree = proposal.sapling.tree(size)
+        if isinstance(proposal.builder, StaticTreeBuilder):
+            return proposal.builder.tree(proposal.expected)
+        tree = proposal.builder.tree(size)
         self._proposals[id(sequence)] = replace(proposal, expected=tree.expected, n_shape=len(tree.topology))
-        return graft(tree, proposal.match.tokens, n_nodes) if proposal.match else tree
+        return append_ngram(tree, proposal.match.tokens, n_nodes) if proposal.match else tree
 
     def _calibration(self, key: str) -> Calibration:
-        return self.knowledge.calibration.setdefault(key, Calibration())
+        return self.pair_stats.calibration.setdefault(key, Calibration())
 
     def _size(self, n_sequences: int, draft_s: float, sequence: Sequence) -> Callable[[np.ndarray], int]:
         """How many nodes of some chances, descending, are worth taking in a tree of this sequence, drafted in `draft_s`."""
@@ -157,7 +157,7 @@ class TreeDrafter:
             if self.limits.fixed_size:
                 return len(chances)
             rows = n_sequences * np.arange(1, len(chances) + 2)
-            return best_prefix(chances, self._pace.seconds(rows, len(sequence.tokens), draft_s))
+            return best_prefix(chances, self._cost.seconds(rows, len(sequence.tokens), draft_s))
 
         return size
 
@@ -167,8 +167,8 @@ class TreeDrafter:
             return Choice(len(self._fixed), int(self._fixed.depths.max()) + 1, 1.0, 0.0), self._fixed
         trees = self._trees(sequence.sampling.temperature)
         sizes = np.array([n_nodes]) if self.limits.fixed_size else sizes_up_to(n_nodes)
-        draft_s = self._pace.level_s * np.arange(n_levels)  # the last level needs no pass of the draft
-        seconds = self._pace.seconds(n_sequences * sizes[:, None], len(sequence.tokens), draft_s)
+        draft_s = self._cost.level_s * np.arange(n_levels)  # the last level needs no pass of the draft
+        seconds = self._cost.seconds(n_sequences * sizes[:, None], len(sequence.tokens), draft_s)
         expected = trees.values[:, : n_levels + 1]
         least_levels = n_levels if self.limits.fixed_depth else 1 + self.limits.fixed_size
         choice = choose(expected, sizes, seconds, least_levels)
@@ -188,19 +188,19 @@ class TreeDrafter:
 
     def _seconds_of_a_token(self, sequence: Sequence) -> float:
         """Seconds of a pass of one token: what another token accepted would save."""
-        return float(self._pace.seconds(np.array([1]), len(sequence.tokens))[0])
+        return float(self._cost.seconds(np.array([1]), len(sequence.tokens))[0])
 
     def _worthy_match(self, sequence: Sequence, n_next: int) -> Match | None:
-        matches = find_matches(sequence.tokens, min(_GRAFT_LENGTH, n_next))
-        worthy = [match for match in matches[:1] if match.tokens and self._rates.rate(match.n_equal) >= _GRAFT_RATE]
+        matches = find_matches(sequence.tokens, min(_NGRAM_LENGTH, n_next))
+        worthy = [match for match in matches[:1] if match.tokens and self._rates.rate(match.n_equal) >= _NGRAM_RATE]
         return worthy[0] if worthy else None
 
     def _learn_grown(self, proposal: _Proposal, nodes: list[int], after: list[int]) -> None:
-        temperature = proposal.sapling.temperature
+        temperature = proposal.builder.temperature
         calibration, acceptance = self._calibration(f"{temperature:.1f}"), self.acceptance_at(temperature)
-        for row, token in zip(proposal.sapling.rows_of(nodes), after, strict=False):
-            if row in proposal.sapling.seen:
-                tokens, probabilities = proposal.sapling.seen[row]
+        for row, token in zip(proposal.builder.rows_of(nodes), after, strict=False):
+            if row in proposal.builder.seen:
+                tokens, probabilities = proposal.builder.seen[row]
                 hits = np.flatnonzero(tokens == token)
                 hit = int(hits[0]) if len(hits) else None
                 calibration.observe(probabilities, hit)
@@ -210,6 +210,6 @@ class TreeDrafter:
         acceptance = self.acceptance_at(sequence.sampling.temperature)
         for node, taken in zip(nodes, (*nodes, None)[1:], strict=True):
             if node >= proposal.n_shape or (taken is not None and taken >= proposal.n_shape):
-                break  # along a graft, which tells nothing of the draft
+                break  # along a n-gram continuation, which tells nothing of the draft
             n_children = sum(child < proposal.n_shape for child in topology.children[node])
             acceptance.observe(n_children, None if taken is None else int(topology.ranks[taken]))

@@ -10,8 +10,8 @@ _MEMORY = 0.998
 # More of anything than the observations that are remembered, each of a tree of a thousand nodes, can add up to.
 _MOST_COUNTED = 1e9
 # The tokens that expectations of whole trees are trusted for, and how fast what came of them is forgotten. Texts differ by as
-# much as a factor of two, so the newest passes tell more of the next one than all before (`bench/yields.py`).
-_YIELD_WEIGHT, _YIELD_MEMORY = 10.0, 0.97
+# much as a factor of two, so the newest passes tell more of the next one than all before (`bench/predictions.py`).
+_BIAS_WEIGHT, _BIAS_MEMORY = 10.0, 0.97
 # The smallest tree within this factor of the best one is taken: what a larger one gains is less than what is known of its
 # cost, and the link waits for it.
 _NEARLY = 1.01
@@ -151,19 +151,19 @@ class Calibration:
         return np.minimum(probabilities * ratio[np.searchsorted(self._EDGES, probabilities)], 1.0)
 
 
-class Yield:
+class ExpectedTokensBias:
     """What expectations of trees were worth: tokens beyond the first, which is sure, that came of them, of those expected.
 
     weight  tokens that an expectation is trusted for before anything has come of one
     memory  factor by which what came of one counts less after the next
     """
 
-    def __init__(self, weight: float = _YIELD_WEIGHT, memory: float = _YIELD_MEMORY) -> None:
+    def __init__(self, weight: float = _BIAS_WEIGHT, memory: float = _BIAS_MEMORY) -> None:
         self._weight, self._memory = weight, memory
         self.got = self.expected = 0.0
 
     @classmethod
-    def of(cls, got: list[float], expected: list[float]) -> "Yield":
+    def of(cls, got: list[float], expected: list[float]) -> "ExpectedTokensBias":
         """From what `counts` gave. Raises ValueError for anything else."""
         found = cls()
         (found.got,), (found.expected,) = _checked(got, np.zeros(1)), _checked(expected, np.zeros(1))

@@ -85,8 +85,8 @@ class Topology:
             last[node] = last[parent]
         return last
 
-    def forest(self, start: int, stop: int) -> tuple[int, np.ndarray]:
-        """What the nodes [start, stop) look at: all of the first so many nodes, and their ancestors in the forest behind.
+    def tree_rows(self, start: int, stop: int) -> tuple[int, np.ndarray]:
+        """What the nodes [start, stop) look at: all of the first so many nodes, and their ancestors in the tree rows behind.
 
         Returns the number of nodes that all of them see, at most `start`, and the parents of the others up to `stop`
         among themselves, below zero for a root. A prompt above a tree is among the former, so that no mask of its length
@@ -98,8 +98,8 @@ class Topology:
 
     def visible(self, start: int, stop: int) -> Tensor:
         """(stop - start, stop) bool: which of nodes [0, stop) the nodes [start, stop) may look at."""
-        trunk, parents = self.forest(start, stop)
-        seen = ops.forest_mask(parents, start - trunk, trunk, torch.device("cpu")).dense()
+        trunk, parents = self.tree_rows(start, stop)
+        seen = ops.make_tree_mask(parents, start - trunk, trunk, torch.device("cpu")).dense()
         return torch.ones(stop - start, stop, dtype=torch.bool) if seen is None else seen
 
     def after_chain(self, n: int) -> "Topology":
@@ -108,21 +108,21 @@ class Topology:
 
 
 @dataclass(frozen=True)
-class Draws:
-    """How the drawn nodes of a tree were drawn. All other nodes are given: no chance decided which token they carry.
+class SampledNodes:
+    """How the sampled nodes of a tree were drawn. All other nodes are given: no chance decided which token they carry.
 
-    A drawn node's law is the draft's law after its parent without the tokens of its given siblings and of the siblings
-    drawn before it; uniform over what is left where that law is used up. Drawn siblings are verified first, in their
-    order, then the given ones in theirs.
+    A sampled node's distribution is the draft's after its parent, without the tokens of its deterministic siblings and of
+    the siblings drawn before it; uniform over what is left where that is used up. Sampled siblings are verified first, in
+    their order, then the deterministic ones in theirs.
 
-    drawn        (n,) bool
-    laws         (rows, vocabulary) float32: the draft's law after each node that has drawn children; no entry is denormal
-    row_of       (n,) int64: the row of `laws` that belongs to a node, -1 for none
-    independent  siblings were drawn with replacement, each from the whole law; then none of them is given
+    is_sampled   (n,) bool
+    draft_probs  (rows, vocabulary) float32: the draft's distribution after each node with sampled children; none is denormal
+    row_of       (n,) int64: the row of `draft_probs` that belongs to a node, -1 for none
+    independent  siblings were drawn with replacement, each from the whole distribution; then none of them is given
     """
 
-    drawn: np.ndarray
-    laws: Tensor
+    is_sampled: np.ndarray
+    draft_probs: Tensor
     row_of: np.ndarray
     independent: bool = False
 
@@ -132,13 +132,13 @@ class DraftTree:
     """Candidate continuations of a sequence.
 
     tokens    (n,) int64; tokens[0] is the last token of the sequence
-    draws     how the drawn nodes were drawn; None where all nodes are given
+    sampled     how the sampled nodes were drawn; None where all nodes are given
     expected  tokens the drafter expects of the pass, the bonus included
     """
 
     topology: Topology
     tokens: Tensor
-    draws: Draws | None = None
+    sampled: SampledNodes | None = None
     expected: float = 1.0
 
     def __post_init__(self) -> None:
@@ -154,7 +154,7 @@ class Verdict:
     """What a rule accepts of a tree.
 
     path   nodes, the first a child of the root, each the child of the one before
-    bonus  the token that follows the path, from the target's own law, or what the refused children left of it
+    bonus  the token that follows the path, from the target's own distribution, or what the refused children left of it
     """
 
     path: tuple[int, ...]

@@ -48,18 +48,18 @@ class Checkpoint:
     """A checkpoint on disk whose every tensor has been found where it should be.
 
     layers  one tuple for each layer, in the order of `spec.layer_tensors()`
-    outer   in the order of `spec.outer_tensors()`
+    non_layer   in the order of `spec.non_layer_tensors()`
     """
 
     directory: Path
     spec: ModelSpec
     layers: tuple[tuple[TensorRecord, ...], ...]
-    outer: tuple[TensorRecord, ...]
+    non_layer: tuple[TensorRecord, ...]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all weights."""
-        return sum(record.stop - record.start for records in (*self.layers, self.outer) for record in records)
+        return sum(record.stop - record.start for records in (*self.layers, self.non_layer) for record in records)
 
 
 def locate(model: str, revision: str | None = None, offline: bool = False) -> Path:
@@ -147,9 +147,9 @@ def open_checkpoint(directory: Path) -> Checkpoint:
         tuple(_expect(found, spec.layer_prefix(i) + name, shape) for name, shape in spec.layer_tensors())
         for i in _layers(spec, found)
     )
-    outer = tuple(_expect(found, name, shape) for name, shape in spec.outer_tensors())
-    _refuse_extra(spec, found, {record.name for records in (*layers, outer) for record in records})
-    return Checkpoint(directory, spec, layers, outer)
+    non_layer = tuple(_expect(found, name, shape) for name, shape in spec.non_layer_tensors())
+    _refuse_extra(spec, found, {record.name for records in (*layers, non_layer) for record in records})
+    return Checkpoint(directory, spec, layers, non_layer)
 
 
 def _refuse_odd_files(directory: Path) -> None:

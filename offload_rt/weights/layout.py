@@ -13,7 +13,7 @@ PAGE = 4096  # bytes; direct I/O wants blocks that begin on a page
 
 
 @dataclass(frozen=True)
-class Slot:
+class TensorEntry:
     """Where one tensor lies in a block: `offset` in bytes, a multiple of the element size."""
 
     name: str
@@ -31,7 +31,7 @@ class Slot:
 class Layout:
     """How a block of `nbytes` bytes is divided among named tensors."""
 
-    slots: tuple[Slot, ...]
+    entries: tuple[TensorEntry, ...]
     nbytes: int
 
     def views(self, block: Tensor) -> dict[str, Tensor]:
@@ -40,13 +40,13 @@ class Layout:
         block  (>= nbytes,) uint8
         """
         return {
-            slot.name: block[slot.offset : slot.offset + slot.nbytes].view(slot.dtype).view(slot.shape)
-            for slot in self.slots
+            entry.name: block[entry.offset : entry.offset + entry.nbytes].view(entry.dtype).view(entry.shape)
+            for entry in self.entries
         }
 
 
 @dataclass(frozen=True)
-class LayerImage:
+class PackedLayer:
     """The bytes of one layer.
 
     block  (layout.nbytes,) uint8
@@ -66,23 +66,23 @@ def packed_layout(tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -
 
     tensors  (name, shape, dtype) in order
     """
-    slots, offset = [], 0
+    entries, offset = [], 0
     for name, shape, dtype in tensors:
-        slots.append(Slot(name, offset, shape, dtype))
-        offset = align_up(offset + slots[-1].nbytes)
-    return Layout(tuple(slots), offset)
+        entries.append(TensorEntry(name, offset, shape, dtype))
+        offset = align_up(offset + entries[-1].nbytes)
+    return Layout(tuple(entries), offset)
 
 
-def pack(tensors: Mapping[str, Tensor]) -> LayerImage:
+def pack(tensors: Mapping[str, Tensor]) -> PackedLayer:
     """Copy tensors into one new block."""
     layout = packed_layout((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items())
-    image = LayerImage(host_block(layout.nbytes), layout)
+    image = PackedLayer(host_block(layout.nbytes), layout)
     for name, view in layout.views(image.block).items():
         view.copy_(tensors[name])
     return image
 
 
-def repack(image: LayerImage) -> LayerImage:
+def repack(image: PackedLayer) -> PackedLayer:
     """The same tensors in a new packed block, in the order in which they lay."""
     return pack(image.layout.views(image.block))
 

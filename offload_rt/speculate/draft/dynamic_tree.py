@@ -3,7 +3,7 @@
 from offload_rt.speculate.tree_drafter import DraftParts, TreeDrafter
 
 NEEDS_MODEL = True
-GIVES_LAWS = False
+GIVES_DRAFT_PROBS = False
 BEST_RULE = "match"
 
 

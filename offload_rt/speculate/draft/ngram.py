@@ -12,7 +12,7 @@ from offload_rt.tree.choose import best_prefix
 from offload_rt.tree.topology import DraftTree, Topology, Verdict
 
 NEEDS_MODEL = False
-GIVES_LAWS = False
+GIVES_DRAFT_PROBS = False
 BEST_RULE = "match"
 
 
@@ -25,7 +25,7 @@ class Drafter:
     """A tree of what followed the longest matches, as large as it is worth."""
 
     def __init__(self, parts: DraftParts) -> None:
-        self.limits, self._pace = parts.limits, parts.pace
+        self.limits, self._cost = parts.limits, parts.cost
         self._rates = MatchRates()
         self._best: dict[int, Match] = {}
 
@@ -49,7 +49,7 @@ class Drafter:
         chances = np.array([chance for _, chance in nodes.values()])
         order = np.argsort(-chances, kind="stable")[: n_nodes - 1]
         rows = n_sequences * np.arange(1, len(order) + 2)
-        order = order[: best_prefix(chances[order], self._pace.seconds(rows, len(sequence.tokens)))]
+        order = order[: best_prefix(chances[order], self._cost.seconds(rows, len(sequence.tokens)))]
         return _tree_of(sequence.tokens[-1], list(nodes), order, 1.0 + float(chances[order].sum()))
 
     def _nodes(self, matches: list[Match]) -> dict[tuple[int, ...], tuple[int, float]]:

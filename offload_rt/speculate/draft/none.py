@@ -8,7 +8,7 @@ from offload_rt.speculate.protocols import DraftLimits
 from offload_rt.tree.topology import DraftTree, Verdict
 
 NEEDS_MODEL = False
-GIVES_LAWS = False
+GIVES_DRAFT_PROBS = False
 BEST_RULE = "match"
 
 

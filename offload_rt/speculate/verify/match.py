@@ -1,4 +1,4 @@
-"""Draw from the target's law and go on while a child carries the token. Lossless for any drafter."""
+"""Draw from the target's distribution and go on while a child carries the token. Lossless for any drafter."""
 
 import torch
 from torch import Tensor
@@ -6,13 +6,13 @@ from torch import Tensor
 from offload_rt.sampling import draw
 from offload_rt.tree.topology import DraftTree, Verdict
 
-NEEDS_LAWS = False
+NEEDS_DRAFT_PROBS = False
 
 
 def verify(tree: DraftTree, target: Tensor, generator: torch.Generator) -> Verdict:
     """Walk down from the root along the tokens drawn.
 
-    target     (n, vocabulary): the target's law after each node
+    target     (n, vocabulary): the target's distribution after each node
     generator  of the sequence
     """
     node, path = 0, []

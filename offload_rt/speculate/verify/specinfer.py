@@ -3,10 +3,10 @@
 from functools import partial
 
 from offload_rt.speculate.residual import decide, verdict_of
-from offload_rt.speculate.residual_kernels import walk
+from offload_rt.speculate.residual_kernels import verify_top_down
 
-NEEDS_LAWS = True
-CHILD_LAW = "independent"
+NEEDS_DRAFT_PROBS = True
+CHILD_SAMPLING = "independent"
 
-decision = partial(decide, walk)
-verify = partial(verdict_of, walk)
+decision = partial(decide, verify_top_down)
+verify = partial(verdict_of, verify_top_down)

@@ -3,10 +3,10 @@
 from functools import partial
 
 from offload_rt.speculate.residual import decide, verdict_of
-from offload_rt.speculate.residual_kernels import traverse
+from offload_rt.speculate.residual_kernels import verify_bottom_up
 
-NEEDS_LAWS = True
-CHILD_LAW = "without_replacement"
+NEEDS_DRAFT_PROBS = True
+CHILD_SAMPLING = "without_replacement"
 
-decision = partial(decide, traverse)
-verify = partial(verdict_of, traverse)
+decision = partial(decide, verify_bottom_up)
+verify = partial(verdict_of, verify_bottom_up)

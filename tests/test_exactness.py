@@ -1,4 +1,4 @@
-"""The laws of verification: exact enumeration, wrong versions that it must find, and a plain reference. See exactness.md."""
+"""Exactness of verification: enumeration, wrong versions that it must find, and a plain reference. See docs/exactness.md."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -7,7 +7,17 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from languages import VOCABULARY, Language, Outcomes, Recipe, decisions, law_under, outcomes, scripted, target_laws
+from languages import (
+    VOCABULARY,
+    Language,
+    Outcomes,
+    Recipe,
+    decisions,
+    distribution_under,
+    outcomes,
+    scripted,
+    target_probs,
+)
 from tiny import chi_square_p, random_tree
 from torch import Tensor
 
@@ -15,16 +25,18 @@ from offload_rt.speculate import child_sampling
 from offload_rt.speculate.residual import Decision
 from offload_rt.speculate.verify import match, sequoia, traversal
 from offload_rt.system import registry
-from offload_rt.tree.topology import DraftTree, Draws, Topology, Verdict
+from offload_rt.tree.topology import DraftTree, SampledNodes, Topology, Verdict
 
 RULES = registry.names("speculate.verify")
-WEIGHING = tuple(name for name in RULES if registry.find("speculate.verify", name).NEEDS_LAWS)
+WEIGHING = tuple(name for name in RULES if registry.find("speculate.verify", name).NEEDS_DRAFT_PROBS)
 Trees = Iterable[tuple[DraftTree, float]]
 
 
-def recipe(parents: list[int], drawn: str, independent: bool = False) -> Recipe:
-    """`drawn` has a letter for each node below the root: d for drawn, g for given."""
-    return Recipe(Topology(np.array(parents)), np.array([False, *(letter == "d" for letter in drawn)]), independent)
+def recipe(parents: list[int], is_sampled: str, independent: bool = False) -> Recipe:
+    """`is_sampled` has a letter for each node below the root: d for drawn, g for given."""
+    return Recipe(
+        Topology(np.array(parents)), np.array([False, *(letter == "d" for letter in is_sampled)]), independent
+    )
 
 
 def random_recipe(seed: int) -> Recipe:
@@ -34,9 +46,9 @@ def random_recipe(seed: int) -> Recipe:
     while topology.depths.max() > 3 or max(map(len, topology.children)) > VOCABULARY:
         seed += 1000
         topology = random_tree(n, seed)
-    drawn = np.random.default_rng(seed).random(n) < 0.6
-    drawn[0] = False
-    return Recipe(topology, drawn)
+    is_sampled = np.random.default_rng(seed).random(n) < 0.6
+    is_sampled[0] = False
+    return Recipe(topology, is_sampled)
 
 
 RECIPES = {
@@ -51,8 +63,8 @@ RECIPES = {
     "three independent": recipe([-1, 0, 0, 0, 1], "dddd", independent=True),
     "hybrid": recipe([-1, 0, 0, 1, 1, 2, 2], "gddggd"),
     "hybrid of all tokens": recipe([-1, 0, 0, 0, 1, 2, 3], "gdgddd"),
-    "law that runs out": recipe([-1, 0, 0, 0, 1, 1], "ddddd"),
-    "law that runs out on given": recipe([-1, 0, 0, 0, 1, 1], "gddgd"),
+    "distribution that runs out": recipe([-1, 0, 0, 0, 1, 1], "ddddd"),
+    "distribution that runs out on given": recipe([-1, 0, 0, 0, 1, 1], "gddgd"),
     "draft is target": recipe([-1, 0, 0, 1, 1, 3], "ddgdd"),
     **{f"random {seed}": random_recipe(seed) for seed in range(6)},
 }
@@ -69,10 +81,12 @@ def languages(name: str) -> tuple[Language, Language]:
 
 @cache
 def result(rule: str, name: str) -> tuple[float, float]:
-    """The largest error of the law of the first tokens, and the expected tokens of a pass."""
+    """The largest error of the distribution of the first tokens, and the expected tokens of a pass."""
     target, draft = languages(name)
-    law, expected = law_under(outcomes(registry.find("speculate.verify", rule)), RECIPES[name].trees(draft), target)
-    return float((law - target.continuations(())).abs().max()), expected
+    probs, expected = distribution_under(
+        outcomes(registry.find("speculate.verify", rule)), RECIPES[name].trees(draft), target
+    )
+    return float((probs - target.continuations(())).abs().max()), expected
 
 
 @cache
@@ -82,13 +96,13 @@ def languages_of_controls() -> tuple[Language, Language]:
 
 
 def error(outcomes: Outcomes, trees: Trees, target: Language) -> float:
-    law, _ = law_under(outcomes, trees, target)
-    return float((law - target.continuations(())).abs().max())
+    probs, _ = distribution_under(outcomes, trees, target)
+    return float((probs - target.continuations(())).abs().max())
 
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("rule", RULES)
-def test_the_output_has_the_law_of_plain_sampling(rule, name):
+def test_the_output_has_the_distribution_of_plain_sampling(rule, name):
     assert result(rule, name)[0] < 1e-12
 
 
@@ -97,12 +111,14 @@ def test_the_recipes_hold_what_they_are_named_for():
         return [tree for tree, _ in RECIPES[name].trees(languages(name)[1])]
 
     def runs_out(tree):
-        at_root = [node for node in tree.topology.children[0] if tree.draws.drawn[node]]
-        return any(tree.draws.laws[tree.draws.row_of[0], tree.tokens[node]] == 0 for node in at_root)
+        at_root = [node for node in tree.topology.children[0] if tree.sampled.is_sampled[node]]
+        return any(tree.sampled.draft_probs[tree.sampled.row_of[0], tree.tokens[node]] == 0 for node in at_root)
 
     assert any(tree.tokens[1] == tree.tokens[2] for tree in trees("independent"))
     assert any(len(set(tree.tokens[1:4].tolist())) == 1 for tree in trees("three independent"))
-    assert any(map(runs_out, trees("law that runs out"))) and any(map(runs_out, trees("law that runs out on given")))
+    assert any(map(runs_out, trees("distribution that runs out"))) and any(
+        map(runs_out, trees("distribution that runs out on given"))
+    )
     assert not any(map(runs_out, trees("without replacement")))
     for name, recipe in RECIPES.items():
         assert abs(sum(p for _, p in recipe.trees(languages(name)[1])) - 1) < 1e-12
@@ -113,7 +129,7 @@ def larger_first(recipe: Recipe) -> bool:
     n = len(recipe.topology)
     n_below = [sum(node in recipe.topology.path_to(other) for other in range(n)) for node in range(n)]
     for siblings in recipe.topology.children:
-        sizes = [n_below[node] for node in sorted(siblings, key=lambda node: (not recipe.drawn[node], node))]
+        sizes = [n_below[node] for node in sorted(siblings, key=lambda node: (not recipe.is_sampled[node], node))]
         if sizes != sorted(sizes, reverse=True):
             return False
     return True
@@ -154,8 +170,8 @@ def test_on_a_chain_leaf_to_root_is_block_verification():
     target, draft = languages("chain")
     expected = 0.0
     for tree, p in RECIPES["chain"].trees(draft):
-        laws = [draft.after(tree.path_to(node)) for node in range(3)]
-        expected += p * block_verification(list(target_laws(target, tree)), laws, tree.path_to(3))
+        draft_probs = [draft.after(tree.path_to(node)) for node in range(3)]
+        expected += p * block_verification(list(target_probs(target, tree)), draft_probs, tree.path_to(3))
     assert abs(result("traversal", "chain")[1] - expected) < 1e-12
 
 
@@ -164,9 +180,9 @@ def test_the_published_example_of_block_verification():
     p, q = torch.tensor([1.0, 2.0], dtype=torch.float64) / 3, torch.tensor([2.0, 1.0], dtype=torch.float64) / 3
     found = {sequoia: 0.0, traversal: 0.0, None: 0.0}
     for tokens in ([a, b] for a in range(2) for b in range(2)):
-        drawn = np.array([False, True, True])
-        draws = Draws(drawn, torch.stack([q, q]), np.array([0, 1, -1]))
-        tree = DraftTree(Topology.chain(3), torch.tensor([0, *tokens]), draws)
+        is_sampled = np.array([False, True, True])
+        sampled = SampledNodes(is_sampled, torch.stack([q, q]), np.array([0, 1, -1]))
+        tree = DraftTree(Topology.chain(3), torch.tensor([0, *tokens]), sampled)
         p_tree = float(q[tokens].prod())
         for rule in (sequoia, traversal):
             for decision, p_found in decisions(rule.decision, tree, torch.stack([p, p, p])):
@@ -187,18 +203,18 @@ def kept(tree: DraftTree, nodes: list[int]) -> DraftTree:
             place[node] = len(place) - 1
     stay = [node for node in place if node >= 0]
     parents = np.array([place[int(tree.topology.parents[node])] for node in stay])
-    draws = replace(tree.draws, drawn=tree.draws.drawn[stay], row_of=tree.draws.row_of[stay])
-    return DraftTree(Topology(parents), tree.tokens[stay], draws)
+    sampled = replace(tree.sampled, is_sampled=tree.sampled.is_sampled[stay], row_of=tree.sampled.row_of[stay])
+    return DraftTree(Topology(parents), tree.tokens[stay], sampled)
 
 
 def chance_of(tree: DraftTree, node: int) -> float:
-    """What the draft gave the token of a drawn node."""
-    return float(tree.draws.laws[tree.draws.row_of[tree.topology.parents[node]], tree.tokens[node]])
+    """What the draft gave the token of a sampled node."""
+    return float(tree.sampled.draft_probs[tree.sampled.row_of[tree.topology.parents[node]], tree.tokens[node]])
 
 
 def forget_the_sibling(tree: DraftTree) -> DraftTree:
     """Drawn without replacement, verified as if drawn independently."""
-    return replace(tree, draws=replace(tree.draws, independent=True))
+    return replace(tree, sampled=replace(tree.sampled, independent=True))
 
 
 def prune_the_improbable(tree: DraftTree) -> DraftTree:
@@ -222,10 +238,10 @@ def probable_first(tree: DraftTree) -> DraftTree:
     return replace(tree, tokens=tokens)
 
 
-def name_another_law(tree: DraftTree) -> DraftTree:
-    """The law that is stated is sharper than the one that was drawn from."""
-    sharper = tree.draws.laws**2
-    return replace(tree, draws=replace(tree.draws, laws=sharper / sharper.sum(-1, keepdim=True)))
+def name_other_probs(tree: DraftTree) -> DraftTree:
+    """The distribution that is stated is sharper than the one that was drawn from."""
+    sharper = tree.sampled.draft_probs**2
+    return replace(tree, sampled=replace(tree.sampled, draft_probs=sharper / sharper.sum(-1, keepdim=True)))
 
 
 WRONG_TREES = [
@@ -236,7 +252,7 @@ WRONG_TREES = [
     (merge_the_equal, "three independent"),
     (probable_first, "siblings"),
     (probable_first, "all tokens drawn"),
-    (name_another_law, "chain"),
+    (name_other_probs, "chain"),
 ]
 
 
@@ -252,17 +268,17 @@ def test_the_enumeration_finds_a_wrong_tree(rule, change, name):
 
 
 def bonus_of_the_target(rule) -> Outcomes:
-    """The bonus is drawn from the target's law, not from the residual."""
+    """The bonus is drawn from the target's distribution, not from the residual."""
 
     def found(tree: DraftTree, target: Tensor) -> Iterator[tuple[Decision, float]]:
         for decision, p in decisions(rule.decision, tree, target):
-            yield replace(decision, law=target[decision.end]), p
+            yield replace(decision, probs=target[decision.end]), p
 
     return found
 
 
-def law_before(rule) -> Outcomes:
-    """Each node is judged by another node's law."""
+def probs_before(rule) -> Outcomes:
+    """Each node is judged by another node's distribution."""
     return lambda tree, target: decisions(rule.decision, tree, target.roll(1, 0))
 
 
@@ -284,7 +300,7 @@ def by_number(
 
 @pytest.mark.parametrize("rule", WEIGHING)
 @pytest.mark.parametrize("name", ["siblings", "without replacement", "hybrid"])
-@pytest.mark.parametrize("wrong", [bonus_of_the_target, law_before, one_number])
+@pytest.mark.parametrize("wrong", [bonus_of_the_target, probs_before, one_number])
 def test_the_enumeration_finds_a_wrong_rule(rule, name, wrong):
     target, draft = languages_of_controls()
     assert error(wrong(registry.find("speculate.verify", rule)), RECIPES[name].trees(draft), target) > 1e-3
@@ -292,11 +308,11 @@ def test_the_enumeration_finds_a_wrong_rule(rule, name, wrong):
 
 @pytest.mark.parametrize("rule", WEIGHING)
 def test_the_enumeration_finds_the_noise_of_the_pass_before(rule):
-    """Two passes over a child each. Noise that is reused leaves the first pass right and spoils the law of both."""
+    """Two passes over a child each. Noise that is reused leaves the first pass right and spoils the distribution of both."""
     module, (target, draft) = registry.find("speculate.verify", rule), languages_of_controls()
 
     def two_passes(reuse: bool) -> Tensor:
-        law = torch.zeros_like(target.continuations(()))
+        probs = torch.zeros_like(target.continuations(()))
         for first, start, stop, p in passes((), 0.0, 1.0):
             for text, p_text in texts(first):
                 again = (start, stop) if reuse else (0.0, 1.0)
@@ -304,17 +320,17 @@ def test_the_enumeration_finds_the_noise_of_the_pass_before(rule):
                 for second, low, high, q in passes(text, *again):
                     for longer, p_longer in texts(second):
                         p_all = p * p_text * q * p_longer * share * (high - low)
-                        law[(*text, *longer)] += p_all * target.continuations((*text, *longer))
-        return law
+                        probs[(*text, *longer)] += p_all * target.continuations((*text, *longer))
+        return probs
 
     def passes(text, start, stop):
         for tree, p in recipe([-1, 0], "d").trees(draft, text):
-            for decision, low, high in by_number(module, tree, target_laws(target, tree, text), start, stop):
-                yield (tree.path_to(decision.end), decision.law), low, high, p
+            for decision, low, high in by_number(module, tree, target_probs(target, tree, text), start, stop):
+                yield (tree.path_to(decision.end), decision.probs), low, high, p
 
     def texts(found):
-        path, law = found
-        return (((*path, bonus), p) for bonus, p in enumerate(law.tolist()))
+        path, probs = found
+        return (((*path, bonus), p) for bonus, p in enumerate(probs.tolist()))
 
     assert float((two_passes(reuse=False) - target.continuations(())).abs().max()) < 1e-12
     assert float((two_passes(reuse=True) - target.continuations(())).abs().max()) > 1e-3
@@ -348,9 +364,9 @@ def test_a_given_tree_may_carry_any_tokens(rule, n, seed):
 @pytest.mark.parametrize(("n", "seed"), [(n, seed) for n in (4, 10) for seed in range(4)])
 def test_match_goes_on_while_a_child_carries_the_token(n, seed):
     tree = careless_tree(n, seed)
-    for decision, _ in outcomes(match)(tree, target_laws(Language(seed), tree)):
+    for decision, _ in outcomes(match)(tree, target_probs(Language(seed), tree)):
         carried = tree.tokens[list(tree.topology.children[decision.end])].tolist()
-        assert int(decision.law.argmax()) not in carried
+        assert int(decision.probs.argmax()) not in carried
 
 
 def bonus_of_the_root(tree, target, generator):
@@ -372,11 +388,13 @@ def always_the_first_child(tree, target, generator):
     return Verdict(tuple(path), match.draw(target[node], generator))
 
 
-def law_of_the_wrong_node(tree, target, generator):
+def probs_of_the_wrong_node(tree, target, generator):
     return match.verify(tree, target.roll(1, 0), generator)
 
 
-@pytest.mark.parametrize("wrong", [bonus_of_the_root, bonus_drawn_again, always_the_first_child, law_of_the_wrong_node])
+@pytest.mark.parametrize(
+    "wrong", [bonus_of_the_root, bonus_drawn_again, always_the_first_child, probs_of_the_wrong_node]
+)
 def test_the_enumeration_finds_a_wrong_match(wrong):
     tree, target = DraftTree(Topology(np.array([-1, 0, 0, 1, 1, 3])), torch.tensor([0, 1, 2, 0, 2, 1])), Language(2)
     assert error(outcomes(match), [(tree, 1.0)], target) < 1e-12
@@ -386,58 +404,58 @@ def test_the_enumeration_finds_a_wrong_match(wrong):
 # Larger trees: what every rule owes its caller, and a plain reference.
 
 
-def laws_of_children(tree: DraftTree, node: int) -> Iterator[tuple[int, Tensor]]:
-    """Each child with the exact law of its token given the siblings before it, in the order of verification."""
-    draws, children = tree.draws, tree.topology.children[node]
-    drawn = [child for child in children if draws is not None and draws.drawn[child]]
-    given = [child for child in children if child not in drawn]
-    free = torch.ones(0 if draws is None else draws.laws.shape[1], dtype=torch.float64)
+def child_probs(tree: DraftTree, node: int) -> Iterator[tuple[int, Tensor]]:
+    """Each child with the exact distribution of its token given the siblings before it, in the order of verification."""
+    sampled, children = tree.sampled, tree.topology.children[node]
+    is_sampled = [child for child in children if sampled is not None and sampled.is_sampled[child]]
+    given = [child for child in children if child not in is_sampled]
+    free = torch.ones(0 if sampled is None else sampled.draft_probs.shape[1], dtype=torch.float64)
     free[tree.tokens[given]] = 0
-    for child in drawn:
-        law = draws.laws[draws.row_of[node]].double() * free
-        law = law if law.sum() > 0 else free.clone()
-        yield child, law / law.sum()
-        if not draws.independent:
+    for child in is_sampled:
+        probs = sampled.draft_probs[sampled.row_of[node]].double() * free
+        probs = probs if probs.sum() > 0 else free.clone()
+        yield child, probs / probs.sum()
+        if not sampled.independent:
             free[tree.tokens[child]] = 0
     for child in given:
         yield child, None
 
 
-def struck(law: Tensor, child_law: Tensor | None, token: int) -> Tensor:
-    if child_law is not None:
-        return (law - child_law).clamp_min(0)
-    law = law.clone()
-    law[token] = 0
-    return law
+def struck(probs: Tensor, child_sampling: Tensor | None, token: int) -> Tensor:
+    if child_sampling is not None:
+        return (probs - child_sampling).clamp_min(0)
+    probs = probs.clone()
+    probs[token] = 0
+    return probs
 
 
-def plain_walk(tree: DraftTree, target: Tensor, uniforms: Tensor) -> tuple[int, Tensor]:
+def plain_top_down(tree: DraftTree, target: Tensor, uniforms: Tensor) -> tuple[int, Tensor]:
     """Token by token, as the papers have it."""
     node, p = 0, target[0].double()
     while True:
-        for child, law in laws_of_children(tree, node):
+        for child, probs in child_probs(tree, node):
             token = int(tree.tokens[child])
-            if uniforms[child] < p[token] / (1 if law is None else law[token]):
+            if uniforms[child] < p[token] / (1 if probs is None else probs[token]):
                 node, p = child, target[child].double()
                 break
-            p = struck(p, law, token)
+            p = struck(p, probs, token)
             p = p / p.sum() if p.sum() > 0 else target[node].double()
         else:
             return node, p
 
 
-def plain_traverse(tree: DraftTree, target: Tensor, uniforms: Tensor) -> tuple[int, Tensor]:
+def plain_bottom_up(tree: DraftTree, target: Tensor, uniforms: Tensor) -> tuple[int, Tensor]:
     """Leaf to root, as a recursion."""
 
     def visit(node: int, a: float) -> tuple[int, Tensor] | None:
         b = target[node].double()
-        for child, law in laws_of_children(tree, node):
+        for child, probs in child_probs(tree, node):
             token = int(tree.tokens[child])
-            share = float(a * b[token] / (1 if law is None else law[token]))
+            share = float(a * b[token] / (1 if probs is None else probs[token]))
             found = visit(child, min(1.0, share))
             if found is not None:
                 return found
-            left = struck(a * b, law, token)
+            left = struck(a * b, probs, token)
             total = float(left.sum())
             b = left / total if total > 0 else target[node].double()
             a = total / (total + (1 - a)) if total > 0 else float(node == 0)
@@ -446,60 +464,67 @@ def plain_traverse(tree: DraftTree, target: Tensor, uniforms: Tensor) -> tuple[i
     return visit(0, 1.0)
 
 
-PLAIN = {"walk": plain_walk, "traverse": plain_traverse}
+PLAIN = {"walk": plain_top_down, "verify_bottom_up": plain_bottom_up}
 
 
-def grow(topology: Topology, drawn: np.ndarray, laws: Tensor, seed: int, independent: bool = False) -> DraftTree:
-    """A tree as a drafter with these laws, (n, vocabulary), would draw it."""
+def grow(
+    topology: Topology, is_sampled: np.ndarray, draft_probs: Tensor, seed: int, independent: bool = False
+) -> DraftTree:
+    """A tree as a drafter with these distributions, (n, vocabulary), would draw it."""
     rng, tokens = np.random.default_rng(seed), torch.zeros(len(topology), dtype=torch.int64)
     n = len(topology)
-    draws = Draws(drawn, laws, np.arange(n), independent)
+    sampled = SampledNodes(is_sampled, draft_probs, np.arange(n), independent)
     for node in range(n):
-        given = [child for child in topology.children[node] if not drawn[child]]
-        tokens[given] = laws[node].argsort(descending=True, stable=True)[: len(given)]
-        for child, law in laws_of_children(DraftTree(topology, tokens, draws), node):
-            if law is not None:  # the laws are read one by one, so each sees the tokens drawn before it
-                tokens[child] = int(rng.choice(len(law), p=law.numpy()))
-    return DraftTree(topology, tokens, draws)
+        given = [child for child in topology.children[node] if not is_sampled[child]]
+        tokens[given] = draft_probs[node].argsort(descending=True, stable=True)[: len(given)]
+        for child, probs in child_probs(DraftTree(topology, tokens, sampled), node):
+            if probs is not None:  # the distributions are read one by one, so each sees the tokens drawn before it
+                tokens[child] = int(rng.choice(len(probs), p=probs.numpy()))
+    return DraftTree(topology, tokens, sampled)
 
 
 @cache
 def random_case(seed: int, dtype: torch.dtype, vocabulary: int = 12) -> tuple[DraftTree, Tensor, Tensor]:
-    """A tree of up to 40 nodes with some exhausted laws, the target's laws, and a number for each node."""
+    """A tree of up to 40 nodes with some exhausted distributions, the target's distributions, and a number for each node."""
     rng = np.random.default_rng(seed)
     n = int(rng.integers(2, 41))
-    kind = ("given", "drawn", "mixed", "independent")[seed % 4]
-    drawn = {"given": np.zeros(n, bool), "mixed": rng.random(n) < 0.5}.get(kind, np.ones(n, bool))
-    drawn[0] = False
+    kind = ("given", "is_sampled", "mixed", "independent")[seed % 4]
+    is_sampled = {"given": np.zeros(n, bool), "mixed": rng.random(n) < 0.5}.get(kind, np.ones(n, bool))
+    is_sampled[0] = False
     draft = rng.random((n, vocabulary)) ** 3 * (rng.random((n, vocabulary)) < rng.choice([0.2, 0.8], (n, 1)))
     draft[:, 0] += draft.sum(-1) == 0
     draft /= draft.sum(-1, keepdims=True)
     noise = rng.dirichlet(np.full(vocabulary, 0.5), n)
     target = torch.from_numpy(0.6 * draft + 0.4 * noise).to(dtype)
-    tree = grow(random_tree(n, seed, reach=7), drawn, torch.from_numpy(draft).to(dtype), seed, kind == "independent")
+    tree = grow(
+        random_tree(n, seed, reach=7), is_sampled, torch.from_numpy(draft).to(dtype), seed, kind == "independent"
+    )
     return tree, target, torch.from_numpy(rng.random(n))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize(("rule", "kernel"), [(sequoia, "walk"), (traversal, "traverse")])
+@pytest.mark.parametrize(("rule", "kernel"), [(sequoia, "walk"), (traversal, "verify_bottom_up")])
 def test_a_kernel_decides_as_the_plain_rule(rule, kernel, dtype):
     ends = set()
     for seed in range(60):
         tree, target, uniforms = random_case(seed, dtype)
         found = rule.decision(tree, target, uniforms)
-        end, law = PLAIN[kernel](tree, target, uniforms)
+        end, probs = PLAIN[kernel](tree, target, uniforms)
         assert found.end == end, seed
-        assert found.law.dtype == dtype
-        torch.testing.assert_close(found.law.double(), law, rtol=0, atol=1e-12 if dtype == torch.float64 else 1e-5)
+        assert found.probs.dtype == dtype
+        torch.testing.assert_close(found.probs.double(), probs, rtol=0, atol=1e-12 if dtype == torch.float64 else 1e-5)
         ends.add(int(tree.topology.depths[end]))
     assert ends >= {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("rule", WEIGHING)
 def test_drawn_siblings_are_verified_before_given_ones(rule):
-    """Exact in either order, but the given child is the more probable one: first, it would leave the drawn one little."""
-    draws = Draws(np.array([False, False, True]), torch.tensor([[0.7, 0.2, 0.1]]), np.array([0, -1, -1]))
-    tree, target = DraftTree(Topology(np.array([-1, 0, 0])), torch.tensor([0, 0, 1]), draws), torch.full((3, 3), 1 / 3)
+    """Exact in either order, but the deterministic child is more probable: first, it would leave the sampled one little."""
+    sampled = SampledNodes(np.array([False, False, True]), torch.tensor([[0.7, 0.2, 0.1]]), np.array([0, -1, -1]))
+    tree, target = (
+        DraftTree(Topology(np.array([-1, 0, 0])), torch.tensor([0, 0, 1]), sampled),
+        torch.full((3, 3), 1 / 3),
+    )
     found = registry.find("speculate.verify", rule).decision(tree, target, torch.zeros(3, dtype=torch.float64))
     assert found.end == 2
 
@@ -517,35 +542,35 @@ def check_verdict(verdict: Verdict, tree: DraftTree, target: Tensor) -> None:
 @pytest.mark.parametrize("rule", RULES)
 def test_contract(rule):
     module = registry.find("speculate.verify", rule)
-    assert isinstance(module.NEEDS_LAWS, bool)
-    if module.NEEDS_LAWS:
-        assert module.CHILD_LAW in {"without_replacement", "independent"}
+    assert isinstance(module.NEEDS_DRAFT_PROBS, bool)
+    if module.NEEDS_DRAFT_PROBS:
+        assert module.CHILD_SAMPLING in {"without_replacement", "independent"}
     for seed in range(24):
         tree, target, _ = random_case(seed, torch.float32)
-        before = target.clone(), tree.tokens.clone(), tree.draws.laws.clone()
+        before = target.clone(), tree.tokens.clone(), tree.sampled.draft_probs.clone()
         verdicts = [module.verify(tree, target, torch.Generator().manual_seed(seed)) for _ in range(2)]
         assert verdicts[0] == verdicts[1], "all chance comes from the generator"
         check_verdict(verdicts[0], tree, target)
-        assert all(map(torch.equal, before, (target, tree.tokens, tree.draws.laws))), "a rule changes nothing"
+        assert all(map(torch.equal, before, (target, tree.tokens, tree.sampled.draft_probs))), "a rule changes nothing"
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_two_verdicts_in_a_row_are_independent_and_have_the_odds_stated(rule):
     module, (target, draft) = registry.find("speculate.verify", rule), languages("hybrid")
     tree = next(iter(RECIPES["hybrid"].trees(draft)))[0]
-    laws = target_laws(target, tree)
+    draft_probs = target_probs(target, tree)
     odds: dict[tuple[int, int], float] = {}
-    for decision, p in outcomes(module)(tree, laws):
-        for bonus, p_bonus in enumerate(decision.law.tolist()):
+    for decision, p in outcomes(module)(tree, draft_probs):
+        for bonus, p_bonus in enumerate(decision.probs.tolist()):
             if p_bonus > 0:
                 key = (decision.end, bonus)
                 odds[key] = odds.get(key, 0.0) + p * p_bonus
     place, n_pairs, generator = {key: i for i, key in enumerate(odds)}, 1500, torch.Generator().manual_seed(3)
     counts = np.zeros((len(odds), len(odds)))
     for _ in range(n_pairs):
-        pair = [module.verify(tree, laws, generator) for _ in range(2)]
+        pair = [module.verify(tree, draft_probs, generator) for _ in range(2)]
         counts[tuple(place[(0, *verdict.path)[-1], verdict.bonus] for verdict in pair)] += 1
-    expected = n_pairs * np.outer(list(odds.values()), list(odds.values()))
+    expected = n_pairs * np.non_layer(list(odds.values()), list(odds.values()))
     often = expected >= 5
     rare = counts[~often].sum(), expected[~often].sum()
     assert chi_square_p(np.append(counts[often], rare[0]), np.append(expected[often], rare[1])) > 1e-3
@@ -561,9 +586,13 @@ def large_case(sharpness: float, seed: int = 0, n: int = 14) -> tuple[DraftTree,
     logits = torch.randn(n, 32_000, generator=generator) * 2
     draft = torch.softmax((logits + torch.randn(n, 32_000, generator=generator) / 2) * sharpness, -1)
     topology = random_tree(n, seed, reach=5)
-    drawn = torch.rand(n, generator=generator).numpy() < 0.7
-    drawn[0] = False
-    return grow(topology, drawn, draft, seed), torch.softmax(logits, -1), torch.rand(n, generator=generator).double()
+    is_sampled = torch.rand(n, generator=generator).numpy() < 0.7
+    is_sampled[0] = False
+    return (
+        grow(topology, is_sampled, draft, seed),
+        torch.softmax(logits, -1),
+        torch.rand(n, generator=generator).double(),
+    )
 
 
 @pytest.mark.parametrize("sharpness", [1.0, 8.0, 1000.0])
@@ -572,10 +601,10 @@ def test_a_large_vocabulary_in_float32(sharpness):
         tree, target, uniforms = large_case(sharpness, seed)
         # Numbers close to 1 reject everything, which is the longest way through the residuals.
         for numbers in (uniforms, torch.full_like(uniforms, 0.999999)):
-            for rule, kernel in ((sequoia, "walk"), (traversal, "traverse")):
-                found, (end, law) = rule.decision(tree, target, numbers), PLAIN[kernel](tree, target, numbers)
-                assert found.end == end and bool(found.law.isfinite().all()) and bool((found.law >= 0).all())
-                torch.testing.assert_close(found.law.double(), law, rtol=1e-3, atol=1e-6)
+            for rule, kernel in ((sequoia, "walk"), (traversal, "verify_bottom_up")):
+                found, (end, probs) = rule.decision(tree, target, numbers), PLAIN[kernel](tree, target, numbers)
+                assert found.end == end and bool(found.probs.isfinite().all()) and bool((found.probs >= 0).all())
+                torch.testing.assert_close(found.probs.double(), probs, rtol=1e-3, atol=1e-6)
         for rule in RULES:
             verdict = registry.find("speculate.verify", rule).verify(tree, target, torch.Generator().manual_seed(seed))
             check_verdict(verdict, tree, target)
@@ -602,16 +631,16 @@ def test_at_temperature_zero_the_right_path_is_taken(rule):
     assert depths >= {0, 1, 2}
 
 
-@pytest.mark.parametrize(("rule", "kernel"), [(sequoia, "walk"), (traversal, "traverse")])
+@pytest.mark.parametrize(("rule", "kernel"), [(sequoia, "walk"), (traversal, "verify_bottom_up")])
 def test_a_small_remainder_of_the_draft_keeps_its_digits(rule, kernel):
     """Subtracting what was drawn from a sum of one would leave the rounding of that sum."""
-    laws = torch.tensor([[0.6, 0.4, 3e-9, 1e-9, 0.0]])
-    draws = Draws(np.array([False, True, True, True]), laws, np.array([0, -1, -1, -1]))
-    tree = DraftTree(Topology(np.array([-1, 0, 0, 0])), torch.tensor([0, 0, 1, 2]), draws)
+    draft_probs = torch.tensor([[0.6, 0.4, 3e-9, 1e-9, 0.0]])
+    sampled = SampledNodes(np.array([False, True, True, True]), draft_probs, np.array([0, -1, -1, -1]))
+    tree = DraftTree(Topology(np.array([-1, 0, 0, 0])), torch.tensor([0, 0, 1, 2]), sampled)
     target, uniforms = torch.tensor([[0.1, 0.1, 0.1, 0.4, 0.3]] * 4), torch.full((4,), 0.99, dtype=torch.float64)
-    found, (end, law) = rule.decision(tree, target, uniforms), PLAIN[kernel](tree, target, uniforms)
+    found, (end, probs) = rule.decision(tree, target, uniforms), PLAIN[kernel](tree, target, uniforms)
     assert found.end == end == 0
-    torch.testing.assert_close(found.law.double(), law, rtol=0, atol=1e-6)
+    torch.testing.assert_close(found.probs.double(), probs, rtol=0, atol=1e-6)
 
 
 SIBLINGS = Topology(np.array([-1, 0, 0]))
@@ -619,28 +648,28 @@ SIBLINGS = Topology(np.array([-1, 0, 0]))
 
 @pytest.mark.parametrize("rule", WEIGHING)
 def test_a_remainder_of_the_draft_below_the_normal_numbers_is_used_up(rule):
-    """No law of a drafter has such numbers; whoever hands one over gets the uniform fallback, not an overflow."""
-    draws = Draws(np.array([False, True, True]), torch.tensor([[1.0, 1e-40, 0.0, 0.0]]), np.array([0, -1, -1]))
-    tree, target = DraftTree(SIBLINGS, torch.tensor([0, 0, 1]), draws), torch.tensor([[0.4, 0.1, 0.3, 0.2]] * 3)
+    """No distribution of a drafter has such numbers; whoever hands one over gets the uniform fallback, not an overflow."""
+    sampled = SampledNodes(np.array([False, True, True]), torch.tensor([[1.0, 1e-40, 0.0, 0.0]]), np.array([0, -1, -1]))
+    tree, target = DraftTree(SIBLINGS, torch.tensor([0, 0, 1]), sampled), torch.tensor([[0.4, 0.1, 0.3, 0.2]] * 3)
     found = registry.find("speculate.verify", rule).decision(
         tree, target, torch.tensor([0.999] * 3, dtype=torch.float64)
     )
-    torch.testing.assert_close(found.law, torch.tensor([0.0, 0.0, 1.0, 0.0]))
+    torch.testing.assert_close(found.probs, torch.tensor([0.0, 0.0, 1.0, 0.0]))
 
 
-def test_a_drafters_law_has_no_denormal_numbers():
-    law = child_sampling.law_of(torch.tensor([[0.0, -92.0, -80.0, -200.0]]), 1.0)
+def test_a_drafters_distribution_has_no_denormal_numbers():
+    probs = child_sampling.probs_of(torch.tensor([[0.0, -92.0, -80.0, -200.0]]), 1.0)
     assert torch.softmax(torch.tensor([0.0, -92.0]), 0)[1] > 0
-    assert law[0, 1] == law[0, 3] == 0 < law[0, 2]
+    assert probs[0, 1] == probs[0, 3] == 0 < probs[0, 2]
 
 
 @pytest.mark.parametrize("rule", WEIGHING)
 def test_given_children_that_carry_all_the_mass(rule):
-    """A law filtered down to two tokens sums to a little less than one, and the largest numbers reject both."""
-    law = torch.tensor([0.6145196, 0.38548037, 0.0])
-    assert law.double().sum() < 1
-    tree, target = DraftTree(SIBLINGS, torch.tensor([0, 0, 1])), law.repeat(3, 1)
+    """A distribution filtered down to two tokens sums to a little less than one, and the largest numbers reject both."""
+    probs = torch.tensor([0.6145196, 0.38548037, 0.0])
+    assert probs.double().sum() < 1
+    tree, target = DraftTree(SIBLINGS, torch.tensor([0, 0, 1])), probs.repeat(3, 1)
     found = registry.find("speculate.verify", rule).decision(
         tree, target, torch.full((3,), 1 - 2**-53, dtype=torch.float64)
     )
-    assert found.law.sum() > 0
+    assert found.probs.sum() > 0

@@ -1,9 +1,9 @@
 """How far from what came of a text's trees was what the run expected of them, and would other weights have been nearer?
 
-    python -m bench.yields [--prompts 24] [--nodes 160]
+    python -m bench.predictions [--prompts 24] [--nodes 160]
 
 The demo pair, resident, generates from held-out prompts with trees of one size; what was expected of each tree and what came
-of it is kept, and corrected again (`tree.choose.Yield`) with each weight and memory. A figure is the mean error of the tokens
+of it is kept, and corrected again (`ExpectedTokensBias`) with each weight and memory. A figure is the mean error of the tokens
 that were expected of a text in all, as a share of those that came. The last line is one JSON object.
 """
 
@@ -22,7 +22,7 @@ from bench.measure import commit, machine
 from bench.methods import DRAFT, TARGET
 from bench.prompts import held_out_prompts
 from offload_rt import LLM, SamplingParams
-from offload_rt.tree.choose import Yield
+from offload_rt.tree.choose import ExpectedTokensBias
 
 TEMPERATURES = (0.0, 0.6, 1.0)
 WEIGHTS, MEMORIES = (10.0, 30.0, 100.0), (0.95, 0.97, 0.98, 0.998)
@@ -34,20 +34,20 @@ Text = list[tuple[float, int]]
 def texts(llm: LLM, prompts: Sequence[list[int]], n_new: int, temperature: float) -> list[Text]:
     """What each pass was expected to yield and did."""
     found: list[Text] = []
-    observe = Yield.observe
+    observe = ExpectedTokensBias.observe
 
-    def record(known: Yield, expected: float, got: int) -> None:
+    def record(known: ExpectedTokensBias, expected: float, got: int) -> None:
         found[-1].append((expected, got))
         observe(known, expected, got)
 
-    with mock.patch.object(Yield, "observe", record):
+    with mock.patch.object(ExpectedTokensBias, "observe", record):
         for i, prompt in enumerate(prompts):
             found.append([])
             llm.generate([prompt], SamplingParams(max_new_tokens=n_new, temperature=temperature, seed=i))
     return found
 
 
-def error(found: Sequence[Text], known: Yield) -> float:
+def error(found: Sequence[Text], known: ExpectedTokensBias) -> float:
     """Of the tokens expected of a text, corrected pass by pass by what came of those before; the mean over the texts."""
     errors = []
     for text in found:
@@ -74,10 +74,10 @@ def main() -> None:
             found = [texts(llm, prompts, flags.tokens, temperature) for temperature in TEMPERATURES]
     figures = []
     for weight, memory in itertools.product(WEIGHTS, MEMORIES):
-        errors = [error(at_temperature, Yield(weight, memory)) for at_temperature in found]
+        errors = [error(at_temperature, ExpectedTokensBias(weight, memory)) for at_temperature in found]
         print(f"weight {weight:5.0f}, memory {memory:.3f}: " + ", ".join(f"{one:.1%}" for one in errors))
         figures.append({"weight": weight, "memory": memory, "errors": errors})
-    print(json.dumps({"bench": "yields", "machine": machine(), "commit": commit(), **vars(flags), "figures": figures}))
+    print(json.dumps({"bench": "bias", "machine": machine(), "commit": commit(), **vars(flags), "figures": figures}))
 
 
 if __name__ == "__main__":

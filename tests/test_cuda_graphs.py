@@ -9,7 +9,7 @@ from recorded import record
 from tiny import CASES, feed, open_llm, prefill, prompt_of, random_tree, runner_of
 
 from offload_rt import ops
-from offload_rt.executor.cuda_graphs import FixedInputs, PassSize, RowsOfPass
+from offload_rt.executor.cuda_graphs import GraphInputs, GraphShape, PassRows
 from offload_rt.executor.runner import Step
 from offload_rt.ops import reference
 from offload_rt.tree.topology import Topology
@@ -19,7 +19,7 @@ from offload_rt.tree.topology import Topology
 def test_logits_and_rows_are_those_of_an_ordinary_pass(zoo, name):
     prompt, capacity = prompt_of(0), 512
     with open_llm(zoo.directory(name, 0)) as plain, open_llm(zoo.directory(name, 0)) as fixed:
-        runner_of(fixed).replay_passes(PassSize(64, capacity, 128), record)
+        runner_of(fixed).use_graphs(GraphShape(64, capacity, 128), record)
         caches = [prefill(runner_of(llm), prompt, capacity) for llm in (plain, fixed)]
         assert len(runner_of(fixed)._fixed._passes[caches[1].store]) == 1
         for n, seed in ((1, 0), (5, 1), (7, 2), (1, 3), (33, 4), (6, 5), (64, 6)):
@@ -42,7 +42,7 @@ def test_levels_of_a_tree_are_computed_one_after_the_other(zoo):
         prompt, tokens = prompt_of(0), prompt_of(1, 20)
         whole = feed(runner, prefill(runner, prompt, 256), tokens, tree)
         cache = prefill(runner, prompt, 256)
-        runner.replay_passes(PassSize(64, 256, 128), record)
+        runner.use_graphs(GraphShape(64, 256, 128), record)
         parts = []
         for start, stop in ((0, 1), (1, 6), (6, 13), (13, 20)):
             some = Topology(tree.parents[:stop])
@@ -55,7 +55,7 @@ def test_what_does_not_fit_is_computed_as_ever(zoo):
     with open_llm(zoo.directory("llama", 0)) as llm:
         runner = runner_of(llm)
         want = feed(runner, prefill(runner, prompt_of(0), 64), prompt_of(1, 43), random_tree(43, 0))
-        runner.replay_passes(PassSize(16, 256, 128), record)
+        runner.use_graphs(GraphShape(16, 256, 128), record)
         cache = prefill(runner, prompt_of(0), 64)  # more rows than 16, then a cache without a spare row
         got = feed(runner, cache, prompt_of(1, 43), random_tree(43, 0))
         assert torch.equal(got, want)
@@ -65,7 +65,7 @@ def test_what_does_not_fit_is_computed_as_ever(zoo):
 def test_captures_end_with_their_cache(zoo):
     with open_llm(zoo.directory("llama", 0)) as llm:
         runner = runner_of(llm)
-        runner.replay_passes(PassSize(64, 256, 128), record)
+        runner.use_graphs(GraphShape(64, 256, 128), record)
         cache = prefill(runner, prompt_of(0), 256)
         assert len(runner._fixed._passes) == 1
         del cache
@@ -81,7 +81,7 @@ def test_sequences_that_run_alone_share_what_is_captured(zoo):
         return record(compute)
 
     with open_llm(zoo.directory("llama", 0)) as plain, open_llm(zoo.directory("llama", 0)) as fixed:
-        runner_of(fixed).replay_passes(PassSize(64, 256, 128), capture)
+        runner_of(fixed).use_graphs(GraphShape(64, 256, 128), capture)
         for seed in range(3):
             caches = [runner_of(llm).new_cache(100 + seed, is_alone=True) for llm in (plain, fixed)]
             rows = [
@@ -108,7 +108,7 @@ def test_where_the_length_costs_nothing_few_sizes_serve_a_cache_that_grows(zoo, 
     )
     with open_llm(zoo.directory("llama", 0)) as plain, open_llm(zoo.directory("llama", 0)) as fixed:
         runner = runner_of(fixed)
-        runner.replay_passes(PassSize(8, 100, 8), record)
+        runner.use_graphs(GraphShape(8, 100, 8), record)
         caches = [runner_of(plain).new_cache(100), runner.new_cache(100)]
         for turn in range(12):
             rows = [
@@ -127,7 +127,7 @@ def test_of_many_sizes_those_used_last_are_kept(zoo, monkeypatch):
     monkeypatch.setattr("offload_rt.executor.cuda_graphs._MOST_KEPT", 2)
     with open_llm(zoo.directory("llama", 0)) as llm:
         runner = runner_of(llm)
-        runner.replay_passes(PassSize(64, 256, 128), record)
+        runner.use_graphs(GraphShape(64, 256, 128), record)
         cache = runner.new_cache(256)
         for n in (1, 2, 1, 4):
             feed(runner, cache, prompt_of(0, n), random_tree(n, 0))
@@ -150,14 +150,14 @@ def test_a_mask_at_a_fixed_place_is_the_one_it_was_filled_with(seed):
     """Whatever it was filled with before; what is left over looks where the first row does."""
     draw = random.Random(seed)
     n_rows, n_keys, capacity = draw.choice([1, 8, 40]), draw.choice([135, 256]), 300
-    size = PassSize(n_rows, n_keys, n_forest=draw.choice([104, 130]))
-    fixed = FixedInputs.empty(size, 16, torch.float32, torch.device("cpu"))
+    size = GraphShape(n_rows, n_keys, n_tree_rows=draw.choice([104, 130]))
+    fixed = GraphInputs.empty(size, 16, torch.float32, torch.device("cpu"))
     for turn in range(3):
         n, first, n_before = draw.randint(1, n_rows), draw.randrange(64), draw.randrange(30)
         parents = random_tree(first + n, seed + turn).parents
-        mask = ops.forest_mask(parents, first, n_before, torch.device("cpu"))
+        mask = ops.make_tree_mask(parents, first, n_before, torch.device("cpu"))
         angles = [torch.zeros(n, fixed.cos.shape[1]) for _ in range(2)]
-        fixed.fill(RowsOfPass(torch.zeros(n, dtype=torch.int64), torch.arange(n), *angles, mask), capacity - 1)
+        fixed.fill(PassRows(torch.zeros(n, dtype=torch.int64), torch.arange(n), *angles, mask), capacity - 1)
         for window in (None, 1, 4, 25):
             got, want = (replace(one, window=window).dense() for one in (fixed.mask, mask))
             want = torch.ones(n, mask.n_keys, dtype=torch.bool) if want is None else want
