@@ -10,7 +10,9 @@ import torch
 
 from offload_rt.config import EngineConfig
 from offload_rt.engine import profile
+from offload_rt.engine.engine import Engine, Parts
 from offload_rt.engine.memory_plan import LIBRARIES, Sizes, less_margin, plan_memory
+from offload_rt.engine.scheduler import Scheduler
 from offload_rt.errors import CapacityError, DeviceError, SettingsError
 from offload_rt.executor.cost import CostEstimator
 from offload_rt.executor.cuda_graphs import CudaCapture, GraphShape
@@ -21,7 +23,7 @@ from offload_rt.offload.disk import DiskTier
 from offload_rt.offload.host import HostTier
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.offload.placement import MemoryBudget, Plan
-from offload_rt.offload.streamer import LayerSources, Streamer
+from offload_rt.offload.streamer import LayerSources
 from offload_rt.offload.tier import read_parallel
 from offload_rt.speculate.draft_model import ROWS_PER_NODE, DraftModel, draft_rows
 from offload_rt.speculate.pair_stats import DraftParts, PairStats, load_pair_stats
@@ -36,6 +38,11 @@ from offload_rt.weights.header import TensorRecord
 from offload_rt.weights.layout import PackedLayer, host_block, repack
 
 Progress = Callable[[int, int], None]
+
+_REFUSED = (
+    "the driver pins no more memory of the host: layers go through a few pinned slots, "
+    "which costs CPU time and some speed; raise the limit of locked memory, or lower --host-memory"
+)
 
 
 @dataclass(frozen=True)
@@ -57,48 +64,6 @@ class EnginePlan:
     max_model_len: int
     cache_rows: int
     notice: str = ""
-
-
-@dataclass(frozen=True)
-class Engine:
-    """A loaded model, ready to run, with its drafter, and what must be closed behind it.
-
-    draft  the draft model, itself an engine without a drafter of its own
-    """
-
-    runner: Runner
-    drafter: Drafter
-    cost: CostEstimator
-    host: HostTier
-    resident: DeviceTier
-    draft: Runner | None = None
-    draft_layers: DeviceTier | None = None
-
-    @property
-    def streamer(self) -> Streamer:
-        """What brings the layers."""
-        return self.runner.streamer
-
-    @property
-    def notice(self) -> str:
-        """What its user should know of how it runs; empty if nothing."""
-        if not self.host.is_refused:
-            return ""
-        return (
-            "the driver pins no more memory of the host: layers go through a few pinned slots, "
-            "which costs CPU time and some speed; raise the limit of locked memory, or lower --host-memory"
-        )
-
-    def close(self) -> None:
-        """End all transfers and release the weights."""
-        for runner in filter(None, (self.runner, self.draft)):
-            runner.drop_graphs()
-        self.streamer.close()
-        self.host.close()
-        self.resident.close()
-        if self.draft is not None:
-            self.draft.streamer.close()
-            self.draft_layers.close()
 
 
 def pick_device(name: str) -> torch.device:
@@ -160,41 +125,44 @@ def load(engine_plan: EnginePlan, trace: Trace, progress: Progress | None = None
     """Load what the plan keeps in memory, start the streamer, and measure what passes cost where a drafter asks.
 
     progress  told (bytes so far, bytes in all) while loading, from several threads
-    Raises LinkError if a weight cannot be read.
+    Raises LinkError if a weight cannot be read. The plan's files are closed with the engine, or here where loading fails.
     """
-    plan, disk, checkpoint, draft = (
-        engine_plan.plan,
-        engine_plan.disk,
-        engine_plan.checkpoint,
-        engine_plan.drafting.draft,
-    )
+    plan, disk, draft = engine_plan.plan, engine_plan.disk, engine_plan.drafting.draft
+    is_cuda = engine_plan.device.type == "cuda"
     in_memory = [i for i, name in enumerate(plan.tiers) if name != "disk"]
     n_bytes = plan.reserved.non_layer + sum(disk.nbytes(i) for i in in_memory)
     meter = _Meter(n_bytes + (draft.nbytes if draft else 0), progress)
-    resident, host, draft_layers = DeviceTier(), HostTier(register=engine_plan.device.type == "cuda"), DeviceTier()
-    with ExitStack() as opened:
-        opened.callback(host.close)
-        if engine_plan.device.type == "cuda":
-            _cap_device_memory(plan.budget.device, engine_plan.device)
+    with ExitStack() as closes:
+        closes.callback(disk.close)
+        if is_cuda:
+            closes.callback(torch.cuda.empty_cache)
+            _cap_device_memory(plan.budget.device, engine_plan.device, closes)
+        host, resident = HostTier(register=is_cuda), DeviceTier()
+        closes.callback(host.close)
+        closes.callback(resident.close)
         place = Placing(engine_plan.device, engine_plan.dtype)
-        non_layer = _load_non_layer(checkpoint, place, meter)
+        non_layer = _load_non_layer(engine_plan.checkpoint, place, meter)
         _fill({"device": resident, "host": host}, engine_plan, meter)
         streamed = tuple({"device": None, "host": host, "disk": disk}[name] for name in plan.tiers)
-        runner = _runner(place, checkpoint, LayerSources(resident, streamed, plan.n_slots), non_layer, trace)
-        opened.callback(runner.streamer.close)
-        draft_runner = _load_draft(engine_plan, draft, draft_layers, meter, trace) if draft else None
+        sources = LayerSources(resident, streamed, plan.n_slots)
+        runner = _runner(place, engine_plan.checkpoint, sources, non_layer, trace)
+        closes.callback(runner.close)
+        draft_runner = _load_draft(engine_plan, draft, meter, trace) if draft else None
         if draft_runner is not None:
-            opened.callback(draft_runner.streamer.close)
-        if engine_plan.device.type == "cuda":
+            closes.callback(draft_runner.close)
+        if is_cuda:
             _capture_passes(engine_plan, runner, draft_runner)
-        engine = _with_drafter(engine_plan, runner, (host, resident), draft_runner, draft_layers, trace)
-        opened.pop_all()  # from here on they are the engine's to close
-        return engine
+        drafter, cost = _open_drafter(engine_plan, runner, draft_runner, trace)
+        parts = Parts(runner, drafter, engine_plan.drafting.rule, cost, trace, draft_runner, closes.pop_all())
+    scheduler = Scheduler(engine_plan.cache_rows, engine_plan.limits.n_nodes)
+    return Engine(parts, scheduler, _REFUSED if host.is_refused else "")
 
 
-def _cap_device_memory(nbytes: int, device: torch.device) -> None:
-    """Let torch take no more than the budget, so that a larger card behaves as a smaller one."""
+def _cap_device_memory(nbytes: int, device: torch.device, closes: ExitStack) -> None:
+    """Let torch take no more than the budget until `closes`, so that a larger card behaves as a smaller one."""
     _, all_of_card = torch.cuda.mem_get_info(device)
+    before = torch.cuda.get_per_process_memory_fraction(device)
+    closes.callback(torch.cuda.set_per_process_memory_fraction, before, device)
     torch.cuda.set_per_process_memory_fraction(min(nbytes / all_of_card, 1.0), device)
 
 
@@ -216,30 +184,23 @@ def _runner(
     return Runner(checkpoint.spec, streamer, non_layer, dense.View, place, trace)
 
 
-def _load_draft(
-    engine_plan: EnginePlan, draft: Checkpoint, layers: DeviceTier, meter: "_Meter", trace: Trace
-) -> Runner:
+def _load_draft(engine_plan: EnginePlan, draft: Checkpoint, meter: "_Meter", trace: Trace) -> Runner:
     """The draft model, all of it on the device, in its own dtype."""
+    layers = DeviceTier()
     disk = DiskTier(draft.layers, [name for name, _ in draft.spec.layer_tensors()])
-    try:
+    with closing(disk):
         for i in range(draft.spec.n_layers):
             layers.put(i, _on(engine_plan.device, _read(disk, i, engine_plan.device, meter)))
-    finally:
-        disk.close()
     place = Placing(engine_plan.device, draft.layers[0][0].torch_dtype())
     non_layer = _load_non_layer(draft, place, meter)
     # Its passes are in the trace as levels of a tree; layer by layer they would fill it.
-    return _runner(place, draft, LayerSources(layers, (None,) * draft.spec.n_layers, 0), non_layer, Trace(on=False))
+    sources = LayerSources(layers, (None,) * draft.spec.n_layers, 0)
+    return _runner(place, draft, sources, non_layer, Trace(on=False))
 
 
-def _with_drafter(
-    engine_plan: EnginePlan,
-    runner: Runner,
-    tiers: tuple[HostTier, DeviceTier],
-    draft: Runner | None,
-    draft_layers: DeviceTier,
-    trace: Trace,
-) -> Engine:
+def _open_drafter(
+    engine_plan: EnginePlan, runner: Runner, draft: Runner | None, trace: Trace
+) -> tuple[Drafter, CostEstimator]:
     drafting, limits, moved = engine_plan.drafting, engine_plan.limits, engine_plan.plan.pass_bytes
     if limits.n_nodes == 1:
         machine = MachineProfile("not measured", False, (("disk", 1.0), ("host", 1.0)), 1.0)
@@ -252,7 +213,7 @@ def _with_drafter(
         model = DraftModel(draft, runner.spec.vocab_size, limits.n_levels, trace)
         pair_stats = load_pair_stats(runner.spec, draft.spec)
     parts = DraftParts(limits, cost, drafting.child_sampling, model, pair_stats)
-    return Engine(runner, drafting.module.open_drafter(parts), cost, *tiers, draft, draft_layers)
+    return drafting.module.open_drafter(parts), cost
 
 
 class _Meter:
