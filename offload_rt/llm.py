@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from offload_rt.config import EngineConfig, SamplingParams
-from offload_rt.engine.builder import Progress, load, plan_engine
+from offload_rt.engine.builder import EnginePlan, Progress, load, plan_engine
 from offload_rt.engine.engine import Engine
 from offload_rt.errors import CapacityError, PromptError, SettingsError
 from offload_rt.executor.runner import Step
@@ -129,6 +129,11 @@ class LLM:
     A context manager; `close()` releases everything, and so does losing the last reference, or the end of the program.
     """
 
+    engine_plan: EnginePlan
+    tokenizer: PreTrainedTokenizerBase | None
+    _engine: Engine | None = None
+    _closes: "weakref.finalize[..., LLM]"
+
     def __init__(
         self,
         model: str,
@@ -146,22 +151,12 @@ class LLM:
         offline: bool = False,
     ) -> None:
         """The arguments are the fields of `EngineConfig`. Raises an OffloadError if the model cannot be served."""
-        config = EngineConfig(
-            model,
-            draft_model,
-            device,
-            dtype,
-            device_memory,
-            host_memory,
-            max_model_len,
-            drafter,
-            rule,
-            tree_size,
-            tree_depth,
-            revision,
-            offline,
-        )
-        self._prepare(config)
+        self._prepare(
+            EngineConfig(
+                model, draft_model, device, dtype, device_memory, host_memory, max_model_len, drafter, rule, tree_size,
+                tree_depth, revision, offline,
+            )
+        )  # fmt: skip
         self.load()
 
     @classmethod
@@ -191,12 +186,11 @@ class LLM:
         self._closes = weakref.finalize(self, engine.close)
 
     def _prepare(self, config: EngineConfig) -> None:
-        self._engine: Engine | None = None
         drafting = pick_drafter(config)
         directory = locate(config.model, config.revision, config.offline)
         checkpoint = open_checkpoint(directory)
         self._end_ids = end_ids(directory)
-        self.tokenizer: PreTrainedTokenizerBase | None = load_tokenizer(directory)
+        self.tokenizer = load_tokenizer(directory)
         if config.draft_model is not None:
             place = locate(config.draft_model, None, config.offline)
             draft = open_checkpoint(place)
@@ -245,10 +239,11 @@ class LLM:
         params as prompts, before anything runs.
         """
         several = _several(prompts)
-        wanted = list(params) if isinstance(params, list | tuple) else [params or SamplingParams()] * len(several)
-        if len(wanted) != len(several):
-            raise SettingsError("generate", need=f"one SamplingParams or {len(several)}", have=str(len(wanted)))
-        sequences = [self._sequence(prompt, one) for prompt, one in zip(several, wanted, strict=True)]
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(several)
+        if len(params) != len(several):
+            raise SettingsError("generate", need=f"one SamplingParams or {len(several)}", have=str(len(params)))
+        sequences = [self._sequence(prompt, one) for prompt, one in zip(several, params, strict=True)]
         engine = self.engine
         ids = [engine.add(sequence) for sequence in sequences]
         try:
@@ -317,8 +312,10 @@ class LLM:
 
 def _several(prompts: Prompt | Several[Prompt]) -> list[Prompt]:
     """A list of prompts, whether one was given or several."""
-    one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-    return [prompts] if one else list(prompts)
+    if isinstance(prompts, str):
+        return [prompts]
+    ids = [one for one in prompts if isinstance(one, int)]
+    return [ids] if ids else [one for one in prompts if not isinstance(one, int)]
 
 
 def _check_prompt(ids: list[int], vocab_size: int, max_model_len: int) -> None:

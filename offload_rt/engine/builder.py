@@ -105,7 +105,9 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting
     names = [name for name, _ in spec.layer_tensors()]
     budget = memory_budget(config, device)
     target = Sizes.of_checkpoint(checkpoint, dtype)
-    draft = drafting.draft and Sizes.of_checkpoint(drafting.draft, drafting.draft.layers[0][0].torch_dtype())
+    draft = None
+    if drafting.draft is not None:
+        draft = Sizes.of_checkpoint(drafting.draft, drafting.draft.layers[0][0].torch_dtype())
     disk = DiskTier(checkpoint.layers, names)
     try:
         target = replace(target, layer_nbytes=tuple(disk.layout(i).nbytes for i in range(spec.n_layers)))
@@ -242,12 +244,12 @@ def memory_budget(config: EngineConfig, device: torch.device) -> MemoryBudget:
     """The settings, or what is free, less a margin. Raises CapacityError for more than there is."""
     spare = less_margin(memory_free())
     if device.type == "cpu":
-        return MemoryBudget(_within(config.device_memory, "--device-memory", spare, memory_limit()))
+        return MemoryBudget(_within(config.device_nbytes, "--device-memory", spare, memory_limit()))
     torch.cuda.empty_cache()  # what an engine that was closed has left to torch is free as well
     on_card, all_of_card = torch.cuda.mem_get_info(device)
     return MemoryBudget(
-        _within(config.device_memory, "--device-memory", less_margin(on_card), all_of_card),
-        _within(config.host_memory, "--host-memory", spare, memory_limit()),
+        _within(config.device_nbytes, "--device-memory", less_margin(on_card), all_of_card),
+        _within(config.host_nbytes, "--host-memory", spare, memory_limit()),
         LIBRARIES,
         has_card=True,
     )
