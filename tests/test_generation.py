@@ -2,7 +2,9 @@
 
 import json
 import shutil
-from itertools import pairwise
+import traceback
+from itertools import groupby, pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from tiny import (
 )
 from transformers import LlamaForCausalLM
 
+import offload_rt
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
 from offload_rt.errors import CapacityError, PromptError, SettingsError
@@ -29,6 +32,7 @@ from offload_rt.executor.sequence import Sequence
 from offload_rt.speculate.protocols import DraftLimits
 from offload_rt.tree.topology import DraftTree, Topology
 
+ROOT = Path(offload_rt.__file__).parent
 SAMPLED = SamplingParams(
     max_new_tokens=24, temperature=0.9, top_p=0.95, top_k=50, min_p=0.01, repetition_penalty=1.1, seed=5
 )
@@ -46,6 +50,24 @@ def test_greedy_tokens_are_transformers(zoo, name, seed, place):
     assert output.prompt_token_ids == prompt_of(seed)
     assert output.finish_reason == "length"
     assert (output.stats.n_tokens, output.stats.n_passes) == (64, 64)
+
+
+def test_few_frames_lie_between_the_call_and_the_matrix_product(zoo, monkeypatch):
+    """At most eight of this package, and no file is come back to once it was left."""
+    deepest, linear = [], torch.nn.functional.linear
+
+    def seen(*args):
+        frames = [Path(one.filename) for one in traceback.extract_stack()]
+        ours = [one for one in frames if ROOT in one.parents]
+        deepest[:] = max(deepest, ours, key=len)
+        return linear(*args)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", seen)
+    with open_llm(zoo.directory("qwen3", 0), "mixed") as llm:
+        llm.generate(prompt_of(0), SamplingParams(max_new_tokens=2))
+    files = [file for file, _ in groupby(deepest)]
+    assert len(deepest) <= 8, deepest
+    assert len(files) == len(set(files)), files
 
 
 def test_an_llm_generates_again_and_again(zoo):
@@ -128,7 +150,7 @@ def test_a_batch_that_does_not_fit_runs_as_there_is_room(zoo):
             )
             return forward(steps)
 
-        caches = llm.engine.runner.caches
+        caches = llm.engine.runner._caches
         llm.engine.runner.forward = counted
         batch = together(llm, prompts, params)
         assert not caches
@@ -146,7 +168,7 @@ def test_sequences_join_and_leave_a_running_batch(llama_pair, drafter):
         params[2] = SamplingParams(max_new_tokens=25, temperature=1.0, seed=3)
     with open_llm(llama_pair.target, max_model_len=300, **llama_pair.settings(drafter)) as llm:
         solo = alone(llm, prompts, params)
-        engine, caches = llm.engine, llm.engine.runner.caches
+        engine, caches = llm.engine, llm.engine.runner._caches
         joins = {0: [0], 3: [1, 2], 5: [3], 14: [4]}
         sequences, ids, got = {}, {}, {}
         for n_step in range(100):
@@ -249,7 +271,7 @@ def run_with_trees(llm, drafter, prompts, params):
     for sequence in sequences:
         engine.add(sequence)
     while engine.step():
-        for cache in engine.runner.caches.values():
+        for cache in engine.runner._caches.values():
             poison(cache)
     return [one.tokens[one.n_prompt :] for one in sequences], [one.stats.n_passes for one in sequences]
 
