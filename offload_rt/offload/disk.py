@@ -64,16 +64,14 @@ class DiskTier:
     address its dtype cannot have does a block go through a bounce buffer into a packed layout.
     """
 
-    def __init__(
-        self, layers: Sequence[Sequence[TensorRecord]], names: Sequence[str], settings: ReadSettings | None = None
-    ) -> None:
-        """layers: per block its tensors' records; names: what each tensor is called in a block."""
+    def __init__(self, layers: Sequence[Sequence[TensorRecord]], settings: ReadSettings | None = None) -> None:
+        """layers: per block its tensors' records."""
         self._settings = settings or ReadSettings()
         self.n_parallel = self._settings.n_parallel
         self._files: dict[Path, int] = {}
         self._stamps = {record.path: record.stamp for records in layers for record in records}
         self._bounce = threading.local()
-        self._blocks = [_plan(records, names, self._settings.request_nbytes) for records in layers]
+        self._blocks = [_plan(records, self._settings.request_nbytes) for records in layers]
         try:
             for path in sorted({record.path for records in layers for record in records}):
                 self._files[path] = _open(path)
@@ -139,23 +137,18 @@ class DiskTier:
         return self._bounce.block[:nbytes]
 
 
-def _plan(
-    records: Sequence[TensorRecord], names: Sequence[str], request_nbytes: int
-) -> tuple[Layout, tuple[_Part, ...]]:
+def _plan(records: Sequence[TensorRecord], request_nbytes: int) -> tuple[Layout, tuple[_Part, ...]]:
     """The layout of a block, and the requests that fill it."""
     runs = _runs(records)
-    layout = _phased_layout(runs, dict(zip(records, names, strict=True)))
+    layout = _phased_layout(runs)
     phased = not any(slot.offset % slot.dtype.itemsize for slot in layout.entries)
     if not phased:
-        layout = packed_layout(
-            (name, record.shape, record.torch_dtype()) for record, name in zip(records, names, strict=True)
-        )
+        layout = packed_layout((record.key, record.shape, record.torch_dtype()) for record in records)
         runs = [_Run(record.path, record.start, record.stop, (record,)) for record in records]
     offset_of = {slot.name: slot.offset for slot in layout.entries}
-    name_of = dict(zip(records, names, strict=True))
     parts: list[_Part] = []
     for run in runs:
-        parts += _parts(run, offset_of[name_of[run.records[0]]], request_nbytes, phased)
+        parts += _parts(run, offset_of[run.records[0].key], request_nbytes, phased)
     return layout, tuple(parts)
 
 
@@ -171,12 +164,12 @@ def _runs(records: Sequence[TensorRecord]) -> list[_Run]:
     return runs
 
 
-def _phased_layout(runs: Sequence[_Run], name_of: dict[TensorRecord, str]) -> Layout:
+def _phased_layout(runs: Sequence[_Run]) -> Layout:
     slots, end = [], 0
     for run in runs:
         base = align_up(end, PAGE) + run.start % PAGE
         slots += [
-            TensorEntry(name_of[record], base + record.start - run.start, record.shape, record.torch_dtype())
+            TensorEntry(record.key, base + record.start - run.start, record.shape, record.torch_dtype())
             for record in run.records
         ]
         end = base + run.stop - run.start
