@@ -121,7 +121,8 @@ class GraphPass:
             for device in (torch.device("cpu"), buffer.keys.device)
         )
         self._logits = logits[: shape.n_rows]
-        self._n_runs, self._replay: tuple[int, Replay | None] = 0, None
+        self._n_runs = 0
+        self._replay: Replay | None = None
 
     def run(self, rows: PassRows, capture: Capture) -> None:
         """Compute these rows: the first time as usual, the second time captured, then replayed."""

@@ -144,18 +144,22 @@ class ContiguousCache(KVCache):
 
     @classmethod
     def empty(cls, spec: ModelSpec, capacity: int, dtype: torch.dtype, device: torch.device) -> Self:
+        """A cache without tokens."""
         return cls(KVBuffer.empty(spec, capacity, dtype, device))
 
     @staticmethod
     def nbytes(spec: ModelSpec, n_rows: int, itemsize: int) -> KVBytes:
+        """All on the device."""
         return KVBytes(device=n_rows * spec.kv_nbytes(itemsize))
 
     def attend(
         self, layer: int, start: int, q: Tensor, k: Tensor, v: Tensor, mask: ops.TreeMask, scale: float
     ) -> Tensor:
+        """Write k and v behind the rows there are, and attend to all of them."""
         first = self.n_committed + start
         return self.buffer.attend(layer, slice(first, first + len(q)), q, k, v, mask, scale)
 
     def move(self, rows: Sequence[int], first: int) -> None:
+        """Move rows in place."""
         keys, values = self.buffer.keys, self.buffer.values
         ops.commit_rows(keys, values, torch.tensor(rows, device=keys.device), first)
