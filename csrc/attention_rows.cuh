@@ -17,6 +17,9 @@ __device__ __forceinline__ float row_sum(float x) {
   return x + shuffle_xor(x, 2);
 }
 
+// Of weights 2^(score - largest) that add up to `sum`; as a natural logarithm.
+__device__ __forceinline__ float log_sum_exp(float largest, float sum) { return (largest + log2f(sum)) * 0.69314718f; }
+
 template <typename Tile>
 struct Rows {
   using T = typename Tile::Element;
@@ -66,7 +69,7 @@ struct Rows {
       }
   }
 
-  static __device__ void mask_forest(const TreeAttention& args, const Block<Tile>& block, Scores& scores, int stage) {
+  static __device__ void mask_tree(const TreeAttention& args, const Block<Tile>& block, Scores& scores, int stage) {
     const int first_key = (stage - block.n_prefix) * Tile::kKeys;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)
@@ -138,14 +141,16 @@ struct Rows {
         const int64_t place = static_cast<int64_t>(row / args.group) * args.n_heads + block.kv_head * args.group +
                               row % args.group;
         if (args.n_splits == 1)
-          store(args, block, m, half, place, whole > 0.f ? 1.f / whole : 0.f);
+          store(args, block, m, half, place, whole);
         else
           store_partial(args, block, m, half, split * static_cast<int64_t>(args.n) * args.n_heads + place, whole);
       }
   }
 
  private:
-  __device__ void store(const TreeAttention& args, const Block<Tile>& block, int m, int half, int64_t place, float scale) {
+  __device__ void store(const TreeAttention& args, const Block<Tile>& block, int m, int half, int64_t place, float whole) {
+    const float scale = whole > 0.f ? 1.f / whole : 0.f;
+    if (block.lane % 4 == 0) args.lse[place] = log_sum_exp(largest[m][half] * args.scale_log2, whole);
     uint32_t* to = static_cast<uint32_t*>(args.out) + place * (Tile::kDim / 2) + block.lane % 4;
 #pragma unroll
     for (int c = 0; c < kDimTiles; ++c)

@@ -82,7 +82,7 @@ struct Block {
     }
   }
 
-  // Marks the stages of the tree rows's keys that some node of this tile looks at.
+  // Marks the stages of the tree's keys that some node of this tile looks at.
   __device__ void find_live(const TreeAttention& args) const {
     constexpr int kWords = Tile::kKeys / 32;
     const int last_row = min(first_row + Tile::kRows, n_rows) - 1;

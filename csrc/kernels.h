@@ -8,22 +8,23 @@
 
 namespace offload_rt {
 
-// n rows of a tree rows attend to n_before keys that all of them see and, by their bits, to the n_forest keys that follow. Only
-// the device knows these two numbers, so that one captured launch serves caches of every length; what the host chooses, it
-// chooses for the most that there may be. Strides in elements; the last dimension of q, k and v is dense.
+// n rows of a tree attend to n_before keys that all of them see and, by their bits, to the n_tree keys that follow. Only the
+// device knows these two numbers, so that one captured launch serves caches of every length; the host chooses by upper
+// bounds. Strides in elements; the last dimension of q, k and v is dense.
 struct TreeAttention {
   const void* q;              // (n, n_heads, d)
-  const void* k;              // (n_kv_heads, n_before + n_forest at least, d)
+  const void* k;              // (n_kv_heads, n_before + n_tree at least, d)
   const void* v;              // as k
   void* out;                  // (n, n_heads, d), dense
+  float* lse;                 // (n, n_heads): log-sum-exp of the scaled scores, minus infinity for a row that sees nothing
   const int32_t* masks;       // (n, words)
   const int32_t* depths;      // (n,)
-  const int32_t* key_depths;  // (n_forest at least,)
-  const int32_t* extent;      // (2,): n_before, n_forest
+  const int32_t* key_depths;  // (n_tree at least,)
+  const int32_t* extent;      // (2,): n_before, n_tree
   float* partial;             // (n_splits, n, n_heads, d), of n_splits > 1
   float2* weights;            // (n_splits, n, n_heads): largest score and sum, of n_splits > 1
   int64_t q_row, q_head, k_row, k_head, v_row, v_head;
-  int n, n_heads, group, head_dim, most_forest, words, window, n_splits;
+  int n, n_heads, group, head_dim, most_tree, words, window, n_splits;
   float scale_log2;
 };
 

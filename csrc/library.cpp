@@ -88,8 +88,8 @@ T* written(const Tensor& x) {
   return static_cast<T*>(x.data_ptr());
 }
 
-Tensor tree_attention(Tensor q, Tensor k, Tensor v, Tensor masks, Tensor depths, Tensor key_depths, Tensor extent,
-                      int64_t window, double scale) {
+std::tuple<Tensor, Tensor> tree_attention(Tensor q, Tensor k, Tensor v, Tensor masks, Tensor depths, Tensor key_depths,
+                                          Tensor extent, int64_t window, double scale) {
   const ScalarType dtype = q.scalar_type();
   STD_TORCH_CHECK(dtype == ScalarType::Half || dtype == ScalarType::BFloat16, "q must be float16 or bfloat16");
   check_rows(q, "q", dtype);
@@ -108,8 +108,8 @@ Tensor tree_attention(Tensor q, Tensor k, Tensor v, Tensor masks, Tensor depths,
   check_dense(depths, "depths", ScalarType::Int, 1);
   check_size(depths, "depths", 0, n);
   check_dense(key_depths, "key_depths", ScalarType::Int, 1);
-  const int64_t most_forest = key_depths.size(0);
-  STD_TORCH_CHECK(most_forest <= 32 * masks.size(1), "masks must have a bit for each entry of key_depths");
+  const int64_t most_tree = key_depths.size(0);
+  STD_TORCH_CHECK(most_tree <= 32 * masks.size(1), "masks must have a bit for each entry of key_depths");
   check_dense(extent, "extent", ScalarType::Int, 1);
   check_size(extent, "extent", 0, 2);
   STD_TORCH_CHECK(scale > 0, "the scale must be positive");
@@ -122,14 +122,15 @@ Tensor tree_attention(Tensor q, Tensor k, Tensor v, Tensor masks, Tensor depths,
   args.q_row = q.stride(0), args.q_head = q.stride(1);
   args.k_head = k.stride(0), args.k_row = k.stride(1), args.v_head = v.stride(0), args.v_row = v.stride(1);
   args.n = count(n, "rows"), args.n_heads = count(n_heads, "heads"), args.group = count(n_heads / n_kv_heads, "group");
-  args.head_dim = static_cast<int>(dim), args.most_forest = count(most_forest, "keys of the forest");
+  args.head_dim = static_cast<int>(dim), args.most_tree = count(most_tree, "keys of the tree");
   args.words = count(masks.size(1), "words"), args.window = count(window, "window");
   args.scale_log2 = static_cast<float>(scale * 1.4426950408889634);
   const auto tiling = offload_rt::choose_tiling(count(n * args.group, "rows"), count(n_kv_heads, "heads"),
                                                 count(k.size(1), "keys"), device.n_processors);
   args.n_splits = tiling.n_splits;
   const Tensor out = torch::stable::new_empty(q, {n, n_heads, dim});
-  args.out = out.data_ptr();
+  const Tensor lse = torch::stable::new_empty(q, {n, n_heads}, ScalarType::Float);
+  args.out = out.data_ptr(), args.lse = written<float>(lse);
   std::optional<Tensor> partial, weights;
   if (args.n_splits > 1) {
     partial = torch::stable::new_empty(q, {args.n_splits, n, n_heads, dim}, ScalarType::Float);
@@ -137,7 +138,7 @@ Tensor tree_attention(Tensor q, Tensor k, Tensor v, Tensor masks, Tensor depths,
     args.partial = written<float>(*partial), args.weights = written<float2>(*weights);
   }
   offload_rt::tree_attention(args, dtype == ScalarType::Half, tiling.rows, device.stream);
-  return out;
+  return {out, lse};
 }
 
 std::tuple<Tensor, Tensor> tree_masks(Tensor parents) {
@@ -225,7 +226,7 @@ Tensor verify(Tensor starts, Tensor children, Tensor tokens, Tensor is_sampled, 
 
 OFFLOAD_RT_LIBRARY(OFFLOAD_RT_NAME, m) {
   m.def("tree_attention(Tensor q, Tensor k, Tensor v, Tensor masks, Tensor depths, Tensor key_depths, Tensor extent, "
-        "int window, float scale) -> Tensor");
+        "int window, float scale) -> (Tensor out, Tensor lse)");
   m.def("tree_masks(Tensor parents) -> (Tensor masks, Tensor depths)");
   m.def("commit_rows(Tensor(a!) keys, Tensor(b!) values, Tensor rows, int first) -> ()");
   m.def("verify(Tensor starts, Tensor children, Tensor tokens, Tensor is_sampled, Tensor row_of, Tensor draft_probs, Tensor target, "

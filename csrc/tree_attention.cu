@@ -1,8 +1,8 @@
-// Attention of the rows of a tree rows to a prefix and to their ancestors.
+// Attention of the rows of a tree to a prefix and to their ancestors.
 //
 // A block takes a tile of query rows of one KV head, packed as (node, head in group), so that each key is read once for the
 // whole group, and goes through the keys in stages: first the prefix, which takes no mask work except at its two ends, then
-// the tree rows's own keys, of which stages that no node of the tile looks at are left out. Scores and sums stay in registers.
+// the tree's own keys, of which stages that no node of the tile looks at are left out. Scores and sums stay in registers.
 // Where there are too few tiles to fill the machine the stages are divided among blocks, and a second kernel combines them; a
 // block that is left without a stage, as where there are fewer keys than there might be, weighs nothing.
 #include "attention_rows.cuh"
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(Tile::kThreads) tree_attention_kernel(TreeAtte
     typename Rows<Tile>::Scores scores;
     block.score(scores, buffer);
     if (stage >= block.n_prefix)
-      Rows<Tile>::mask_forest(args, block, scores, stage);
+      Rows<Tile>::mask_tree(args, block, scores, stage);
     else if (stage < first_whole || stage >= last_whole)
       Rows<Tile>::mask_prefix(args, block, scores, stage);
     rows.weigh(args, scores);
@@ -99,12 +99,13 @@ __global__ void __launch_bounds__(kCombineThreads) combine_splits_kernel(TreeAtt
   }
   const float scale = whole > 0.f ? 1.f / whole : 0.f;
   static_cast<uint32_t*>(args.out)[i] = pack<T>(low * scale, high * scale);
+  if (i % n_pairs == 0) args.lse[i / n_pairs] = log_sum_exp(best, whole);
 }
 
 template <typename Tile>
 void run(const TreeAttention& args, cudaStream_t stream) {
   const int n_tiles = (args.n * args.group + Tile::kRows - 1) / Tile::kRows;
-  const int n_marks = (args.most_forest + Tile::kKeys - 1) / Tile::kKeys;
+  const int n_marks = (args.most_tree + Tile::kKeys - 1) / Tile::kKeys;
   const dim3 grid(n_tiles, args.n_heads / args.group, args.n_splits);
   launch(tree_attention_kernel<Tile>, grid, Tile::kThreads, Tile::kSharedBytes + n_marks, stream, args);
 }

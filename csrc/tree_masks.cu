@@ -1,4 +1,4 @@
-// Packed ancestor masks and depths of a tree rows, from its parents.
+// Packed ancestor masks and depths of a tree, from its parents.
 //
 // One block for each 32 columns, and one for the depths. In a block every node holds what it has gathered from its nearest
 // 2^k ancestors, itself included, and the name of the next one: a round adds what that one holds and doubles the reach, so a

@@ -220,7 +220,7 @@ class Unlearning:
 
     n_predicted = 0
 
-    def learn(self, sequence, tree, verdict, predicted):
+    def learn(self, sequence, tree, verdict, predicted=None):
         pass
 
     def end(self, sequence):
@@ -260,7 +260,7 @@ class TreeDrafter(Unlearning):
 
 def poison(cache):
     """No row that is not committed holds a number any more."""
-    for store in (cache.keys, cache.values):
+    for store in (cache.buffer.keys, cache.buffer.values):
         store[:, :, cache.n_committed :] = torch.nan
 
 

@@ -1,21 +1,20 @@
-"""Passes of a model that lies on the device as a whole, at sizes that come again and again: captured once, then replayed."""
+"""Passes of a resident model at a few fixed shapes, captured as CUDA graphs and replayed."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from offload_rt import ops
-from offload_rt.kv.cache import KVBuffer, KVCache, ReusableKVBuffer
+from offload_rt.kv.cache import KVBuffer
 from offload_rt.models.architecture import Architecture, LayerWeights
 from offload_rt.weights.layout import packed_layout
 
-# Widths and lengths are rounded up to these, so that few sizes are captured: a level of 5 rows is computed as 8.
+# Rows and keys are rounded up to these, so that few shapes are captured: a level of 5 rows is computed as 8.
 _WIDTHS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 _KEYS = 256
-# Captured sizes of one cache. Each keeps some megabytes of the driver's; a tree seldom needs more than twenty.
+# Captured shapes of one buffer. Each takes some megabytes of the driver's; a tree seldom needs more than twenty.
 _MOST_KEPT = 40
 
 Replay = Callable[[], None]
@@ -24,7 +23,7 @@ Capture = Callable[[Callable[[], None]], Replay]
 
 @dataclass(frozen=True)
 class ResidentModel:
-    """A model whose layers all lie on the device."""
+    """A model whose layers are all on the device."""
 
     spec: Architecture
     layers: Sequence[LayerWeights]
@@ -33,7 +32,7 @@ class ResidentModel:
 
 @dataclass(frozen=True)
 class GraphShape:
-    """The largest pass that a graph serves: rows computed, rows of the cache attended to, and those of them inside the tree."""
+    """The most a pass may have: rows computed, cache rows attended to, and those of them that belong to the tree."""
 
     n_rows: int
     n_keys: int
@@ -42,11 +41,11 @@ class GraphShape:
 
 @dataclass(frozen=True)
 class GraphInputs:
-    """What a pass of at most n rows reads, in memory that stays where it is.
+    """What a pass of at most n rows reads, at fixed addresses.
 
     ids, rows   (n,) int64: tokens, and the rows of the cache that they are written to
     row_inputs  (n, ...) each, see `Architecture.row_inputs`
-    mask        what the rows look at, whatever lies in its tensors by then
+    mask        what the rows look at; the content of its tensors changes from pass to pass
     block       uint8, of which all these are views
     """
 
@@ -57,24 +56,23 @@ class GraphInputs:
     block: Tensor
 
     @classmethod
-    def empty(cls, size: GraphShape, of_row: Sequence[Tensor], device: torch.device) -> "GraphInputs":
+    def empty(cls, shape: GraphShape, of_row: Sequence[Tensor], device: torch.device) -> "GraphInputs":
         """Inputs of a model whose `row_inputs` of one row are `of_row`."""
-        n, int32 = size.n_rows, torch.int32
+        n, int32 = shape.n_rows, torch.int32
         layout = packed_layout((
-            ("ids", (n,), torch.int64), ("rows", (n,), torch.int64), ("bits", (n, -(-size.n_tree_rows // 32)), int32),
-            ("depths", (n,), int32), ("key_depths", (size.n_tree_rows,), int32), ("extent", (2,), int32),
+            ("ids", (n,), torch.int64), ("rows", (n,), torch.int64), ("bits", (n, -(-shape.n_tree_rows // 32)), int32),
+            ("depths", (n,), int32), ("key_depths", (shape.n_tree_rows,), int32), ("extent", (2,), int32),
             *((f"row_inputs.{i}", (n, *one.shape[1:]), one.dtype) for i, one in enumerate(of_row)),
         ))  # fmt: skip
         block = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
         ids, rows, bits, depths, key_depths, extent, *row_inputs = layout.views(block).values()
-        mask = ops.TreeMask(bits, depths, key_depths, extent, size.n_keys, is_exact=False)
+        mask = ops.TreeMask(bits, depths, key_depths, extent, shape.n_keys, is_exact=False)
         return cls(ids, rows, tuple(row_inputs), mask, block)
 
     def fill(self, rows: "PassRows", spare: int) -> None:
-        """Take over the rows of a pass, where these inputs lie on the host.
+        """Copy the rows of a pass into these inputs, which are on the host.
 
-        What is left over is written to a spare row of the cache and looks where the first row does: what looked nowhere
-        might be no number.
+        Rows left over write to cache row `spare` and see what the first row sees: attention to nothing may give NaN.
         """
         n, mask, given = len(rows.ids), self.mask, rows.mask
         self.block.zero_()
@@ -104,28 +102,33 @@ class PassRows:
 
 
 class GraphPass:
-    """One pass of a fixed size over the memory of one cache, from inputs to logits at fixed addresses.
+    """One pass of a fixed shape over one KV buffer; inputs and logits stay at fixed addresses.
 
     To the layers it is the `PassContext`.
 
-    logits  (>= size.n_rows, vocabulary), written
+    logits  (>= shape.n_rows, vocabulary), written
     """
 
-    def __init__(self, model: ResidentModel, store: KVBuffer, size: GraphShape, logits: Tensor) -> None:
-        # Not the store itself: what is captured for one ends with it.
-        self._model, self._stores = model, (store.keys, store.values)
+    def __init__(self, model: ResidentModel, buffer: KVBuffer, shape: GraphShape, logits: Tensor) -> None:
+        self._model, self._buffer = model, buffer
         one = torch.ones(1, dtype=torch.int64)
-        of_row = model.spec.row_inputs(one, one, store.keys.dtype)
-        self._host = GraphInputs.empty(size, of_row, torch.device("cpu"))
-        self._inputs = GraphInputs.empty(size, of_row, store.keys.device)
+        of_row = model.spec.row_inputs(one, one, buffer.keys.dtype)
+        self._host = GraphInputs.empty(shape, of_row, torch.device("cpu"))
+        self._inputs = GraphInputs.empty(shape, of_row, buffer.keys.device)
         self.row_inputs = self._inputs.row_inputs
         self._masks: dict[int | None, ops.TreeMask] = {}
-        self._logits = logits[: size.n_rows]
+        self._logits = logits[: shape.n_rows]
+        self._n_runs = 0
+        self._replay: Replay | None = None
 
-    def take(self, rows: PassRows, spare: int) -> None:
-        """Bring the rows of a pass to where it reads them, by one copy; `spare` is a row of the cache that nobody needs."""
-        self._host.fill(rows, spare)
+    def run(self, rows: PassRows, capture: Capture) -> None:
+        """Compute these rows: the first time as usual, the second time captured, then replayed."""
+        self._host.fill(rows, spare=self._buffer.capacity - 1)
         self._inputs.block.copy_(self._host.block)
+        if self._n_runs == 1:
+            self._replay = capture(self.compute)
+        (self._replay or self.compute)()
+        self._n_runs += 1
 
     @torch.inference_mode()
     def compute(self) -> None:
@@ -142,98 +145,94 @@ class GraphPass:
         """See `PassContext.attend`."""
         if window not in self._masks:
             self._masks[window] = replace(self._inputs.mask, window=window)
-        (keys, values), mask = self._stores, self._masks[window]
-        for store, new in ((keys, k), (values, v)):
-            store[layer].index_copy_(1, self._inputs.rows, new.transpose(0, 1))
-        return ops.tree_attention(q, keys[layer, :, : mask.n_keys], values[layer, :, : mask.n_keys], mask, scale)
+        return self._buffer.attend(layer, self._inputs.rows, q, k, v, self._masks[window], scale)
 
 
 class GraphRunner:
-    """The passes of a resident model, one for each size and memory of a cache, kept as long as that memory.
+    """The captured passes of a resident model, by KV buffer and shape.
 
-    most     of a pass
-    reusable     memory for sequences that run alone, one after the other
-    capture  turns a computation into one that replays it; a CUDA graph on a card
+    most        the largest pass
+    new_buffer  makes one of so many rows
+    capture     turns a computation into one that replays it; a CUDA graph on a card
     """
 
-    def __init__(self, model: ResidentModel, most: GraphShape, reusable: ReusableKVBuffer, capture: Capture) -> None:
-        self._model, self._most, self._reusable, self._capture = model, most, reusable, capture
+    def __init__(
+        self, model: ResidentModel, most: GraphShape, new_buffer: Callable[[int], KVBuffer], capture: Capture
+    ) -> None:
+        self._model, self._most, self._new_buffer, self._capture = model, most, new_buffer, capture
         self._most_rows = max(width for width in _WIDTHS if width <= max(most.n_rows, 1))
-        self._passes: WeakKeyDictionary[KVBuffer, dict[GraphShape, _Captured]] = WeakKeyDictionary()
+        self._passes: dict[KVBuffer, dict[GraphShape, GraphPass]] = {}
+        self._reusable: KVBuffer | None = None
         self._logits: Tensor | None = None
 
-    def cache(self, capacity: int, is_alone: bool) -> KVCache | None:
-        """An empty cache in the memory that passes were captured for, if it is free; else that gives way to others."""
-        cache = self._reusable.acquire(capacity) if is_alone else None
-        if cache is None:
-            self._reusable.release()
-        return cache
+    def reuse(self, capacity: int, is_alone: bool) -> KVBuffer | None:
+        """The buffer that sequences use which run alone, one after the other, with its passes; None if it is too small.
 
-    def fits(self, cache: KVCache, size: GraphShape) -> bool:
-        """Whether there is room for such a pass, and in the cache for one spare row behind its keys."""
-        has_rows = size.n_rows <= self._most_rows and size.n_tree_rows <= self._most.n_tree_rows
-        return has_rows and size.n_keys < cache.capacity
-
-    def forward(self, cache: KVCache, rows: PassRows) -> Tensor:
-        """Logits (n, vocabulary) of the rows, valid until the next pass; their keys and values are in the cache then.
-
-        The first pass of a size is computed as it is, the second one captured and replayed.
+        For any other cache it is dropped, since that one needs the memory.
         """
+        if not is_alone or capacity > self._most.n_keys:
+            dropped, self._reusable = self._reusable, None
+            if dropped is not None:
+                self.free(dropped)
+            return None
+        self._reusable = self._reusable or self._new_buffer(self._most.n_keys)
+        for part in (self._reusable.keys, self._reusable.values):
+            part.zero_()  # an earlier sequence may have left NaN
+        return self._reusable
+
+    def free(self, buffer: KVBuffer) -> None:
+        """Drop the passes of a buffer that is not kept for reuse."""
+        if buffer is not self._reusable:
+            self._passes.pop(buffer, None)
+
+    def fits(self, buffer: KVBuffer, shape: GraphShape) -> bool:
+        """Whether such a pass can be served; the buffer needs one spare row behind its keys."""
+        has_rows = shape.n_rows <= self._most_rows and shape.n_tree_rows <= self._most.n_tree_rows
+        return has_rows and shape.n_keys < buffer.capacity
+
+    def forward(self, buffer: KVBuffer, rows: PassRows) -> Tensor:
+        """Logits (n, vocabulary) of the rows, valid until the next pass; writes their keys and values to the buffer."""
         n = len(rows.ids)
         if self._logits is None:
             shape = (self._most_rows, self._model.spec.vocab_size)
-            self._logits = torch.empty(shape, dtype=cache.keys.dtype, device=cache.keys.device)
-        if cache.store not in self._passes:
-            self._passes[cache.store] = {}
-            for store in (cache.keys, cache.values):  # a weight of 0 times what lay in memory before may be no number
-                store[:, :, rows.mask.n_keys - n :].zero_()
-        found = self._found(cache.store, self._rounded(n, rows.mask.n_keys, cache))
-        found.fixed.take(rows, cache.capacity - 1)
-        if found.n_computed == 1:
-            found.replay = self._capture(found.fixed.compute)
-        (found.replay or found.fixed.compute)()
-        found.n_computed += 1
+            self._logits = torch.empty(shape, dtype=buffer.keys.dtype, device=buffer.keys.device)
+        if buffer not in self._passes:
+            self._passes[buffer] = {}
+            for part in (buffer.keys, buffer.values):  # 0 times what an uninitialised row holds may be NaN
+                part[:, :, rows.mask.n_keys - n :].zero_()
+        self._pass_of(buffer, self._rounded(n, rows.mask.n_keys, buffer), self._logits).run(rows, self._capture)
         return self._logits[:n]
 
-    def _rounded(self, n_rows: int, n_keys: int, cache: KVCache) -> GraphShape:
-        """The size that serves a pass."""
+    def _rounded(self, n_rows: int, n_keys: int, buffer: KVBuffer) -> GraphShape:
+        """The shape that serves a pass."""
         steps = -(-n_keys // _KEYS)
-        # Where keys that are not there cost nothing, few sizes serve a growing cache.
-        if ops.goes_by_extent(cache.keys):
+        # Where absent keys cost nothing, few shapes serve a growing cache.
+        if ops.goes_by_extent(buffer.keys):
             steps = 1 << (steps - 1).bit_length()
-        n_keys = min(steps * _KEYS, cache.capacity)
+        n_keys = min(steps * _KEYS, buffer.capacity)
         return GraphShape(
             next(width for width in _WIDTHS if width >= n_rows), n_keys, min(n_keys, self._most.n_tree_rows)
         )
 
-    def _found(self, store: KVBuffer, size: GraphShape) -> "_Captured":
-        """The pass of a size, which is the last to be dropped from now on."""
-        sizes = self._passes[store]
-        found = sizes.pop(size, None)
-        if found is None:
-            found = _Captured(GraphPass(self._model, store, size, self._logits))
-            if len(sizes) == _MOST_KEPT:
-                del sizes[next(iter(sizes))]
-        sizes[size] = found
-        return found
-
-
-@dataclass
-class _Captured:
-    """A pass, and what replays it once it has been computed as it is."""
-
-    fixed: GraphPass
-    replay: Replay | None = None
-    n_computed: int = 0
+    def _pass_of(self, buffer: KVBuffer, shape: GraphShape, logits: Tensor) -> GraphPass:
+        """The pass of a shape, which becomes the most recently used one; the least recently used one goes."""
+        passes = self._passes[buffer]
+        graph_pass = passes.pop(shape, None)
+        if graph_pass is None:
+            graph_pass = GraphPass(self._model, buffer, shape, logits)
+            if len(passes) == _MOST_KEPT:
+                del passes[next(iter(passes))]
+        passes[shape] = graph_pass
+        return graph_pass
 
 
 class CudaCapture:
-    """CUDA graphs that share one pool of memory: none of them runs while another does."""
+    """Captures CUDA graphs that share one memory pool: no two of them run at once."""
 
     def __init__(self) -> None:
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-        # A pool that its last graph has left cannot be captured into again while anything still lies in it, and cuBLAS keeps
-        # there what it took in the first capture (vllm-project/vllm issue 28426). So one graph stays for ever. It also keeps
+        # This graph stays for ever. A pool that its last graph has left cannot be captured into again while anything still
+        # lies in it, and cuBLAS keeps there what it took in the first capture (vllm-project/vllm issue 28426). It also keeps
         # that memory mapped where a graph that is dropped gives up cuBLAS's workspace, which others were captured with.
         self._flag = torch.zeros(1, device="cuda")
         self._anchor = self(self._flag.zero_)
@@ -241,7 +240,7 @@ class CudaCapture:
     def __call__(self, compute: Callable[[], object]) -> Replay:
         """Capture what `compute` launches; it has run before, so that nothing is set up for the first time."""
         graph = torch.cuda.CUDAGraph()
-        # Other threads go on enqueueing copies while this one captures.
+        # Other threads go on enqueueing copies during the capture.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             compute()
         return graph.replay

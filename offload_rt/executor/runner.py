@@ -3,45 +3,48 @@
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import count
 
 import torch
 from torch import Tensor
 
 from offload_rt import ops
 from offload_rt.executor.cuda_graphs import Capture, GraphRunner, GraphShape, PassRows, ResidentModel
-from offload_rt.kv.cache import KVBuffer, KVCache, ReusableKVBuffer
+from offload_rt.kv.cache import ContiguousCache, KVBuffer, KVCache
 from offload_rt.models.architecture import Architecture, LayerWeights
 from offload_rt.offload.streamer import LayerView, Streamer
 from offload_rt.system.trace import COMPUTE, Trace
 from offload_rt.tree.topology import Topology
 from offload_rt.weights.formats import WeightFormat
 
-# Rows that go through a layer together. A long prompt is cut here layer by layer, so that one pass over the weights serves
-# all of it while its activations stay small. Where even that is too much, chunks shrink down to the least.
+# Rows that go through a layer together. One pass over the weights serves a long prompt chunk by chunk, and activations stay
+# small. When memory runs out, chunks shrink down to the least.
 CHUNK_ROWS, _LEAST_CHUNK_ROWS = 512, 16
 
 
 @dataclass(frozen=True)
 class Placing:
-    """Where and in what dtype a model computes."""
+    """Where, in what dtype and with what kind of cache a model computes."""
 
     device: torch.device
     dtype: torch.dtype
+    kv: type[KVCache] = ContiguousCache
 
 
 @dataclass(frozen=True)
 class Step:
     """What one sequence asks of a pass.
 
+    cache     id, from `Runner.new_cache`
     tokens    (n,) int64: those its cache lacks, then those of the tree
     topology  of the n tokens, the lacking ones a chain above the tree
-    n_wanted  logits are computed for the last so many
+    n_wanted  logits are computed for the last n_wanted tokens
     n_prompt  tokens of the prompt, which plain decoding computes together
-    n_done    the first so many are pending in the cache already, computed by passes before this one
+    n_done    the first n_done tokens are pending in the cache already, computed by earlier passes
     """
 
-    cache: KVCache
+    cache: int
     tokens: Tensor
     topology: Topology
     n_wanted: int
@@ -53,17 +56,13 @@ class Step:
         """Tokens that are computed."""
         return len(self.tokens) - self.n_done
 
-    @property
-    def size(self) -> GraphShape:
-        """Of the pass that computes it: rows of the cache up to the last of its tokens; all tokens may be of the tree rows."""
-        return GraphShape(self.n_rows, self.cache.n_committed + len(self.tokens), len(self.tokens))
-
 
 @dataclass
 class _Segment:
     """Rows [start, stop) of a step, which are rows `rows` of a chunk; masks are made on `device`."""
 
     step: Step
+    cache: KVCache
     start: int
     stop: int
     rows: slice
@@ -72,17 +71,17 @@ class _Segment:
 
     def positions(self) -> Tensor:
         """(n,) int64 positions in the sequence."""
-        return torch.from_numpy(self.step.topology.depths[self.start : self.stop]) + self.step.cache.n_committed
+        return torch.from_numpy(self.step.topology.depths[self.start : self.stop]) + self.cache.n_committed
 
     @cached_property
-    def _forest(self) -> ops.TreeMask:
+    def _full_mask(self) -> ops.TreeMask:
         trunk, parents = self.step.topology.tree_rows(self.start, self.stop)
-        return ops.make_tree_mask(parents, self.start - trunk, self.step.cache.n_committed + trunk, self.device)
+        return ops.make_tree_mask(parents, self.start - trunk, self.cache.n_committed + trunk, self.device)
 
     def mask(self, window: int | None) -> ops.TreeMask:
         """Which cached rows each row looks at."""
         if window not in self.masks:
-            self.masks[window] = replace(self._forest, window=window)
+            self.masks[window] = replace(self._full_mask, window=window)
         return self.masks[window]
 
 
@@ -97,15 +96,15 @@ class Chunk:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None) -> Tensor:
         """See `PassContext.attend`."""
-        outs = []
-        for segment in self.segments:
-            keys, values = segment.step.cache.write(layer, segment.start, k[segment.rows], v[segment.rows])
-            outs.append(ops.tree_attention(q[segment.rows], keys, values, segment.mask(window), scale))
+        outs = [
+            one.cache.attend(layer, one.start, q[one.rows], k[one.rows], v[one.rows], one.mask(window), scale)
+            for one in self.segments
+        ]
         return torch.cat(outs) if len(outs) > 1 else outs[0]
 
 
 class Runner:
-    """Computes logits. Layers come from the streamer; embedding, last norm and head are resident."""
+    """Computes logits and owns the caches. Layers come from the streamer; embedding, last norm and head are resident."""
 
     def __init__(
         self,
@@ -119,7 +118,8 @@ class Runner:
         self.spec, self.streamer, self.dtype, self.device = spec, streamer, place.dtype, place.device
         self.non_layer, self.format, self._trace = non_layer, weight_format, trace
         self._chunk_rows = CHUNK_ROWS
-        self._fixed: GraphRunner | None = None
+        self._kv, self._caches, self._ids = place.kv, dict[int, KVCache](), count()
+        self._graphs: GraphRunner | None = None
 
     @torch.inference_mode()
     def forward(self, steps: Sequence[Step]) -> list[Tensor]:
@@ -129,9 +129,9 @@ class Runner:
         Raises CapacityError if a cache is too small, LinkError if a layer does not arrive.
         """
         for step in steps:
-            step.cache.begin(step.tokens.tolist())
-        if self._fixed is not None and len(steps) == 1 and self._fixed.fits(steps[0].cache, steps[0].size):
-            return [self._replay(steps[0])]
+            self._caches[step.cache].begin(step.tokens.tolist())
+        if len(steps) == 1 and (logits := self._replay(steps[0])) is not None:
+            return [logits]
         ids = torch.cat([step.tokens[step.n_done :] for step in steps]).to(self.device)
         hidden = self.spec.embed(self.non_layer, ids)
         chunks = self.chunks(steps)
@@ -153,22 +153,31 @@ class Runner:
             torch.cuda.current_stream(self.device).synchronize()
 
     def use_graphs(self, most: GraphShape, capture: Capture) -> None:
-        """From now on compute passes of one sequence at fixed sizes up to the most; all layers must be resident."""
+        """From now on compute passes of one sequence by graphs, up to this shape; all layers must be resident."""
+        if self._kv is not ContiguousCache:
+            return
         layers = [self.format.view(block.layout, block.data, self.dtype) for block in self.streamer.sweep()]
         model = ResidentModel(self.spec, layers, self.non_layer)
-        self._fixed = GraphRunner(model, most, ReusableKVBuffer(most.n_keys, self._new_store), capture)
+        new_buffer = partial(KVBuffer.empty, self.spec, dtype=self.dtype, device=self.device)
+        self._graphs = GraphRunner(model, most, new_buffer, capture)
 
-    def drop_graphs(self) -> None:
-        """Drop what was captured, which holds the weights."""
-        self._fixed = None
+    def close(self) -> None:
+        """End all transfers, and drop the caches and what was captured, which holds the weights."""
+        self._graphs = None
+        self._caches.clear()
+        self.streamer.close()
 
-    def _replay(self, step: Step) -> Tensor:
-        whole = _Segment(step, step.n_done, len(step.tokens), slice(0, step.n_rows), torch.device("cpu"))
-        rows = torch.arange(step.size.n_keys - step.n_rows, step.size.n_keys)
-        tokens = step.tokens[step.n_done :]
-        inputs = PassRows(tokens, rows, self._row_inputs([whole]), whole.mask(window=None))
+    def _replay(self, step: Step) -> Tensor | None:
+        """Logits of a step (n_wanted, vocabulary) by graphs; None where they do not serve."""
+        cache, n_tokens = self._caches[step.cache], len(step.tokens)
+        shape = GraphShape(step.n_rows, cache.n_committed + n_tokens, n_tokens)
+        if self._graphs is None or not isinstance(cache, ContiguousCache) or not self._graphs.fits(cache.buffer, shape):
+            return None
+        whole = _Segment(step, cache, step.n_done, n_tokens, slice(0, step.n_rows), torch.device("cpu"))
+        rows = torch.arange(shape.n_keys - step.n_rows, shape.n_keys)
+        inputs = PassRows(step.tokens[step.n_done :], rows, self._row_inputs([whole]), whole.mask(window=None))
         with self._trace.span(COMPUTE, "all layers"):
-            return self._fixed.forward(step.cache, inputs)[step.n_rows - step.n_wanted :]
+            return self._graphs.forward(cache.buffer, inputs)[step.n_rows - step.n_wanted :]
 
     def layer(self, block: LayerView, hidden: Tensor, chunks: Sequence["Chunk"]) -> None:
         """One layer on all rows, in place: hidden (n, hidden_size)."""
@@ -183,23 +192,52 @@ class Runner:
         self._chunk_rows = max(self._chunk_rows // 2, _LEAST_CHUNK_ROWS)
         return could
 
-    def new_cache(self, capacity: int, is_alone: bool = False) -> KVCache:
-        """An empty cache for one sequence. One that runs alone finds what was captured for the one before it."""
-        reusable = self._fixed.cache(capacity, is_alone) if self._fixed is not None else None
-        return reusable or KVCache(self._new_store(capacity))
+    def new_cache(self, capacity: int, is_alone: bool = False) -> int:
+        """Id of an empty cache for one sequence, with room for `capacity` rows. The caller frees it.
 
-    def _new_store(self, capacity: int) -> KVBuffer:
-        return KVBuffer.empty(self.spec, capacity, self.dtype, self.device)
+        is_alone  no other sequence will run beside it: it reuses the graphs of the one before
+        """
+        buffer = self._graphs.reuse(capacity, is_alone and not self._caches) if self._graphs is not None else None
+        cache = ContiguousCache(buffer) if buffer else self._kv.empty(self.spec, capacity, self.dtype, self.device)
+        id = next(self._ids)
+        self._caches[id] = cache
+        return id
+
+    def free_cache(self, id: int) -> None:
+        """Release the memory of a cache."""
+        cache = self._caches.pop(id)
+        if self._graphs is not None and isinstance(cache, ContiguousCache):
+            self._graphs.free(cache.buffer)
+
+    def n_committed(self, id: int) -> int:
+        """Committed rows of a cache."""
+        return self._caches[id].n_committed
+
+    def rewind(self, id: int, tokens: Sequence[int]) -> int:
+        """Keep the rows of the longest common prefix with `tokens`; returns how many."""
+        return self._caches[id].rewind_to(tokens)
+
+    def commit(self, id: int, rows: Sequence[int]) -> None:
+        """Keep these pending rows, in ascending order; see `KVCache.commit`."""
+        self._caches[id].commit(rows)
+
+    def discard(self, id: int) -> None:
+        """Drop the pending rows of a cache."""
+        self._caches[id].discard()
+
+    def assume_context(self, id: int, n: int) -> None:
+        """Take the first n rows of a cache for committed, whatever they hold, to time passes after n tokens."""
+        self._caches[id].committed = [0] * n
 
     def chunks(self, steps: Sequence[Step]) -> list[Chunk]:
         """Cut the rows of all steps, one behind the other, into chunks."""
         chunks: list[Chunk] = []
         first, n_rows, segments = 0, 0, []
         for step in steps:
-            start = step.n_done
+            start, cache = step.n_done, self._caches[step.cache]
             while start < len(step.tokens):
                 n = min(self._chunk_rows - n_rows, len(step.tokens) - start)
-                segments.append(_Segment(step, start, start + n, slice(n_rows, n_rows + n), self.device))
+                segments.append(_Segment(step, cache, start, start + n, slice(n_rows, n_rows + n), self.device))
                 start, n_rows = start + n, n_rows + n
                 if n_rows == self._chunk_rows:
                     chunks.append(self._chunk(first, n_rows, segments))

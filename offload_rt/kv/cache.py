@@ -1,9 +1,10 @@
 """Keys and values of one sequence: committed rows, and the pending rows of the pass under way."""
 
 import itertools
-import weakref
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -13,36 +14,51 @@ from offload_rt.errors import CapacityError
 from offload_rt.models.architecture import Architecture
 
 
-@dataclass(frozen=True, eq=False)
-class KVBuffer:
-    """Memory for keys and values, each (n_layers, n_kv_heads, capacity, head_dim)."""
+@dataclass(frozen=True)
+class KVBytes:
+    """Bytes that a cache takes on the device and on the host, and moves over the link in each pass."""
 
-    keys: Tensor
-    values: Tensor
-
-    @classmethod
-    def empty(cls, spec: Architecture, capacity: int, dtype: torch.dtype, device: torch.device) -> "KVBuffer":
-        """Memory in which nothing has been written yet."""
-        shape = (spec.n_layers, spec.n_kv_heads, capacity, spec.head_dim)
-        return cls(*(torch.empty(shape, dtype=dtype, device=device) for _ in range(2)))
-
-    @property
-    def capacity(self) -> int:
-        """Rows."""
-        return self.keys.shape[2]
+    device: int
+    host: int = 0
+    link: int = 0
 
 
-class KVCache:
-    """Rows [0, n_committed) hold the tokens in `committed`; the rows behind them are pending, or unused.
+class KVCache(ABC):
+    """Rows [0, n_committed) hold the tokens `committed`; the rows behind them are pending, or unused.
 
-    keys, values  (n_layers, n_kv_heads, capacity, head_dim)
+    A kind of cache decides where the rows lie and how they are attended to; tokens are kept here.
     """
 
-    def __init__(self, store: KVBuffer) -> None:
-        self.store, self.capacity = store, store.capacity
-        self.keys, self.values = store.keys, store.values
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
         self.committed: list[int] = []
         self._pending: list[int] = []
+
+    @classmethod
+    @abstractmethod
+    def empty(cls, spec: Architecture, capacity: int, dtype: torch.dtype, device: torch.device) -> Self:
+        """A cache without tokens, with room for `capacity` rows."""
+
+    @staticmethod
+    @abstractmethod
+    def nbytes(spec: Architecture, n_rows: int, itemsize: int) -> KVBytes:
+        """What caches of so many rows take, with elements of `itemsize` bytes."""
+
+    @abstractmethod
+    def attend(
+        self, layer: int, start: int, q: Tensor, k: Tensor, v: Tensor, mask: ops.TreeMask, scale: float
+    ) -> Tensor:
+        """Keep keys and values of pending rows [start, start + n); attention of these rows.
+
+        q     (n, n_heads, head_dim)
+        k, v  (n, n_kv_heads, head_dim)
+        mask  what they look at among the n_committed + start + n first rows
+        Returns (n, n_heads, head_dim).
+        """
+
+    @abstractmethod
+    def move(self, rows: Sequence[int], first: int) -> None:
+        """Move rows `first + rows` to `first` and on, in all layers; rows ascend, rows[i] >= i."""
 
     @property
     def n_committed(self) -> int:
@@ -64,75 +80,86 @@ class KVCache:
             )
         self._pending = list(tokens)
 
-    def write(self, layer: int, start: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep the keys and values of pending rows [start, start + n) and return all rows up to them.
-
-        k, v  (n, n_kv_heads, head_dim)
-        Returns keys and values, each (n_kv_heads, n_committed + start + n, head_dim), as views.
-        """
-        first = self.n_committed + start
-        last = first + k.shape[0]
-        self.keys[layer, :, first:last] = k.transpose(0, 1)
-        self.values[layer, :, first:last] = v.transpose(0, 1)
-        return self.keys[layer, :, :last], self.values[layer, :, :last]
-
     def commit(self, rows: Sequence[int]) -> None:
-        """Keep these pending rows, in order, and forget the others.
+        """Keep these pending rows, in order. Those behind stay pending if no row was moved, else all others are dropped.
 
         rows  ascending indices into the pending rows
         """
         assert all(a < b for a, b in itertools.pairwise(rows)), "rows ascend"
-        start = self.n_committed
         n_in_place = next((i for i, row in enumerate(rows) if row != i), len(rows))
-        moved = rows[n_in_place:]
+        moved = [row - n_in_place for row in rows[n_in_place:]]
         if moved:
-            source = torch.tensor(moved, device=self.keys.device) - n_in_place
-            ops.commit_rows(self.keys, self.values, source, start + n_in_place)
+            self.move(moved, self.n_committed + n_in_place)
         self.committed += [self._pending[row] for row in rows]
-        self._pending = []
+        self._pending = [] if moved else self._pending[len(rows) :]
 
     def discard(self) -> None:
-        """Forget all pending rows, as when a pass failed."""
+        """Drop all pending rows, as when a pass failed."""
         self._pending = []
 
     def rewind_to(self, tokens: Sequence[int]) -> int:
         """Keep the longest common prefix of the committed tokens and `tokens`; return its length."""
         n = len(self.committed)
-        if list(tokens[:n]) != self.committed:  # seldom; and a long text is soon compared as a whole
+        if list(tokens[:n]) != self.committed:  # rare, and comparing whole lists is fast
             pairs = enumerate(zip(self.committed, tokens, strict=False))
             n = next((i for i, (have, want) in pairs if have != want), min(n, len(tokens)))
             del self.committed[n:]
         return n
 
 
-class ReusableKVBuffer:
-    """A store for one cache at a time, which stays where it is from one to the next.
+@dataclass(frozen=True, eq=False)
+class KVBuffer:
+    """Memory for keys and values, each (n_layers, n_kv_heads, capacity, head_dim)."""
 
-    capacity  rows
-    new       makes it, when it is first reused
-    """
+    keys: Tensor
+    values: Tensor
 
-    def __init__(self, capacity: int, new: Callable[[int], KVBuffer]) -> None:
-        self._capacity, self._new = capacity, new
-        self._store: KVBuffer | None = None
-        self._borrower: weakref.ref[KVCache] | None = None
-
-    def acquire(self, n_rows: int) -> KVCache | None:
-        """An empty cache; None if it has no room for so many rows, or another cache is still in use."""
-        if n_rows > self._capacity or self._is_in_use:
-            return None
-        self._store = self._store or self._new(self._capacity)
-        for part in (self._store.keys, self._store.values):
-            part.zero_()  # what an earlier sequence left there may be no number
-        cache = KVCache(self._store)
-        self._borrower = weakref.ref(cache)
-        return cache
-
-    def release(self) -> None:
-        """Give the memory back, unless a cache is in use."""
-        if not self._is_in_use:
-            self._store = None
+    @classmethod
+    def empty(cls, spec: Architecture, capacity: int, dtype: torch.dtype, device: torch.device) -> "KVBuffer":
+        """Uninitialised memory."""
+        shape = (spec.n_layers, spec.n_kv_heads, capacity, spec.head_dim)
+        return cls(*(torch.empty(shape, dtype=dtype, device=device) for _ in range(2)))
 
     @property
-    def _is_in_use(self) -> bool:
-        return self._borrower is not None and self._borrower() is not None
+    def capacity(self) -> int:
+        """Rows."""
+        return self.keys.shape[2]
+
+    def attend(
+        self, layer: int, rows: slice | Tensor, q: Tensor, k: Tensor, v: Tensor, mask: ops.TreeMask, scale: float
+    ) -> Tensor:
+        """Write k and v to `rows`; attention of q to the first mask.n_keys rows. Shapes as in `KVCache.attend`."""
+        self.keys[layer, :, rows] = k.transpose(0, 1)
+        self.values[layer, :, rows] = v.transpose(0, 1)
+        n = mask.n_keys
+        return ops.tree_attention(q, self.keys[layer, :, :n], self.values[layer, :, :n], mask, scale)
+
+
+class ContiguousCache(KVCache):
+    """All rows in one buffer on the device that computes."""
+
+    def __init__(self, buffer: KVBuffer) -> None:
+        super().__init__(buffer.capacity)
+        self.buffer = buffer
+
+    @classmethod
+    def empty(cls, spec: Architecture, capacity: int, dtype: torch.dtype, device: torch.device) -> Self:
+        """A cache without tokens."""
+        return cls(KVBuffer.empty(spec, capacity, dtype, device))
+
+    @staticmethod
+    def nbytes(spec: Architecture, n_rows: int, itemsize: int) -> KVBytes:
+        """All on the device."""
+        return KVBytes(device=n_rows * spec.kv_nbytes(itemsize))
+
+    def attend(
+        self, layer: int, start: int, q: Tensor, k: Tensor, v: Tensor, mask: ops.TreeMask, scale: float
+    ) -> Tensor:
+        """Write k and v behind the rows there are, and attend to all of them."""
+        first = self.n_committed + start
+        return self.buffer.attend(layer, slice(first, first + len(q)), q, k, v, mask, scale)
+
+    def move(self, rows: Sequence[int], first: int) -> None:
+        """Move rows in place."""
+        keys, values = self.buffer.keys, self.buffer.values
+        ops.commit_rows(keys, values, torch.tensor(rows, device=keys.device), first)

@@ -1,11 +1,11 @@
-"""One entry point per op. A kernel of csrc/ serves where it is built and fits; else the plain torch reference does."""
+"""One entry point per op. A kernel of csrc/ serves where it is built and fits, else the plain torch reference."""
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from offload_rt.ops import extension, reference
-from offload_rt.ops.reference import rms_norm, rotate
+from offload_rt.ops.reference import merge, rms_norm, rotate
 from offload_rt.ops.tree_mask import TreeMask
 from offload_rt.ops.verification import Candidates, can_verify, verify
 
@@ -16,6 +16,8 @@ __all__ = [
     "commit_rows",
     "goes_by_extent",
     "make_tree_mask",
+    "merge",
+    "partial_attention",
     "rms_norm",
     "rotate",
     "tree_attention",
@@ -24,45 +26,56 @@ __all__ = [
 ]  # fmt: skip
 
 _HEAD_DIMS = (64, 96, 128)
-# A block holds the whole tree rows in shared memory.
+# A block holds the whole tree in shared memory.
 _MOST_MASKED_ROWS = 6144
 _VECTOR_BYTES = 16
 
 
 def tree_attention(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask | Tensor | None, scale: float) -> Tensor:
-    """Attention of rows of a tree rows to a prefix and to their ancestors; grouped KV heads are shared, not repeated.
+    """Attention of the rows of a tree to the keys before it, to their ancestors and to themselves.
 
     q     (n, heads, head_dim)
-    k, v  (kv_heads, mask.n_keys, head_dim), heads a multiple of kv_heads; past the keys there are, numbers that are finite
-    mask  what the kernel takes; a dense one, (n, n_keys) bool, or None for no mask is for the reference
+    k, v  (kv_heads, mask.n_keys, head_dim), heads a multiple of kv_heads; finite numbers where there is no key
+    mask  a dense one, (n, n_keys) bool, or None for no mask is for the reference
     Returns (n, heads, head_dim).
     """
     if not isinstance(mask, TreeMask):
         return reference.tree_attention(q, k, v, mask, scale)
     if goes_by_extent(q):
-        return extension.kernels().tree_attention(
-            q, k, v, mask.bits, mask.depths, mask.key_depths, mask.extent, mask.window or 0, scale
-        )
+        return _by_kernel(q, k, v, mask, scale)[0]
     return reference.tree_attention(q, k, v, mask.dense(), scale)
 
 
+def partial_attention(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: float) -> tuple[Tensor, Tensor]:
+    """`tree_attention` to a part of the keys, and the log-sum-exp (n, heads) by which `merge` joins it with other parts."""
+    if goes_by_extent(q):
+        return _by_kernel(q, k, v, mask, scale)
+    return reference.partial_attention(q, k, v, mask.dense(), scale)
+
+
+def _by_kernel(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: float) -> tuple[Tensor, Tensor]:
+    tensors = mask.bits, mask.depths, mask.key_depths, mask.extent
+    out, lse = extension.kernels().tree_attention(q, k, v, *tensors, mask.window or 0, scale)
+    return out, lse
+
+
 def goes_by_extent(x: Tensor) -> bool:
-    """Whether the kernel serves for queries or keys (..., head_dim), which takes time for the keys there are, no others."""
+    """Whether the kernel serves for queries or keys (..., head_dim); its time does not depend on absent keys."""
     return extension.serves(x) and x.dtype in (torch.float16, torch.bfloat16) and x.shape[-1] in _HEAD_DIMS
 
 
 def tree_masks(parents: Tensor) -> tuple[Tensor, Tensor]:
-    """Packed ancestor masks and depths of a tree rows; see the reference."""
+    """Packed ancestor masks and depths; see the reference."""
     if extension.serves(parents) and len(parents) <= _MOST_MASKED_ROWS:
         return extension.kernels().tree_masks(parents)
     return reference.tree_masks(parents)
 
 
 def make_tree_mask(parents: np.ndarray, first: int, n_before: int, device: torch.device) -> TreeMask:
-    """What rows `first` and on of a tree rows look at, without a window; made on a device, by one transfer to it.
+    """What rows `first` and on of a tree see, without a window; made on a device, by one transfer to it.
 
-    parents   (n,) int64, parents[i] < i, below zero for a root
-    n_before  keys that stand before the tree rows
+    parents   (n,) int64, parents[i] < i, negative for a root
+    n_before  keys before the tree
     """
     numbers = torch.from_numpy(np.append(parents, (n_before, len(parents)))).to(device)
     bits, depths = tree_masks(numbers[:-2])

@@ -1,4 +1,4 @@
-"""The kernels of csrc/, where they are built and there is a card they run on."""
+"""The kernels of csrc/, where they are built and a card can run them."""
 
 from functools import cache
 from pathlib import Path
@@ -9,7 +9,7 @@ from torch import Tensor
 
 # Written by setup.py.
 LIBRARY = Path(__file__).with_name("_kernels.so")
-# What the kernels use came with this compute capability.
+# The compute capability that the kernels need.
 LEAST_CAPABILITY = (8, 0)
 
 
@@ -29,7 +29,7 @@ def _is_able(device: torch.device) -> bool:
 
 
 def serves(x: Tensor) -> bool:
-    """Whether the kernels run where `x` lies."""
+    """Whether the kernels run on the device of `x`."""
     return x.is_cuda and is_loaded() and _is_able(x.device)
 
 
@@ -51,8 +51,8 @@ def describe(library: str) -> None:
         extent: Tensor,
         window: int,
         scale: float,
-    ) -> Tensor:
-        return q.new_empty(q.shape)
+    ) -> tuple[Tensor, Tensor]:
+        return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
 
     def tree_masks(parents: Tensor) -> tuple[Tensor, Tensor]:
         n = parents.shape[0]

@@ -26,11 +26,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def tree_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float) -> Tensor:
-    """Attention of new rows to a prefix and to each other; grouped KV heads are shared, not repeated.
+    """Attention under a dense mask; heads of a group share their KV head.
 
     q        (n, heads, head_dim)
     k, v     (kv_heads, n_keys, head_dim), heads a multiple of kv_heads
-    visible  (n, n_keys) bool, True where a row may look; None: everywhere
+    visible  (n, n_keys) bool, True where a row sees a key; None: everywhere
     Returns (n, heads, head_dim).
     """
     if q.is_cuda and visible is not None and q.shape[1] != k.shape[0]:
@@ -41,7 +41,7 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scal
 
 
 def torch_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float) -> Tensor:
-    """The same by torch's own kernels as they are."""
+    """The same by torch's own kernels."""
     out = F.scaled_dot_product_attention(
         q.transpose(0, 1)[None], k[None], v[None], attn_mask=visible, scale=scale, enable_gqa=q.shape[1] != k.shape[0]
     )
@@ -49,7 +49,7 @@ def torch_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, sca
 
 
 def grouped_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
-    """The same, with the heads of a group as rows of one: torch's fast kernels of a card take a mask, or groups, not both."""
+    """The same, with the heads of a group as rows of one head: torch's fast CUDA kernels take a mask or groups, not both."""
     n, n_groups, head_dim = q.shape[0], k.shape[0], q.shape[2]
     rows = q.view(n, n_groups, -1, head_dim).permute(1, 2, 0, 3).reshape(n_groups, -1, head_dim)
     mask = visible.repeat(rows.shape[1] // n, 1)
@@ -58,17 +58,48 @@ def grouped_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: f
 
 
 def one_row_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """The same for one row that looks everywhere, in float32: torch takes two to eight times as long (`bench/compute.py`)."""
+    """The same for one row that sees all keys, in float32: torch takes two to eight times as long (`bench/compute.py`)."""
     rows = q.view(k.shape[0], -1, q.shape[2]).float() * scale
     weights = torch.softmax(rows @ k.transpose(1, 2).float(), dim=-1)
     return (weights @ v.float()).view(q.shape).to(q.dtype)
 
 
-def tree_masks(parents: Tensor) -> tuple[Tensor, Tensor]:
-    """Packed ancestor masks and depths of a tree rows.
+def partial_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention to a part of the keys, computed in float32 or better, to be merged with that to the others.
 
-    parents  (n,) int64, parents[i] < i; below zero for a root
-    Returns (n, ceil(n / 32)) int32, of which bit j % 32 of word j // 32 in row i says that row j is row i or above it,
+    Arguments as of `tree_attention`; a row may see nothing here.
+    Returns the output (n, heads, head_dim), zeros for a row that sees nothing, and (n, heads) float32 or better: the
+    log-sum-exp of the scaled scores, minus infinity for such a row.
+    """
+    wide, (n, heads, head_dim) = torch.promote_types(q.dtype, torch.float32), q.shape
+    rows = q.view(n, len(k), -1, head_dim).permute(1, 2, 0, 3).reshape(len(k), -1, head_dim)
+    scores = (rows.to(wide) * scale) @ k.transpose(1, 2).to(wide)
+    if visible is not None:
+        scores = scores.masked_fill(~visible.repeat(heads // len(k), 1), -torch.inf)
+    lse = scores.logsumexp(-1, keepdim=True)
+    out = (scores - lse.clamp_min(torch.finfo(wide).min)).exp() @ v.to(wide)
+    out, lse = (x.view(len(k), -1, n, x.shape[-1]).permute(2, 0, 1, 3).reshape(n, heads, -1) for x in (out, lse))
+    return out.to(q.dtype), lse[..., 0]
+
+
+def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Join attention to two parts of the keys.
+
+    out_a, out_b  (n, heads, head_dim)
+    lse_a, lse_b  (n, heads) log-sum-exp of the scores, minus infinity where a row saw nothing of a part
+    Returns both, joined, in the same shapes and dtypes.
+    """
+    lse = torch.logaddexp(lse_a, lse_b)
+    base = lse.clamp_min(torch.finfo(lse.dtype).min)
+    parts = [out * (part - base).exp()[..., None] for out, part in ((out_a, lse_a), (out_b, lse_b))]
+    return (parts[0] + parts[1]).to(out_a.dtype), lse
+
+
+def tree_masks(parents: Tensor) -> tuple[Tensor, Tensor]:
+    """Packed ancestor masks and depths of one or more trees.
+
+    parents  (n,) int64, parents[i] < i; negative for a root
+    Returns (n, ceil(n / 32)) int32, where bit j % 32 of word j // 32 in row i says that row j is row i or an ancestor of it,
     and (n,) int32 depths, 0 at a root.
     """
     above = parents.cpu().numpy()

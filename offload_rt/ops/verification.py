@@ -1,4 +1,4 @@
-"""Verification of a drafted tree where the target's distributions lie."""
+"""Verification of a drafted tree on the device of the target's distributions."""
 
 from typing import Protocol
 
@@ -8,12 +8,12 @@ from torch import Tensor
 
 from offload_rt.ops import extension
 
-# As many as a block keeps track of.
+# A block keeps track of no more.
 _MOST_LEVELS = 1024
 
 
 class Candidates(Protocol):
-    """A drafted tree without its distributions; the rules' own Candidates say what each array is."""
+    """A drafted tree without its distributions; the arrays are those of `residual_kernels.Candidates`."""
 
     starts: np.ndarray
     children: np.ndarray
@@ -25,12 +25,12 @@ class Candidates(Protocol):
 
 
 def can_verify(target: Tensor, n_levels: int) -> bool:
-    """Whether `verify` serves for such distributions and a tree of so many levels; the reference is that of the rules."""
+    """Whether `verify` serves for these distributions and so many levels; else the rules' own code does."""
     return extension.serves(target) and target.dtype == torch.float32 and n_levels <= _MOST_LEVELS
 
 
 def arguments(candidates: Candidates, uniforms: Tensor, device: torch.device) -> tuple[list[Tensor], Tensor]:
-    """The tree's arrays and the uniforms on a device, by one transfer: starts, children, tokens, drawn, row_of; uniforms."""
+    """The tree's arrays and the uniforms on a device, by one transfer: starts, children, tokens, is_sampled, row_of; uniforms."""
     arrays = [candidates.starts, candidates.children, candidates.tokens, candidates.is_sampled, candidates.row_of]
     arrays = [np.asarray(array, dtype=np.int64) for array in (*arrays, uniforms.numpy().view(np.int64))]
     there = torch.from_numpy(np.concatenate(arrays)).to(device)
@@ -43,9 +43,9 @@ def verify(
 ) -> tuple[int, int]:
     """The last node accepted and the bonus token.
 
-    draft_probs      (rows, vocabulary) float32: the draft's distributions
-    target    (n, vocabulary) float32, on the device of `draft_probs`
-    uniforms  (n + 1,) float64 in [0, 1): one for each node, the last for the bonus
+    draft_probs  (rows, vocabulary) float32: the draft's distributions
+    target       (n, vocabulary) float32, on the device of `draft_probs`
+    uniforms     (n + 1,) float64 in [0, 1): one for each node, the last for the bonus
     """
     arrays, noise = arguments(candidates, uniforms, target.device)
     verdict = extension.kernels().verify(
