@@ -84,7 +84,9 @@ class NativeDecoder(Architecture):
 
     def _attention(self, i: int, weights: LayerWeights, h: Tensor, context: PassContext) -> Tensor:
         heads = (h.shape[0], -1, self.head_dim)
-        q, k, v = (weights.linear(h, f"self_attn.{name}_proj").view(heads) for name in "qkv")
+        q = weights.linear(h, "self_attn.q_proj").view(heads)
+        k = weights.linear(h, "self_attn.k_proj").view(heads)
+        v = weights.linear(h, "self_attn.v_proj").view(heads)
         if self.qk_norm:
             q = ops.rms_norm(q, weights.vector("self_attn.q_norm"), self.eps)
             k = ops.rms_norm(k, weights.vector("self_attn.k_norm"), self.eps)
