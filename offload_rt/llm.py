@@ -235,7 +235,7 @@ class LLM:
         sequence = self._sequence(prompt, params or SamplingParams())
         run = _Run(self.engine, [sequence])
         n_taken = sequence.n_prompt
-        for _ in run.steps(self._loop):
+        for _ in run.steps(self._loop):  # frees the caches, also where the caller stops early
             ended = sequence.finish_reason is not None
             text = sequence.text.take(final=ended) if sequence.text else ""
             new, n_taken = sequence.tokens[n_taken:], len(sequence.tokens)
@@ -252,7 +252,7 @@ class LLM:
         """Seconds of each of some passes over a tree after `context` tokens, with logits for all of its nodes."""
         runner, n = self.engine.runner, len(topology)
         cache = runner.new_cache(context + n + 1, is_alone=True)
-        cache.committed = [0] * context
+        runner.assume_context(cache, context)
         step = Step(cache, torch.zeros(n, dtype=torch.int64), topology, n_wanted=n, n_prompt=context)
         moments = []
         # The first begins with layers that have come in already, in time that nobody counted; the last ends the one before.
@@ -260,7 +260,7 @@ class LLM:
             moments.append(time.perf_counter())
             runner.forward([step])
             runner.finish()
-            cache.discard()
+        runner.free_cache(cache)
         return [after - before for before, after in pairwise(moments[1:])]
 
     def encode(self, text: str, chat: bool = False) -> list[int]:
@@ -315,7 +315,11 @@ class _Run:
 
     def steps(self, loop: Loop) -> Iterator[None]:
         """Run the batch to its end; yields after each pass."""
-        return loop.run(self.batch, self._run_stats)
+        try:
+            yield from loop.run(self.batch, self._run_stats)
+        finally:
+            for one in self.batch:
+                self._engine.runner.free_cache(one.cache)
 
     def output(self, one: RunningSequence) -> Output:
         """The result of a sequence that has ended."""

@@ -168,9 +168,10 @@ class TreeDrafter(Unlearning):
         return DraftTree(topology, tokens)
 
 
-def poison(cache):
+def poison(runner, cache):
     """No row that is not committed holds a number any more."""
-    for store in (cache.keys, cache.values):
+    cache = runner._caches[cache]
+    for store in (cache.buffer.keys, cache.buffer.values):
         store[:, :, cache.n_committed :] = torch.nan
 
 
@@ -185,7 +186,7 @@ def run_with_trees(llm, drafter, prompts, params):
     batch = [RunningSequence(one, runner.new_cache(200)) for one in sequences]
     for _ in loop_of(runner, drafter).run(batch, RunStats()):
         for one in batch:
-            poison(one.cache)
+            poison(runner, one.cache)
     return [one.tokens[one.n_prompt :] for one in sequences], [one.n_passes for one in batch]
 
 

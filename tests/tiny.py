@@ -27,7 +27,6 @@ from transformers import (
 from offload_rt import LLM
 from offload_rt.config import EngineConfig
 from offload_rt.executor.runner import Runner, Step
-from offload_rt.kv.cache import KVCache
 from offload_rt.speculate.draft_model import DraftModel
 from offload_rt.speculate.pair_stats import DraftParts
 from offload_rt.speculate.protocols import Drafter, DraftLimits
@@ -245,19 +244,19 @@ def runner_of(llm: LLM) -> Runner:
     return llm.engine.runner
 
 
-def feed(runner: Runner, cache: KVCache, tokens: Sequence[int], topology: Topology, n_wanted: int = 0) -> Tensor:
+def feed(runner: Runner, cache: int, tokens: Sequence[int], topology: Topology, n_wanted: int = 0) -> Tensor:
     """Logits of the last `n_wanted` tokens, or of all; the rows stay pending."""
     step = Step(
-        cache, torch.tensor(tokens), topology, n_wanted or len(tokens), n_prompt=cache.n_committed + len(tokens)
+        cache, torch.tensor(tokens), topology, n_wanted or len(tokens), n_prompt=runner.n_committed(cache) + len(tokens)
     )
     return runner.forward([step])[0]
 
 
-def prefill(runner: Runner, tokens: Sequence[int], capacity: int) -> KVCache:
+def prefill(runner: Runner, tokens: Sequence[int], capacity: int) -> int:
     """A cache that holds exactly these tokens, from one pass over them."""
     cache = runner.new_cache(capacity)
     feed(runner, cache, tokens, Topology.chain(len(tokens)), n_wanted=1)
-    cache.commit(range(len(tokens)))
+    runner.commit(cache, range(len(tokens)))
     return cache
 
 

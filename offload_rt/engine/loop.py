@@ -13,7 +13,6 @@ from offload_rt.errors import DeviceError
 from offload_rt.executor.cost import CostEstimator
 from offload_rt.executor.runner import Runner, Step
 from offload_rt.executor.sequence import Sequence
-from offload_rt.kv.cache import KVCache
 from offload_rt.sampling import probs
 from offload_rt.speculate.protocols import Drafter, VerificationRule
 from offload_rt.system.trace import DRAFT, VERIFY, Trace
@@ -26,7 +25,7 @@ class RunningSequence:
     """A sequence under way, the target's cache of it, the nodes its trees may have, and the passes it has taken part in."""
 
     sequence: Sequence
-    cache: KVCache
+    cache: int
     n_nodes: int = 1
     n_passes: int = 0
 
@@ -102,7 +101,7 @@ class Loop:
             return False
         finally:
             for one in live:
-                one.cache.discard()
+                self._runner.discard(one.cache)
         return True
 
     def _shrink(self, live: Several[RunningSequence]) -> None:
@@ -122,8 +121,11 @@ class Loop:
         trees = self._drafter.propose([one.sequence for one in live], min(one.n_nodes for one in live))
         drafted = time.perf_counter()
         self._trace.add(DRAFT, "tree", started, drafted)
-        steps = [_ask(one, tree) for one, tree in zip(live, trees, strict=True)]
-        n_rows, context = sum(step.n_rows for step in steps), max(step.cache.n_committed for step in steps)
+        steps = [_ask(self._runner, one, tree) for one, tree in zip(live, trees, strict=True)]
+        n_rows, context = (
+            sum(step.n_rows for step in steps),
+            max(self._runner.n_committed(step.cache) for step in steps),
+        )
         link = self._runner.streamer.meter.read()
         logits = self._runner.forward(steps)
         self._runner.finish()
@@ -148,21 +150,21 @@ class Loop:
         self._cost.passed(n_rows, context, draft_s, ended - started, nbytes / busy_s / 1e9 if busy_s > 0 else 0.0)
 
     def _accept(self, one: RunningSequence, tree: DraftTree, logits: Tensor, run_stats: RunStats) -> None:
-        sequence, cache = one.sequence, one.cache
+        sequence = one.sequence
         one.n_passes += 1
         target_probs = probs(logits, sequence.sampling, _contexts(sequence, tree))
         verdict = self._rule.verify(tree, target_probs, sequence.generator)
         self._drafter.learn(sequence, tree, verdict)
         run_stats.count(tree, verdict)
-        n_lacking = len(sequence.tokens) - 1 - cache.n_committed
-        cache.commit([*range(n_lacking + 1), *(n_lacking + node for node in verdict.path)])
+        n_lacking = len(sequence.tokens) - 1 - self._runner.n_committed(one.cache)
+        self._runner.commit(one.cache, [*range(n_lacking + 1), *(n_lacking + node for node in verdict.path)])
         sequence.extend([*(int(tree.tokens[node]) for node in verdict.path), verdict.bonus])
 
 
-def _ask(one: RunningSequence, tree: DraftTree) -> Step:
+def _ask(runner: Runner, one: RunningSequence, tree: DraftTree) -> Step:
     """The step that feeds a cache what it lacks of its sequence, and the tree."""
     tokens = one.sequence.tokens
-    lacking = tokens[one.cache.rewind_to(tokens[:-1]) : -1]
+    lacking = tokens[runner.rewind(one.cache, tokens[:-1]) : -1]
     return Step(
         cache=one.cache,
         tokens=torch.cat((torch.tensor(lacking, dtype=torch.int64), tree.tokens)),

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from offload_rt.executor.runner import Placing, Runner, Step
-from offload_rt.kv.cache import KVCache
 from offload_rt.models.spec import ModelSpec
 from offload_rt.offload.device import DeviceTier
 from offload_rt.offload.disk import DiskTier, ReadSettings
@@ -179,6 +178,7 @@ def _still_holds(runner: Runner, compute: ComputeTimes) -> bool:
     cache = runner.new_cache(context + width)
     with closing(runner.streamer.sweep()) as sweep:
         now = _seconds_of_a_pass(runner, next(sweep), cache, width, context)
+    runner.free_cache(cache)
     return 1 / _STALE < now / float(compute.at(np.array([width]), context)[0]) < _STALE
 
 
@@ -193,6 +193,7 @@ def compute_times(runner: Runner, n_rows: int, max_context: int) -> ComputeTimes
         block = next(sweep)
         short = [_seconds_of_a_pass(runner, block, cache, width, contexts[0]) for width in widths]
         far = [_seconds_of_a_pass(runner, block, cache, width, contexts[1]) for width in (widths[0], widths[-1])]
+    runner.free_cache(cache)
     more = np.interp(widths, (widths[0], widths[-1]), (far[0] - short[0], far[1] - short[-1]))
     return ComputeTimes(widths, contexts, (tuple(short), tuple((np.array(short) + np.maximum(more, 0)).tolist())))
 
@@ -220,9 +221,9 @@ def _random_image(tensors: Sequence[tuple[str, tuple[int, ...]]], place: Placing
 
 
 @torch.inference_mode()
-def _seconds_of_a_pass(runner: Runner, block: LayerView, cache: KVCache, width: int, context: int) -> float:
+def _seconds_of_a_pass(runner: Runner, block: LayerView, cache: int, width: int, context: int) -> float:
     """Seconds of all layers, each as slow as this one, and of the head."""
-    cache.committed = [0] * context
+    runner.assume_context(cache, context)
     step = Step(cache, torch.zeros(width, dtype=torch.int64), Topology.chain(width), width, context)
     hidden = torch.zeros(width, runner.spec.hidden_size, dtype=runner.dtype, device=runner.device)
     best = [float("inf"), float("inf")]

@@ -73,8 +73,9 @@ class GraphInputs:
             ("key_depths", (shape.n_tree_rows,), int32), ("extent", (2,), int32),
         ))  # fmt: skip
         block = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
-        ids, rows, cos, sin, *numbers = layout.views(block).values()
-        return cls(ids, rows, cos, sin, ops.TreeMask(*numbers, shape.n_keys, is_exact=False), block)
+        ids, rows, cos, sin, bits, depths, key_depths, extent = layout.views(block).values()
+        mask = ops.TreeMask(bits, depths, key_depths, extent, shape.n_keys, is_exact=False)
+        return cls(ids, rows, cos, sin, mask, block)
 
     def fill(self, rows: "PassRows", spare: int) -> None:
         """Copy the rows of a pass into these inputs, which are on the host.
@@ -232,7 +233,7 @@ class CudaCapture:
     """Captures CUDA graphs that share one memory pool: no two of them run at once."""
 
     def __init__(self) -> None:
-        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
         # This graph stays for ever. A pool that its last graph has left cannot be captured into again while anything still
         # lies in it, and cuBLAS keeps there what it took in the first capture (vllm-project/vllm issue 28426). It also keeps
         # that memory mapped where a graph that is dropped gives up cuBLAS's workspace, which others were captured with.

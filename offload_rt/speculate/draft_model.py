@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence as Several
 from typing import Protocol
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor
 from offload_rt.errors import NumericsError
 from offload_rt.executor.runner import Runner, Step
 from offload_rt.executor.sequence import Sequence
-from offload_rt.kv.cache import KVCache
 from offload_rt.sampling import generator_on
 from offload_rt.system.trace import DRAFT, Trace
 from offload_rt.tree.topology import Topology
@@ -29,8 +27,8 @@ class DraftState:
     generator   of the device, by which children are drawn
     """
 
-    def __init__(self, cache: KVCache, vocab_size: int, generator: torch.Generator) -> None:
-        self.cache, self._last_token, self.generator = cache, vocab_size - 1, generator
+    def __init__(self, runner: Runner, cache: int, vocab_size: int, generator: torch.Generator) -> None:
+        self._runner, self.cache, self._last_token, self.generator = runner, cache, vocab_size - 1, generator
         self.n_prompt = 0
         self.lacking: list[int] = []
         self.tokens: list[int] = []
@@ -40,7 +38,7 @@ class DraftState:
     def start(self, tokens: list[int], n_prompt: int) -> None:
         """Begin a tree below the last of `tokens`, keeping the rows that an earlier tree has of them."""
         self._finish_tree(tokens)
-        n_kept = self.cache.rewind_to(self._known(tokens[:-1]))
+        n_kept = self._runner.rewind(self.cache, self._known(tokens[:-1]))
         self.lacking, self.n_prompt = tokens[n_kept:-1], n_prompt
         self.tokens, self.parents, self.n_done = [tokens[-1]], [-1], 0
 
@@ -61,13 +59,13 @@ class DraftState:
     def computed(self) -> None:
         """The step has been taken."""
         if self.lacking:
-            self.cache.commit(range(len(self.lacking)))
+            self._runner.commit(self.cache, range(len(self.lacking)))
             self.lacking = []
         self.n_done = len(self.tokens)
 
     def _finish_tree(self, tokens: list[int]) -> None:
         """Commit the rows of the tree along which the sequence has gone on."""
-        n = self.cache.n_committed
+        n = self._runner.n_committed(self.cache)
         if self.n_done == 0 or n >= len(tokens) - 1 or tokens[n] != self.tokens[0]:
             return
         children = {(self.parents[row], self.tokens[row]): row for row in range(1, self.n_done)}
@@ -77,8 +75,7 @@ class DraftState:
             if row is None:
                 break
             rows.append(row)
-        self.cache.begin(self._known(self.tokens[: self.n_done]))
-        self.cache.commit(rows)
+        self._runner.commit(self.cache, rows)
 
     def _known(self, tokens: list[int]) -> list[int]:
         if max(tokens, default=0) <= self._last_token:
@@ -106,7 +103,7 @@ class DraftModel:
     def __init__(self, runner: Runner, vocab_size: int, max_levels: int, trace: Trace) -> None:
         self._runner, self.vocab_size, self._trace = runner, vocab_size, trace
         self._limit = max(runner.spec.max_positions - max_levels, 1)
-        self._states: WeakKeyDictionary[Sequence, DraftState] = WeakKeyDictionary()
+        self._states: dict[Sequence, DraftState] = {}
 
     def start(self, sequence: Sequence, n_nodes: int, is_alone: bool) -> DraftState:
         """A growth at the end of a sequence; where the draft's context is shorter, of as much of it as fits.
@@ -116,10 +113,10 @@ class DraftModel:
         state = self._states.get(sequence)
         if state is None:
             for ended in [one for one in self._states if one.finish_reason is not None]:
-                del self._states[ended]
+                self._runner.free_cache(self._states.pop(ended).cache)
             cache = self._runner.new_cache(draft_rows(sequence.longest, n_nodes), is_alone)
             generator = generator_on(self._runner.device, sequence.generator)
-            state = DraftState(cache, self._runner.spec.vocab_size, generator)
+            state = DraftState(self._runner, cache, self._runner.spec.vocab_size, generator)
             self._states[sequence] = state
         first = _window_start(len(sequence.tokens), self._limit)
         state.start(sequence.tokens[first:], max(sequence.n_prompt - first, 1))
