@@ -132,14 +132,13 @@ class Bench:
         where = Placing(self._like.device, self._like.dtype)
         runner = Runner(self.spec, streamer, self._like.non_layer, self._like.format, where, Trace(on=False))
         cache = runner.new_cache(CONTEXT + setting.n_rows)
-        cache.committed = [0] * CONTEXT
+        runner.assume_context(cache, CONTEXT)
         tokens = torch.arange(setting.n_rows) % self.spec.vocab_size
         step = Step(cache, tokens, Topology.chain(setting.n_rows), setting.n_rows, CONTEXT)
         moments = []
         for _ in range(N_PASSES + 2):
             moments.append(time.perf_counter())
             runner.forward([step])
-            cache.discard()
         for _ in range(2):
             moments.append(time.perf_counter())
             for _ in streamer.sweep():
@@ -199,11 +198,11 @@ class Bench:
     def _layers_s(self) -> float:
         """Seconds of a pass over all layers where they lie."""
         cache = self._like.new_cache(CONTEXT + CONTENTION_ROWS)
-        cache.committed = [0] * CONTEXT
+        self._like.assume_context(cache, CONTEXT)
         step = Step(cache, torch.zeros(CONTENTION_ROWS, dtype=torch.int64), Topology.chain(CONTENTION_ROWS), 1, CONTEXT)
         started = time.perf_counter()
         self._like.forward([step])
-        cache.discard()
+        self._like.free_cache(cache)
         return time.perf_counter() - started
 
 

@@ -173,6 +173,7 @@ class _Passes:
         for _ in range(PASSES):
             cache = self._runner.new_cache(self._n_rows)
             self._runner.forward([Step(cache, tokens, Topology.chain(self._n_rows), 1, self._n_rows)])
+            self._runner.free_cache(cache)
         return (time.perf_counter() - started) / PASSES
 
     def close(self) -> None:

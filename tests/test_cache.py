@@ -6,9 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import feed, open_llm, prefill, prompt_of, random_tree, runner_of
 
+from offload_rt import ops
 from offload_rt.errors import CapacityError
 from offload_rt.executor import runner as runner_module
-from offload_rt.kv.cache import KVBuffer, KVCache, ReusableKVBuffer
+from offload_rt.kv.cache import ContiguousCache, KVBuffer, KVBytes, KVCache
 from offload_rt.tree.topology import Topology
 
 CAPACITY = 96
@@ -20,13 +21,18 @@ def runner(request, zoo):
         yield runner_of(llm)
 
 
+def of(runner, cache):
+    """The cache of an id."""
+    return runner._caches[cache]
+
+
 def rows_of(cache):
-    return cache.keys[:, :, : cache.n_committed], cache.values[:, :, : cache.n_committed]
+    return tuple(part[:, :, : cache.n_committed] for part in (cache.buffer.keys, cache.buffer.values))
 
 
 def poison(cache):
-    for store in (cache.keys, cache.values):
-        store[:, :, cache.n_committed :] = torch.nan
+    for part in (cache.buffer.keys, cache.buffer.values):
+        part[:, :, cache.n_committed :] = torch.nan
 
 
 def random_path(topology, generator):
@@ -46,7 +52,7 @@ def step(runner, cache, seed, generator):
     logits = feed(runner, cache, tokens, tree.after_chain(n_lacking))
     assert logits.isfinite().all(), "a row that is not committed was read"
     rows = [*range(n_lacking), *(n_lacking + node for node in random_path(tree, generator))]
-    cache.commit(rows)
+    runner.commit(cache, rows)
     return [tokens[row] for row in rows]
 
 
@@ -55,40 +61,43 @@ def test_kept_rows_are_those_of_a_fresh_prefill(runner, chunk_rows, monkeypatch)
     """Step after step, with everything that is not committed poisoned; the kept path may skip any of the rows."""
     monkeypatch.setattr(runner_module, "CHUNK_ROWS", chunk_rows)
     generator = torch.Generator().manual_seed(chunk_rows)
-    cache, tokens = runner.new_cache(CAPACITY), []
+    id, tokens = runner.new_cache(CAPACITY), []
+    cache = of(runner, id)
     for seed in range(8):
         poison(cache)
         if seed % 3 == 2:
             tokens = [*tokens[:-2], 1]
-            assert cache.rewind_to(tokens) == len(tokens) - 1
+            assert runner.rewind(id, tokens) == len(tokens) - 1
             tokens.pop()
             poison(cache)
-        tokens += step(runner, cache, seed, generator)
-        assert cache.committed == tokens and cache.n_committed == len(tokens)
-        for got, expected in zip(rows_of(cache), rows_of(prefill(runner, tokens, CAPACITY)), strict=True):
+        tokens += step(runner, id, seed, generator)
+        assert cache.committed == tokens and runner.n_committed(id) == len(tokens)
+        fresh = of(runner, prefill(runner, tokens, CAPACITY))
+        for got, expected in zip(rows_of(cache), rows_of(fresh), strict=True):
             torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_a_discarded_pass_leaves_nothing(runner):
     tokens, tree = prompt_of(0, 12), random_tree(7, 0)
-    cache = prefill(runner, tokens, CAPACITY)
-    before = [store.clone() for store in rows_of(cache)]
-    feed(runner, cache, prompt_of(1, 7), tree)
-    cache.discard()
+    id = prefill(runner, tokens, CAPACITY)
+    cache = of(runner, id)
+    before = [part.clone() for part in rows_of(cache)]
+    feed(runner, id, prompt_of(1, 7), tree)
+    runner.discard(id)
     poison(cache)
     assert cache.committed == tokens
     assert all(torch.equal(*pair) for pair in zip(before, rows_of(cache), strict=True))
-    got = feed(runner, cache, prompt_of(2, 7), tree)
+    got = feed(runner, id, prompt_of(2, 7), tree)
     assert torch.equal(got, feed(runner, prefill(runner, tokens, CAPACITY), prompt_of(2, 7), tree))
 
 
 def test_a_cache_that_is_full_says_so(runner):
     cache = prefill(runner, prompt_of(0, 10), 12)
     feed(runner, cache, [1, 2], Topology.chain(2))
-    cache.discard()
+    runner.discard(cache)
     with pytest.raises(CapacityError, match="13 rows"):
         feed(runner, cache, [1, 2, 3], Topology.chain(3))
-    assert cache.n_committed == 10
+    assert runner.n_committed(cache) == 10
 
 
 class _Sizes:
@@ -97,7 +106,7 @@ class _Sizes:
 
 def filled(tokens, capacity):
     """A cache of rows that say where they came from: every value of the row of token t at place p is 100 p + t."""
-    cache = KVCache(KVBuffer.empty(_Sizes, capacity, torch.float32, torch.device("cpu")))
+    cache = ContiguousCache.empty(_Sizes, capacity, torch.float32, torch.device("cpu"))
     write(cache, tokens)
     cache.commit(range(len(tokens)))
     return cache
@@ -105,11 +114,10 @@ def filled(tokens, capacity):
 
 def write(cache, tokens):
     cache.begin(tokens)
-    shape = (len(tokens), _Sizes.n_kv_heads, _Sizes.head_dim)
-    rows = 100.0 * torch.arange(cache.n_committed, cache.n_committed + len(tokens)) + torch.tensor(tokens)
-    for layer in range(_Sizes.n_layers):
-        keys, values = cache.write(layer, 0, rows[:, None, None].expand(shape), -rows[:, None, None].expand(shape))
-        assert keys.shape == values.shape == (_Sizes.n_kv_heads, cache.n_committed + len(tokens), _Sizes.head_dim)
+    first, last = cache.n_committed, cache.n_committed + len(tokens)
+    rows = 100.0 * torch.arange(first, last) + torch.tensor(tokens)
+    cache.buffer.keys[:, :, first:last] = rows[:, None]
+    cache.buffer.values[:, :, first:last] = -rows[:, None]
     return rows
 
 
@@ -127,11 +135,25 @@ def test_commit_keeps_exactly_the_given_rows(tokens, pending, data):
     assert (rows_of(cache)[0] == expected[:, None]).all() and (rows_of(cache)[1] == -expected[:, None]).all()
 
 
+@given(texts, texts, st.data())
+def test_pending_rows_behind_those_kept_in_place_stay_pending(tokens, pending, data):
+    n = data.draw(st.integers(0, len(pending)))
+    at_once, in_turn = filled(tokens, 30), filled(tokens, 30)
+    for cache in (at_once, in_turn):
+        write(cache, pending)
+    later = sorted(data.draw(st.sets(st.integers(0, len(pending) - n - 1)))) if n < len(pending) else []
+    at_once.commit([*range(n), *(n + row for row in later)])
+    in_turn.commit(range(n))
+    in_turn.commit(later)
+    assert in_turn.committed == at_once.committed
+    assert all(torch.equal(*pair) for pair in zip(rows_of(in_turn), rows_of(at_once), strict=True))
+
+
 @given(texts, texts, st.integers(0, 12))
 def test_rewinding_keeps_the_common_prefix(tokens, other, n_shared):
     wanted = tokens[:n_shared] + other
     cache = filled(tokens, 30)
-    before = cache.keys.clone()
+    before = cache.buffer.keys.clone()
     common = max(n for n in range(len(tokens) + 1) if tokens[:n] == wanted[:n])
     assert cache.rewind_to(wanted) == common == cache.n_committed
     assert cache.committed == wanted[:common]
@@ -147,23 +169,72 @@ def test_rows_to_commit_ascend():
             cache.commit(rows)
 
 
-def test_memory_is_lent_to_one_cache_at_a_time():
-    made = []
+class TwoParts(KVCache):
+    """Committed rows, all but the last few, are moved to a buffer of their own, as to another device."""
 
-    def new(capacity):
-        made.append(KVBuffer.empty(_Sizes, capacity, torch.float32, torch.device("cpu")))
-        return made[-1]
+    def __init__(self, recent, older):
+        super().__init__(recent.capacity)
+        self.buffer, self.older, self.n_older = recent, older, 0
 
-    reusable = ReusableKVBuffer(10, new)
-    assert reusable.acquire(11) is None and not made
-    cache = reusable.acquire(8)
-    assert cache.capacity == 10 and reusable.acquire(1) is None
-    write(cache, [3, 1, 2])
-    cache.commit([0, 1, 2])
-    reusable.release()  # not while it is in use
-    del cache
-    again = reusable.acquire(10)
-    assert again.store is made[0] and again.n_committed == 0 and not again.keys.any()
-    del again
-    reusable.release()
-    assert reusable.acquire(10).store is made[1]
+    @classmethod
+    def empty(cls, *arguments):
+        return cls(KVBuffer.empty(*arguments), KVBuffer.empty(*arguments))
+
+    @staticmethod
+    def nbytes(spec, n_rows, itemsize):
+        return KVBytes(device=n_rows * spec.kv_nbytes(itemsize), host=n_rows * spec.kv_nbytes(itemsize))
+
+    def attend(self, layer, start, q, k, v, mask, scale):
+        n, first = self.n_older, self.n_committed + start
+        for part, new in ((self.buffer.keys, k), (self.buffer.values, v)):
+            part[layer, :, first : first + len(q)] = new.transpose(0, 1)
+        masks, rows = mask.split(n), (slice(0, n), slice(n, first + len(q)))
+        older, recent = (
+            ops.partial_attention(q, buffer.keys[layer, :, at], buffer.values[layer, :, at], one, scale)
+            for buffer, at, one in zip((self.older, self.buffer), rows, masks, strict=True)
+        )
+        return ops.merge(*older, *recent)[0]
+
+    def move(self, rows, first):
+        ops.commit_rows(self.buffer.keys, self.buffer.values, torch.tensor(rows), first)
+
+    def commit(self, rows):
+        super().commit(rows)
+        at = slice(self.n_older, max(self.n_committed - 3, self.n_older))
+        for old, new in ((self.older.keys, self.buffer.keys), (self.older.values, self.buffer.values)):
+            old[:, :, at] = new[:, :, at]
+            new[:, :, at] = torch.nan
+        self.n_older = at.stop
+
+    def rewind_to(self, tokens):
+        n = super().rewind_to(tokens)
+        self.n_older = min(self.n_older, n)
+        return n
+
+
+@pytest.mark.parametrize("chunk_rows", [512, 4])
+def test_a_cache_in_two_parts_gives_the_same_logits(runner, chunk_rows, monkeypatch):
+    """Through the runner as it is: trees below lacking tokens, paths that skip rows, rewinds into both parts."""
+    monkeypatch.setattr(runner_module, "CHUNK_ROWS", chunk_rows)
+    caches = [runner.new_cache(CAPACITY)]
+    monkeypatch.setattr(runner, "_kv", TwoParts)
+    caches.append(runner.new_cache(CAPACITY))
+    tokens = []
+    for seed in range(8):
+        tokens = tokens[: -3 * (seed % 3)] if seed % 3 else tokens
+        assert {runner.rewind(cache, tokens) for cache in caches} == {len(tokens)}
+        tree, n_lacking = random_tree(9, seed), seed % 4
+        new = prompt_of(seed, n_lacking + len(tree))
+        whole, parts = (feed(runner, cache, new, tree.after_chain(n_lacking)) for cache in caches)
+        torch.testing.assert_close(parts, whole, atol=1e-4, rtol=1e-4)
+        rows = [*range(n_lacking), *(n_lacking + node for node in [0, *tree.path_to(8)])]
+        for cache in caches:
+            runner.commit(cache, rows)
+        tokens = tokens + [new[row] for row in rows]
+    assert runner._caches[caches[1]].n_older > 10
+
+
+def test_a_cache_takes_the_bytes_it_says(runner):
+    buffer = of(runner, runner.new_cache(CAPACITY)).buffer
+    itemsize = runner.dtype.itemsize
+    assert ContiguousCache.nbytes(runner.spec, CAPACITY, itemsize) == KVBytes(buffer.keys.nbytes + buffer.values.nbytes)

@@ -1,4 +1,4 @@
-"""Passes of fixed size give the logits and the cache rows of ordinary ones, whatever was computed in them before."""
+"""Captured passes give the logits and the cache rows of ordinary ones, whatever was computed in them before."""
 
 import random
 from dataclasses import replace
@@ -15,23 +15,32 @@ from offload_rt.ops import reference
 from offload_rt.tree.topology import Topology
 
 
+def buffer_of(runner, cache):
+    return runner._caches[cache].buffer
+
+
+def passes_of(runner, cache):
+    return runner._graphs._passes[buffer_of(runner, cache)]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_logits_and_rows_are_those_of_an_ordinary_pass(zoo, name):
     prompt, capacity = prompt_of(0), 512
-    with open_llm(zoo.directory(name, 0)) as plain, open_llm(zoo.directory(name, 0)) as fixed:
-        runner_of(fixed).use_graphs(GraphShape(64, capacity, 128), record)
-        caches = [prefill(runner_of(llm), prompt, capacity) for llm in (plain, fixed)]
-        assert len(runner_of(fixed)._fixed._passes[caches[1].store]) == 1
+    with open_llm(zoo.directory(name, 0)) as plain, open_llm(zoo.directory(name, 0)) as graphs:
+        runner_of(graphs).use_graphs(GraphShape(64, capacity, 128), record)
+        caches = [prefill(runner_of(llm), prompt, capacity) for llm in (plain, graphs)]
+        assert len(passes_of(runner_of(graphs), caches[1])) == 1
         for n, seed in ((1, 0), (5, 1), (7, 2), (1, 3), (33, 4), (6, 5), (64, 6)):
             tokens = prompt_of(seed, n)
             rows = [feed(runner_of(llm), cache, tokens, random_tree(n, seed)) for llm, cache in
-                    zip((plain, fixed), caches, strict=True)]  # fmt: skip
+                    zip((plain, graphs), caches, strict=True)]  # fmt: skip
             torch.testing.assert_close(rows[1], rows[0], atol=2e-4, rtol=1e-4)
-            for cache in caches:
-                cache.commit([0])
-        n = caches[0].n_committed
-        for store in ("keys", "values"):
-            want, got = (getattr(cache, store)[:, :, :n] for cache in caches)
+            for llm, cache in zip((plain, graphs), caches, strict=True):
+                runner_of(llm).commit(cache, [0])
+        n = runner_of(plain).n_committed(caches[0])
+        buffers = [buffer_of(runner_of(llm), cache) for llm, cache in zip((plain, graphs), caches, strict=True)]
+        for part in ("keys", "values"):
+            want, got = (getattr(buffer, part)[:, :, :n] for buffer in buffers)
             torch.testing.assert_close(got, want, atol=2e-4, rtol=1e-4)
 
 
@@ -59,7 +68,7 @@ def test_what_does_not_fit_is_computed_as_ever(zoo):
         cache = prefill(runner, prompt_of(0), 64)  # more rows than 16, then a cache without a spare row
         got = feed(runner, cache, prompt_of(1, 43), random_tree(43, 0))
         assert torch.equal(got, want)
-        assert cache.store not in runner._fixed._passes
+        assert buffer_of(runner, cache) not in runner._graphs._passes
 
 
 def test_captures_end_with_their_cache(zoo):
@@ -67,9 +76,9 @@ def test_captures_end_with_their_cache(zoo):
         runner = runner_of(llm)
         runner.use_graphs(GraphShape(64, 256, 128), record)
         cache = prefill(runner, prompt_of(0), 256)
-        assert len(runner._fixed._passes) == 1
-        del cache
-        assert len(runner._fixed._passes) == 0
+        assert len(runner._graphs._passes) == 1
+        runner.free_cache(cache)
+        assert len(runner._graphs._passes) == 0
 
 
 def test_sequences_that_run_alone_share_what_is_captured(zoo):
@@ -80,24 +89,36 @@ def test_sequences_that_run_alone_share_what_is_captured(zoo):
         captured.append(compute)
         return record(compute)
 
-    with open_llm(zoo.directory("llama", 0)) as plain, open_llm(zoo.directory("llama", 0)) as fixed:
-        runner_of(fixed).use_graphs(GraphShape(64, 256, 128), capture)
+    with open_llm(zoo.directory("llama", 0)) as plain, open_llm(zoo.directory("llama", 0)) as graphs:
+        runner_of(graphs).use_graphs(GraphShape(64, 256, 128), capture)
         for seed in range(3):
-            caches = [runner_of(llm).new_cache(100 + seed, is_alone=True) for llm in (plain, fixed)]
+            caches = [runner_of(llm).new_cache(100 + seed, is_alone=True) for llm in (plain, graphs)]
             rows = [
                 [feed(runner_of(llm), cache, prompt_of(i + 10 * seed, 8), random_tree(8, i)).clone() for i in range(3)]
-                for llm, cache in zip((plain, fixed), caches, strict=True)
+                for llm, cache in zip((plain, graphs), caches, strict=True)
             ]
             torch.testing.assert_close(rows[1], rows[0], atol=2e-4, rtol=1e-4)
-            caches[1].values.fill_(torch.nan)
-            del caches
+            buffer_of(runner_of(graphs), caches[1]).values.fill_(torch.nan)
+            for llm, cache in zip((plain, graphs), caches, strict=True):
+                runner_of(llm).free_cache(cache)
         assert len(captured) == 1
-        first = runner_of(fixed).new_cache(100, is_alone=True)
-        second = runner_of(fixed).new_cache(100, is_alone=True)
-        assert first.store is not second.store and len(runner_of(fixed)._fixed._passes) == 1
-        del first
-        runner_of(fixed).new_cache(100)  # beside others, which want the room
-        assert len(runner_of(fixed)._fixed._passes) == 0
+        runner = runner_of(graphs)
+        first = runner.new_cache(100, is_alone=True)
+        assert len(runner._graphs._passes) == 1
+        second = runner.new_cache(100, is_alone=True)
+        assert buffer_of(runner, first) is not buffer_of(runner, second)
+        for cache in (first, second):
+            runner.free_cache(cache)
+        for capacity, is_alone in (
+            (300, True),
+            (100, False),
+        ):  # too long to share; beside others, which need the memory
+            shared = runner.new_cache(100, is_alone=True)
+            feed(runner, shared, prompt_of(0, 8), random_tree(8, 0))
+            runner.free_cache(shared)
+            assert len(runner._graphs._passes) == 1
+            runner.free_cache(runner.new_cache(capacity, is_alone))
+            assert len(runner._graphs._passes) == 0
 
 
 def test_where_the_length_costs_nothing_few_sizes_serve_a_cache_that_grows(zoo, monkeypatch):
@@ -106,20 +127,20 @@ def test_where_the_length_costs_nothing_few_sizes_serve_a_cache_that_grows(zoo, 
     monkeypatch.setattr(
         ops, "tree_attention", lambda q, k, v, mask, scale: reference.tree_attention(q, k, v, mask.dense(), scale)
     )
-    with open_llm(zoo.directory("llama", 0)) as plain, open_llm(zoo.directory("llama", 0)) as fixed:
-        runner = runner_of(fixed)
+    with open_llm(zoo.directory("llama", 0)) as plain, open_llm(zoo.directory("llama", 0)) as graphs:
+        runner = runner_of(graphs)
         runner.use_graphs(GraphShape(8, 100, 8), record)
         caches = [runner_of(plain).new_cache(100), runner.new_cache(100)]
         for turn in range(12):
             rows = [
                 feed(runner_of(llm), cache, prompt_of(turn, 8), random_tree(8, turn)).clone()
-                for llm, cache in zip((plain, fixed), caches, strict=True)
+                for llm, cache in zip((plain, graphs), caches, strict=True)
             ]
             torch.testing.assert_close(rows[1], rows[0], atol=2e-4, rtol=1e-4)
-            for cache in caches:
-                cache.commit(random_tree(8, turn).path_to(7) or [0])
-        assert caches[1].n_committed > 32
-        sizes = {size.n_keys for size in runner._fixed._passes[caches[1].store]}
+            for llm, cache in zip((plain, graphs), caches, strict=True):
+                runner_of(llm).commit(cache, random_tree(8, turn).path_to(7) or [0])
+        assert runner.n_committed(caches[1]) > 32
+        sizes = {shape.n_keys for shape in passes_of(runner, caches[1])}
         assert sizes <= {8, 16, 32, 64, 100} and len(sizes) >= 3
 
 
@@ -131,7 +152,7 @@ def test_of_many_sizes_those_used_last_are_kept(zoo, monkeypatch):
         cache = runner.new_cache(256)
         for n in (1, 2, 1, 4):
             feed(runner, cache, prompt_of(0, n), random_tree(n, 0))
-        assert [size.n_rows for size in runner._fixed._passes[cache.store]] == [1, 4]
+        assert [shape.n_rows for shape in passes_of(runner, cache)] == [1, 4]
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(8, 2), (4, 4), (6, 1)])
@@ -150,16 +171,16 @@ def test_a_mask_at_a_fixed_place_is_the_one_it_was_filled_with(seed):
     """Whatever it was filled with before; what is left over looks where the first row does."""
     draw = random.Random(seed)
     n_rows, n_keys, capacity = draw.choice([1, 8, 40]), draw.choice([135, 256]), 300
-    size = GraphShape(n_rows, n_keys, n_tree_rows=draw.choice([104, 130]))
-    fixed = GraphInputs.empty(size, [torch.zeros(1, 16)] * 2, torch.device("cpu"))
+    shape = GraphShape(n_rows, n_keys, n_tree_rows=draw.choice([104, 130]))
+    inputs = GraphInputs.empty(shape, [torch.zeros(1, 16)] * 2, torch.device("cpu"))
     for turn in range(3):
         n, first, n_before = draw.randint(1, n_rows), draw.randrange(64), draw.randrange(30)
         parents = random_tree(first + n, seed + turn).parents
         mask = ops.make_tree_mask(parents, first, n_before, torch.device("cpu"))
         angles = tuple(torch.zeros(n, 16) for _ in range(2))
-        fixed.fill(PassRows(torch.zeros(n, dtype=torch.int64), torch.arange(n), angles, mask), capacity - 1)
+        inputs.fill(PassRows(torch.zeros(n, dtype=torch.int64), torch.arange(n), angles, mask), capacity - 1)
         for window in (None, 1, 4, 25):
-            got, want = (replace(one, window=window).dense() for one in (fixed.mask, mask))
+            got, want = (replace(one, window=window).dense() for one in (inputs.mask, mask))
             want = torch.ones(n, mask.n_keys, dtype=torch.bool) if want is None else want
             assert torch.equal(got[:n, : mask.n_keys], want)
             assert not got[:, mask.n_keys :].any()

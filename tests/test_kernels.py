@@ -10,8 +10,9 @@ import torch
 from recorded import record
 from tiny import random_tree
 
+from offload_rt import ops
 from offload_rt.executor.cuda_graphs import CudaCapture
-from offload_rt.ops import extension, make_tree_mask, reference
+from offload_rt.ops import TreeMask, extension, make_tree_mask, reference
 from offload_rt.ops.verification import arguments
 from offload_rt.speculate import residual
 from offload_rt.speculate.residual_kernels import verify_bottom_up, verify_top_down
@@ -38,7 +39,7 @@ def kernels(request):
     return Kernels(emulated.load(), "cpu")
 
 
-def tree_rows_of(n, seed, n_chain=0):
+def parents_of(n, seed, n_chain=0):
     """Parents of a random tree below a chain."""
     return torch.from_numpy(random_tree(n, seed).after_chain(n_chain).parents.copy())
 
@@ -70,7 +71,7 @@ class Case:
 
 
 def inputs(case, device):
-    """q, k, v as views into larger stores in which everything else is NaN, and parents of the tree rows.
+    """q, k, v as views into larger stores in which everything else is NaN, and the parents of the tree.
 
     k and v have n_spare columns for keys that are not there; NaN too.
     """
@@ -87,12 +88,12 @@ def inputs(case, device):
     k, v = (random_view(case.kv_heads, n_keys, (0, 37), case.n_spare) for _ in range(2))
     n_chain = min(case.n_chain, n_rows - 1)
     # A few rows stand behind those that are asked for: their keys are not there yet.
-    parents = tree_rows_of(n_rows - n_chain + 5, case.seed, n_chain)
+    parents = parents_of(n_rows - n_chain + 5, case.seed, n_chain)
     return q, k, v, parents
 
 
 def mask_of(case, parents, n_most=0):
-    """What the kernel is given of the tree rows, which might have `n_most` keys: masks, depths, those of the keys, extent."""
+    """What the kernel is given of a tree that might have `n_most` keys: masks, depths, those of the keys, extent."""
     bits, depths = reference.tree_masks(parents)
     rows, n_most = slice(case.first, case.first + case.n), n_most or case.first + case.n + case.n_spare
     wide = torch.zeros(case.n, max(bits.shape[1], (n_most + 31) // 32), dtype=torch.int32)
@@ -150,16 +151,17 @@ CASES = [random_case(seed) for seed in range(48)] + SPLIT
 def test_tree_attention(kernels, case):
     q, k, v, parents = inputs(case, kernels.device)
     given = [one.to(kernels.device) for one in mask_of(case, parents)]
-    out = kernels.tree_attention(q, k, v, *given, case.window, case.dim**-0.5)
-    assert_attention(out, q, k, v, visible(case, parents))
+    found = kernels.tree_attention(q, k, v, *given, case.window, case.dim**-0.5)
+    assert_attention(found, q, k, v, visible(case, parents))
 
 
-def assert_attention(out, q, k, v, mask):
-    """Close to what the reference computes of the keys that are there; mask (n, n_keys) bool."""
-    mask, n_keys, scale = mask.to(q.device), mask.shape[1], q.shape[2] ** -0.5
-    exact = reference.tree_attention(q.double(), k[:, :n_keys].double(), v[:, :n_keys].double(), mask, scale)
-    exact[~mask.any(1)] = 0
-    assert out.dtype == q.dtype and out.shape == q.shape
+def assert_attention(found, q, k, v, mask):
+    """Output and log-sum-exp are close to the reference's for the keys that are there; mask (n, n_keys) bool."""
+    (out, lse), mask, n_keys = found, mask.to(q.device), mask.shape[1]
+    k, v = (x[:, :n_keys].double() for x in (k, v))
+    exact, exact_lse = reference.partial_attention(q.double(), k, v, mask, q.shape[2] ** -0.5)
+    assert out.dtype == q.dtype and out.shape == q.shape and lse.dtype == torch.float32
+    torch.testing.assert_close(lse.double(), exact_lse, atol=1e-4, rtol=1e-5)
     # A weight is rounded to the dtype before the product, the result after it.
     error = 4 * torch.finfo(q.dtype).eps
     torch.testing.assert_close(out.double(), exact, atol=error, rtol=error)
@@ -175,15 +177,15 @@ def test_tree_attention_where_more_keys_and_rows_might_be(kernels, seed):
     n_left = draw.randrange(case.n)
     masks[case.n - n_left :], depths[case.n - n_left :] = 0, 0
     given = [one.to(kernels.device) for one in (masks, depths, *others)]
-    out = kernels.tree_attention(q, k, v, *given, case.window, case.dim**-0.5)
+    found = kernels.tree_attention(q, k, v, *given, case.window, case.dim**-0.5)
     mask = visible(case, parents)
     at = torch.arange(mask.shape[1]) - case.n_before
     mask[case.n - n_left :] = (at < 0) & (at > -case.window) if case.window else at < 0
-    assert_attention(out, q, k, v, mask)
+    assert_attention(found, q, k, v, mask)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_captured_call_serves_other_forests(kernels, seed):
+def test_a_captured_call_serves_other_trees(kernels, seed):
     """With fewer keys before them, and fewer rows above those that look."""
     long = replace(random_case(200 + seed), n_before=700, first=40)
     short = replace(long, n_before=31, first=3, n_spare=706, seed=long.seed + 1)
@@ -192,25 +194,45 @@ def test_a_captured_call_serves_other_forests(kernels, seed):
         *stores, parents = inputs(case, kernels.device)
         masks = (one.to(kernels.device) for one in mask_of(case, parents, n_most=1000))
         cases.append(([*stores, *masks], visible(case, parents)))
-    (fixed, _), (other, mask) = cases
-    outs = []
+    (at_capture, _), (other, mask) = cases
+    found = []
 
     def compute():
-        outs.append(kernels.tree_attention(*fixed, long.window, long.dim**-0.5))
+        found.append(kernels.tree_attention(*at_capture, long.window, long.dim**-0.5))
 
     compute()
     replay = (record if kernels.device == "cpu" else CudaCapture())(compute)
-    for place, new in zip(fixed, other, strict=True):
+    for place, new in zip(at_capture, other, strict=True):
         place.copy_(new)
     replay()
-    assert_attention(outs[1], *fixed[:3], mask)
+    assert_attention(found[1], *at_capture[:3], mask)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_two_parts_of_the_keys_join_to_the_whole(kernels, seed):
+    """Cut anywhere before the tree; a window may leave a row nothing of a part."""
+    draw = random.Random(seed)
+    case = replace(random_case(300 + seed), n_before=draw.choice([65, 128, 700]))
+    q, k, v, parents = inputs(case, kernels.device)
+    given = [one.to(kernels.device) for one in mask_of(case, parents)]
+    whole = TreeMask(*given, k.shape[1], window=case.window or None)
+    n = draw.choice([1, 33, case.n_before])
+    parts = [
+        kernels.tree_attention(q, keys, values, one.bits, one.depths, one.key_depths, one.extent, case.window, 0.1)
+        for one, keys, values in zip(whole.split(n), (k[:, :n], k[:, n:]), (v[:, :n], v[:, n:]), strict=True)
+    ]
+    out, lse = ops.merge(*parts[0], *parts[1])
+    expected, expected_lse = kernels.tree_attention(q, k, v, *given, case.window, 0.1)
+    error = 4 * torch.finfo(q.dtype).eps
+    torch.testing.assert_close(out, expected, atol=error, rtol=error)
+    torch.testing.assert_close(lse, expected_lse, atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_tree_masks(kernels, seed):
     draw = random.Random(seed)
     n = draw.choice([1, 2, 31, 32, 33, 64, 200, 700])
-    parents = tree_rows_of(n, seed, draw.choice([0, 0, 100]))
+    parents = parents_of(n, seed, draw.choice([0, 0, 100]))
     if seed % 3 == 0 and len(parents) > 5:
         parents[5] = -1  # a second tree
     bits, depths = kernels.tree_masks(parents.to(kernels.device))
@@ -234,7 +256,7 @@ def test_tree_masks_of_a_long_prompt(kernels):
 def test_the_dense_mask(seed):
     """What the reference is given, against the plain definition."""
     case = random_case(seed)
-    parents = tree_rows_of(case.first + case.n, seed)
+    parents = parents_of(case.first + case.n, seed)
     whole = make_tree_mask(parents.numpy(), case.first, case.n_before, torch.device("cpu"))
     mask = replace(whole, window=case.window or None)
     dense = mask.dense()

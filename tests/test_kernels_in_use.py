@@ -43,7 +43,7 @@ def logits_of_steps(runner):
     cache = prefill(runner, prompt_of(0, 20), 96)
     first = random_tree(24, 1, reach=6)
     found = [feed(runner, cache, prompt_of(1, 24), first)]
-    cache.commit([0, *first.path_to(23)])
+    runner.commit(cache, [0, *first.path_to(23)])
     tree = random_tree(9, 2).after_chain(3)
     return [*found, feed(runner, cache, prompt_of(2, len(tree)), tree)]
 
@@ -54,7 +54,7 @@ def logits_of_passes(runner):
     found = []
     for seed, n in enumerate((6, 8, 5, 7, 8)):
         found.append(feed(runner, cache, prompt_of(seed, n), random_tree(n, seed)).clone())
-        cache.commit([0, 1])
+        runner.commit(cache, [0, 1])
     return found
 
 
@@ -86,11 +86,11 @@ def test_a_model_computes_the_same(served, monkeypatch, bfloat16_model):
 
 def test_a_captured_pass_computes_the_same(served, monkeypatch, bfloat16_model):
     """For other trees and longer caches than those it was captured for."""
-    with open_llm(bfloat16_model) as plain, open_llm(bfloat16_model) as fixed:
-        runner_of(fixed).use_graphs(GraphShape(32, 512, 64), record)
-        mine = logits_of_passes(runner_of(fixed))
+    with open_llm(bfloat16_model) as plain, open_llm(bfloat16_model) as graphs:
+        runner_of(graphs).use_graphs(GraphShape(32, 512, 64), record)
+        mine = logits_of_passes(runner_of(graphs))
         # The prompt; the first of the trees, and the one that is captured.
-        assert served.counts["tree_attention"] == 3 * runner_of(fixed).spec.n_layers
+        assert served.counts["tree_attention"] == 3 * runner_of(graphs).spec.n_layers
         monkeypatch.undo()
         assert_close(mine, logits_of_passes(runner_of(plain)))
 

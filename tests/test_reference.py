@@ -1,5 +1,7 @@
 """What the plain references do in several ways is the same in all of them."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -20,6 +22,30 @@ def test_one_row_attends_as_many_do(dtype: torch.dtype, heads: int, groups: int,
     assert (got.dtype, got.shape) == (dtype, q.shape)
     rounding = max(2 * torch.finfo(dtype).eps, 1e-5)
     torch.testing.assert_close(got.double(), expected, atol=rounding, rtol=rounding)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(("heads", "groups"), [(8, 2), (4, 4), (6, 1)])
+def test_parts_of_the_keys_join_to_the_whole(dtype: torch.dtype, heads: int, groups: int) -> None:
+    """Three parts in any order; rows that see nothing of one part, of two, and of all."""
+    generator = torch.Generator().manual_seed(heads)
+    q = 30 * torch.randn(5, heads, 64, generator=generator).to(dtype)
+    k, v = (torch.randn(groups, 40, 64, generator=generator).to(dtype) for _ in range(2))
+    visible = torch.rand(5, 40, generator=generator) < 0.5
+    visible[0, :10], visible[1, 10:], visible[2] = False, False, False
+    parts = []
+    for at in (slice(0, 10), slice(10, 39), slice(39, 40)):
+        parts.append(reference.partial_attention(q, k[:, at], v[:, at], visible[:, at], 0.125))
+    for a, b, c in itertools.permutations(parts):
+        out, lse = ops.merge(*ops.merge(*a, *b), *c)
+        seen = visible.any(1)
+        expected = reference.torch_attention(q.double(), k.double(), v.double(), visible, 0.125)
+        assert out.dtype == dtype and not out[~seen].any() and (lse[~seen] == -torch.inf).all()
+        error = max(4 * torch.finfo(dtype).eps, 1e-5 if dtype != torch.float64 else 1e-12)
+        torch.testing.assert_close(out[seen].double(), expected[seen], atol=error, rtol=error)
+        scores = torch.einsum("nhd,hkd->nhk", q.double(), k.double().repeat_interleave(heads // groups, 0)) * 0.125
+        scores = scores.masked_fill(~visible[:, None], -torch.inf)
+        torch.testing.assert_close(lse[seen].double(), scores.logsumexp(-1)[seen], atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 8])

@@ -5,6 +5,7 @@ from weakref import WeakKeyDictionary
 
 import pytest
 import torch
+from offload_rt.engine.loop import Loop, RunningSequence, RunStats
 from recorded import record
 from texts import N_NEW, assert_distribution, exact_distribution, small_model
 from tiny import (
@@ -23,7 +24,6 @@ from tiny import (
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.engine import builder
-from offload_rt.engine.loop import Loop, RunningSequence, RunStats
 from offload_rt.executor.cost import CostEstimator
 from offload_rt.executor.cuda_graphs import GraphShape
 from offload_rt.executor.runner import Runner
@@ -220,7 +220,7 @@ def test_the_joint_distribution_in_bfloat16(tmp_path, name):
     pair = save_pair(tmp_path, model.bfloat16(), draft)
     with open_llm(pair.target, draft_model=str(pair.draft), max_model_len=64) as llm:
         engine = llm.engine
-        assert engine.runner.new_cache(1).keys.dtype == engine.draft.new_cache(1).keys.dtype == torch.bfloat16
+        assert engine.runner.dtype == engine.draft.dtype == torch.bfloat16
         rule = registry.find("speculate.draft", name).BEST_RULE
         drafter = drafter_of(llm, name, rule, DraftLimits(6, 4))
         found = sampled(llm, drafter, registry.find("speculate.verify", rule), 6)
@@ -258,18 +258,21 @@ def test_the_check_of_the_distribution_finds_a_wrong_rule(small_llm, draft_probs
 # The caches, of the target and of the draft
 
 
-def poison(cache):
-    for store in (cache.keys, cache.values):
+def poison(runner, cache):
+    cache = runner._caches[cache]
+    for store in (cache.buffer.keys, cache.buffer.values):
         store[:, :, cache.n_committed :] = torch.nan
 
 
 def assert_fresh(runner, cache):
     """Its committed rows are those of a prefill of the same tokens."""
+    cache = runner._caches[cache]
     if not cache.committed:
         return
-    fresh = prefill(runner, cache.committed, cache.capacity)
-    n = cache.n_committed
-    for got, expected in ((cache.keys, fresh.keys), (cache.values, fresh.values)):
+    prefilled = prefill(runner, cache.committed, cache.capacity)
+    fresh, n = runner._caches[prefilled].buffer, cache.n_committed
+    runner.free_cache(prefilled)
+    for got, expected in ((cache.buffer.keys, fresh.keys), (cache.buffer.values, fresh.values)):
         torch.testing.assert_close(got[:, :, :n], expected[:, :, :n], atol=1e-4, rtol=1e-4)
 
 
@@ -288,21 +291,21 @@ def test_committed_rows_are_those_of_a_fresh_prefill(zoo, monkeypatch, family, n
 
         def start_poisoned(state, *arguments):
             start(state, *arguments)
-            n_kept.append(state.cache.n_committed)
+            n_kept.append(engine.draft.n_committed(state.cache))
             assert_fresh(engine.draft, state.cache)
-            poison(state.cache)
+            poison(engine.draft, state.cache)
 
         monkeypatch.setattr(DraftState, "start", start_poisoned)
         sequences = [Sequence(list(prompt), one, 128) for prompt, one in zip(PROMPTS, params, strict=False)]
         batch = [RunningSequence(one, engine.runner.new_cache(80), 12) for one in sequences]
         for one in batch:
-            poison(one.cache)
+            poison(engine.runner, one.cache)
         for _ in Loop(engine.runner, engine.drafter, llm.engine_plan.drafting.rule, engine.cost, Trace(on=False)).run(
             batch, RunStats()
         ):
             for one in batch:
                 assert_fresh(engine.runner, one.cache)
-                poison(one.cache)
+                poison(engine.runner, one.cache)
     assert max(n_kept) > 12, "the draft kept nothing"
     assert sequences[0].tokens[len(PROMPTS[0]) :] == expected_of(pair.model, PROMPTS[:1], [20])[0]
 
@@ -333,7 +336,7 @@ def test_caches_never_take_more_than_was_planned(zoo, monkeypatch, is_captured):
 
     def new_cache_counted(runner, *arguments):
         cache = new_cache(runner, *arguments)
-        stores[cache.store] = runner
+        stores[runner._caches[cache].buffer] = runner
         rows = sum(store.capacity for store, whose in stores.items() if whose is runner)
         most[runner] = max(rows, most.get(runner, 0))
         return cache

@@ -13,6 +13,7 @@ import torch
 from offload_rt.config import EngineConfig
 from offload_rt.errors import CapacityError
 from offload_rt.executor.runner import CHUNK_ROWS
+from offload_rt.kv.cache import ContiguousCache
 from offload_rt.models.architecture import Architecture
 from offload_rt.offload.placement import MemoryBudget, Plan, ReservedMemory, least_budget, place_layers
 from offload_rt.speculate.draft_model import draft_rows
@@ -139,7 +140,7 @@ def reserved_memory(
     rows = min(CHUNK_ROWS, max_len + n_nodes)
     return ReservedMemory(
         non_layer=target.non_layer_nbytes,
-        cache=_cache_rows(max_len, n_nodes) * spec.kv_nbytes(dtype.itemsize),
+        cache=ContiguousCache.nbytes(spec, _cache_rows(max_len, n_nodes), dtype.itemsize).device,
         scratch=hidden + target.view_nbytes + spec.scratch_nbytes(rows, n_nodes, dtype.itemsize),
         draft=_draft_nbytes(draft, spec.vocab_size, max_len, n_nodes) if draft else 0,
     )
@@ -148,7 +149,7 @@ def reserved_memory(
 def _draft_nbytes(draft: Sizes, vocab_size: int, max_len: int, n_nodes: int) -> int:
     """Bytes a draft model takes on the device: weights, cache, activations, and the distributions its trees were drawn from."""
     itemsize = draft.dtype.itemsize
-    cache = draft_rows(max_len, n_nodes) * draft.spec.kv_nbytes(itemsize)
+    cache = ContiguousCache.nbytes(draft.spec, draft_rows(max_len, n_nodes), itemsize).device
     # Noise, its order and a copy of the distribution, of float32, for one level; and the distributions of all nodes.
     draft_probs = n_nodes * vocab_size * 4 * 4
     scratch = draft.view_nbytes + draft.spec.scratch_nbytes(n_nodes, n_nodes, itemsize)
@@ -169,7 +170,11 @@ def _max_model_len(
         return asked
     shortest = min(_SHORTEST_CONTEXT, limit)
     lengths = range(shortest, limit + 1)
-    fits = bisect_right(lengths, budget, key=lambda n: max(least(n), int(n * spec.kv_nbytes(itemsize) / _CACHE_SHARE)))
+
+    def needed(n: int) -> int:
+        return max(least(n), int(ContiguousCache.nbytes(spec, n, itemsize).device / _CACHE_SHARE))
+
+    fits = bisect_right(lengths, budget, key=needed)
     return max(shortest, shortest + fits - 1)
 
 

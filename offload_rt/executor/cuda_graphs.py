@@ -230,7 +230,7 @@ class CudaCapture:
     """Captures CUDA graphs that share one memory pool: no two of them run at once."""
 
     def __init__(self) -> None:
-        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
         # This graph stays for ever. A pool that its last graph has left cannot be captured into again while anything still
         # lies in it, and cuBLAS keeps there what it took in the first capture (vllm-project/vllm issue 28426). It also keeps
         # that memory mapped where a graph that is dropped gives up cuBLAS's workspace, which others were captured with.

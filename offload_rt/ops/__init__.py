@@ -67,7 +67,8 @@ def goes_by_extent(x: Tensor) -> bool:
 def tree_masks(parents: Tensor) -> tuple[Tensor, Tensor]:
     """Packed ancestor masks and depths; see the reference."""
     if extension.serves(parents) and len(parents) <= _MOST_MASKED_ROWS:
-        return extension.kernels().tree_masks(parents)
+        bits, depths = extension.kernels().tree_masks(parents)
+        return bits, depths
     return reference.tree_masks(parents)
 
 

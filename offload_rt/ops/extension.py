@@ -18,7 +18,7 @@ def is_loaded() -> bool:
     """Load the kernels once; False where they are not built or torch sees no card."""
     if not LIBRARY.exists() or not torch.cuda.is_available():
         return False
-    torch.ops.load_library(str(LIBRARY))
+    torch.ops.load_library(str(LIBRARY))  # type: ignore[no-untyped-call]  # torch gives it no types
     describe("offload_rt")
     return True
 

@@ -30,11 +30,11 @@ def can_verify(target: Tensor, n_levels: int) -> bool:
 
 
 def arguments(candidates: Candidates, uniforms: Tensor, device: torch.device) -> tuple[list[Tensor], Tensor]:
-    """The tree's arrays and the uniforms on a device, by one transfer: starts, children, tokens, is_sampled, row_of; uniforms."""
+    """The tree's arrays and the uniforms on a device, by one transfer: the five arrays; uniforms."""
     arrays = [candidates.starts, candidates.children, candidates.tokens, candidates.is_sampled, candidates.row_of]
     arrays = [np.asarray(array, dtype=np.int64) for array in (*arrays, uniforms.numpy().view(np.int64))]
     there = torch.from_numpy(np.concatenate(arrays)).to(device)
-    starts, children, tokens, is_sampled, row_of, noise = there.split([len(array) for array in arrays])
+    starts, children, tokens, is_sampled, row_of, noise = torch.split(there, [len(array) for array in arrays])
     return [starts, children, tokens, is_sampled.bool(), row_of], noise.view(torch.float64)
 
 

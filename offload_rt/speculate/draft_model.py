@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence as Several
 from typing import Protocol
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -104,7 +103,7 @@ class DraftModel:
     def __init__(self, runner: Runner, vocab_size: int, max_levels: int, trace: Trace) -> None:
         self._runner, self.vocab_size, self._trace = runner, vocab_size, trace
         self._limit = max(runner.spec.max_positions - max_levels, 1)
-        self._states: WeakKeyDictionary[Sequence, DraftState] = WeakKeyDictionary()
+        self._states: dict[Sequence, DraftState] = {}
 
     def start(self, sequence: Sequence, n_nodes: int, is_alone: bool) -> DraftState:
         """A growth at the end of a sequence; where the draft's context is shorter, of as much of it as fits.
