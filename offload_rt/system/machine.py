@@ -150,7 +150,7 @@ def memory_free() -> int:
         if limit is not None and usage is not None:
             # Page cache counts as usage and is given back on demand.
             free = min(free, limit - usage + _cgroup_page_cache(folder))
-    return max(free, 0)
+    return max(int(free), 0)
 
 
 def peak_rss() -> int:
