@@ -44,7 +44,6 @@ from offload_rt.speculate.select import pick_drafter
 from offload_rt.system.machine import ComputeTimes, MachineProfile, pass_time
 from offload_rt.system.trace import Trace
 from offload_rt.tree.topology import Topology
-from offload_rt.weights.formats import dense
 from offload_rt.weights.layout import host_block
 
 RESULTS = ROOT / "bench/results/simulate.jsonl"
@@ -131,7 +130,7 @@ class Bench:
         streamed = tuple(tier if name == "disk" else None for name in plan.tiers)
         streamer = ThreadStreamer(LayerSources(self._source, streamed, plan.n_slots), Trace(on=False))
         where = Placing(self._like.device, self._like.dtype)
-        runner = Runner(self.spec, streamer, self._like.non_layer, dense.View, where, Trace(on=False))
+        runner = Runner(self.spec, streamer, self._like.non_layer, self._like.format, where, Trace(on=False))
         cache = runner.new_cache(CONTEXT + setting.n_rows)
         cache.committed = [0] * CONTEXT
         tokens = torch.arange(setting.n_rows) % self.spec.vocab_size

@@ -291,7 +291,7 @@ def build_sources(
         elif kind in made:
             made[kind].put(i, pack(_layers()[i]))
     if "disk" in kinds:
-        made["disk"] = wrap(DiskTier(files, NAMES, ReadSettings(4096, 2)))
+        made["disk"] = wrap(DiskTier(files, ReadSettings(4096, 2)))
     streamed = tuple(made.get(kind) for kind in kinds)
     return LayerSources(resident, streamed, n_slots), list(made.values())
 

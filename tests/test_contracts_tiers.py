@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,13 +57,13 @@ def on_disk(directory: Path, layers: Layers, n_files: int = 1, shuffle: int = 0)
         path = directory / f"part-{n}.safetensors"
         write_file(path, {f"{i}.{name}": layers[i][name] for i, name in where[n::n_files]})
         records |= read_header(path)
-    return [[records[f"{i}.{name}"] for name in NAMES] for i in range(len(layers))]
+    return [[replace(records[f"{i}.{name}"], key=name) for name in NAMES] for i in range(len(layers))]
 
 
 def make_tier(name: str, layers: Layers, directory: Path) -> Tier:
     """A tier that holds these layers, read from files or put in."""
     if name == "disk":
-        return DiskTier(on_disk(directory, layers, n_files=2), NAMES)
+        return DiskTier(on_disk(directory, layers, n_files=2))
     tier = HostTier(register=torch.cuda.is_available()) if name == "host" else DeviceTier()
     for i, layer in enumerate(layers):
         tier.put(i, pack(layer))
@@ -287,7 +288,7 @@ def test_tensors_may_lie_anywhere_in_any_file(
     place: Path, n_files: int, shuffle: int, dtype: torch.dtype, request_nbytes: int, n_parallel: int
 ) -> None:
     layers = some_layers(3, dtype, shuffle)
-    tier = DiskTier(on_disk(place, layers, n_files, shuffle), NAMES, ReadSettings(request_nbytes, n_parallel))
+    tier = DiskTier(on_disk(place, layers, n_files, shuffle), ReadSettings(request_nbytes, n_parallel))
     for i, layer in enumerate(layers):
         block = host_block(tier.layout(i).nbytes)
         block.fill_(0xA5)
@@ -300,7 +301,7 @@ def test_tensors_next_to_each_other_are_read_as_one(tmp_path: Path) -> None:
     layers = some_layers(1)
     write_file(tmp_path / "one.safetensors", layers[0])
     records = read_header(tmp_path / "one.safetensors")
-    tier = DiskTier([[records[name] for name in NAMES]], NAMES)
+    tier = DiskTier([[records[name] for name in NAMES]])
     assert len(tier.reads(0, host_block(tier.layout(0).nbytes))) == 1
     tier.close()
 
@@ -309,7 +310,7 @@ def test_tensors_next_to_each_other_are_read_as_one(tmp_path: Path) -> None:
 def test_a_file_cut_short_after_opening_is_an_error(place: Path, n_lost: int) -> None:
     layers = some_layers()
     records = on_disk(place, layers)
-    tier = DiskTier(records, NAMES, ReadSettings(4096, 2))
+    tier = DiskTier(records, ReadSettings(4096, 2))
     path = records[0][0].path
     os.truncate(path, max(path.stat().st_size - n_lost, 0))
     for i in range(len(layers)):  # also those of which nothing is lost: the file is no longer the one that was checked
@@ -322,7 +323,7 @@ def test_a_read_that_the_system_refuses_is_an_error(tmp_path: Path, monkeypatch:
     def refused(*args: object) -> int:
         raise OSError(5, "Input/output error")
 
-    tier = DiskTier(on_disk(tmp_path, some_layers()), NAMES)
+    tier = DiskTier(on_disk(tmp_path, some_layers()))
     monkeypatch.setattr(disk.os, "preadv", refused)
     with pytest.raises(LinkError, match=r"part-0\.safetensors.*Input/output error"):
         read_into(tier, 0, 0xA5)
@@ -333,7 +334,7 @@ def test_reads_that_come_up_short_are_gone_on_with(tmp_path: Path, monkeypatch: 
     """A signal or a busy disk may end a read early."""
     whole = os.preadv
     layers = some_layers()
-    tier = DiskTier(on_disk(tmp_path, layers, n_files=2), NAMES)
+    tier = DiskTier(on_disk(tmp_path, layers, n_files=2))
     monkeypatch.setattr(disk.os, "preadv", lambda file, views, at: whole(file, [views[0][:4096]], at))
     for i, layer in enumerate(layers):
         assert same(read_into(tier, i, 0xA5), layer)
@@ -343,7 +344,7 @@ def test_reads_that_come_up_short_are_gone_on_with(tmp_path: Path, monkeypatch: 
 def test_closing_gives_the_files_back(tmp_path: Path) -> None:
     records = on_disk(tmp_path, some_layers(), n_files=3)
     before = len(os.listdir("/proc/self/fd"))
-    tier = DiskTier(records, NAMES)
+    tier = DiskTier(records)
     assert len(os.listdir("/proc/self/fd")) == before + 3
     tier.close()
     assert len(os.listdir("/proc/self/fd")) == before
@@ -354,7 +355,7 @@ def test_a_disk_tier_that_cannot_open_all_its_files_keeps_none(tmp_path: Path) -
     (tmp_path / "part-2.safetensors").unlink()
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(LinkError, match=r"part-2\.safetensors"):
-        DiskTier(records, NAMES)
+        DiskTier(records)
     assert len(os.listdir("/proc/self/fd")) == before
 
 

@@ -15,6 +15,7 @@ from offload_rt.errors import CapacityError, DeviceError, SettingsError
 from offload_rt.executor.cost import CostEstimator
 from offload_rt.executor.cuda_graphs import CudaCapture, GraphShape
 from offload_rt.executor.runner import Placing, Runner
+from offload_rt.models.architecture import LayerWeights
 from offload_rt.offload import stream_cuda, stream_threads
 from offload_rt.offload.device import DeviceTier
 from offload_rt.offload.disk import DiskTier
@@ -30,7 +31,6 @@ from offload_rt.speculate.select import Drafting, warm_up
 from offload_rt.system.machine import MachineProfile, cards, memory_free, memory_limit
 from offload_rt.system.trace import Trace
 from offload_rt.weights.checkpoint import Checkpoint
-from offload_rt.weights.formats import dense
 from offload_rt.weights.header import TensorRecord
 from offload_rt.weights.layout import PackedLayer, host_block, repack
 
@@ -136,16 +136,15 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting
             "--host-memory is for pinned memory beside a GPU", change="on a CPU, set --device-memory alone"
         )
     dtype = _pick_dtype(config.dtype, checkpoint)
-    names = [name for name, _ in spec.layer_tensors()]
     budget = memory_budget(config, device)
     target = Sizes.of_checkpoint(checkpoint, dtype)
-    draft = drafting.draft and Sizes.of_checkpoint(drafting.draft, drafting.draft.layers[0][0].torch_dtype())
-    disk = DiskTier(checkpoint.layers, names)
+    draft = drafting.draft and Sizes.of_checkpoint(drafting.draft, drafting.draft.dtype)
+    disk = DiskTier(checkpoint.layers)
     try:
         target = replace(target, layer_nbytes=tuple(disk.layout(i).nbytes for i in range(spec.n_layers)))
         fitted = plan_memory(config, drafting, (target, draft), dtype, budget)
         if fitted.plan.count("disk"):
-            disk = _tuned(disk, checkpoint, names)
+            disk = _tuned(disk, checkpoint)
     except BaseException:
         disk.close()
         raise
@@ -208,24 +207,24 @@ def _capture_passes(engine_plan: EnginePlan, runner: Runner, draft: Runner | Non
 
 
 def _runner(
-    place: Placing, checkpoint: Checkpoint, sources: LayerSources, non_layer: dense.View, trace: Trace
+    place: Placing, checkpoint: Checkpoint, sources: LayerSources, non_layer: LayerWeights, trace: Trace
 ) -> Runner:
     open_streamer = stream_cuda.open_streamer if place.device.type == "cuda" else stream_threads.open_streamer
     streamer = open_streamer(sources, trace, place.device)
-    return Runner(checkpoint.spec, streamer, non_layer, dense.View, place, trace)
+    return Runner(checkpoint.spec, streamer, non_layer, checkpoint.format, place, trace)
 
 
 def _load_draft(
     engine_plan: EnginePlan, draft: Checkpoint, layers: DeviceTier, meter: "_Meter", trace: Trace
 ) -> Runner:
     """The draft model, all of it on the device, in its own dtype."""
-    disk = DiskTier(draft.layers, [name for name, _ in draft.spec.layer_tensors()])
+    disk = DiskTier(draft.layers)
     try:
         for i in range(draft.spec.n_layers):
             layers.put(i, _on(engine_plan.device, _read(disk, i, engine_plan.device, meter)))
     finally:
         disk.close()
-    place = Placing(engine_plan.device, draft.layers[0][0].torch_dtype())
+    place = Placing(engine_plan.device, draft.dtype)
     non_layer = _load_non_layer(draft, place, meter)
     # Its passes are in the trace as levels of a tree; layer by layer they would fill it.
     return _runner(place, draft, LayerSources(layers, (None,) * draft.spec.n_layers, 0), non_layer, Trace(on=False))
@@ -270,7 +269,7 @@ class _Meter:
 
 def _pick_dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:
     if name == "auto":
-        name = checkpoint.spec.dtype_name or str(checkpoint.layers[0][0].torch_dtype()).removeprefix("torch.")
+        name = checkpoint.spec.dtype_name or str(checkpoint.dtype).removeprefix("torch.")
     return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}[
         name
     ]
@@ -299,10 +298,10 @@ def _within(asked: int | None, flag: str, default: int, limit: int) -> int:
     return default if asked is None else asked
 
 
-def _tuned(disk: DiskTier, checkpoint: Checkpoint, names: list[str]) -> DiskTier:
-    settings = profile.read_settings(checkpoint.layers, names)
+def _tuned(disk: DiskTier, checkpoint: Checkpoint) -> DiskTier:
+    settings = profile.read_settings(checkpoint.layers)
     disk.close()
-    return DiskTier(checkpoint.layers, names, settings)
+    return DiskTier(checkpoint.layers, settings)
 
 
 def _read(disk: DiskTier, i: int, device: torch.device, meter: _Meter) -> PackedLayer:
@@ -336,10 +335,10 @@ def _fill(tiers: dict[str, MemoryTier], engine_plan: EnginePlan, meter: _Meter) 
                 tiers[name].put(i, image)
 
 
-def _load_non_layer(checkpoint: Checkpoint, place: Placing, meter: _Meter) -> dense.View:
-    tier = DiskTier([checkpoint.non_layer], [name for name, _ in checkpoint.spec.non_layer_tensors()])
+def _load_non_layer(checkpoint: Checkpoint, place: Placing, meter: _Meter) -> LayerWeights:
+    tier = DiskTier([checkpoint.non_layer])
     try:
         image = _on(place.device, _read(tier, 0, place.device, meter))
     finally:
         tier.close()
-    return dense.View(image.layout, image.block, place.dtype)
+    return checkpoint.format.view(image.layout, image.block, place.dtype)

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from offload_rt import ops
 from offload_rt.kv.cache import KVBuffer, KVCache, ReusableKVBuffer
-from offload_rt.models.decoder import Attend, LayerWeights, decoder_layer
-from offload_rt.models.spec import ModelSpec
+from offload_rt.models.architecture import Architecture, LayerWeights
 from offload_rt.weights.layout import packed_layout
 
 # Widths and lengths are rounded up to these, so that few sizes are captured: a level of 5 rows is computed as 8.
@@ -21,21 +20,15 @@ _MOST_KEPT = 40
 
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], None]], Replay]
-Head = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class ResidentModel:
-    """A model whose layers all lie on the device.
+    """A model whose layers all lie on the device."""
 
-    embed   ids (n,) -> (n, hidden_size)
-    head    (n, hidden_size) -> logits (n, vocabulary)
-    """
-
-    spec: ModelSpec
+    spec: Architecture
     layers: Sequence[LayerWeights]
-    embed: Callable[[Tensor], Tensor]
-    head: Head
+    non_layer: LayerWeights
 
 
 @dataclass(frozen=True)
@@ -51,31 +44,31 @@ class GraphShape:
 class GraphInputs:
     """What a pass of at most n rows reads, in memory that stays where it is.
 
-    ids, rows  (n,) int64: tokens, and the rows of the cache that they are written to
-    cos, sin   (n, head_dim)
-    mask       what the rows look at, whatever lies in its tensors by then
-    block      uint8, of which all these are views
+    ids, rows   (n,) int64: tokens, and the rows of the cache that they are written to
+    row_inputs  (n, ...) each, see `Architecture.row_inputs`
+    mask        what the rows look at, whatever lies in its tensors by then
+    block       uint8, of which all these are views
     """
 
     ids: Tensor
     rows: Tensor
-    cos: Tensor
-    sin: Tensor
+    row_inputs: tuple[Tensor, ...]
     mask: ops.TreeMask
     block: Tensor
 
     @classmethod
-    def empty(cls, size: GraphShape, head_dim: int, dtype: torch.dtype, device: torch.device) -> "GraphInputs":
-        """Inputs of a model that computes in `dtype`."""
+    def empty(cls, size: GraphShape, of_row: Sequence[Tensor], device: torch.device) -> "GraphInputs":
+        """Inputs of a model whose `row_inputs` of one row are `of_row`."""
         n, int32 = size.n_rows, torch.int32
         layout = packed_layout((
-            ("ids", (n,), torch.int64), ("rows", (n,), torch.int64), ("cos", (n, head_dim), dtype),
-            ("sin", (n, head_dim), dtype), ("bits", (n, -(-size.n_tree_rows // 32)), int32), ("depths", (n,), int32),
-            ("key_depths", (size.n_tree_rows,), int32), ("extent", (2,), int32),
+            ("ids", (n,), torch.int64), ("rows", (n,), torch.int64), ("bits", (n, -(-size.n_tree_rows // 32)), int32),
+            ("depths", (n,), int32), ("key_depths", (size.n_tree_rows,), int32), ("extent", (2,), int32),
+            *((f"row_inputs.{i}", (n, *one.shape[1:]), one.dtype) for i, one in enumerate(of_row)),
         ))  # fmt: skip
         block = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
-        ids, rows, cos, sin, *numbers = layout.views(block).values()
-        return cls(ids, rows, cos, sin, ops.TreeMask(*numbers, size.n_keys, is_exact=False), block)
+        ids, rows, bits, depths, key_depths, extent, *row_inputs = layout.views(block).values()
+        mask = ops.TreeMask(bits, depths, key_depths, extent, size.n_keys, is_exact=False)
+        return cls(ids, rows, tuple(row_inputs), mask, block)
 
     def fill(self, rows: "PassRows", spare: int) -> None:
         """Take over the rows of a pass, where these inputs lie on the host.
@@ -86,7 +79,8 @@ class GraphInputs:
         n, mask, given = len(rows.ids), self.mask, rows.mask
         self.block.zero_()
         self.ids[:n], self.rows[:n], self.rows[n:] = rows.ids, rows.rows, spare
-        self.cos[:n], self.sin[:n] = rows.cos, rows.sin
+        for mine, one in zip(self.row_inputs, rows.row_inputs, strict=True):
+            mine[:n] = one
         mask.bits[:n, : given.bits.shape[1]] = given.bits
         mask.bits[n:] = mask.bits[0]
         mask.depths[:n], mask.depths[n:] = given.depths, given.depths[0]
@@ -98,20 +92,21 @@ class GraphInputs:
 class PassRows:
     """The rows of one sequence in a pass, on the host.
 
-    ids, rows  (n,) int64: tokens, and their rows in the cache
-    cos, sin   (n, head_dim)
-    mask       what they look at, without a window
+    ids, rows   (n,) int64: tokens, and their rows in the cache
+    row_inputs  (n, ...) each, see `Architecture.row_inputs`
+    mask        what they look at, without a window
     """
 
     ids: Tensor
     rows: Tensor
-    cos: Tensor
-    sin: Tensor
+    row_inputs: tuple[Tensor, ...]
     mask: ops.TreeMask
 
 
 class GraphPass:
     """One pass of a fixed size over the memory of one cache, from inputs to logits at fixed addresses.
+
+    To the layers it is the `PassContext`.
 
     logits  (>= size.n_rows, vocabulary), written
     """
@@ -119,10 +114,12 @@ class GraphPass:
     def __init__(self, model: ResidentModel, store: KVBuffer, size: GraphShape, logits: Tensor) -> None:
         # Not the store itself: what is captured for one ends with it.
         self._model, self._stores = model, (store.keys, store.values)
-        self._host, self._inputs = (
-            GraphInputs.empty(size, model.spec.head_dim, store.keys.dtype, device)
-            for device in (torch.device("cpu"), store.keys.device)
-        )
+        one = torch.ones(1, dtype=torch.int64)
+        of_row = model.spec.row_inputs(one, one, store.keys.dtype)
+        self._host = GraphInputs.empty(size, of_row, torch.device("cpu"))
+        self._inputs = GraphInputs.empty(size, of_row, store.keys.device)
+        self.row_inputs = self._inputs.row_inputs
+        self._masks: dict[int | None, ops.TreeMask] = {}
         self._logits = logits[: size.n_rows]
 
     def take(self, rows: PassRows, spare: int) -> None:
@@ -133,24 +130,22 @@ class GraphPass:
     @torch.inference_mode()
     def compute(self) -> None:
         """Embedding, layers and head; writes the rows of the cache and the logits."""
-        inputs, model = self._inputs, self._model
+        model, non_layer = self._model.spec, self._model.non_layer
         # Masks of this computation's own: what the reference makes of one is part of what is captured.
-        masks = {window: replace(inputs.mask, window=window) for window in set(model.spec.windows)}
-        hidden = model.embed(inputs.ids)
-        for i, weights in enumerate(model.layers):
-            attend = self._attend(i, masks[model.spec.windows[i]])
-            hidden = decoder_layer(model.spec, weights, hidden, (inputs.cos, inputs.sin), attend)
-        self._logits.copy_(model.head(hidden))
+        self._masks = {}
+        hidden = model.embed(non_layer, self._inputs.ids)
+        for i, weights in enumerate(self._model.layers):
+            hidden = model.layer(i, weights, hidden, self)
+        self._logits.copy_(model.head(non_layer, hidden))
 
-    def _attend(self, layer: int, mask: ops.TreeMask) -> Attend:
-        (keys, values), n, scale = self._stores, mask.n_keys, self._model.spec.head_dim**-0.5
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            for store, new in ((keys, k), (values, v)):
-                store[layer].index_copy_(1, self._inputs.rows, new.transpose(0, 1))
-            return ops.tree_attention(q, keys[layer, :, :n], values[layer, :, :n], mask, scale)
-
-        return attend
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None) -> Tensor:
+        """See `PassContext.attend`."""
+        if window not in self._masks:
+            self._masks[window] = replace(self._inputs.mask, window=window)
+        (keys, values), mask = self._stores, self._masks[window]
+        for store, new in ((keys, k), (values, v)):
+            store[layer].index_copy_(1, self._inputs.rows, new.transpose(0, 1))
+        return ops.tree_attention(q, keys[layer, :, : mask.n_keys], values[layer, :, : mask.n_keys], mask, scale)
 
 
 class GraphRunner:

@@ -1,10 +1,9 @@
 """One model, one pass: every layer is visited once, for all sequences of the batch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,12 +11,11 @@ from torch import Tensor
 from offload_rt import ops
 from offload_rt.executor.cuda_graphs import Capture, GraphRunner, GraphShape, PassRows, ResidentModel
 from offload_rt.kv.cache import KVBuffer, KVCache, ReusableKVBuffer
-from offload_rt.models.decoder import LayerWeights, decoder_layer
-from offload_rt.models.spec import EMBED, HEAD, NORM, ModelSpec
+from offload_rt.models.architecture import Architecture, LayerWeights
 from offload_rt.offload.streamer import LayerView, Streamer
 from offload_rt.system.trace import COMPUTE, Trace
 from offload_rt.tree.topology import Topology
-from offload_rt.weights.layout import Layout
+from offload_rt.weights.formats import WeightFormat
 
 # Rows that go through a layer together. A long prompt is cut here layer by layer, so that one pass over the weights serves
 # all of it while its activations stay small. Where even that is too much, chunks shrink down to the least.
@@ -30,16 +28,6 @@ class Placing:
 
     device: torch.device
     dtype: torch.dtype
-
-
-class NonLayerWeights(LayerWeights, Protocol):
-    """The weights outside the layers."""
-
-    def rows(self, ids: Tensor, name: str) -> Tensor:
-        """Rows `ids` (n,) of the table `name`: (n, width)."""
-
-
-Viewer = Callable[[Layout, Tensor, torch.dtype], LayerWeights]
 
 
 @dataclass(frozen=True)
@@ -100,12 +88,20 @@ class _Segment:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows [first, last) of a pass, with their cosines and sines."""
+    """Rows [first, last) of a pass; to the layers it is the `PassContext`."""
 
     first: int
     last: int
     segments: tuple[_Segment, ...]
-    rope: tuple[Tensor, Tensor]
+    row_inputs: tuple[Tensor, ...]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None) -> Tensor:
+        """See `PassContext.attend`."""
+        outs = []
+        for segment in self.segments:
+            keys, values = segment.step.cache.write(layer, segment.start, k[segment.rows], v[segment.rows])
+            outs.append(ops.tree_attention(q[segment.rows], keys, values, segment.mask(window), scale))
+        return torch.cat(outs) if len(outs) > 1 else outs[0]
 
 
 class Runner:
@@ -113,15 +109,15 @@ class Runner:
 
     def __init__(
         self,
-        spec: ModelSpec,
+        spec: Architecture,
         streamer: Streamer,
-        non_layer: NonLayerWeights,
-        view: Viewer,
+        non_layer: LayerWeights,
+        weight_format: WeightFormat,
         place: Placing,
         trace: Trace,
     ) -> None:
         self.spec, self.streamer, self.dtype, self.device = spec, streamer, place.dtype, place.device
-        self.non_layer, self._view, self._trace = non_layer, view, trace
+        self.non_layer, self.format, self._trace = non_layer, weight_format, trace
         self._chunk_rows = CHUNK_ROWS
         self._fixed: GraphRunner | None = None
 
@@ -136,7 +132,8 @@ class Runner:
             step.cache.begin(step.tokens.tolist())
         if self._fixed is not None and len(steps) == 1 and self._fixed.fits(steps[0].cache, steps[0].size):
             return [self._replay(steps[0])]
-        hidden = self._embed(torch.cat([step.tokens[step.n_done :] for step in steps]).to(self.device))
+        ids = torch.cat([step.tokens[step.n_done :] for step in steps]).to(self.device)
+        hidden = self.spec.embed(self.non_layer, ids)
         chunks = self.chunks(steps)
         with closing(self.streamer.sweep()) as sweep:
             for block in sweep:
@@ -157,8 +154,8 @@ class Runner:
 
     def use_graphs(self, most: GraphShape, capture: Capture) -> None:
         """From now on compute passes of one sequence at fixed sizes up to the most; all layers must be resident."""
-        layers = [self._view(block.layout, block.data, self.dtype) for block in self.streamer.sweep()]
-        model = ResidentModel(self.spec, layers, self._embed, self._head)
+        layers = [self.format.view(block.layout, block.data, self.dtype) for block in self.streamer.sweep()]
+        model = ResidentModel(self.spec, layers, self.non_layer)
         self._fixed = GraphRunner(model, most, ReusableKVBuffer(most.n_keys, self._new_store), capture)
 
     def drop_graphs(self) -> None:
@@ -167,19 +164,18 @@ class Runner:
 
     def _replay(self, step: Step) -> Tensor:
         whole = _Segment(step, step.n_done, len(step.tokens), slice(0, step.n_rows), torch.device("cpu"))
-        cos, sin = self._angles([whole])
         rows = torch.arange(step.size.n_keys - step.n_rows, step.size.n_keys)
         tokens = step.tokens[step.n_done :]
-        inputs = PassRows(tokens, rows, cos, sin, whole.mask(window=None))
+        inputs = PassRows(tokens, rows, self._row_inputs([whole]), whole.mask(window=None))
         with self._trace.span(COMPUTE, "all layers"):
             return self._fixed.forward(step.cache, inputs)[step.n_rows - step.n_wanted :]
 
     def layer(self, block: LayerView, hidden: Tensor, chunks: Sequence["Chunk"]) -> None:
         """One layer on all rows, in place: hidden (n, hidden_size)."""
-        weights = self._view(block.layout, block.data, self.dtype)
+        weights = self.format.view(block.layout, block.data, self.dtype)
         for chunk in chunks:
             rows = slice(chunk.first, chunk.last)
-            hidden[rows] = decoder_layer(self.spec, weights, hidden[rows], chunk.rope, self._attend(block.i, chunk))
+            hidden[rows] = self.spec.layer(block.i, weights, hidden[rows], chunk)
 
     def shrink_chunks(self) -> bool:
         """Halve the rows that go through a layer together; returns whether they could be halved."""
@@ -194,18 +190,6 @@ class Runner:
 
     def _new_store(self, capacity: int) -> KVBuffer:
         return KVBuffer.empty(self.spec, capacity, self.dtype, self.device)
-
-    def _attend(self, layer: int, chunk: Chunk) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        window, scale = self.spec.windows[layer], self.spec.head_dim**-0.5
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            outs = []
-            for segment in chunk.segments:
-                keys, values = segment.step.cache.write(layer, segment.start, k[segment.rows], v[segment.rows])
-                outs.append(ops.tree_attention(q[segment.rows], keys, values, segment.mask(window), scale))
-            return torch.cat(outs) if len(outs) > 1 else outs[0]
-
-        return attend
 
     def chunks(self, steps: Sequence[Step]) -> list[Chunk]:
         """Cut the rows of all steps, one behind the other, into chunks."""
@@ -225,26 +209,19 @@ class Runner:
         return chunks
 
     def _chunk(self, first: int, n_rows: int, segments: list[_Segment]) -> Chunk:
-        cos, sin = self._angles(segments)
-        return Chunk(first, first + n_rows, tuple(segments), (cos.to(self.device), sin.to(self.device)))
+        row_inputs = tuple(one.to(self.device) for one in self._row_inputs(segments))
+        return Chunk(first, first + n_rows, tuple(segments), row_inputs)
 
-    def _angles(self, segments: list[_Segment]) -> tuple[Tensor, Tensor]:
-        """Cosines and sines (n, head_dim) of all rows, on the host."""
+    def _row_inputs(self, segments: list[_Segment]) -> tuple[Tensor, ...]:
+        """What the architecture's layers need to know of all rows, on the host."""
         positions = torch.cat([segment.positions() for segment in segments])
         prompts = torch.cat(
             [torch.full((segment.stop - segment.start,), segment.step.n_prompt) for segment in segments]
         )
-        return self.spec.rope.cos_sin(positions, torch.maximum(prompts, positions + 1), self.dtype)
+        return self.spec.row_inputs(positions, torch.maximum(prompts, positions + 1), self.dtype)
 
     def logits(self, hidden: Tensor, steps: Sequence[Step]) -> list[Tensor]:
-        """Last norm and head on the rows that each step wants: hidden (n, hidden_size) -> per step (n_wanted, vocabulary)."""
+        """The head on the rows that each step wants: hidden (n, hidden_size) -> per step (n_wanted, vocabulary)."""
         ends = torch.tensor([step.n_rows for step in steps]).cumsum(0).tolist()
         wanted = torch.cat([hidden[end - step.n_wanted : end] for end, step in zip(ends, steps, strict=True)])
-        return list(self._head(wanted).split([step.n_wanted for step in steps]))
-
-    def _embed(self, ids: Tensor) -> Tensor:
-        return self.non_layer.rows(ids, EMBED)
-
-    def _head(self, hidden: Tensor) -> Tensor:
-        normed = ops.rms_norm(hidden, self.non_layer.vector(NORM), self.spec.eps)
-        return self.non_layer.linear(normed, EMBED if self.spec.tied else HEAD)
+        return list(self.spec.head(self.non_layer, wanted).split([step.n_wanted for step in steps]))

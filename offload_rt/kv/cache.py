@@ -10,7 +10,7 @@ from torch import Tensor
 
 from offload_rt import ops
 from offload_rt.errors import CapacityError
-from offload_rt.models.spec import ModelSpec
+from offload_rt.models.architecture import Architecture
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,7 +21,7 @@ class KVBuffer:
     values: Tensor
 
     @classmethod
-    def empty(cls, spec: ModelSpec, capacity: int, dtype: torch.dtype, device: torch.device) -> "KVBuffer":
+    def empty(cls, spec: Architecture, capacity: int, dtype: torch.dtype, device: torch.device) -> "KVBuffer":
         """Memory in which nothing has been written yet."""
         shape = (spec.n_layers, spec.n_kv_heads, capacity, spec.head_dim)
         return cls(*(torch.empty(shape, dtype=dtype, device=device) for _ in range(2)))

@@ -63,16 +63,14 @@ class DiskTier:
     address its dtype cannot have does a block go through a bounce buffer into a packed layout.
     """
 
-    def __init__(
-        self, layers: Sequence[Sequence[TensorRecord]], names: Sequence[str], settings: ReadSettings | None = None
-    ) -> None:
-        """layers: per block its tensors' records; names: what each tensor is called in a block."""
+    def __init__(self, layers: Sequence[Sequence[TensorRecord]], settings: ReadSettings | None = None) -> None:
+        """layers: per block its tensors' records."""
         self._settings = settings or ReadSettings()
         self.n_parallel = self._settings.n_parallel
         self._files: dict[Path, int] = {}
         self._stamps = {record.path: record.stamp for records in layers for record in records}
         self._bounce = threading.local()
-        self._blocks = [_plan(records, names, self._settings.request_nbytes) for records in layers]
+        self._blocks = [_plan(records, self._settings.request_nbytes) for records in layers]
         try:
             for path in sorted({record.path for records in layers for record in records}):
                 self._files[path] = _open(path)
@@ -140,19 +138,16 @@ class DiskTier:
         return block[:nbytes]
 
 
-def _plan(
-    records: Sequence[TensorRecord], names: Sequence[str], request_nbytes: int
-) -> tuple[Layout, tuple[_Part, ...]]:
+def _plan(records: Sequence[TensorRecord], request_nbytes: int) -> tuple[Layout, tuple[_Part, ...]]:
     """The layout of a block, and the requests that fill it."""
-    name_of = dict(zip(records, names, strict=True))
     runs = _runs(records)
-    layout = _phased_layout(runs, name_of)
+    layout = _phased_layout(runs)
     phased = not any(entry.offset % entry.dtype.itemsize for entry in layout.entries)
     if not phased:
-        layout = packed_layout((name_of[record], record.shape, record.torch_dtype()) for record in records)
+        layout = packed_layout((record.key, record.shape, record.torch_dtype()) for record in records)
         runs = [_Run(record.path, record.start, record.stop, (record,)) for record in records]
     offset_of = {entry.name: entry.offset for entry in layout.entries}
-    parts = (_parts(run, offset_of[name_of[run.records[0]]], request_nbytes, phased) for run in runs)
+    parts = (_parts(run, offset_of[run.records[0].key], request_nbytes, phased) for run in runs)
     return layout, tuple(itertools.chain.from_iterable(parts))
 
 
@@ -168,12 +163,12 @@ def _runs(records: Sequence[TensorRecord]) -> list[_Run]:
     return runs
 
 
-def _phased_layout(runs: Sequence[_Run], name_of: dict[TensorRecord, str]) -> Layout:
+def _phased_layout(runs: Sequence[_Run]) -> Layout:
     entries, end = [], 0
     for run in runs:
         base = align_up(end, PAGE) + run.start % PAGE
         entries += [
-            TensorEntry(name_of[record], base + record.start - run.start, record.shape, record.torch_dtype())
+            TensorEntry(record.key, base + record.start - run.start, record.shape, record.torch_dtype())
             for record in run.records
         ]
         end = base + run.stop - run.start
