@@ -123,8 +123,8 @@ def memory_limit() -> int:
     """Bytes of memory this process may use: the machine's, its container's, or its address-space limit."""
     of_groups = (_read_number(folder / limit) for folder, limit, _ in _cgroup_files())
     of_process = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
-    limits = [limit for limit in (*of_groups, *of_process) if limit not in (None, resource.RLIM_INFINITY)]
-    return min(int(psutil.virtual_memory().total), *limits)
+    limits = [limit for limit in (*of_groups, *of_process) if limit is not None and limit != resource.RLIM_INFINITY]
+    return min([int(psutil.virtual_memory().total), *limits])
 
 
 def cards() -> list[str]:
