@@ -3,7 +3,7 @@
     python -m bench.simulate [--size 2100MB] [--seconds 420]
 
 Part "passes": passes of so many rows over a model of which a part is resident and the rest comes over a link of a set speed
-(memory behind `tiers/paced.py`), against the simulator, which is told the time of a layer by width, what the link reaches while
+(memory behind `bench/paced.py`), against the simulator, which is told the time of a layer by width, what the link reaches while
 nothing is computed, and what a byte that arrives costs the computation, all three measured in the same run. Part "published":
 rows of Sequoia's table of Llama 70B on an L40. The last line is one JSON object, which is also appended to
 bench/results/simulate.jsonl.
@@ -23,13 +23,13 @@ import psutil
 import torch
 
 from bench.measure import ROOT, commit, expanded_model, machine
+from bench.paced import PacedTier
 from offload_rt import LLM
 from offload_rt.config import EngineConfig
 from offload_rt.engine.memory_plan import Sizes
 from offload_rt.engine.profile import compute_times
 from offload_rt.executor.runner import Placing, Runner, Step
 from offload_rt.models.families import spec_of
-from offload_rt.offload.paced import PacedTier
 from offload_rt.offload.placement import MemoryBudget, Plan, ReservedMemory, place_layers
 from offload_rt.offload.stream_threads import ThreadStreamer
 from offload_rt.offload.streamer import LayerSources

@@ -22,11 +22,11 @@ import torch
 from bench.compare.contract import Job
 from bench.compare.outcome import run_peer
 from bench.measure import Spread, commit, drop_from_page_cache, expanded_model, machine, run_json
+from bench.paced import PacedTier
 from offload_rt.config import SamplingParams, format_size, parse_size
 from offload_rt.executor.runner import Placing, Runner, Step
 from offload_rt.llm import LLM
 from offload_rt.offload.device import DeviceTier
-from offload_rt.offload.paced import PacedTier
 from offload_rt.offload.stream_threads import ThreadStreamer
 from offload_rt.offload.streamer import LayerSources, Streamer
 from offload_rt.system.trace import Trace

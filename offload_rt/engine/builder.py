@@ -25,13 +25,12 @@ from offload_rt.offload.host import HostTier
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.offload.placement import MemoryBudget, Plan
 from offload_rt.offload.streamer import LayerSources
-from offload_rt.offload.tier import read_parallel
+from offload_rt.offload.tier import done_ahead, read_parallel
 from offload_rt.speculate.draft_model import ROWS_PER_NODE, DraftModel, draft_rows
 from offload_rt.speculate.pair_stats import DraftParts, PairStats, load_pair_stats
 from offload_rt.speculate.protocols import Drafter, DraftLimits
 from offload_rt.speculate.select import Drafting, warm_up
 from offload_rt.system.machine import MachineProfile, cards, memory_free, memory_limit
-from offload_rt.system.threads import done_ahead
 from offload_rt.system.trace import Trace
 from offload_rt.weights.checkpoint import Checkpoint
 from offload_rt.weights.header import TensorRecord
