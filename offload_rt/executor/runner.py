@@ -151,7 +151,7 @@ class Runner:
         return not self.streamer.order
 
     def finish(self) -> None:
-        """Wait until all that was given to the device to compute has ended; copies go on."""
+        """Wait until the device has computed all that was enqueued; copies go on."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
