@@ -3,7 +3,7 @@
     python -m bench.simulate [--size 2100MB] [--seconds 420]
 
 Part "passes": passes of so many rows over a model of which a part is resident and the rest comes over a link of a set speed
-(memory behind `tiers/paced.py`), against the simulator, which is told the time of a layer by width, what the link reaches while
+(memory behind `bench/paced.py`), against the simulator, which is told the time of a layer by width, what the link reaches while
 nothing is computed, and what a byte that arrives costs the computation, all three measured in the same run. Part "published":
 rows of Sequoia's table of Llama 70B on an L40. The last line is one JSON object, which is also appended to
 bench/results/simulate.jsonl.
@@ -23,13 +23,13 @@ import psutil
 import torch
 
 from bench.measure import ROOT, commit, expanded_model, machine
+from bench.paced import PacedTier
 from offload_rt import LLM
 from offload_rt.config import EngineConfig
 from offload_rt.engine.memory_plan import Sizes
 from offload_rt.engine.profile import compute_times
 from offload_rt.executor.runner import Placing, Runner, Step
 from offload_rt.models.families import spec_of
-from offload_rt.offload.paced import PacedTier
 from offload_rt.offload.placement import MemoryBudget, Plan, ReservedMemory, place_layers
 from offload_rt.offload.stream_threads import ThreadStreamer
 from offload_rt.offload.streamer import LayerSources
@@ -44,7 +44,6 @@ from offload_rt.speculate.select import pick_drafter
 from offload_rt.system.machine import ComputeTimes, MachineProfile, pass_time
 from offload_rt.system.trace import Trace
 from offload_rt.tree.topology import Topology
-from offload_rt.weights.formats import dense
 from offload_rt.weights.layout import host_block
 
 RESULTS = ROOT / "bench/results/simulate.jsonl"
@@ -131,7 +130,7 @@ class Bench:
         streamed = tuple(tier if name == "disk" else None for name in plan.tiers)
         streamer = ThreadStreamer(LayerSources(self._source, streamed, plan.n_slots), Trace(on=False))
         where = Placing(self._like.device, self._like.dtype)
-        runner = Runner(self.spec, streamer, self._like.non_layer, dense.View, where, Trace(on=False))
+        runner = Runner(self.spec, streamer, self._like.non_layer, self._like.format, where, Trace(on=False))
         cache = runner.new_cache(CONTEXT + setting.n_rows)
         runner.assume_context(cache, CONTEXT)
         tokens = torch.arange(setting.n_rows) % self.spec.vocab_size

@@ -22,16 +22,15 @@ import torch
 from bench.compare.contract import Job
 from bench.compare.outcome import run_peer
 from bench.measure import Spread, commit, drop_from_page_cache, expanded_model, machine, run_json
+from bench.paced import PacedTier
 from offload_rt.config import SamplingParams, format_size, parse_size
 from offload_rt.executor.runner import Placing, Runner, Step
 from offload_rt.llm import LLM
 from offload_rt.offload.device import DeviceTier
-from offload_rt.offload.paced import PacedTier
 from offload_rt.offload.stream_threads import ThreadStreamer
 from offload_rt.offload.streamer import LayerSources, Streamer
 from offload_rt.system.trace import Trace
 from offload_rt.tree.topology import Topology
-from offload_rt.weights.formats import dense
 
 PASSES = 3  # in each measurement; the circle is full before and after, so each moves exactly its own bytes
 # What a run imports of torch and transformers: the classes of the latter are loaded when they are named.
@@ -164,7 +163,7 @@ class _Passes:
     def __init__(self, like: Runner, sources: LayerSources, n_rows: int) -> None:
         self._streamer = ThreadStreamer(sources, Trace(on=False))
         place = Placing(like.device, like.dtype)
-        self._runner = Runner(like.spec, self._streamer, like.non_layer, dense.View, place, Trace(on=False))
+        self._runner = Runner(like.spec, self._streamer, like.non_layer, like.format, place, Trace(on=False))
         self._n_rows = n_rows
 
     def seconds(self) -> float:

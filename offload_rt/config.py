@@ -8,9 +8,10 @@ from typing import Any, NoReturn, TypeVar
 
 from offload_rt.errors import SettingsError
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", re.IGNORECASE)
+_UNITS = {
+    "": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40,
+}  # fmt: skip
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*((?:[kmgt]i?)?)b?\s*", re.IGNORECASE)
 
 Settings = TypeVar("Settings")
 
@@ -23,11 +24,9 @@ def parse_size(text: str | int) -> int:
     if isinstance(text, int) and not isinstance(text, bool):
         return text
     match = _SIZE.fullmatch(str(text))
-    unit = match.group(2).lower() if match else None
-    factor = {**_UNITS, **_BINARY}.get(unit)
-    if match is None or factor is None:
+    if match is None:
         raise SettingsError(f"{text!r} is not a size", change='write it like "22GiB" or "800MB"')
-    return int(float(match.group(1)) * factor)
+    return int(float(match.group(1)) * _UNITS[match.group(2).lower()])
 
 
 def format_size(nbytes: float) -> str:
@@ -79,10 +78,19 @@ class EngineConfig:
         for name in ("device_memory", "host_memory"):
             value = getattr(self, name)
             if value is not None:
-                object.__setattr__(self, name, parse_size(value))
-                check_positive(name, getattr(self, name))
+                check_positive(name, parse_size(value))
         for name in ("max_model_len", "tree_size", "tree_depth"):
             check_positive(name, getattr(self, name))
+
+    @property
+    def device_nbytes(self) -> int | None:
+        """`device_memory` in bytes."""
+        return None if self.device_memory is None else parse_size(self.device_memory)
+
+    @property
+    def host_nbytes(self) -> int | None:
+        """`host_memory` in bytes."""
+        return None if self.host_memory is None else parse_size(self.host_memory)
 
 
 @dataclass(frozen=True)

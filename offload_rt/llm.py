@@ -13,14 +13,12 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from offload_rt.config import EngineConfig, SamplingParams
-from offload_rt.engine.builder import Engine, Progress, load, plan_engine
-from offload_rt.engine.loop import Loop, RunningSequence, RunStats
+from offload_rt.engine.builder import EnginePlan, Progress, load, plan_engine
+from offload_rt.engine.engine import Engine
 from offload_rt.errors import CapacityError, PromptError, SettingsError
 from offload_rt.executor.runner import Step
 from offload_rt.executor.sequence import Sequence
-from offload_rt.offload.disk import DiskTier
 from offload_rt.offload.placement import Plan
-from offload_rt.speculate.pair_stats import save_pair_stats
 from offload_rt.speculate.select import check_pair, pick_drafter
 from offload_rt.system.trace import Trace
 from offload_rt.text.detokenize import TextStream, encode, load_tokenizer
@@ -32,13 +30,14 @@ Prompt = str | Several[int]
 
 @dataclass(frozen=True)
 class Stats:
-    """How a run went. Sequences of a batch share their passes, so seconds and bytes are those of the whole batch.
+    """How a sequence was generated. It may have shared passes with others; seconds and bytes are those of whole passes.
 
+    seconds                      from the start of its first pass to the end of its last
     draft_seconds                and so verify_seconds; wait_seconds are those in which no layer was there to compute
     link_busy                    share of the seconds in which the link moved bytes
     nodes_per_tree               mean size of the verified trees, roots included; and so levels_per_tree
-    acceptance_by_rank           how often the k-th child was taken, of the times it was there and its parent reached
-    predicted_seconds_per_token  of all passes but the first, as predicted before each of them; None for a single pass
+    acceptance_by_rank           how often the k-th child was accepted, of the times it was there and its parent reached
+    predicted_seconds_per_token  of the passes that computed no prompt, as predicted before each; None where there was none
     measured_seconds_per_token   of the same passes; and so predicted_tokens_per_pass and measured_tokens_per_pass
     tree_widths                  nodes on each level of the largest tree
     """
@@ -64,6 +63,34 @@ class Stats:
     measured_tokens_per_pass: float | None
     tree_widths: list[int]
 
+    @classmethod
+    def of(cls, sequence: Sequence) -> "Stats":
+        """Of a sequence that has ended."""
+        sums, n_new = sequence.stats, sequence.n_new
+        n_passes, n_measured, seconds = sums.n_passes, sums.n_measured, sums.ended - sums.started
+        return cls(
+            n_tokens=n_new,
+            n_passes=n_passes,
+            tokens_per_pass=n_new / n_passes,
+            seconds=seconds,
+            seconds_per_token=seconds / n_new,
+            prefill_seconds=sums.prefill_s,
+            draft_seconds=sums.draft_s,
+            verify_seconds=sums.verify_s,
+            wait_seconds=sums.waited_s,
+            link_bytes=sums.link_nbytes,
+            link_gbps=sums.link_nbytes / sums.link_busy_s / 1e9 if sums.link_busy_s else 0.0,
+            link_busy=sums.link_busy_s / seconds,
+            nodes_per_tree=sums.n_nodes / n_passes,
+            levels_per_tree=sums.n_levels / n_passes,
+            acceptance_by_rank=[taken / tried for taken, tried in zip(sums.taken, sums.tried, strict=True) if tried],
+            predicted_seconds_per_token=sums.predicted_s / sums.predicted_tokens if n_measured else None,
+            measured_seconds_per_token=sums.measured_s / sums.measured_tokens if n_measured else None,
+            predicted_tokens_per_pass=sums.predicted_tokens / n_measured if n_measured else None,
+            measured_tokens_per_pass=sums.measured_tokens / n_measured if n_measured else None,
+            tree_widths=np.bincount(sums.topology.depths).tolist(),
+        )
+
 
 @dataclass(frozen=True)
 class Output:
@@ -78,6 +105,13 @@ class Output:
     finish_reason: str
     stats: Stats
     topology: Topology
+
+    @classmethod
+    def of(cls, sequence: Sequence) -> "Output":
+        """Of a sequence that has ended."""
+        ids, n, text = sequence.tokens, sequence.n_prompt, sequence.text.text if sequence.text else ""
+        reason = sequence.finish_reason or ""
+        return cls(ids[:n], ids[n:], text, reason, Stats.of(sequence), sequence.stats.topology)
 
 
 @dataclass(frozen=True)
@@ -94,6 +128,11 @@ class LLM:
 
     A context manager; `close()` releases everything, and so does losing the last reference, or the end of the program.
     """
+
+    engine_plan: EnginePlan
+    tokenizer: PreTrainedTokenizerBase | None
+    _engine: Engine | None = None
+    _closes: "weakref.finalize[..., LLM]"
 
     def __init__(
         self,
@@ -112,22 +151,12 @@ class LLM:
         offline: bool = False,
     ) -> None:
         """The arguments are the fields of `EngineConfig`. Raises an OffloadError if the model cannot be served."""
-        config = EngineConfig(
-            model,
-            draft_model,
-            device,
-            dtype,
-            device_memory,
-            host_memory,
-            max_model_len,
-            drafter,
-            rule,
-            tree_size,
-            tree_depth,
-            revision,
-            offline,
-        )
-        self._prepare(config)
+        self._prepare(
+            EngineConfig(
+                model, draft_model, device, dtype, device_memory, host_memory, max_model_len, drafter, rule, tree_size,
+                tree_depth, revision, offline,
+            )
+        )  # fmt: skip
         self.load()
 
     @classmethod
@@ -150,31 +179,25 @@ class LLM:
         trace     collects the timeline
         progress  is told (bytes so far, bytes in all)
         """
-        trace = trace or Trace(on=False)
-        try:
-            self._engine = engine = load(self.engine_plan, trace, progress)
-        except BaseException:
-            self._releases()
-            raise
-        # At the latest when the program ends: threads that are still reading would be torn down with the interpreter.
-        self._releases.detach()
-        self._releases = weakref.finalize(self, _release, engine, self.engine_plan.disk)
-        self._trace = trace
+        # From here on the engine closes what the plan has opened; at the latest when the program ends, for threads that are
+        # still reading would be torn down with the interpreter.
+        self._closes.detach()
+        self._engine = engine = load(self.engine_plan, trace or Trace(on=False), progress)
+        self._closes = weakref.finalize(self, engine.close)
 
     def _prepare(self, config: EngineConfig) -> None:
-        self._engine: Engine | None = None
         drafting = pick_drafter(config)
         directory = locate(config.model, config.revision, config.offline)
         checkpoint = open_checkpoint(directory)
         self._end_ids = end_ids(directory)
-        self.tokenizer: PreTrainedTokenizerBase | None = load_tokenizer(directory)
+        self.tokenizer = load_tokenizer(directory)
         if config.draft_model is not None:
             place = locate(config.draft_model, None, config.offline)
             draft = open_checkpoint(place)
             check_pair(checkpoint.spec, draft.spec, (self.tokenizer, load_tokenizer(place)))
             drafting = replace(drafting, draft=draft)
         self.engine_plan = plan_engine(config, checkpoint, drafting)
-        self._releases = weakref.finalize(self, self.engine_plan.disk.close)
+        self._closes = weakref.finalize(self, self.engine_plan.disk.close)
 
     @property
     def plan(self) -> Plan:
@@ -187,12 +210,6 @@ class LLM:
         if self._engine is None:
             raise SettingsError("this LLM is closed", change="make a new one")
         return self._engine
-
-    @property
-    def _loop(self) -> Loop:
-        # Made for each run, so that nothing but the engine holds the weights.
-        engine = self.engine
-        return Loop(engine.runner, engine.drafter, self.engine_plan.drafting.rule, engine.cost, self._trace)
 
     @property
     def max_model_len(self) -> int:
@@ -210,9 +227,7 @@ class LLM:
     def close(self) -> None:
         """End all transfers, join the threads, release the memory; may be called again."""
         self._engine = None
-        self._releases()
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()  # to whom else uses the card
+        self._closes()
 
     def generate(
         self, prompts: Prompt | Several[Prompt], params: SamplingParams | Several[SamplingParams] | None = None
@@ -224,22 +239,34 @@ class LLM:
         params as prompts, before anything runs.
         """
         several = _several(prompts)
-        wanted = list(params) if isinstance(params, list | tuple) else [params or SamplingParams()] * len(several)
-        if len(wanted) != len(several):
-            raise SettingsError("generate", need=f"one SamplingParams or {len(several)}", have=str(len(wanted)))
-        sequences = [self._sequence(prompt, one) for prompt, one in zip(several, wanted, strict=True)]
-        return [output for wave in self._waves(sequences) for output in self._run(wave)]
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(several)
+        if len(params) != len(several):
+            raise SettingsError("generate", need=f"one SamplingParams or {len(several)}", have=str(len(params)))
+        sequences = [self._sequence(prompt, one) for prompt, one in zip(several, params, strict=True)]
+        engine = self.engine
+        ids = [engine.add(sequence) for sequence in sequences]
+        try:
+            while any(sequence.finish_reason is None for sequence in sequences):
+                engine.step()
+        finally:
+            for id in ids:
+                engine.abort(id)
+        return [Output.of(sequence) for sequence in sequences]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
-        """Continue one prompt and yield what each pass adds; see `generate`."""
-        sequence = self._sequence(prompt, params or SamplingParams())
-        run = _Run(self.engine, [sequence])
-        n_taken = sequence.n_prompt
-        for _ in run.steps(self._loop):  # frees the caches, also where the caller stops early
-            ended = sequence.finish_reason is not None
-            text = sequence.text.take(final=ended) if sequence.text else ""
-            new, n_taken = sequence.tokens[n_taken:], len(sequence.tokens)
-            yield Piece(text, new, run.output(run.batch[0]) if ended else None)
+        """Continue one prompt and give what each pass adds; see `generate`."""
+        sequence, engine = self._sequence(prompt, params or SamplingParams()), self.engine
+        id, n_taken = engine.add(sequence), sequence.n_prompt
+        try:
+            while sequence.finish_reason is None:
+                engine.step()
+                ended = sequence.finish_reason is not None
+                text = sequence.text.take(final=ended) if sequence.text else ""
+                new, n_taken = sequence.tokens[n_taken:], len(sequence.tokens)
+                yield Piece(text, new, Output.of(sequence) if ended else None)
+        finally:
+            engine.abort(id)
 
     def time_plain(self, context: int, n_passes: int = 3) -> list[float]:
         """Seconds of each of some passes of one token after `context` others: what plain decoding takes for a token.
@@ -260,6 +287,7 @@ class LLM:
             moments.append(time.perf_counter())
             runner.forward([step])
             runner.finish()
+            runner.discard(cache)
         runner.free_cache(cache)
         return [after - before for before, after in pairwise(moments[1:])]
 
@@ -273,13 +301,6 @@ class LLM:
         """Raises PromptError or CapacityError for token ids that cannot be continued."""
         _check_prompt(list(ids), self.engine_plan.checkpoint.spec.vocab_size, self.max_model_len)
 
-    def _run(self, wave: list[Sequence]) -> list[Output]:
-        # What a run holds ends with this call: the next one finds the memory of its caches free.
-        run = _Run(self.engine, wave)
-        for _ in run.steps(self._loop):
-            pass
-        return [run.output(one) for one in run.batch]
-
     def _sequence(self, prompt: Prompt, params: SamplingParams) -> Sequence:
         ids = self.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
         self.check_prompt(ids)
@@ -288,89 +309,13 @@ class LLM:
         text = TextStream(self.tokenizer, ids, params.stop) if self.tokenizer is not None else None
         return Sequence(ids, params, self.max_model_len, self._end_ids, text)
 
-    def _waves(self, sequences: list[Sequence]) -> Iterator[list[Sequence]]:
-        """Cut a batch into runs whose caches fit into the plan together."""
-        wave: list[Sequence] = []
-        for sequence in sequences:
-            if wave and _cache_rows([*wave, sequence], self.engine_plan.limits.n_nodes) > self.engine_plan.cache_rows:
-                yield wave
-                wave = []
-            wave.append(sequence)
-        if wave:
-            yield wave
-
-
-class _Run:
-    """A batch under way, and what it costs."""
-
-    def __init__(self, engine: Engine, sequences: list[Sequence]) -> None:
-        self._engine, self._run_stats = engine, RunStats()
-        n_nodes = _tree_share(engine.drafter.limits.n_nodes, len(sequences))
-        is_alone = len(sequences) == 1
-        caches = [engine.runner.new_cache(one.longest - 1 + n_nodes, is_alone) for one in sequences]
-        self.batch = [RunningSequence(one, cache, n_nodes) for one, cache in zip(sequences, caches, strict=True)]
-        self._started = time.perf_counter()
-        self._nbytes, self._busy_s = engine.streamer.meter.read()
-        self._waited_s = engine.streamer.meter.waited_s
-
-    def steps(self, loop: Loop) -> Iterator[None]:
-        """Run the batch to its end; yields after each pass."""
-        try:
-            yield from loop.run(self.batch, self._run_stats)
-        finally:
-            for one in self.batch:
-                self._engine.runner.free_cache(one.cache)
-
-    def output(self, one: RunningSequence) -> Output:
-        """The result of a sequence that has ended."""
-        sequence = one.sequence
-        text = sequence.text.text if sequence.text else ""
-        ids, n = sequence.tokens, sequence.n_prompt
-        return Output(ids[:n], ids[n:], text, sequence.finish_reason or "", self._stats(one), self._run_stats.topology)
-
-    def _stats(self, one: RunningSequence) -> Stats:
-        n_new, n_passes, run_stats = one.sequence.n_new, one.n_passes, self._run_stats
-        n_trees = max(sum(live.n_passes for live in self.batch), 1)
-        measured = run_stats.measured_tokens > 0
-        seconds = time.perf_counter() - self._started
-        nbytes, busy_s = self._engine.streamer.meter.read()
-        nbytes, busy_s = nbytes - self._nbytes, busy_s - self._busy_s
-        return Stats(
-            n_tokens=n_new,
-            n_passes=n_passes,
-            tokens_per_pass=n_new / n_passes,
-            seconds=seconds,
-            seconds_per_token=seconds / n_new,
-            prefill_seconds=run_stats.prefill_s,
-            draft_seconds=run_stats.draft_s,
-            verify_seconds=run_stats.verify_s,
-            wait_seconds=self._engine.streamer.meter.waited_s - self._waited_s,
-            link_bytes=nbytes,
-            link_gbps=nbytes / busy_s / 1e9 if busy_s else 0.0,
-            link_busy=busy_s / seconds,
-            nodes_per_tree=run_stats.n_nodes / n_trees,
-            levels_per_tree=run_stats.n_levels / n_trees,
-            acceptance_by_rank=[n / of for n, of in zip(run_stats.taken, run_stats.tried, strict=True) if of],
-            predicted_seconds_per_token=run_stats.predicted_s / run_stats.predicted_tokens if measured else None,
-            measured_seconds_per_token=run_stats.measured_s / run_stats.measured_tokens if measured else None,
-            predicted_tokens_per_pass=run_stats.predicted_tokens / (run_stats.n_passes - 1) if measured else None,
-            measured_tokens_per_pass=run_stats.measured_tokens / (run_stats.n_passes - 1) if measured else None,
-            tree_widths=np.bincount(run_stats.topology.depths).tolist(),
-        )
-
-
-def _release(engine: Engine, disk: DiskTier) -> None:
-    """End all transfers, and keep what was learned of a pair of models."""
-    engine.close()
-    disk.close()
-    if engine.draft is not None and not engine.drafter.pair_stats.is_empty:
-        save_pair_stats(engine.runner.spec, engine.draft.spec, engine.drafter.pair_stats)
-
 
 def _several(prompts: Prompt | Several[Prompt]) -> list[Prompt]:
     """A list of prompts, whether one was given or several."""
-    one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-    return [prompts] if one else list(prompts)
+    if isinstance(prompts, str):
+        return [prompts]
+    ids = [one for one in prompts if isinstance(one, int)]
+    return [ids] if ids else [one for one in prompts if not isinstance(one, int)]
 
 
 def _check_prompt(ids: list[int], vocab_size: int, max_model_len: int) -> None:
@@ -390,13 +335,3 @@ def _check_prompt(ids: list[int], vocab_size: int, max_model_len: int) -> None:
             have=str(len(ids)),
             change="shorten it, or raise --max-model-len and --device-memory",
         )
-
-
-def _tree_share(n_nodes: int, n_sequences: int) -> int:
-    """Nodes that each tree of a batch may have."""
-    return max(n_nodes // n_sequences, 1)
-
-
-def _cache_rows(sequences: list[Sequence], n_nodes: int) -> int:
-    """Rows the caches of a batch need: every token but the last, and the nodes of the trees."""
-    return sum(one.longest - 1 + _tree_share(n_nodes, len(sequences)) for one in sequences)

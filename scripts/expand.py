@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from offload_rt.config import format_size, parse_size
 from offload_rt.errors import CapacityError, CheckpointError, OffloadError, SettingsError
 from offload_rt.models.families import spec_of
-from offload_rt.models.spec import ModelSpec
+from offload_rt.models.native import NativeDecoder
 from offload_rt.weights.checkpoint import Checkpoint, locate, open_checkpoint, read_json
 
 VERSION, RECIPE = 1, "expansion.json"
@@ -142,7 +142,7 @@ def _sync(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def chosen_shape(args: argparse.Namespace, source: ModelSpec, itemsize: int) -> Shape:
+def chosen_shape(args: argparse.Namespace, source: NativeDecoder, itemsize: int) -> Shape:
     """The shape that the flags ask for; single sizes change the one of --like, or the source's own."""
     given = {item.name: getattr(args, item.name) for item in fields(Shape) if getattr(args, item.name) is not None}
     if args.size is not None:
@@ -176,7 +176,7 @@ def expand(args: argparse.Namespace) -> None:
     write(Expansion(source, target, residual, DTYPES[dtype], args.seed), source, config, recipe, out)
 
 
-def _tell(shape: Shape, source: ModelSpec, residual: Residual) -> None:
+def _tell(shape: Shape, source: NativeDecoder, residual: Residual) -> None:
     factors = (math.sqrt(residual.mean_square), math.sqrt(shape.head_dim / source.head_dim))
     is_exact = all(math.frexp(factor)[0] == 0.5 for factor in factors)
     sizes = ", ".join(f"{name} {value}" for name, value in asdict(shape).items())

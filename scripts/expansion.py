@@ -14,7 +14,7 @@ from torch import Tensor
 
 from offload_rt.config import format_size
 from offload_rt.errors import CapacityError, SettingsError, UnsupportedModelError
-from offload_rt.models.spec import ModelSpec
+from offload_rt.models.native import NativeDecoder
 from offload_rt.weights.checkpoint import Checkpoint
 from offload_rt.weights.header import TensorRecord
 
@@ -121,7 +121,7 @@ class Expansion:
     """The target's tensors, made one at a time from the source's."""
 
     def __init__(
-        self, source: Checkpoint, target: ModelSpec, residual: Residual, dtype: torch.dtype, seed: int
+        self, source: Checkpoint, target: NativeDecoder, residual: Residual, dtype: torch.dtype, seed: int
     ) -> None:
         n_layers = source.spec.n_layers
         self._source, self._residual, self._dtype = source, residual, dtype
@@ -133,9 +133,9 @@ class Expansion:
         """The tensor of the given shape, in the target's dtype."""
         if piece.layer is None:
             return self._load_non_layer(piece)
-        names = [name for name, _ in self._source.spec.layer_tensors()]
         nearest = max(i for i in self._origin if i <= piece.layer)
-        weight = _read(self._source.layers[self._origin[nearest]][names.index(piece.kind)])
+        origin = self._source.layers[self._origin[nearest]]
+        weight = _read(next(record for record in origin if record.key == piece.kind))
         is_real = nearest == piece.layer
         if len(piece.shape) == 1:
             return self._norm(piece, weight if is_real else None)
@@ -190,7 +190,7 @@ def _read(record: TensorRecord) -> Tensor:
         return file.get_tensor(record.name).float()
 
 
-def residual_of(source: ModelSpec, target: ModelSpec) -> Residual:
+def residual_of(source: NativeDecoder, target: NativeDecoder) -> Residual:
     """Copies that make the ratio of mean squares a power of a quarter, so that the norms are scaled by a power of two.
 
     A width ratio n 4^k with 1 <= n < 4 needs squared scales that sum to n: the base-4 digits of the ratio count them.
@@ -206,18 +206,18 @@ def residual_of(source: ModelSpec, target: ModelSpec) -> Residual:
     return Residual(source.hidden_size, tuple(scales), target.hidden_size)
 
 
-def kv_copies(source: ModelSpec, n_heads: int, n_kv_heads: int) -> int:
+def kv_copies(source: NativeDecoder, n_heads: int, n_kv_heads: int) -> int:
     """In how many of the target's key-value heads one of the source's must stand, for its queries to find a place."""
     return math.ceil(source.n_heads // source.n_kv_heads / (n_heads // n_kv_heads))
 
 
-def rotary_dims(source: ModelSpec, target: ModelSpec) -> Tensor:
+def rotary_dims(source: NativeDecoder, target: NativeDecoder) -> Tensor:
     """(narrow head_dim,) int64: the wide head's dimensions that turn at the same frequencies as the narrow head's."""
     pairs = torch.arange(source.head_dim // 2) * (target.head_dim // source.head_dim)
     return torch.cat((pairs, pairs + target.head_dim // 2))
 
 
-def placements(source: ModelSpec, target: ModelSpec) -> dict[str, Placement]:
+def placements(source: NativeDecoder, target: NativeDecoder) -> dict[str, Placement]:
     """Where the weights of a source layer stand in a target layer."""
     group, wide_group = (spec.n_heads // spec.n_kv_heads for spec in (source, target))
     copies = kv_copies(source, target.n_heads, target.n_kv_heads)
@@ -245,17 +245,17 @@ def placements(source: ModelSpec, target: ModelSpec) -> dict[str, Placement]:
     }
 
 
-def pieces(target: ModelSpec) -> list[list[Piece]]:
+def pieces(target: NativeDecoder) -> list[list[Piece]]:
     """The target's tensors in the order of their use; those of one list stay in one file where they fit."""
     embed, *last = (Piece(None, name, name, shape) for name, shape in target.non_layer_tensors())
     layers = (
-        [Piece(i, kind, target.layer_prefix(i) + kind, shape) for kind, shape in target.layer_tensors()]
+        [Piece(i, kind, target.layer_prefix(i) + kind, shape) for kind, shape in target.layer_tensors(i)]
         for i in range(target.n_layers)
     )
     return [[embed], *layers, last]
 
 
-def shards(target: ModelSpec, itemsize: int, limit: int) -> list[list[Piece]]:
+def shards(target: NativeDecoder, itemsize: int, limit: int) -> list[list[Piece]]:
     """The tensors of each file. Raises CapacityError for a tensor larger than a file may be."""
     files: list[list[Piece]] = [[]]
     room = limit
@@ -276,7 +276,7 @@ def shards(target: ModelSpec, itemsize: int, limit: int) -> list[list[Piece]]:
     return [file for file in files if file]
 
 
-def shape_for(nbytes: int, source: ModelSpec, itemsize: int) -> Shape:
+def shape_for(nbytes: int, source: NativeDecoder, itemsize: int) -> Shape:
     """The widest Llama of about `nbytes` that is as deep as real ones. Raises CapacityError if none is that small."""
     widths = sorted({source.hidden_size * factor * 2**j for factor in (1, 3) for j in range(8)}, reverse=True)
     for width in widths:
@@ -287,7 +287,7 @@ def shape_for(nbytes: int, source: ModelSpec, itemsize: int) -> Shape:
     raise CapacityError(problem, change="raise --size, or give the sizes themselves")
 
 
-def _shape_of_width(width: int, n_weights: int, source: ModelSpec) -> Shape | None:
+def _shape_of_width(width: int, n_weights: int, source: NativeDecoder) -> Shape | None:
     """A shape of `n_weights` in its layers, or None where the layers would be too few or of odd proportions."""
     heads = _heads_of_width(width, source)
     if heads is None:
@@ -301,7 +301,7 @@ def _shape_of_width(width: int, n_weights: int, source: ModelSpec) -> Shape | No
     return Shape(width, n_layers, n_heads, n_kv_heads, head_dim, neurons)
 
 
-def _heads_of_width(width: int, source: ModelSpec) -> tuple[int, int, int] | None:
+def _heads_of_width(width: int, source: NativeDecoder) -> tuple[int, int, int] | None:
     """(heads, key-value heads, head_dim) to hold the source's: the widest exact heads up to 128, in large groups."""
     head_dims = [source.head_dim * 4**j for j in range(4) if j == 0 or source.head_dim * 4**j <= 128]
     for head_dim in reversed(head_dims):
@@ -314,7 +314,7 @@ def _heads_of_width(width: int, source: ModelSpec) -> tuple[int, int, int] | Non
     return None
 
 
-def check(source: ModelSpec, target: ModelSpec) -> None:
+def check(source: NativeDecoder, target: NativeDecoder) -> None:
     """Raises UnsupportedModelError for a source that cannot be expanded, SettingsError for a target too small."""
     has_biases = source.qkv_bias or source.o_bias or source.mlp_bias
     if source.family != "llama" or has_biases:
@@ -339,7 +339,7 @@ def check(source: ModelSpec, target: ModelSpec) -> None:
     _check_rope(source, target)
 
 
-def _check_rope(source: ModelSpec, target: ModelSpec) -> None:
+def _check_rope(source: NativeDecoder, target: NativeDecoder) -> None:
     # The last two lengths are past the limit, where the frequencies of some ropes begin to change.
     lengths = torch.tensor([2, source.max_positions, 2 * target.max_positions, 8 * target.max_positions])
     narrow, wide = (torch.stack(spec.rope.cos_sin(lengths - 1, lengths, torch.float32)) for spec in (source, target))

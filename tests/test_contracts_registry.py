@@ -67,11 +67,11 @@ def test_a_familys_tensors_are_those_of_transformers(name: str, switch: str | No
     wanted = {key: tuple(tensor.shape) for key, tensor in peer.named_parameters()}
     ours = dict(spec.non_layer_tensors())
     for i in range(spec.n_layers):
-        ours |= {spec.layer_prefix(i) + key: shape for key, shape in spec.layer_tensors()}
+        ours |= {spec.layer_prefix(i) + key: shape for key, shape in spec.layer_tensors(i)}
     assert ours == wanted
 
 
-# rules/
+# speculate/verify/
 
 
 def _tree() -> DraftTree:

@@ -1,12 +1,14 @@
-"""What every file in tiers/ promises: a block is filled whole, in any order, by any threads, or LinkError is raised."""
+"""What every tier promises: a block is filled whole, in any order, by any threads, or LinkError is raised."""
 
-import inspect
 import itertools
 import os
 import random
 import time
+import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,14 +20,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from bench.paced import PacedTier
 from offload_rt.errors import LinkError
 from offload_rt.offload import disk, pinning
 from offload_rt.offload.device import DeviceTier
 from offload_rt.offload.disk import DiskTier, ReadSettings
 from offload_rt.offload.host import HostTier
-from offload_rt.offload.paced import PacedTier
-from offload_rt.offload.tier import Tier, read_parallel
-from offload_rt.system.threads import at_work
+from offload_rt.offload.tier import Tier, done_ahead, read_parallel
 from offload_rt.weights.header import TensorRecord, read_header
 from offload_rt.weights.layout import host_block, pack
 
@@ -56,31 +57,20 @@ def on_disk(directory: Path, layers: Layers, n_files: int = 1, shuffle: int = 0)
         path = directory / f"part-{n}.safetensors"
         write_file(path, {f"{i}.{name}": layers[i][name] for i, name in where[n::n_files]})
         records |= read_header(path)
-    return [[records[f"{i}.{name}"] for name in NAMES] for i in range(len(layers))]
-
-
-def tier_class(name: str) -> type:
-    return {"disk": DiskTier, "host": HostTier, "device": DeviceTier, "paced": PacedTier}[name]
+    return [[replace(records[f"{i}.{name}"], key=name) for name in NAMES] for i in range(len(layers))]
 
 
 def make_tier(name: str, layers: Layers, directory: Path) -> Tier:
-    """A tier that holds these layers, made as its kind is made: from files, over another tier, or by putting layers in."""
-    cls = tier_class(name)
-    wanted = inspect.signature(cls).parameters
-    if {"layers", "names"} <= set(wanted):
-        return cls(on_disk(directory, layers, n_files=2), NAMES)
-    if "source" in wanted:
-        return cls(make_tier("disk", layers, directory), 50.0)
-    assert hasattr(cls, "put"), (
-        f"tiers/{name}.py is made neither from records nor over a source, nor can layers be put in"
-    )
-    tier = cls(register=torch.cuda.is_available()) if "register" in wanted else cls()
+    """A tier that holds these layers, read from files or put in."""
+    if name == "disk":
+        return DiskTier(on_disk(directory, layers, n_files=2))
+    tier = HostTier(register=torch.cuda.is_available()) if name == "host" else DeviceTier()
     for i, layer in enumerate(layers):
         tier.put(i, pack(layer))
     return tier
 
 
-@pytest.fixture(params=["disk", "host", "device", "paced"])
+@pytest.fixture(params=["disk", "host", "device"])
 def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
     made = make_tier(request.param, some_layers(), tmp_path)
     yield made
@@ -163,10 +153,8 @@ def test_nothing_is_written_behind_the_block(tier: Tier) -> None:
 
 def test_a_tier_says_how_many_reads_keep_it_busy_and_may_be_closed_again(tier: Tier) -> None:
     assert tier.n_parallel >= 1
-    before = at_work()
     tier.close()
     tier.close()
-    assert at_work() <= before
 
 
 def test_read_parallel_raises_the_first_error_and_starts_nothing_after_it() -> None:
@@ -182,6 +170,71 @@ def test_read_parallel_raises_the_first_error_and_starts_nothing_after_it() -> N
         read_parallel([late(0), fails, *map(late, range(2, 50))], 1)
     assert caught.value is error
     assert done == [0]
+
+
+def test_no_read_goes_on_after_interrupted_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Future, "result", _interrupted)
+    ended: list[int] = []
+
+    def read() -> int:
+        time.sleep(0.1)
+        ended.append(1)
+        return 1
+
+    with pytest.raises(KeyboardInterrupt):
+        read_parallel([read] * 9, 3)
+    n_ended = len(ended)
+    assert n_ended <= 3
+    time.sleep(0.2)
+    assert len(ended) == n_ended
+
+
+def _interrupted(task: Future, timeout: float | None = None) -> None:
+    raise KeyboardInterrupt
+
+
+def test_works_are_done_one_ahead_and_in_order() -> None:
+    begun: list[int] = []
+
+    def work(i: int) -> int:
+        begun.append(i)
+        return i
+
+    for i, found in enumerate(done_ahead((partial(work, i) for i in range(5)), "works")):
+        until = time.monotonic() + 20
+        while len(begun) < min(i + 2, 5) and time.monotonic() < until:
+            time.sleep(0.001)
+        assert found == i
+        assert len(begun) == min(i + 2, 5)
+    assert list(done_ahead([], "works")) == []
+
+
+class _Held:
+    pass
+
+
+def test_a_result_that_was_given_away_is_held_by_nobody() -> None:
+    """It is a layer of gigabytes."""
+    for found in done_ahead([_Held] * 3, "works"):
+        held = weakref.ref(found)
+        del found
+        assert held() is None
+
+
+def test_a_work_that_fails_is_raised_in_its_turn_and_none_goes_on_after_it() -> None:
+    begun = []
+
+    def work(i: int) -> int:
+        begun.append(i)
+        if i == 1:
+            raise LinkError("the disk has gone")
+        return i
+
+    results = done_ahead((partial(work, i) for i in range(9)), "works")
+    assert next(results) == 0
+    with pytest.raises(LinkError):
+        next(results)
+    assert begun == [0, 1, 2]
 
 
 # The disk.
@@ -235,7 +288,7 @@ def test_tensors_may_lie_anywhere_in_any_file(
     place: Path, n_files: int, shuffle: int, dtype: torch.dtype, request_nbytes: int, n_parallel: int
 ) -> None:
     layers = some_layers(3, dtype, shuffle)
-    tier = DiskTier(on_disk(place, layers, n_files, shuffle), NAMES, ReadSettings(request_nbytes, n_parallel))
+    tier = DiskTier(on_disk(place, layers, n_files, shuffle), ReadSettings(request_nbytes, n_parallel))
     for i, layer in enumerate(layers):
         block = host_block(tier.layout(i).nbytes)
         block.fill_(0xA5)
@@ -248,7 +301,7 @@ def test_tensors_next_to_each_other_are_read_as_one(tmp_path: Path) -> None:
     layers = some_layers(1)
     write_file(tmp_path / "one.safetensors", layers[0])
     records = read_header(tmp_path / "one.safetensors")
-    tier = DiskTier([[records[name] for name in NAMES]], NAMES)
+    tier = DiskTier([[records[name] for name in NAMES]])
     assert len(tier.reads(0, host_block(tier.layout(0).nbytes))) == 1
     tier.close()
 
@@ -257,7 +310,7 @@ def test_tensors_next_to_each_other_are_read_as_one(tmp_path: Path) -> None:
 def test_a_file_cut_short_after_opening_is_an_error(place: Path, n_lost: int) -> None:
     layers = some_layers()
     records = on_disk(place, layers)
-    tier = DiskTier(records, NAMES, ReadSettings(4096, 2))
+    tier = DiskTier(records, ReadSettings(4096, 2))
     path = records[0][0].path
     os.truncate(path, max(path.stat().st_size - n_lost, 0))
     for i in range(len(layers)):  # also those of which nothing is lost: the file is no longer the one that was checked
@@ -270,7 +323,7 @@ def test_a_read_that_the_system_refuses_is_an_error(tmp_path: Path, monkeypatch:
     def refused(*args: object) -> int:
         raise OSError(5, "Input/output error")
 
-    tier = DiskTier(on_disk(tmp_path, some_layers()), NAMES)
+    tier = DiskTier(on_disk(tmp_path, some_layers()))
     monkeypatch.setattr(disk.os, "preadv", refused)
     with pytest.raises(LinkError, match=r"part-0\.safetensors.*Input/output error"):
         read_into(tier, 0, 0xA5)
@@ -281,7 +334,7 @@ def test_reads_that_come_up_short_are_gone_on_with(tmp_path: Path, monkeypatch: 
     """A signal or a busy disk may end a read early."""
     whole = os.preadv
     layers = some_layers()
-    tier = DiskTier(on_disk(tmp_path, layers, n_files=2), NAMES)
+    tier = DiskTier(on_disk(tmp_path, layers, n_files=2))
     monkeypatch.setattr(disk.os, "preadv", lambda file, views, at: whole(file, [views[0][:4096]], at))
     for i, layer in enumerate(layers):
         assert same(read_into(tier, i, 0xA5), layer)
@@ -291,7 +344,7 @@ def test_reads_that_come_up_short_are_gone_on_with(tmp_path: Path, monkeypatch: 
 def test_closing_gives_the_files_back(tmp_path: Path) -> None:
     records = on_disk(tmp_path, some_layers(), n_files=3)
     before = len(os.listdir("/proc/self/fd"))
-    tier = DiskTier(records, NAMES)
+    tier = DiskTier(records)
     assert len(os.listdir("/proc/self/fd")) == before + 3
     tier.close()
     assert len(os.listdir("/proc/self/fd")) == before
@@ -302,7 +355,7 @@ def test_a_disk_tier_that_cannot_open_all_its_files_keeps_none(tmp_path: Path) -
     (tmp_path / "part-2.safetensors").unlink()
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(LinkError, match=r"part-2\.safetensors"):
-        DiskTier(records, NAMES)
+        DiskTier(records)
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -316,7 +369,7 @@ def test_a_paced_link_is_never_faster_than_it_is_set() -> None:
         host.put(i, pack(layer))
     nbytes = host.layout(0).nbytes + host.layout(1).nbytes
     gbps = nbytes / 0.05 / 1e9  # both layers in a twentieth of a second
-    link = tier_class("paced")(host, gbps)
+    link = PacedTier(host, gbps)
     blocks = [host_block(link.layout(i).nbytes) for i in range(2)]
     started = time.perf_counter()
     with ThreadPoolExecutor(2) as pool:
@@ -343,25 +396,15 @@ def test_a_refusal_to_pin_is_not_raised_again_by_what_comes_next(monkeypatch: py
     launch(1)
 
 
-def mapping_of(block: Tensor) -> tuple[str, set[str]]:
-    """How the memory of a block is mapped: its permissions, and the kernel's flags."""
-    permissions = ""
+def test_blocks_want_huge_pages_of_private_memory() -> None:
+    """Shared memory is in huge pages only where the system's owner has said so."""
+    block, permissions = host_block(16 << 20), ""
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, *rest = line.split()
         if not name.endswith(":"):
-            first, end = (int(address, 16) for address in name.split("-"))
+            first, end = (int(one, 16) for one in name.split("-"))
             permissions = rest[0] if first <= block.data_ptr() < end else ""
         elif name == "VmFlags:" and permissions:
-            return permissions, set(rest)
+            assert permissions == "rw-p" and "hg" in rest
+            return
     raise AssertionError("the block is not mapped")
-
-
-def test_blocks_want_huge_pages_and_pinned_ones_are_not_copied_to_children(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shared memory is in huge pages only where the system's owner has said so; pinned private pages are copied by fork."""
-    block = host_block(16 << 20)
-    permissions, flags = mapping_of(block)
-    assert permissions == "rw-p" and "hg" in flags and "dc" not in flags
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 0))
-    assert pinning.pin(block)
-    assert "dc" in mapping_of(block)[1]

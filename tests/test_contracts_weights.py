@@ -1,17 +1,24 @@
-"""What every file in weights/ promises: the numbers of a layer, used out of one flat block."""
+"""What weights/ promises: the numbers of a layer, used out of one flat block, however a format stores them."""
 
-import inspect
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from checkpoints import raw_bytes
+from checkpoints import llama_config, llama_tensors, raw_bytes, write_checkpoint
+from formats import int8_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import open_llm, prompt_of
 from torch import Tensor
 
+from offload_rt.engine.memory_plan import Sizes
+from offload_rt.errors import CheckpointError, UnsupportedModelError
 from offload_rt.system import registry
+from offload_rt.weights import formats
+from offload_rt.weights.checkpoint import open_checkpoint
+from offload_rt.weights.formats import WeightFormat, format_of
 from offload_rt.weights.layout import ALIGNMENT, PAGE, align_up, host_block, pack, packed_layout, repack
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -73,49 +80,110 @@ def test_a_host_block_begins_on_a_page_and_can_be_written_to_its_end(nbytes: int
     assert int(block.sum()) == 7 * nbytes
 
 
-@pytest.mark.parametrize("name", registry.names("weights.formats"))
-def test_a_format_has_a_view_of_a_layer(name: str) -> None:
-    view = registry.find("weights.formats", name).View
-    assert list(inspect.signature(view).parameters) == ["layout", "block", "dtype"]
-    assert all(callable(getattr(view, method, None)) for method in ("vector", "linear"))
+# weights/formats/
+
+CONFIGS = {"dense": None, "int8_rows": int8_rows.CONFIG}
 
 
-@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.fixture(autouse=True)
+def second_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file in the folder of formats is all that a new format needs."""
+    monkeypatch.setattr(formats, "__path__", [*formats.__path__, str(Path(int8_rows.__file__).parent)])
+
+
+def _stored(fmt: WeightFormat, tensors: dict[str, Tensor], dtype: torch.dtype) -> list:
+    return [one for name, tensor in tensors.items() for one in fmt.stored(name, tuple(tensor.shape), dtype)]
+
+
+def test_every_format_is_found_by_the_config_it_matches() -> None:
+    assert set(registry.names("weights.formats")) == set(CONFIGS), "say here which config a new format matches"
+    for name, config in CONFIGS.items():
+        matching = [one for one in CONFIGS if registry.find("weights.formats", one).matches(config)]
+        assert matching == [name]
+        assert format_of(config).name == name
+
+
+@pytest.mark.parametrize("config", [{"quant_method": "gptq"}, {}, [], "int4", 7])
+def test_a_config_that_no_format_matches_is_refused_by_name(config: object) -> None:
+    with pytest.raises(UnsupportedModelError, match="'quantization_config'") as caught:
+        format_of(config)
+    assert "dense" in str(caught.value)
+
+
 @pytest.mark.parametrize("computed_in", DTYPES)
 @pytest.mark.parametrize("stored_in", DTYPES)
-@pytest.mark.parametrize("name", registry.names("weights.formats"))
-def test_a_view_computes_with_the_numbers_that_were_packed(
-    name: str, stored_in: torch.dtype, computed_in: torch.dtype, with_bias: bool
-) -> None:
-    """Bit for bit. A format that codes its blocks must say here how its block is made of plain tensors."""
-    tensors = {"first.weight": torch.randn(7, 5), "second.weight": torch.randn(5, 7), "norm.weight": torch.randn(5)}
-    tensors |= {"first.bias": torch.randn(7)} if with_bias else {}
-    tensors = {key: tensor.to(stored_in) for key, tensor in tensors.items()}
-    image = pack(tensors)
-    view = registry.find("weights.formats", name).View(image.layout, image.block, computed_in)
-    x = torch.randn(3, 5).to(computed_in)
-    bias = tensors["first.bias"].to(computed_in) if with_bias else None
-    h = view.linear(x, "first")
-    assert h.dtype == computed_in
-    assert torch.equal(h, F.linear(x, tensors["first.weight"].to(computed_in), bias))
-    assert torch.equal(view.linear(h, "second"), F.linear(h, tensors["second.weight"].to(computed_in)))
-    assert torch.equal(view.vector("norm"), tensors["norm.weight"].to(computed_in))
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_view_multiplies_with_the_rows_it_shows(name: str, stored_in: torch.dtype, computed_in: torch.dtype) -> None:
+    """Bit for bit: rows, products and biases are of the same numbers, in the dtype of the computation."""
+    fmt, bias, norm = format_of(CONFIGS[name]), torch.randn(7).to(stored_in), torch.randn(5).to(stored_in)
+    tensors = {"first.weight": torch.randn(7, 5), "first.bias": bias, "norm.weight": norm}
+    packed = pack({
+        name: torch.randint(-9, 9, shape).to(dtype) / (1 if dtype == torch.int8 else 8)
+        for name, shape, dtype in _stored(fmt, tensors, stored_in)
+    })  # fmt: skip
+    packed.layout.views(packed.block)["first.bias"].copy_(bias)
+    packed.layout.views(packed.block)["norm.weight"].copy_(norm)
+    view, x = fmt.view(packed.layout, packed.block, computed_in), torch.randn(3, 5).to(computed_in)
+    matrix = view.rows(torch.arange(7), "first")
+    assert matrix.dtype == computed_in
+    assert matrix.abs().sum() > 0
+    assert torch.equal(view.linear(x, "first"), F.linear(x, matrix, bias.to(computed_in)))
+    assert torch.equal(view.rows(torch.tensor([3, 0, 3]), "first"), matrix[[3, 0, 3]])
+    assert torch.equal(view.vector("norm"), norm.to(computed_in))
     assert view.vector("norm").dtype == computed_in
 
 
+@pytest.mark.parametrize("computed_in", DTYPES)
 @pytest.mark.parametrize("stored_in", DTYPES)
-def test_the_rows_of_a_table_are_those_asked_for(stored_in: torch.dtype) -> None:
-    table = torch.randn(11, 4).to(stored_in)
-    image = pack({"table.weight": table})
-    ids = torch.tensor([3, 0, 10, 3])
-    rows = registry.find("weights.formats", "dense").View(image.layout, image.block, torch.float32).rows(ids, "table")
-    assert rows.dtype == torch.float32
-    assert torch.equal(rows, table[ids].float())
+def test_dense_weights_are_the_tensors_of_the_file(stored_in: torch.dtype, computed_in: torch.dtype) -> None:
+    weight = torch.randn(7, 5).to(stored_in)
+    packed = pack({"first.weight": weight})
+    view = format_of(None).view(packed.layout, packed.block, computed_in)
+    assert torch.equal(view.rows(torch.arange(7), "first"), weight.to(computed_in))
+    packed.block.zero_()  # a slot is refilled under its view
+    assert view.linear(torch.ones(1, 5, dtype=computed_in), "first").tolist() == [[0.0] * 7]
 
 
-def test_a_view_follows_its_block() -> None:
-    """A slot is refilled under the same view only between sweeps; the view itself never copies."""
-    image = pack({"m.weight": torch.ones(2, 2)})
-    view = registry.find("weights.formats", "dense").View(image.layout, image.block, torch.float32)
-    image.block.zero_()
-    assert view.linear(torch.ones(1, 2), "m").tolist() == [[0.0, 0.0]]
+# A second format, from the disk to the tokens
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, Path]:
+    """The same weights twice: as int8 rows, and dense as those are computed with."""
+    config = llama_config(
+        num_hidden_layers=6, hidden_size=64, intermediate_size=96, head_dim=16, max_position_embeddings=256
+    )
+    tensors = {name: 3 * tensor for name, tensor in llama_tensors(config).items()}  # wide, so that texts vary
+    stored = int8_rows.quantized(tensors)
+    quantized = write_checkpoint(tmp_path / "int8", {**config, "quantization_config": int8_rows.CONFIG}, stored)
+    return quantized, write_checkpoint(tmp_path / "dense", config, int8_rows.dequantized(stored))
+
+
+@pytest.mark.parametrize("place", ["resident", "disk", "mixed"])
+def test_a_second_format_generates_what_its_dequantised_weights_do(pair: tuple[Path, Path], place: str) -> None:
+    quantized, dense = pair
+    prompt = prompt_of(0, vocab_size=40)
+    with open_llm(dense) as llm:
+        expected = llm.generate(prompt).pop().token_ids
+    with open_llm(quantized, place, draft_model=str(quantized)) as llm:
+        assert llm.engine_plan.checkpoint.format.name == "int8_rows"
+        assert llm.generate(prompt).pop().token_ids == expected
+    assert len(set(expected)) > 5
+
+
+def test_memory_is_planned_by_the_bytes_of_the_format(pair: tuple[Path, Path]) -> None:
+    quantized, dense = (Sizes.of_checkpoint(open_checkpoint(one), torch.float32) for one in pair)
+    assert quantized.nbytes < 0.5 * dense.nbytes
+    assert (quantized.view_nbytes, dense.view_nbytes) == (64 * 96 * 4, 0)
+    assert Sizes.of_checkpoint(open_checkpoint(pair[1]), torch.float64).view_nbytes == 64 * 96 * 8
+
+
+def test_tensors_of_another_format_than_the_config_says_are_refused(pair: tuple[Path, Path]) -> None:
+    quantized, dense = pair
+    configs = [(one / "config.json").read_text() for one in pair]
+    for directory, config in zip(pair, reversed(configs), strict=True):
+        (directory / "config.json").write_text(config)
+    with pytest.raises(CheckpointError, match="'I8': needs one of"):
+        open_checkpoint(quantized)
+    with pytest.raises(CheckpointError, match="weight"):
+        open_checkpoint(dense)

@@ -172,13 +172,13 @@ def test_a_mask_at_a_fixed_place_is_the_one_it_was_filled_with(seed):
     draw = random.Random(seed)
     n_rows, n_keys, capacity = draw.choice([1, 8, 40]), draw.choice([135, 256]), 300
     shape = GraphShape(n_rows, n_keys, n_tree_rows=draw.choice([104, 130]))
-    inputs = GraphInputs.empty(shape, 16, torch.float32, torch.device("cpu"))
+    inputs = GraphInputs.empty(shape, [torch.zeros(1, 16)] * 2, torch.device("cpu"))
     for turn in range(3):
         n, first, n_before = draw.randint(1, n_rows), draw.randrange(64), draw.randrange(30)
         parents = random_tree(first + n, seed + turn).parents
         mask = ops.make_tree_mask(parents, first, n_before, torch.device("cpu"))
-        angles = [torch.zeros(n, inputs.cos.shape[1]) for _ in range(2)]
-        inputs.fill(PassRows(torch.zeros(n, dtype=torch.int64), torch.arange(n), *angles, mask), capacity - 1)
+        angles = tuple(torch.zeros(n, 16) for _ in range(2))
+        inputs.fill(PassRows(torch.zeros(n, dtype=torch.int64), torch.arange(n), angles, mask), capacity - 1)
         for window in (None, 1, 4, 25):
             got, want = (replace(one, window=window).dense() for one in (inputs.mask, mask))
             want = torch.ones(n, mask.n_keys, dtype=torch.bool) if want is None else want

@@ -83,7 +83,7 @@ def test_imports_go_to_a_lower_floor_or_stay_at_home(path: Path) -> None:
         ("offload", "from offload_rt.executor import runner", False),
         ("offload", "from offload_rt.weights import layout", True),
         ("models", "from offload_rt.weights import dense", False),
-        ("weights", "from offload_rt.models.spec import ModelSpec", True),
+        ("weights", "from offload_rt.models.architecture import Architecture", True),
         ("system", "from offload_rt import ops", False),
         ("ops", "from offload_rt import LLM", False),
         ("ops", "import offload_rt", False),

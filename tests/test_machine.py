@@ -76,10 +76,10 @@ def _stat(inactive: int, active: int) -> str:
     return f"anon 5\ninactive_file {inactive}\nactive_file {active}\nunevictable 0"
 
 
-@pytest.mark.parametrize("tight", ["non_layer", "inner", "root"])
+@pytest.mark.parametrize("tight", ["outer", "inner", "root"])
 def test_the_tightest_group_above_this_process_counts(tight: str, cgroups: Cgroups) -> None:
     cgroups.belong_to("0::/outer/inner")
-    folders = {"root": cgroups.v2, "non_layer": cgroups.v2 / "non_layer", "inner": cgroups.v2 / "non_layer" / "inner"}
+    folders = {"root": cgroups.v2, "outer": cgroups.v2 / "outer", "inner": cgroups.v2 / "outer" / "inner"}
     for name, folder in folders.items():
         limit = 4 * GIB if name == tight else 9 * GIB
         cgroups.write(folder, memory__max=limit, memory__current=3 * GIB, memory__stat=_stat(0, 0))

@@ -1,7 +1,11 @@
-"""Logits of every family against transformers: of prompts, of trees, in every dtype; and rotary embeddings alone."""
+"""Logits of every family against transformers: of prompts, of trees, in every dtype; another architecture; rotations."""
 
 import pytest
+import second_architecture
 import torch
+from checkpoints import llama_config, write_checkpoint
+from recorded import record
+from second_architecture import PostNorm, random_tensors
 from tiny import (
     CASES,
     DYNAMIC,
@@ -23,7 +27,9 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from offload_rt.executor import runner as runner_module
+from offload_rt.executor.cuda_graphs import GraphShape
 from offload_rt.executor.runner import Step
+from offload_rt.models.families import FAMILIES, Family
 from offload_rt.models.rope import Rope
 from offload_rt.tree.topology import Topology
 
@@ -116,6 +122,46 @@ def test_bfloat16_differs_only_by_its_rounding(zoo, name):
     same = best.indices == torch.tensor(tokens)
     assert (same | (best.values - chosen <= rounding)).all()
     assert same.float().mean() > 0.9
+
+
+@pytest.fixture
+def post_norm(tmp_path, monkeypatch):
+    """A checkpoint of an architecture that is little like the native decoder; the model, and its tensors."""
+    model = PostNorm(
+        family="post_norm", dtype_name="float32", n_layers=6, vocab_size=40, hidden_size=24, n_kv_heads=2, head_dim=6,
+        max_positions=256, n_heads=4, mlp_size=32,
+    )  # fmt: skip
+    family = Family("PostNormForCausalLM", LlamaConfig, lambda config: model, frozenset())
+    monkeypatch.setitem(FAMILIES, "post_norm", family)
+    tensors = random_tensors(model)
+    config = llama_config(model_type="post_norm", architectures=["PostNormForCausalLM"])
+    return write_checkpoint(tmp_path, config, tensors), model, tensors
+
+
+@pytest.mark.parametrize("place", ["resident", "disk", "mixed", "graphs"])
+def test_another_architecture_runs_wherever_its_layers_lie(post_norm, place):
+    """Layers of two kinds, with tensors, windows and scales of their own: a tree behind a prefix, and a text."""
+    directory, model, tensors = post_norm
+    committed, lacking, tree = prompt_of(1, 11, 40), prompt_of(2, 3, 40), random_tree(20, seed=3, reach=2)
+    drafted = prompt_of(3, len(tree), 40)
+    with open_llm(directory, "resident" if place == "graphs" else place) as llm:
+        runner = runner_of(llm)
+        assert llm.generate(committed).pop().token_ids == second_architecture.generate(model, tensors, committed, 64)
+        if place == "graphs":
+            runner.use_graphs(GraphShape(32, 64, 64), record)
+        cache = prefill(runner, committed, 64)
+        got = feed(runner, cache, lacking + drafted, tree.after_chain(len(lacking)), n_wanted=len(tree))
+    for node in range(len(tree)):
+        path = [drafted[one] for one in path_of(tree, node)]
+        expected = second_architecture.logits_of(model, tensors, committed + lacking + path)[-1]
+        torch.testing.assert_close(got[node], expected, atol=ATOL, rtol=0)
+
+
+def test_another_architecture_is_drafted_for_by_itself(post_norm):
+    directory, model, tensors = post_norm
+    prompt = prompt_of(5, 9, 40)
+    with open_llm(directory, "disk", draft_model=str(directory)) as llm:
+        assert llm.generate(prompt).pop().token_ids == second_architecture.generate(model, tensors, prompt, 64)
 
 
 ROPES = {

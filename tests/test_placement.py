@@ -131,7 +131,7 @@ def _plan(capsys: pytest.CaptureFixture[str], checkpoint: Path, *flags: str) -> 
 
 def _used(plan: dict[str, Any]) -> int:
     resident = sum(n for tier, n in zip(plan["tiers"], plan["layer_nbytes"], strict=True) if tier == "device")
-    return sum(plan["need"].values()) + resident + plan["n_slots"] * max(plan["layer_nbytes"])
+    return sum(plan["reserved"].values()) + resident + plan["n_slots"] * max(plan["layer_nbytes"])
 
 
 def test_the_command_line_plans_within_the_budget_and_names_the_smallest(

@@ -19,7 +19,7 @@ from offload_rt.config import EngineConfig
 from offload_rt.engine.memory_plan import Sizes, plan_memory
 from offload_rt.errors import SettingsError
 from offload_rt.models.families import spec_of
-from offload_rt.models.spec import ModelSpec
+from offload_rt.models.native import NativeDecoder
 from offload_rt.planning.acceptance import assume
 from offload_rt.planning.forecast import Forecast, Machine, PlanRequest, predict
 from offload_rt.planning.hardware import CARDS, find_card
@@ -71,7 +71,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 )  # fmt: skip
 def test_known_shapes_have_as_many_weights_as_their_papers_say(name: str, billions: float) -> None:
     spec = spec_of(KNOWN[name])
-    tensors = [*spec.non_layer_tensors(), *[one for _ in range(spec.n_layers) for one in spec.layer_tensors()]]
+    tensors = [*spec.non_layer_tensors(), *[one for i in range(spec.n_layers) for one in spec.layer_tensors(i)]]
     assert sum(int(np.prod(shape)) for _, shape in tensors) / 1e9 == pytest.approx(billions, rel=0.01)
 
 
@@ -84,7 +84,7 @@ def test_every_card_says_where_its_figures_are_from(card) -> None:
 
 def test_the_roofline_is_the_longer_of_reading_and_multiplying() -> None:
     spec, roof = spec_of(KNOWN["llama2-7b"]), Roof(flops=1e12, bandwidth=1e11, launch_s=0.0)
-    n_weights = sum(int(np.prod(shape)) for _, shape in spec.layer_tensors())
+    n_weights = sum(int(np.prod(shape)) for _, shape in spec.layer_tensors(0))
     assert roof.layer_s(spec, 1, 0, 2) == pytest.approx(2 * n_weights / 1e11, rel=0.01)
     assert roof.layer_s(spec, 1000, 0, 2) == pytest.approx(2 * 1000 * n_weights / 1e12, rel=0.05)
     # One row and a context so long that its keys and values are the most of it.
@@ -113,7 +113,7 @@ def test_a_config_alone_is_planned_as_its_checkpoint_is_loaded(tmp_path: Path) -
     )  # embedding, head and norm, in float32
     assert (planned.max_model_len, planned.cache_rows) == (engine_plan.max_model_len, engine_plan.cache_rows)
     # On a device every tensor begins at a multiple of 256 bytes.
-    padding = 256 * len(checkpoint.spec.layer_tensors())
+    padding = 256 * len(checkpoint.spec.layer_tensors(0))
     for exact, packed in zip(by_file.layer_nbytes, by_config.layer_nbytes, strict=True):
         assert exact <= packed <= exact + padding
 
@@ -189,7 +189,7 @@ def test_drawn_paths_are_repeatable_and_about_as_long_as_expected() -> None:
 # Acceptance.
 
 
-def specs() -> tuple[ModelSpec, ModelSpec]:
+def specs() -> tuple[NativeDecoder, NativeDecoder]:
     return spec_of(KNOWN["llama2-70b"]), spec_of(KNOWN["llama2-7b"])
 
 

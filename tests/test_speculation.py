@@ -5,6 +5,7 @@ from weakref import WeakKeyDictionary
 
 import pytest
 import torch
+from offload_rt.engine.loop import Loop, RunningSequence, RunStats
 from recorded import record
 from texts import N_NEW, assert_distribution, exact_distribution, small_model
 from tiny import (
@@ -23,7 +24,6 @@ from tiny import (
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.engine import builder
-from offload_rt.engine.loop import Loop, RunningSequence, RunStats
 from offload_rt.executor.cost import CostEstimator
 from offload_rt.executor.cuda_graphs import GraphShape
 from offload_rt.executor.runner import Runner

@@ -3,6 +3,7 @@
 import copy
 import json
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,13 @@ from transformers import (
 
 from offload_rt import LLM
 from offload_rt.config import EngineConfig
+from offload_rt.engine.engine import Engine, Parts
+from offload_rt.engine.scheduler import Scheduler
 from offload_rt.executor.runner import Runner, Step
 from offload_rt.speculate.draft_model import DraftModel
 from offload_rt.speculate.pair_stats import DraftParts
-from offload_rt.speculate.protocols import Drafter, DraftLimits
+from offload_rt.speculate.protocols import Drafter, DraftLimits, VerificationRule
+from offload_rt.speculate.verify import match
 from offload_rt.system import registry
 from offload_rt.system.trace import Trace
 from offload_rt.tree.topology import Topology
@@ -239,6 +243,12 @@ def drafter_of(llm: LLM, name: str, rule: str, limits: DraftLimits, level_s: flo
     )
 
 
+def engine_of(llm: LLM, drafter: Drafter, rule: VerificationRule = match, n_nodes: int = 1000) -> Engine:
+    """An engine over the runner of an LLM with another drafter, room for any number of sequences, and no clock."""
+    parts = Parts(runner_of(llm), drafter, rule, Steady(), Trace(on=False), None, ExitStack())
+    return Engine(parts, Scheduler(1_000_000, n_nodes))
+
+
 def runner_of(llm: LLM) -> Runner:
     """The runner inside."""
     return llm.engine.runner
@@ -246,10 +256,8 @@ def runner_of(llm: LLM) -> Runner:
 
 def feed(runner: Runner, cache: int, tokens: Sequence[int], topology: Topology, n_wanted: int = 0) -> Tensor:
     """Logits of the last `n_wanted` tokens, or of all; the rows stay pending."""
-    step = Step(
-        cache, torch.tensor(tokens), topology, n_wanted or len(tokens), n_prompt=runner.n_committed(cache) + len(tokens)
-    )
-    return runner.forward([step])[0]
+    n_prompt = runner.n_committed(cache) + len(tokens)
+    return runner.forward([Step(cache, torch.tensor(tokens), topology, n_wanted or len(tokens), n_prompt)])[0]
 
 
 def prefill(runner: Runner, tokens: Sequence[int], capacity: int) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from offload_rt.cli.process import check_address_space, exit_code, run_program
+from offload_rt.cli.process import exit_code, run_program
 from offload_rt.config import EngineConfig, Parser, SamplingParams, add_flags, check_positive, from_flags, setting
 from offload_rt.errors import PromptError, SettingsError
 
@@ -92,7 +92,6 @@ def _calibrate(settings: CalibrateSettings, config: EngineConfig) -> None:
         from offload_rt.cli.format import check_plot
 
         check_plot(settings.plot)
-    check_address_space()
     from offload_rt.cli.format import quiet_libraries
     from offload_rt.llm import LLM
 

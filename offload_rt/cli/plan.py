@@ -151,12 +151,12 @@ def _with_card(settings: PlanSettings, config: EngineConfig, card: Card) -> "Mac
     link = None if settings.link is None else parse_rate(settings.link, "--link")
     from offload_rt.planning.forecast import Machine
 
-    if config.device_memory is not None and config.device_memory > card.memory_nbytes:
+    if config.device_nbytes is not None and config.device_nbytes > card.memory_nbytes:
         raise SettingsError(
             f"--device-memory {settings.device_memory}", need=f"at most the card's {format_size(card.memory_nbytes)}",
             change="lower --device-memory",
         )  # fmt: skip
-    machine = Machine.with_card(card, ram, disk, config.device_memory, link)
+    machine = Machine.with_card(card, ram, disk, config.device_nbytes, link)
     defaults = (("--ram", settings.ram, _RAM), ("--disk", settings.disk, _DISK))
     assumed = tuple(f"{flag} was not given: {default} is assumed" for flag, given, default in defaults if given is None)
     return replace(machine, sources=(*machine.sources, *assumed))

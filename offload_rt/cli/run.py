@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from offload_rt.cli.process import INTERRUPTED, check_address_space, exit_code, run_program, whole
+from offload_rt.cli.process import INTERRUPTED, exit_code, run_program
 from offload_rt.config import EngineConfig, Parser, SamplingParams, add_flags, from_flags, setting
 from offload_rt.errors import PromptError
 
@@ -92,7 +92,6 @@ def _parser() -> Parser:
 
 
 def _run(settings: RunSettings, config: EngineConfig, params: SamplingParams, so_far: _Progress) -> None:
-    check_address_space()
     # Not at the top: a wrong flag is told before the seconds that torch takes to load.
     from rich.console import Console
 
@@ -122,9 +121,8 @@ def _run(settings: RunSettings, config: EngineConfig, params: SamplingParams, so
             if settings.trace is not None:
                 trace.write(Path(settings.trace))
         if settings.json:
-            with whole():
-                _print_json(output.text, output.token_ids, output.finish_reason, asdict(output.stats))
-                so_far.is_told = True
+            _print_json(output.text, output.token_ids, output.finish_reason, asdict(output.stats))
+            so_far.is_told = True
         plain = median(llm.time_plain(len(ids))) if settings.baseline else None
         console.print(report(output.stats, llm.plan.pass_bytes, plain), highlight=False, soft_wrap=True)
         if settings.show_tree:
@@ -133,15 +131,13 @@ def _run(settings: RunSettings, config: EngineConfig, params: SamplingParams, so
 
 def _generate(llm: "LLM", ids: list[int], params: SamplingParams, so_far: _Progress) -> "Output":
     for piece in llm.stream(ids, params):
-        with whole():
-            so_far.text += piece.text
-            so_far.token_ids += tuple(piece.token_ids)
-            if not so_far.as_json:
-                print(piece.text, end="", flush=True)
+        so_far.text += piece.text
+        so_far.token_ids += tuple(piece.token_ids)
+        if not so_far.as_json:
+            print(piece.text, end="", flush=True)
     if not so_far.as_json:
-        with whole():
-            print(flush=True)
-            so_far.is_told = True
+        print(flush=True)
+        so_far.is_told = True
     return piece.output
 
 

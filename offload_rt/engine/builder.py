@@ -10,32 +10,38 @@ import torch
 
 from offload_rt.config import EngineConfig
 from offload_rt.engine import profile
+from offload_rt.engine.engine import Engine, Parts
 from offload_rt.engine.memory_plan import LIBRARIES, Sizes, less_margin, plan_memory
+from offload_rt.engine.scheduler import Scheduler
 from offload_rt.errors import CapacityError, DeviceError, SettingsError
 from offload_rt.executor.cost import CostEstimator
 from offload_rt.executor.cuda_graphs import CudaCapture, GraphShape
 from offload_rt.executor.runner import Placing, Runner
+from offload_rt.models.architecture import LayerWeights
 from offload_rt.offload import stream_cuda, stream_threads
 from offload_rt.offload.device import DeviceTier
 from offload_rt.offload.disk import DiskTier
 from offload_rt.offload.host import HostTier
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.offload.placement import MemoryBudget, Plan
-from offload_rt.offload.streamer import LayerSources, Streamer
-from offload_rt.offload.tier import read_parallel
+from offload_rt.offload.streamer import LayerSources
+from offload_rt.offload.tier import done_ahead, read_parallel
 from offload_rt.speculate.draft_model import ROWS_PER_NODE, DraftModel, draft_rows
 from offload_rt.speculate.pair_stats import DraftParts, PairStats, load_pair_stats
 from offload_rt.speculate.protocols import Drafter, DraftLimits
 from offload_rt.speculate.select import Drafting, warm_up
 from offload_rt.system.machine import MachineProfile, cards, memory_free, memory_limit
-from offload_rt.system.threads import done_ahead
 from offload_rt.system.trace import Trace
 from offload_rt.weights.checkpoint import Checkpoint
-from offload_rt.weights.formats import dense
 from offload_rt.weights.header import TensorRecord
 from offload_rt.weights.layout import PackedLayer, host_block, repack
 
 Progress = Callable[[int, int], None]
+
+_REFUSED = (
+    "the driver pins no more memory of the host: layers go through a few pinned slots, "
+    "which costs CPU time and some speed; raise the limit of locked memory, or lower --host-memory"
+)
 
 
 @dataclass(frozen=True)
@@ -57,48 +63,6 @@ class EnginePlan:
     max_model_len: int
     cache_rows: int
     notice: str = ""
-
-
-@dataclass(frozen=True)
-class Engine:
-    """A loaded model, ready to run, with its drafter, and what must be closed behind it.
-
-    draft  the draft model, itself an engine without a drafter of its own
-    """
-
-    runner: Runner
-    drafter: Drafter
-    cost: CostEstimator
-    host: HostTier
-    resident: DeviceTier
-    draft: Runner | None = None
-    draft_layers: DeviceTier | None = None
-
-    @property
-    def streamer(self) -> Streamer:
-        """What brings the layers."""
-        return self.runner.streamer
-
-    @property
-    def notice(self) -> str:
-        """What its user should know of how it runs; empty if nothing."""
-        if not self.host.is_refused:
-            return ""
-        return (
-            "the driver pins no more memory of the host: layers go through a few pinned slots, "
-            "which costs CPU time and some speed; raise the limit of locked memory, or lower --host-memory"
-        )
-
-    def close(self) -> None:
-        """End all transfers and release the weights."""
-        for runner in filter(None, (self.runner, self.draft)):
-            runner.drop_graphs()
-        self.streamer.close()
-        self.host.close()
-        self.resident.close()
-        if self.draft is not None:
-            self.draft.streamer.close()
-            self.draft_layers.close()
 
 
 def pick_device(name: str) -> torch.device:
@@ -137,16 +101,17 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting
             "--host-memory is for pinned memory beside a GPU", change="on a CPU, set --device-memory alone"
         )
     dtype = _pick_dtype(config.dtype, checkpoint)
-    names = [name for name, _ in spec.layer_tensors()]
     budget = memory_budget(config, device)
     target = Sizes.of_checkpoint(checkpoint, dtype)
-    draft = drafting.draft and Sizes.of_checkpoint(drafting.draft, drafting.draft.layers[0][0].torch_dtype())
-    disk = DiskTier(checkpoint.layers, names)
+    draft = None
+    if drafting.draft is not None:
+        draft = Sizes.of_checkpoint(drafting.draft, drafting.draft.dtype)
+    disk = DiskTier(checkpoint.layers)
     try:
         target = replace(target, layer_nbytes=tuple(disk.layout(i).nbytes for i in range(spec.n_layers)))
         fitted = plan_memory(config, drafting, (target, draft), dtype, budget)
         if fitted.plan.count("disk"):
-            disk = _tuned(disk, checkpoint, names)
+            disk = _tuned(disk, checkpoint)
     except BaseException:
         disk.close()
         raise
@@ -160,41 +125,44 @@ def load(engine_plan: EnginePlan, trace: Trace, progress: Progress | None = None
     """Load what the plan keeps in memory, start the streamer, and measure what passes cost where a drafter asks.
 
     progress  told (bytes so far, bytes in all) while loading, from several threads
-    Raises LinkError if a weight cannot be read.
+    Raises LinkError if a weight cannot be read. The plan's files are closed with the engine, or here where loading fails.
     """
-    plan, disk, checkpoint, draft = (
-        engine_plan.plan,
-        engine_plan.disk,
-        engine_plan.checkpoint,
-        engine_plan.drafting.draft,
-    )
+    plan, disk, draft = engine_plan.plan, engine_plan.disk, engine_plan.drafting.draft
+    is_cuda = engine_plan.device.type == "cuda"
     in_memory = [i for i, name in enumerate(plan.tiers) if name != "disk"]
     n_bytes = plan.reserved.non_layer + sum(disk.nbytes(i) for i in in_memory)
     meter = _Meter(n_bytes + (draft.nbytes if draft else 0), progress)
-    resident, host, draft_layers = DeviceTier(), HostTier(register=engine_plan.device.type == "cuda"), DeviceTier()
-    with ExitStack() as opened:
-        opened.callback(host.close)
-        if engine_plan.device.type == "cuda":
-            _cap_device_memory(plan.budget.device, engine_plan.device)
+    with ExitStack() as closes:
+        closes.callback(disk.close)
+        if is_cuda:
+            closes.callback(torch.cuda.empty_cache)
+            _cap_device_memory(plan.budget.device, engine_plan.device, closes)
+        host, resident = HostTier(register=is_cuda), DeviceTier()
+        closes.callback(host.close)
+        closes.callback(resident.close)
         place = Placing(engine_plan.device, engine_plan.dtype)
-        non_layer = _load_non_layer(checkpoint, place, meter)
+        non_layer = _load_non_layer(engine_plan.checkpoint, place, meter)
         _fill({"device": resident, "host": host}, engine_plan, meter)
         streamed = tuple({"device": None, "host": host, "disk": disk}[name] for name in plan.tiers)
-        runner = _runner(place, checkpoint, LayerSources(resident, streamed, plan.n_slots), non_layer, trace)
-        opened.callback(runner.streamer.close)
-        draft_runner = _load_draft(engine_plan, draft, draft_layers, meter, trace) if draft else None
+        sources = LayerSources(resident, streamed, plan.n_slots)
+        runner = _runner(place, engine_plan.checkpoint, sources, non_layer, trace)
+        closes.callback(runner.close)
+        draft_runner = _load_draft(engine_plan, draft, meter, trace) if draft else None
         if draft_runner is not None:
-            opened.callback(draft_runner.streamer.close)
-        if engine_plan.device.type == "cuda":
+            closes.callback(draft_runner.close)
+        if is_cuda:
             _capture_passes(engine_plan, runner, draft_runner)
-        engine = _with_drafter(engine_plan, runner, (host, resident), draft_runner, draft_layers, trace)
-        opened.pop_all()  # from here on they are the engine's to close
-        return engine
+        drafter, cost = _open_drafter(engine_plan, runner, draft_runner, trace)
+        parts = Parts(runner, drafter, engine_plan.drafting.rule, cost, trace, draft_runner, closes.pop_all())
+    scheduler = Scheduler(engine_plan.cache_rows, engine_plan.limits.n_nodes)
+    return Engine(parts, scheduler, _REFUSED if host.is_refused else "")
 
 
-def _cap_device_memory(nbytes: int, device: torch.device) -> None:
-    """Let torch take no more than the budget, so that a larger card behaves as a smaller one."""
+def _cap_device_memory(nbytes: int, device: torch.device, closes: ExitStack) -> None:
+    """Let torch take no more than the budget until `closes`, so that a larger card behaves as a smaller one."""
     _, all_of_card = torch.cuda.mem_get_info(device)
+    before = torch.cuda.get_per_process_memory_fraction(device)
+    closes.callback(torch.cuda.set_per_process_memory_fraction, before, device)
     torch.cuda.set_per_process_memory_fraction(min(nbytes / all_of_card, 1.0), device)
 
 
@@ -209,37 +177,29 @@ def _capture_passes(engine_plan: EnginePlan, runner: Runner, draft: Runner | Non
 
 
 def _runner(
-    place: Placing, checkpoint: Checkpoint, sources: LayerSources, non_layer: dense.View, trace: Trace
+    place: Placing, checkpoint: Checkpoint, sources: LayerSources, non_layer: LayerWeights, trace: Trace
 ) -> Runner:
     open_streamer = stream_cuda.open_streamer if place.device.type == "cuda" else stream_threads.open_streamer
     streamer = open_streamer(sources, trace, place.device)
-    return Runner(checkpoint.spec, streamer, non_layer, dense.View, place, trace)
+    return Runner(checkpoint.spec, streamer, non_layer, checkpoint.format, place, trace)
 
 
-def _load_draft(
-    engine_plan: EnginePlan, draft: Checkpoint, layers: DeviceTier, meter: "_Meter", trace: Trace
-) -> Runner:
+def _load_draft(engine_plan: EnginePlan, draft: Checkpoint, meter: "_Meter", trace: Trace) -> Runner:
     """The draft model, all of it on the device, in its own dtype."""
-    disk = DiskTier(draft.layers, [name for name, _ in draft.spec.layer_tensors()])
-    try:
+    layers = DeviceTier()
+    with closing(DiskTier(draft.layers)) as disk:
         for i in range(draft.spec.n_layers):
             layers.put(i, _on(engine_plan.device, _read(disk, i, engine_plan.device, meter)))
-    finally:
-        disk.close()
-    place = Placing(engine_plan.device, draft.layers[0][0].torch_dtype())
+    place = Placing(engine_plan.device, draft.dtype)
     non_layer = _load_non_layer(draft, place, meter)
     # Its passes are in the trace as levels of a tree; layer by layer they would fill it.
-    return _runner(place, draft, LayerSources(layers, (None,) * draft.spec.n_layers, 0), non_layer, Trace(on=False))
+    sources = LayerSources(layers, (None,) * draft.spec.n_layers, 0)
+    return _runner(place, draft, sources, non_layer, Trace(on=False))
 
 
-def _with_drafter(
-    engine_plan: EnginePlan,
-    runner: Runner,
-    tiers: tuple[HostTier, DeviceTier],
-    draft: Runner | None,
-    draft_layers: DeviceTier,
-    trace: Trace,
-) -> Engine:
+def _open_drafter(
+    engine_plan: EnginePlan, runner: Runner, draft: Runner | None, trace: Trace
+) -> tuple[Drafter, CostEstimator]:
     drafting, limits, moved = engine_plan.drafting, engine_plan.limits, engine_plan.plan.pass_bytes
     if limits.n_nodes == 1:
         machine = MachineProfile("not measured", False, (("disk", 1.0), ("host", 1.0)), 1.0)
@@ -252,7 +212,7 @@ def _with_drafter(
         model = DraftModel(draft, runner.spec.vocab_size, limits.n_levels, trace)
         pair_stats = load_pair_stats(runner.spec, draft.spec)
     parts = DraftParts(limits, cost, drafting.child_sampling, model, pair_stats)
-    return Engine(runner, drafting.module.open_drafter(parts), cost, *tiers, draft, draft_layers)
+    return drafting.module.open_drafter(parts), cost
 
 
 class _Meter:
@@ -271,7 +231,7 @@ class _Meter:
 
 def _pick_dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:
     if name == "auto":
-        name = checkpoint.spec.dtype_name or str(checkpoint.layers[0][0].torch_dtype()).removeprefix("torch.")
+        name = checkpoint.spec.dtype_name or str(checkpoint.dtype).removeprefix("torch.")
     return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}[
         name
     ]
@@ -281,12 +241,12 @@ def memory_budget(config: EngineConfig, device: torch.device) -> MemoryBudget:
     """The settings, or what is free, less a margin. Raises CapacityError for more than there is."""
     spare = less_margin(memory_free())
     if device.type == "cpu":
-        return MemoryBudget(_within(config.device_memory, "--device-memory", spare, memory_limit()))
+        return MemoryBudget(_within(config.device_nbytes, "--device-memory", spare, memory_limit()))
     torch.cuda.empty_cache()  # what an engine that was closed has left to torch is free as well
     on_card, all_of_card = torch.cuda.mem_get_info(device)
     return MemoryBudget(
-        _within(config.device_memory, "--device-memory", less_margin(on_card), all_of_card),
-        _within(config.host_memory, "--host-memory", spare, memory_limit()),
+        _within(config.device_nbytes, "--device-memory", less_margin(on_card), all_of_card),
+        _within(config.host_nbytes, "--host-memory", spare, memory_limit()),
         LIBRARIES,
         has_card=True,
     )
@@ -300,10 +260,10 @@ def _within(asked: int | None, flag: str, default: int, limit: int) -> int:
     return default if asked is None else asked
 
 
-def _tuned(disk: DiskTier, checkpoint: Checkpoint, names: list[str]) -> DiskTier:
-    settings = profile.read_settings(checkpoint.layers, names)
+def _tuned(disk: DiskTier, checkpoint: Checkpoint) -> DiskTier:
+    settings = profile.read_settings(checkpoint.layers)
     disk.close()
-    return DiskTier(checkpoint.layers, names, settings)
+    return DiskTier(checkpoint.layers, settings)
 
 
 def _read(disk: DiskTier, i: int, device: torch.device, meter: _Meter) -> PackedLayer:
@@ -337,10 +297,10 @@ def _fill(tiers: dict[str, MemoryTier], engine_plan: EnginePlan, meter: _Meter) 
                 tiers[name].put(i, image)
 
 
-def _load_non_layer(checkpoint: Checkpoint, place: Placing, meter: _Meter) -> dense.View:
-    tier = DiskTier([checkpoint.non_layer], [name for name, _ in checkpoint.spec.non_layer_tensors()])
+def _load_non_layer(checkpoint: Checkpoint, place: Placing, meter: _Meter) -> LayerWeights:
+    tier = DiskTier([checkpoint.non_layer])
     try:
         image = _on(place.device, _read(tier, 0, place.device, meter))
     finally:
         tier.close()
-    return dense.View(image.layout, image.block, place.dtype)
+    return checkpoint.format.view(image.layout, image.block, place.dtype)

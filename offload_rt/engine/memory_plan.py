@@ -14,12 +14,13 @@ from offload_rt.config import EngineConfig
 from offload_rt.errors import CapacityError
 from offload_rt.executor.runner import CHUNK_ROWS
 from offload_rt.kv.cache import ContiguousCache
-from offload_rt.models.spec import ModelSpec
+from offload_rt.models.architecture import Architecture
 from offload_rt.offload.placement import MemoryBudget, Plan, ReservedMemory, least_budget, place_layers
 from offload_rt.speculate.draft_model import draft_rows
 from offload_rt.speculate.protocols import DraftLimits
 from offload_rt.speculate.select import Drafting
 from offload_rt.weights.checkpoint import Checkpoint
+from offload_rt.weights.formats import StoredTensor
 from offload_rt.weights.layout import packed_layout
 
 # Part of the free memory that is left to others, and at least so many bytes of it.
@@ -39,14 +40,14 @@ class Sizes:
     layer_nbytes  bytes of each layer's block
     non_layer_nbytes  bytes of the weights outside the layers
     dtype         of the weights
-    n_converted   numbers of the largest tensor that is converted where it is used; 0 where none is
+    view_nbytes   bytes that using the weights where they lie takes besides, such as a copy of a converted matrix
     """
 
-    spec: ModelSpec
+    spec: Architecture
     layer_nbytes: tuple[int, ...]
     non_layer_nbytes: int
     dtype: torch.dtype
-    n_converted: int = 0
+    view_nbytes: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -56,21 +57,22 @@ class Sizes:
     @classmethod
     def of_checkpoint(cls, checkpoint: Checkpoint, dtype: torch.dtype) -> "Sizes":
         """Of the tensors as they are stored, computed with in `dtype`."""
-        records = [record for records in (*checkpoint.layers, checkpoint.non_layer) for record in records]
+        stored = [StoredTensor(one.name, one.shape, one.torch_dtype()) for one in checkpoint.records]
         return cls(
             spec=checkpoint.spec,
             layer_nbytes=tuple(sum(one.stop - one.start for one in layer) for layer in checkpoint.layers),
             non_layer_nbytes=sum(record.stop - record.start for record in checkpoint.non_layer),
-            dtype=checkpoint.layers[0][0].torch_dtype(),
-            n_converted=max((math.prod(one.shape) for one in records if one.torch_dtype() != dtype), default=0),
+            dtype=checkpoint.dtype,
+            view_nbytes=max(checkpoint.format.scratch_nbytes(one, CHUNK_ROWS, dtype) for one in stored),
         )
 
     @classmethod
-    def of_spec(cls, spec: ModelSpec, dtype: torch.dtype) -> "Sizes":
+    def of_spec(cls, spec: Architecture, dtype: torch.dtype) -> "Sizes":
         """Of a model whose weights are all of `dtype`, laid out as they are on a device."""
-        layer = packed_layout((name, shape, dtype) for name, shape in spec.layer_tensors())
+        layers = (spec.layer_tensors(i) for i in range(spec.n_layers))
+        nbytes = tuple(packed_layout((name, shape, dtype) for name, shape in layer).nbytes for layer in layers)
         non_layer = sum(math.prod(shape) for _, shape in spec.non_layer_tensors())
-        return cls(spec, (layer.nbytes,) * spec.n_layers, non_layer * dtype.itemsize, dtype)
+        return cls(spec, nbytes, non_layer * dtype.itemsize, dtype)
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,7 @@ def reserved_memory(
     return ReservedMemory(
         non_layer=target.non_layer_nbytes,
         cache=ContiguousCache.nbytes(spec, _cache_rows(max_len, n_nodes), dtype.itemsize).device,
-        scratch=hidden + target.n_converted * dtype.itemsize + spec.scratch_nbytes(rows, n_nodes, dtype.itemsize),
+        scratch=hidden + target.view_nbytes + spec.scratch_nbytes(rows, n_nodes, dtype.itemsize),
         draft=_draft_nbytes(draft, spec.vocab_size, max_len, n_nodes) if draft else 0,
     )
 
@@ -150,11 +152,12 @@ def _draft_nbytes(draft: Sizes, vocab_size: int, max_len: int, n_nodes: int) -> 
     cache = ContiguousCache.nbytes(draft.spec, draft_rows(max_len, n_nodes), itemsize).device
     # Noise, its order and a copy of the distribution, of float32, for one level; and the distributions of all nodes.
     draft_probs = n_nodes * vocab_size * 4 * 4
-    return draft.nbytes + cache + draft.spec.scratch_nbytes(n_nodes, n_nodes, itemsize) + draft_probs
+    scratch = draft.view_nbytes + draft.spec.scratch_nbytes(n_nodes, n_nodes, itemsize)
+    return draft.nbytes + cache + scratch + draft_probs
 
 
 def _max_model_len(
-    config: EngineConfig, spec: ModelSpec, itemsize: int, budget: int, least: Callable[[int], int]
+    config: EngineConfig, spec: Architecture, itemsize: int, budget: int, least: Callable[[int], int]
 ) -> int:
     """The setting, or the longest context whose cache takes its share of the budget and leaves room for the rest.
 

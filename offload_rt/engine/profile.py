@@ -6,6 +6,7 @@ import platform
 import time
 from collections.abc import Sequence
 from contextlib import closing
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from offload_rt.executor.runner import Placing, Runner, Step
-from offload_rt.models.spec import ModelSpec
+from offload_rt.models.architecture import Architecture, TensorShape
 from offload_rt.offload.device import DeviceTier
 from offload_rt.offload.disk import DiskTier, ReadSettings
 from offload_rt.offload.pinning import pin, unpin
@@ -27,7 +28,7 @@ from offload_rt.system.files import read_cached, write_cached
 from offload_rt.system.machine import ComputeTimes, MachineProfile, PassBytes
 from offload_rt.system.trace import Trace
 from offload_rt.tree.topology import Topology
-from offload_rt.weights.formats import dense
+from offload_rt.weights.formats import StoredTensor, format_of
 from offload_rt.weights.header import TensorRecord
 from offload_rt.weights.layout import PackedLayer, host_block, packed_layout
 
@@ -43,17 +44,14 @@ _STALE = 1.3
 _MARGIN = 1.05
 
 
-def read_settings(layers: Sequence[Sequence[TensorRecord]], names: Sequence[str]) -> ReadSettings:
-    """The best way to read these blocks, measured once for each disk and remembered.
-
-    layers, names  as `DiskTier` takes them
-    """
+def read_settings(layers: Sequence[Sequence[TensorRecord]]) -> ReadSettings:
+    """The best way to read these blocks, measured once for each disk and remembered."""
     disk = _disk_of(layers[0][0].path)
     known = read_cached(_CACHE, _VERSION)
     for settings in _CANDIDATES:  # anything else was not measured by this program
         if known.get(disk) == [settings.request_nbytes, settings.n_parallel]:
             return settings
-    best = _measure_settings(layers[: min(len(layers), 2)], names)
+    best = _measure_settings(layers[: min(len(layers), 2)])
     write_cached(_CACHE, _VERSION, {**known, disk: [best.request_nbytes, best.n_parallel]})
     return best
 
@@ -198,22 +196,27 @@ def compute_times(runner: Runner, n_rows: int, max_context: int) -> ComputeTimes
     return ComputeTimes(widths, contexts, (tuple(short), tuple((np.array(short) + np.maximum(more, 0)).tolist())))
 
 
-def times_of_shape(spec: ModelSpec, place: Placing, n_rows: int, max_context: int) -> ComputeTimes:
-    """`compute_times` of a model that is not at hand, by one layer and a head of random numbers."""
-    image = _random_image(spec.layer_tensors(), place)
-    non_layer = _random_image(spec.non_layer_tensors(), place)
+def times_of_shape(spec: Architecture, place: Placing, n_rows: int, max_context: int) -> ComputeTimes:
+    """`compute_times` of an unquantised model that is not at hand, by layers and a head of random numbers."""
+    weight_format = format_of(None)
+
+    @cache
+    def random_image(tensors: tuple[TensorShape, ...]) -> PackedLayer:
+        return _random_image([one for tensor in tensors for one in weight_format.stored(*tensor, place.dtype)], place)
+
+    non_layer = random_image(spec.non_layer_tensors())
     resident = DeviceTier()
     for i in range(spec.n_layers):
-        resident.put(i, image)
+        resident.put(i, random_image(spec.layer_tensors(i)))
     trace = Trace(on=False)
     # All layers are resident, so no thread starts, and any device will do.
     streamer = ThreadStreamer(LayerSources(resident, (None,) * spec.n_layers, 0), trace)
-    view = dense.View(non_layer.layout, non_layer.block, place.dtype)
-    return compute_times(Runner(spec, streamer, view, dense.View, place, trace), n_rows, max_context)
+    view = weight_format.view(non_layer.layout, non_layer.block, place.dtype)
+    return compute_times(Runner(spec, streamer, view, weight_format, place, trace), n_rows, max_context)
 
 
-def _random_image(tensors: Sequence[tuple[str, tuple[int, ...]]], place: Placing) -> PackedLayer:
-    layout = packed_layout((name, shape, place.dtype) for name, shape in tensors)
+def _random_image(tensors: Sequence[StoredTensor], place: Placing) -> PackedLayer:
+    layout = packed_layout((name, shape, dtype or place.dtype) for name, shape, dtype in tensors)
     block = torch.empty(layout.nbytes, dtype=torch.uint8, device=place.device)
     for view in layout.views(block).values():
         view.normal_(std=0.02)
@@ -245,11 +248,12 @@ def _now(runner: Runner) -> float:
 
 def _fingerprint(runner: Runner, rows: tuple[int, int]) -> str:
     parts = (platform.machine(), platform.processor(), os.cpu_count(), torch.get_num_threads(), torch.__version__)
-    return hashlib.sha256(repr((*parts, runner.spec, runner.dtype, str(runner.device), rows)).encode()).hexdigest()[:24]
+    model = (runner.spec, runner.format.name, runner.dtype, str(runner.device))
+    return hashlib.sha256(repr((*parts, *model, rows)).encode()).hexdigest()[:24]
 
 
-def _measure_settings(layers: Sequence[Sequence[TensorRecord]], names: Sequence[str]) -> ReadSettings:
-    tiers = [(settings, DiskTier(layers, names, settings)) for settings in _CANDIDATES]
+def _measure_settings(layers: Sequence[Sequence[TensorRecord]]) -> ReadSettings:
+    tiers = [(settings, DiskTier(layers, settings)) for settings in _CANDIDATES]
     block = host_block(max(tier.layout(i).nbytes for _, tier in tiers for i in range(len(layers))))
     rates: dict[ReadSettings, list[float]] = {settings: [] for settings in _CANDIDATES}
     try:

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from offload_rt import ops
 from offload_rt.kv.cache import KVBuffer
-from offload_rt.models.decoder import Attend, LayerWeights, decoder_layer
-from offload_rt.models.spec import ModelSpec
+from offload_rt.models.architecture import Architecture, LayerWeights
 from offload_rt.weights.layout import packed_layout
 
 # Rows and keys are rounded up to these, so that few shapes are captured: a level of 5 rows is computed as 8.
@@ -20,21 +19,15 @@ _MOST_KEPT = 40
 
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], None]], Replay]
-Head = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class ResidentModel:
-    """A model whose layers are all on the device.
+    """A model whose layers are all on the device."""
 
-    embed   ids (n,) -> (n, hidden_size)
-    head    (n, hidden_size) -> logits (n, vocabulary)
-    """
-
-    spec: ModelSpec
+    spec: Architecture
     layers: Sequence[LayerWeights]
-    embed: Callable[[Tensor], Tensor]
-    head: Head
+    non_layer: LayerWeights
 
 
 @dataclass(frozen=True)
@@ -50,32 +43,31 @@ class GraphShape:
 class GraphInputs:
     """What a pass of at most n rows reads, at fixed addresses.
 
-    ids, rows  (n,) int64: tokens, and the rows of the cache that they are written to
-    cos, sin   (n, head_dim)
-    mask       what the rows look at; the content of its tensors changes from pass to pass
-    block      uint8, of which all these are views
+    ids, rows   (n,) int64: tokens, and the rows of the cache that they are written to
+    row_inputs  (n, ...) each, see `Architecture.row_inputs`
+    mask        what the rows look at; the content of its tensors changes from pass to pass
+    block       uint8, of which all these are views
     """
 
     ids: Tensor
     rows: Tensor
-    cos: Tensor
-    sin: Tensor
+    row_inputs: tuple[Tensor, ...]
     mask: ops.TreeMask
     block: Tensor
 
     @classmethod
-    def empty(cls, shape: GraphShape, head_dim: int, dtype: torch.dtype, device: torch.device) -> "GraphInputs":
-        """Inputs of a model that computes in `dtype`."""
+    def empty(cls, shape: GraphShape, of_row: Sequence[Tensor], device: torch.device) -> "GraphInputs":
+        """Inputs of a model whose `row_inputs` of one row are `of_row`."""
         n, int32 = shape.n_rows, torch.int32
         layout = packed_layout((
-            ("ids", (n,), torch.int64), ("rows", (n,), torch.int64), ("cos", (n, head_dim), dtype),
-            ("sin", (n, head_dim), dtype), ("bits", (n, -(-shape.n_tree_rows // 32)), int32), ("depths", (n,), int32),
-            ("key_depths", (shape.n_tree_rows,), int32), ("extent", (2,), int32),
+            ("ids", (n,), torch.int64), ("rows", (n,), torch.int64), ("bits", (n, -(-shape.n_tree_rows // 32)), int32),
+            ("depths", (n,), int32), ("key_depths", (shape.n_tree_rows,), int32), ("extent", (2,), int32),
+            *((f"row_inputs.{i}", (n, *one.shape[1:]), one.dtype) for i, one in enumerate(of_row)),
         ))  # fmt: skip
         block = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
-        ids, rows, cos, sin, bits, depths, key_depths, extent = layout.views(block).values()
+        ids, rows, bits, depths, key_depths, extent, *row_inputs = layout.views(block).values()
         mask = ops.TreeMask(bits, depths, key_depths, extent, shape.n_keys, is_exact=False)
-        return cls(ids, rows, cos, sin, mask, block)
+        return cls(ids, rows, tuple(row_inputs), mask, block)
 
     def fill(self, rows: "PassRows", spare: int) -> None:
         """Copy the rows of a pass into these inputs, which are on the host.
@@ -85,7 +77,8 @@ class GraphInputs:
         n, mask, source = len(rows.ids), self.mask, rows.mask
         self.block.zero_()
         self.ids[:n], self.rows[:n], self.rows[n:] = rows.ids, rows.rows, spare
-        self.cos[:n], self.sin[:n] = rows.cos, rows.sin
+        for mine, one in zip(self.row_inputs, rows.row_inputs, strict=True):
+            mine[:n] = one
         mask.bits[:n, : source.bits.shape[1]] = source.bits
         mask.bits[n:] = mask.bits[0]
         mask.depths[:n], mask.depths[n:] = source.depths, source.depths[0]
@@ -97,30 +90,33 @@ class GraphInputs:
 class PassRows:
     """The rows of one sequence in a pass, on the host.
 
-    ids, rows  (n,) int64: tokens, and their rows in the cache
-    cos, sin   (n, head_dim)
-    mask       what they look at, without a window
+    ids, rows   (n,) int64: tokens, and their rows in the cache
+    row_inputs  (n, ...) each, see `Architecture.row_inputs`
+    mask        what they look at, without a window
     """
 
     ids: Tensor
     rows: Tensor
-    cos: Tensor
-    sin: Tensor
+    row_inputs: tuple[Tensor, ...]
     mask: ops.TreeMask
 
 
 class GraphPass:
     """One pass of a fixed shape over one KV buffer; inputs and logits stay at fixed addresses.
 
+    To the layers it is the `PassContext`.
+
     logits  (>= shape.n_rows, vocabulary), written
     """
 
     def __init__(self, model: ResidentModel, buffer: KVBuffer, shape: GraphShape, logits: Tensor) -> None:
         self._model, self._buffer = model, buffer
-        self._host, self._inputs = (
-            GraphInputs.empty(shape, model.spec.head_dim, buffer.keys.dtype, device)
-            for device in (torch.device("cpu"), buffer.keys.device)
-        )
+        one = torch.ones(1, dtype=torch.int64)
+        of_row = model.spec.row_inputs(one, one, buffer.keys.dtype)
+        self._host = GraphInputs.empty(shape, of_row, torch.device("cpu"))
+        self._inputs = GraphInputs.empty(shape, of_row, buffer.keys.device)
+        self.row_inputs = self._inputs.row_inputs
+        self._masks: dict[int | None, ops.TreeMask] = {}
         self._logits = logits[: shape.n_rows]
         self._n_runs = 0
         self._replay: Replay | None = None
@@ -137,18 +133,19 @@ class GraphPass:
     @torch.inference_mode()
     def compute(self) -> None:
         """Embedding, layers and head; writes the rows of the cache and the logits."""
-        inputs, model = self._inputs, self._model
+        model, non_layer = self._model.spec, self._model.non_layer
         # Masks of this computation's own: what the reference makes of one is part of what is captured.
-        masks = {window: replace(inputs.mask, window=window) for window in set(model.spec.windows)}
-        hidden = model.embed(inputs.ids)
-        for i, weights in enumerate(model.layers):
-            attend = self._attend(i, masks[model.spec.windows[i]])
-            hidden = decoder_layer(model.spec, weights, hidden, (inputs.cos, inputs.sin), attend)
-        self._logits.copy_(model.head(hidden))
+        self._masks = {}
+        hidden = model.embed(non_layer, self._inputs.ids)
+        for i, weights in enumerate(self._model.layers):
+            hidden = model.layer(i, weights, hidden, self)
+        self._logits.copy_(model.head(non_layer, hidden))
 
-    def _attend(self, layer: int, mask: ops.TreeMask) -> Attend:
-        scale = self._model.spec.head_dim**-0.5
-        return lambda q, k, v: self._buffer.attend(layer, self._inputs.rows, q, k, v, mask, scale)
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None) -> Tensor:
+        """See `PassContext.attend`."""
+        if window not in self._masks:
+            self._masks[window] = replace(self._inputs.mask, window=window)
+        return self._buffer.attend(layer, self._inputs.rows, q, k, v, self._masks[window], scale)
 
 
 class GraphRunner:

@@ -1,11 +1,10 @@
 """One model, one pass: every layer is visited once, for all sequences of the batch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import count
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,12 +12,11 @@ from torch import Tensor
 from offload_rt import ops
 from offload_rt.executor.cuda_graphs import Capture, GraphRunner, GraphShape, PassRows, ResidentModel
 from offload_rt.kv.cache import ContiguousCache, KVBuffer, KVCache
-from offload_rt.models.decoder import LayerWeights, decoder_layer
-from offload_rt.models.spec import EMBED, HEAD, NORM, ModelSpec
+from offload_rt.models.architecture import Architecture, LayerWeights
 from offload_rt.offload.streamer import LayerView, Streamer
 from offload_rt.system.trace import COMPUTE, Trace
 from offload_rt.tree.topology import Topology
-from offload_rt.weights.layout import Layout
+from offload_rt.weights.formats import WeightFormat
 
 # Rows that go through a layer together. One pass over the weights serves a long prompt chunk by chunk, and activations stay
 # small. When memory runs out, chunks shrink down to the least.
@@ -32,16 +30,6 @@ class Placing:
     device: torch.device
     dtype: torch.dtype
     kv: type[KVCache] = ContiguousCache
-
-
-class NonLayerWeights(LayerWeights, Protocol):
-    """The weights outside the layers."""
-
-    def rows(self, ids: Tensor, name: str) -> Tensor:
-        """Rows `ids` (n,) of the table `name`: (n, width)."""
-
-
-Viewer = Callable[[Layout, Tensor, torch.dtype], LayerWeights]
 
 
 @dataclass(frozen=True)
@@ -99,12 +87,20 @@ class _Segment:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows [first, last) of a pass, with their cosines and sines."""
+    """Rows [first, last) of a pass; to the layers it is the `PassContext`."""
 
     first: int
     last: int
     segments: tuple[_Segment, ...]
-    rope: tuple[Tensor, Tensor]
+    row_inputs: tuple[Tensor, ...]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None) -> Tensor:
+        """See `PassContext.attend`."""
+        outs = [
+            one.cache.attend(layer, one.start, q[one.rows], k[one.rows], v[one.rows], one.mask(window), scale)
+            for one in self.segments
+        ]
+        return torch.cat(outs) if len(outs) > 1 else outs[0]
 
 
 class Runner:
@@ -112,15 +108,15 @@ class Runner:
 
     def __init__(
         self,
-        spec: ModelSpec,
+        spec: Architecture,
         streamer: Streamer,
-        non_layer: NonLayerWeights,
-        view: Viewer,
+        non_layer: LayerWeights,
+        weight_format: WeightFormat,
         place: Placing,
         trace: Trace,
     ) -> None:
         self.spec, self.streamer, self.dtype, self.device = spec, streamer, place.dtype, place.device
-        self.non_layer, self._view, self._trace = non_layer, view, trace
+        self.non_layer, self.format, self._trace = non_layer, weight_format, trace
         self._chunk_rows = CHUNK_ROWS
         self._kv, self._caches, self._ids = place.kv, dict[int, KVCache](), count()
         self._graphs: GraphRunner | None = None
@@ -136,7 +132,8 @@ class Runner:
             self._caches[step.cache].begin(step.tokens.tolist())
         if len(steps) == 1 and (logits := self._replay(steps[0])) is not None:
             return [logits]
-        hidden = self._embed(torch.cat([step.tokens[step.n_done :] for step in steps]).to(self.device))
+        ids = torch.cat([step.tokens[step.n_done :] for step in steps]).to(self.device)
+        hidden = self.spec.embed(self.non_layer, ids)
         chunks = self.chunks(steps)
         with closing(self.streamer.sweep()) as sweep:
             for block in sweep:
@@ -159,14 +156,16 @@ class Runner:
         """From now on compute passes of one sequence by graphs, up to this shape; all layers must be resident."""
         if self._kv is not ContiguousCache:
             return
-        layers = [self._view(block.layout, block.data, self.dtype) for block in self.streamer.sweep()]
-        model = ResidentModel(self.spec, layers, self._embed, self._head)
+        layers = [self.format.view(block.layout, block.data, self.dtype) for block in self.streamer.sweep()]
+        model = ResidentModel(self.spec, layers, self.non_layer)
         new_buffer = partial(KVBuffer.empty, self.spec, dtype=self.dtype, device=self.device)
         self._graphs = GraphRunner(model, most, new_buffer, capture)
 
-    def drop_graphs(self) -> None:
-        """Drop what was captured, which holds the weights."""
+    def close(self) -> None:
+        """End all transfers, and drop the caches and what was captured, which holds the weights."""
         self._graphs = None
+        self._caches.clear()
+        self.streamer.close()
 
     def _replay(self, step: Step) -> Tensor | None:
         """Logits of a step (n_wanted, vocabulary) by graphs; None where they do not serve."""
@@ -175,18 +174,17 @@ class Runner:
         if self._graphs is None or not isinstance(cache, ContiguousCache) or not self._graphs.fits(cache.buffer, shape):
             return None
         whole = _Segment(step, cache, step.n_done, n_tokens, slice(0, step.n_rows), torch.device("cpu"))
-        cos, sin = self._angles([whole])
         rows = torch.arange(shape.n_keys - step.n_rows, shape.n_keys)
-        inputs = PassRows(step.tokens[step.n_done :], rows, cos, sin, whole.mask(window=None))
+        inputs = PassRows(step.tokens[step.n_done :], rows, self._row_inputs([whole]), whole.mask(window=None))
         with self._trace.span(COMPUTE, "all layers"):
             return self._graphs.forward(cache.buffer, inputs)[step.n_rows - step.n_wanted :]
 
     def layer(self, block: LayerView, hidden: Tensor, chunks: Sequence["Chunk"]) -> None:
         """One layer on all rows, in place: hidden (n, hidden_size)."""
-        weights = self._view(block.layout, block.data, self.dtype)
+        weights = self.format.view(block.layout, block.data, self.dtype)
         for chunk in chunks:
             rows = slice(chunk.first, chunk.last)
-            hidden[rows] = decoder_layer(self.spec, weights, hidden[rows], chunk.rope, self._attend(block.i, chunk))
+            hidden[rows] = self.spec.layer(block.i, weights, hidden[rows], chunk)
 
     def shrink_chunks(self) -> bool:
         """Halve the rows that go through a layer together; returns whether they could be halved."""
@@ -231,18 +229,6 @@ class Runner:
         """Take the first n rows of a cache for committed, whatever they hold, to time passes after n tokens."""
         self._caches[id].committed = [0] * n
 
-    def _attend(self, layer: int, chunk: Chunk) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        window, scale = self.spec.windows[layer], self.spec.head_dim**-0.5
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            outs = [
-                one.cache.attend(layer, one.start, q[one.rows], k[one.rows], v[one.rows], one.mask(window), scale)
-                for one in chunk.segments
-            ]
-            return torch.cat(outs) if len(outs) > 1 else outs[0]
-
-        return attend
-
     def chunks(self, steps: Sequence[Step]) -> list[Chunk]:
         """Cut the rows of all steps, one behind the other, into chunks."""
         chunks: list[Chunk] = []
@@ -261,26 +247,19 @@ class Runner:
         return chunks
 
     def _chunk(self, first: int, n_rows: int, segments: list[_Segment]) -> Chunk:
-        cos, sin = self._angles(segments)
-        return Chunk(first, first + n_rows, tuple(segments), (cos.to(self.device), sin.to(self.device)))
+        row_inputs = tuple(one.to(self.device) for one in self._row_inputs(segments))
+        return Chunk(first, first + n_rows, tuple(segments), row_inputs)
 
-    def _angles(self, segments: list[_Segment]) -> tuple[Tensor, Tensor]:
-        """Cosines and sines (n, head_dim) of all rows, on the host."""
+    def _row_inputs(self, segments: list[_Segment]) -> tuple[Tensor, ...]:
+        """What the architecture's layers need to know of all rows, on the host."""
         positions = torch.cat([segment.positions() for segment in segments])
         prompts = torch.cat(
             [torch.full((segment.stop - segment.start,), segment.step.n_prompt) for segment in segments]
         )
-        return self.spec.rope.cos_sin(positions, torch.maximum(prompts, positions + 1), self.dtype)
+        return self.spec.row_inputs(positions, torch.maximum(prompts, positions + 1), self.dtype)
 
     def logits(self, hidden: Tensor, steps: Sequence[Step]) -> list[Tensor]:
-        """Last norm and head on the rows that each step wants: hidden (n, hidden_size) -> per step (n_wanted, vocabulary)."""
+        """The head on the rows that each step wants: hidden (n, hidden_size) -> per step (n_wanted, vocabulary)."""
         ends = torch.tensor([step.n_rows for step in steps]).cumsum(0).tolist()
         wanted = torch.cat([hidden[end - step.n_wanted : end] for end, step in zip(ends, steps, strict=True)])
-        return list(self._head(wanted).split([step.n_wanted for step in steps]))
-
-    def _embed(self, ids: Tensor) -> Tensor:
-        return self.non_layer.rows(ids, EMBED)
-
-    def _head(self, hidden: Tensor) -> Tensor:
-        normed = ops.rms_norm(hidden, self.non_layer.vector(NORM), self.spec.eps)
-        return self.non_layer.linear(normed, EMBED if self.spec.tied else HEAD)
+        return list(self.spec.head(self.non_layer, wanted).split([step.n_wanted for step in steps]))

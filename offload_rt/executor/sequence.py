@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from offload_rt.config import SamplingParams
+from offload_rt.executor.stats import SequenceStats
 from offload_rt.text.detokenize import TextStream
 
 
@@ -28,6 +29,7 @@ class Sequence:
     text: TextStream | None = None
     finish_reason: str | None = None
     generator: torch.Generator = field(default_factory=torch.Generator)
+    stats: SequenceStats = field(default_factory=SequenceStats)
 
     def __post_init__(self) -> None:
         self.n_prompt = len(self.tokens)

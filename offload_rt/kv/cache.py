@@ -11,7 +11,7 @@ from torch import Tensor
 
 from offload_rt import ops
 from offload_rt.errors import CapacityError
-from offload_rt.models.spec import ModelSpec
+from offload_rt.models.architecture import Architecture
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class KVCache(ABC):
 
     @classmethod
     @abstractmethod
-    def empty(cls, spec: ModelSpec, capacity: int, dtype: torch.dtype, device: torch.device) -> Self:
+    def empty(cls, spec: Architecture, capacity: int, dtype: torch.dtype, device: torch.device) -> Self:
         """A cache without tokens, with room for `capacity` rows."""
 
     @staticmethod
     @abstractmethod
-    def nbytes(spec: ModelSpec, n_rows: int, itemsize: int) -> KVBytes:
+    def nbytes(spec: Architecture, n_rows: int, itemsize: int) -> KVBytes:
         """What caches of so many rows take, with elements of `itemsize` bytes."""
 
     @abstractmethod
@@ -115,7 +115,7 @@ class KVBuffer:
     values: Tensor
 
     @classmethod
-    def empty(cls, spec: ModelSpec, capacity: int, dtype: torch.dtype, device: torch.device) -> "KVBuffer":
+    def empty(cls, spec: Architecture, capacity: int, dtype: torch.dtype, device: torch.device) -> "KVBuffer":
         """Uninitialised memory."""
         shape = (spec.n_layers, spec.n_kv_heads, capacity, spec.head_dim)
         return cls(*(torch.empty(shape, dtype=dtype, device=device) for _ in range(2)))
@@ -143,12 +143,12 @@ class ContiguousCache(KVCache):
         self.buffer = buffer
 
     @classmethod
-    def empty(cls, spec: ModelSpec, capacity: int, dtype: torch.dtype, device: torch.device) -> Self:
+    def empty(cls, spec: Architecture, capacity: int, dtype: torch.dtype, device: torch.device) -> Self:
         """A cache without tokens."""
         return cls(KVBuffer.empty(spec, capacity, dtype, device))
 
     @staticmethod
-    def nbytes(spec: ModelSpec, n_rows: int, itemsize: int) -> KVBytes:
+    def nbytes(spec: Architecture, n_rows: int, itemsize: int) -> KVBytes:
         """All on the device."""
         return KVBytes(device=n_rows * spec.kv_nbytes(itemsize))
 

@@ -2,6 +2,7 @@
 
 import math
 from copy import copy
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,31 +12,18 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from offload_rt.errors import UnsupportedModelError
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
-KEYS = {
-    "rope_type",
-    "type",
-    "rope_theta",
-    "factor",
-    "original_max_position_embeddings",
-    "low_freq_factor",
-    "high_freq_factor",
-    "beta_fast",
-    "beta_slow",
-    "attention_factor",
-    "mscale",
-    "mscale_all_dim",
-    "truncate",
-    "partial_rotary_factor",
-    "finetuned",
-}
 _NOT_NUMBERS = {"rope_type", "type", "truncate", "finetuned"}
+KEYS = _NOT_NUMBERS | {
+    "rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor", "beta_fast",
+    "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "partial_rotary_factor",
+}  # fmt: skip
 
 
 class Rope:
     """Turns positions into the cosines and sines that rotate queries and keys.
 
     With `dynamic` scaling the frequencies depend on how long the sequence was when a token was computed, so each row
-    brings that length along; a drafted token then gets what plain decoding would have given it.
+    brings that length along, and a drafted token gets the frequencies of plain decoding.
     """
 
     def __init__(self, config: PreTrainedConfig) -> None:
@@ -43,7 +31,7 @@ class Rope:
         _check(config, parameters)
         self._config = copy(config)
         if parameters["rope_type"] == "default":
-            # transformers keeps the plain rope inside each model; linear scaling by one is the same distribution.
+            # transformers keeps the plain rope inside each model; linear scaling by one is the same.
             self._config.rope_parameters = {**parameters, "rope_type": "linear", "factor": 1.0}
         self._init = ROPE_INIT_FUNCTIONS[self._config.rope_parameters["rope_type"]]
         self._is_dynamic = parameters["rope_type"] == "dynamic"
@@ -72,13 +60,13 @@ class Rope:
         if not self._is_dynamic or int(lengths.max()) <= limit:
             return self._frequencies[None]
         rows = self._frequencies.repeat(len(lengths), 1)
-        for length in lengths.unique().tolist():
+        for length in set(lengths.tolist()):
             if length > limit:
                 rows[lengths.cpu() == length] = self._init(self._config, torch.device("cpu"), seq_len=length)[0]
         return rows
 
 
-def _check(config: PreTrainedConfig, parameters: dict[str, object]) -> None:
+def _check(config: PreTrainedConfig, parameters: dict[str, Any]) -> None:
     kind = parameters.get("rope_type")
     if kind not in KINDS:
         raise UnsupportedModelError(f"config.json: rope type {kind!r} is not understood", have=", ".join(KINDS))

@@ -5,6 +5,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+Event = Any  # opaque to a streamer: torch.cuda.Event, or that of a device of a test
+
 
 class CopyDevice(Protocol):
     """A device with a stream for copies beside the one for compute. Nothing here waits on the host but `wait`."""
@@ -12,22 +14,22 @@ class CopyDevice(Protocol):
     def allocate(self, nbytes: int) -> Tensor:
         """(nbytes,) uint8 on the device."""
 
-    def event(self) -> Any:
+    def event(self) -> Event:
         """An event that has not been recorded, which nothing waits for."""
 
-    def copy(self, target: Tensor, source: Tensor, after: Any) -> tuple[Any, Any]:
+    def copy(self, target: Tensor, source: Tensor, after: Event) -> tuple[Event, Event]:
         """Enqueue a copy on the copy stream behind `after`; returns events recorded before and after it."""
 
-    def compute_waits_for(self, event: Any) -> None:
+    def compute_waits_for(self, event: Event) -> None:
         """Whatever is computed from now on runs after `event`."""
 
-    def record_compute(self) -> Any:
+    def record_compute(self) -> Event:
         """An event that comes after all that has been given to compute so far."""
 
-    def wait(self, event: Any) -> None:
+    def wait(self, event: Event) -> None:
         """Hold the calling thread until `event` has happened."""
 
-    def seconds_between(self, start: Any, end: Any) -> float | None:
+    def seconds_between(self, start: Event, end: Event) -> float | None:
         """Seconds from one event to another, negative if it came first; None while not both have happened."""
 
     def synchronize(self) -> None:
@@ -39,7 +41,7 @@ class CudaCopyDevice:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._copies = torch.cuda.Stream(device)
+        self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has no types there
 
     def allocate(self, nbytes: int) -> Tensor:
         """(nbytes,) uint8 on the card."""
@@ -47,7 +49,7 @@ class CudaCopyDevice:
 
     def event(self) -> torch.cuda.Event:
         """An event that has not been recorded: waiting for it is no wait."""
-        return torch.cuda.Event(enable_timing=True)
+        return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # as above
 
     def copy(
         self, target: Tensor, source: Tensor, after: torch.cuda.Event
@@ -77,7 +79,8 @@ class CudaCopyDevice:
 
     def seconds_between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float | None:
         """Seconds between two recorded events; see `CopyDevice`."""
-        return start.elapsed_time(end) / 1e3 if start.query() and end.query() else None
+        have_happened = start.query() and end.query()  # type: ignore[no-untyped-call]  # as above
+        return start.elapsed_time(end) / 1e3 if have_happened else None
 
     def synchronize(self) -> None:
         """Hold the calling thread until all copies have ended."""

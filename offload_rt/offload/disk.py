@@ -1,20 +1,19 @@
 """Layers read straight out of a checkpoint's own safetensors shards, past the page cache where the file system allows it."""
 
 import itertools
-import mmap
 import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from offload_rt.errors import LinkError
 from offload_rt.offload.tier import Read
 from offload_rt.weights.header import TensorRecord, stamp_of
-from offload_rt.weights.layout import PAGE, Layout, TensorEntry, align_up, packed_layout
+from offload_rt.weights.layout import PAGE, Layout, TensorEntry, align_up, host_block, packed_layout
 
 # Ranges this close are read as one: the bytes between cost less than another request.
 _JOIN = 64 << 10
@@ -64,16 +63,14 @@ class DiskTier:
     address its dtype cannot have does a block go through a bounce buffer into a packed layout.
     """
 
-    def __init__(
-        self, layers: Sequence[Sequence[TensorRecord]], names: Sequence[str], settings: ReadSettings | None = None
-    ) -> None:
-        """layers: per block its tensors' records; names: what each tensor is called in a block."""
+    def __init__(self, layers: Sequence[Sequence[TensorRecord]], settings: ReadSettings | None = None) -> None:
+        """layers: per block its tensors' records."""
         self._settings = settings or ReadSettings()
         self.n_parallel = self._settings.n_parallel
         self._files: dict[Path, int] = {}
         self._stamps = {record.path: record.stamp for records in layers for record in records}
         self._bounce = threading.local()
-        self._blocks = [_plan(records, names, self._settings.request_nbytes) for records in layers]
+        self._blocks = [_plan(records, self._settings.request_nbytes) for records in layers]
         try:
             for path in sorted({record.path for records in layers for record in records}):
                 self._files[path] = _open(path)
@@ -92,7 +89,7 @@ class DiskTier:
 
     def reads(self, i: int, into: Tensor) -> list[Read]:
         """One read for each request; each raises LinkError if the file fails or ends early."""
-        return [self._read(part, into) for part in self._blocks[i][1]]
+        return [partial(self._read, part, into) for part in self._blocks[i][1]]
 
     def close(self) -> None:
         """Close the files."""
@@ -100,32 +97,33 @@ class DiskTier:
             os.close(file)
         self._files.clear()
 
-    def _read(self, part: _Part, into: Tensor) -> Read:
-        in_phase = part.phased and (into.data_ptr() + part.offset - part.start) % PAGE == 0
+    def _read(self, part: _Part, into: Tensor) -> int:
+        lead = part.start % PAGE
+        need, at = lead + part.nbytes, part.offset - lead
+        nbytes = align_up(need, PAGE)
+        if part.phased and (into.data_ptr() + at) % PAGE == 0:
+            # The pages at both ends may hold bytes of other tensors of this block: those are read as they are in the file.
+            self._fill(part, into[at : at + nbytes], need)
+        else:
+            bounce = self._bounce_block(nbytes)
+            self._fill(part, bounce, need)
+            into[part.offset : part.offset + part.nbytes].copy_(bounce[lead:need])
+        self._check(part.path)
+        return part.nbytes
 
-        def read() -> int:
-            first = part.start // PAGE * PAGE
-            nbytes = align_up(part.start + part.nbytes, PAGE) - first
-            if in_phase:
-                lead = part.start - first
-                # The pages at both ends may hold bytes of other tensors of this block: those are read as they are in the file.
-                _fill(
-                    self._files[part.path],
-                    into[part.offset - lead : part.offset - lead + nbytes],
-                    first,
-                    lead + part.nbytes,
-                    part.path,
-                )
-            else:
-                bounce = self._bounce_block(nbytes)
-                _fill(self._files[part.path], bounce, first, part.start - first + part.nbytes, part.path)
-                into[part.offset : part.offset + part.nbytes].copy_(
-                    bounce[part.start - first : part.start - first + part.nbytes]
-                )
-            self._check(part.path)
-            return part.nbytes
-
-        return read
+    def _fill(self, part: _Part, into: Tensor, need: int) -> None:
+        """Read from the page in which a part begins into page-aligned memory until at least `need` bytes are there."""
+        view, start, n = memoryview(into.numpy().data), part.start // PAGE * PAGE, 0
+        while n < need:
+            try:
+                got = os.preadv(self._files[part.path], [view[n:]], start + n)
+            except OSError as error:
+                problem = f"reading {part.path} at byte {start + n} failed: {error.strerror}"
+                raise LinkError(problem, change="check the disk and the file") from error
+            if got == 0:
+                problem = f"{part.path} ends at byte {start + n}"
+                raise LinkError(problem, need=f"{start + need} bytes", change="it changed while in use: run again")
+            n += got
 
     def _check(self, path: Path) -> None:
         """Raises LinkError if a file is another than when its header was read: other weights give another text."""
@@ -135,28 +133,22 @@ class DiskTier:
 
     def _bounce_block(self, nbytes: int) -> Tensor:
         if getattr(self._bounce, "block", None) is None or len(self._bounce.block) < nbytes:
-            self._bounce.block = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
-        return self._bounce.block[:nbytes]
+            self._bounce.block = host_block(nbytes)
+        block: Tensor = self._bounce.block
+        return block[:nbytes]
 
 
-def _plan(
-    records: Sequence[TensorRecord], names: Sequence[str], request_nbytes: int
-) -> tuple[Layout, tuple[_Part, ...]]:
+def _plan(records: Sequence[TensorRecord], request_nbytes: int) -> tuple[Layout, tuple[_Part, ...]]:
     """The layout of a block, and the requests that fill it."""
     runs = _runs(records)
-    layout = _phased_layout(runs, dict(zip(records, names, strict=True)))
-    phased = not any(slot.offset % slot.dtype.itemsize for slot in layout.entries)
+    layout = _phased_layout(runs)
+    phased = not any(entry.offset % entry.dtype.itemsize for entry in layout.entries)
     if not phased:
-        layout = packed_layout(
-            (name, record.shape, record.torch_dtype()) for record, name in zip(records, names, strict=True)
-        )
+        layout = packed_layout((record.key, record.shape, record.torch_dtype()) for record in records)
         runs = [_Run(record.path, record.start, record.stop, (record,)) for record in records]
-    offset_of = {slot.name: slot.offset for slot in layout.entries}
-    name_of = dict(zip(records, names, strict=True))
-    parts: list[_Part] = []
-    for run in runs:
-        parts += _parts(run, offset_of[name_of[run.records[0]]], request_nbytes, phased)
-    return layout, tuple(parts)
+    offset_of = {entry.name: entry.offset for entry in layout.entries}
+    parts = (_parts(run, offset_of[run.records[0].key], request_nbytes, phased) for run in runs)
+    return layout, tuple(itertools.chain.from_iterable(parts))
 
 
 def _runs(records: Sequence[TensorRecord]) -> list[_Run]:
@@ -171,17 +163,17 @@ def _runs(records: Sequence[TensorRecord]) -> list[_Run]:
     return runs
 
 
-def _phased_layout(runs: Sequence[_Run], name_of: dict[TensorRecord, str]) -> Layout:
-    slots, end = [], 0
+def _phased_layout(runs: Sequence[_Run]) -> Layout:
+    entries, end = [], 0
     for run in runs:
         base = align_up(end, PAGE) + run.start % PAGE
-        slots += [
-            TensorEntry(name_of[record], base + record.start - run.start, record.shape, record.torch_dtype())
+        entries += [
+            TensorEntry(record.key, base + record.start - run.start, record.shape, record.torch_dtype())
             for record in run.records
         ]
         end = base + run.stop - run.start
     # The last page of a direct read is written whole.
-    return Layout(tuple(slots), align_up(end, PAGE))
+    return Layout(tuple(entries), align_up(end, PAGE))
 
 
 def _parts(run: _Run, offset: int, request_nbytes: int, phased: bool) -> list[_Part]:
@@ -199,22 +191,3 @@ def _open(path: Path) -> int:
         return os.open(path, os.O_RDONLY)
     except OSError as error:
         raise LinkError(f"{path}: {error.strerror}", change="check that the file is there and may be read") from error
-
-
-def _fill(file: int, into: Tensor, start: int, need: int, path: Path) -> None:
-    """Read from `start` of a file into page-aligned memory until at least `need` bytes are there."""
-    view, n = memoryview(into.numpy()), 0
-    while n < need:
-        try:
-            got = os.preadv(file, [view[n:]], start + n)
-        except OSError as error:
-            raise LinkError(
-                f"reading {path} at byte {start + n} failed: {error.strerror}", change="check the disk and the file"
-            ) from error
-        if got == 0:
-            raise LinkError(
-                f"{path} ends at byte {start + n}",
-                need=f"{start + need} bytes",
-                change="it changed while in use: run again",
-            )
-        n += got

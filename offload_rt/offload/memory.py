@@ -1,5 +1,7 @@
 """Blocks kept in memory: the shared part of the tiers that are memory."""
 
+from functools import partial
+
 from torch import Tensor
 
 from offload_rt.offload.tier import Read
@@ -35,18 +37,14 @@ class MemoryTier:
     def reads(self, i: int, into: Tensor) -> list[Read]:
         """Copies that together fill `into` with block i."""
         block = self._images[i].block
-        return [
-            _copy(block[start : start + _PART], into[start : start + _PART]) for start in range(0, len(block), _PART)
-        ]
+        starts = range(0, len(block), _PART)
+        return [partial(_copy, block[start : start + _PART], into[start : start + _PART]) for start in starts]
 
     def close(self) -> None:
         """Release the blocks."""
         self._images.clear()
 
 
-def _copy(source: Tensor, target: Tensor) -> Read:
-    def part() -> int:
-        target[: len(source)].copy_(source)
-        return len(source)
-
-    return part
+def _copy(source: Tensor, target: Tensor) -> int:
+    target[: len(source)].copy_(source)  # the target may be longer than the block
+    return len(source)

@@ -1,19 +1,18 @@
 """The streamer of a CUDA device: copies on a stream of their own, ordered with the compute by events alone."""
 
-import atexit
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from threading import Thread
 
+import torch
 from torch import Tensor
 
-from offload_rt.offload.copy_device import CopyDevice, CudaCopyDevice
-from offload_rt.offload.meter import LinkMeter
+from offload_rt.offload.copy_device import CopyDevice, CudaCopyDevice, Event
 from offload_rt.offload.stream_threads import ThreadStreamer
-from offload_rt.offload.streamer import LayerSources, LayerView, refuse_closed, visit
-from offload_rt.system.threads import Monitor, Worker
+from offload_rt.offload.streamer import LayerSources, LayerView, Streamer
 from offload_rt.system.trace import LINK, Trace, slot_lane
 
 
@@ -21,14 +20,14 @@ from offload_rt.system.trace import LINK, Trace, slot_lane
 class _Copy:
     """A copy of (part of) a layer into a slot, between two events."""
 
-    start: Any
-    end: Any
+    start: Event
+    end: Event
     nbytes: int
     layer: int
     slot: int
 
 
-class CudaStreamer:
+class CudaStreamer(Streamer):
     """Slots on the device, refilled in a circle by a feeder thread that enqueues copies ahead of the compute.
 
     A host block is copied from where it lies. A block from the disk comes through pinned slots on the host, which a
@@ -38,139 +37,127 @@ class CudaStreamer:
     """
 
     def __init__(self, sources: LayerSources, trace: Trace, device: CopyDevice) -> None:
-        self.meter = LinkMeter()
-        self._sources, self._device, self._trace = sources, device, trace
-        self.order = sources.order
+        super().__init__(sources, trace)
+        self._device = device
         self._upstream = ThreadStreamer(sources.on_host(), trace, pinned=True)
-        n_slots = sources.n_slots if sources.order else 0
-        self._slots: list[Tensor] = [device.allocate(sources.packed_slot_nbytes) for _ in range(n_slots)]
-        self._state = Monitor()
-        self._closed = False
-        self._n_sweeps = 0
+        n_slots = sources.n_slots if self.order else 0
+        self._slots = [device.allocate(sources.packed_slot_nbytes) for _ in range(n_slots)]
+        self._free = [device.event() for _ in self._slots]  # after the last compute of each slot
+        self._ready: deque[Event] = deque()  # of the copies that have been enqueued and not consumed
+        self._is_feeding = False
         self._timings: deque[_Copy] = deque()
-        self._waits: deque[tuple[Any, Any]] = deque()
+        self._waits: deque[tuple[Event, Event]] = deque()
         self._epoch = device.record_compute()
         device.wait(self._epoch)
         self._epoch_s = time.perf_counter()
-        if self._slots:
-            atexit.register(self.close)  # see ThreadStreamer
-        self._start()
-
-    def sweep(self) -> Iterator[LayerView]:
-        """Yield every layer once, in order; see `Streamer`. The compute of a block may still run when the next is asked for."""
-        refuse_closed(self._closed)
-        self._n_sweeps += 1
-        if self._stopping or (self.order and self._n_consumed % len(self.order)):
-            self._stop()  # the last one was left half-way; an interrupt may have met its end
-            self._start()
-        newest = self._n_sweeps
-        yield from visit(self._sources, self._arrive, self._release, self._stop, lambda: newest == self._n_sweeps)
+        self._feeder = Thread(target=self._work, name="copies", daemon=True)  # see ThreadStreamer
+        self._feeder.start()
 
     def close(self) -> None:
-        """Join the threads, end the copies, release the slots."""
-        if not self._closed:
-            self._stop()
-            self._closed = True
-            self._upstream.close()
-            self._slots.clear()
-            atexit.unregister(self.close)
-
-    def _start(self) -> None:
-        self._stopping = self._is_parked = False
-        self._error: BaseException | None = None
-        self._n_copied = self._n_consumed = 0
-        self._ready: dict[int, Any] = {}
-        self._free = [self._device.event() for _ in self._slots]
-        self._feeder = Worker(self._feed, "copies", daemon=True)
-        if self._slots:
-            self._feeder.start()
-
-    def _stop(self) -> None:
-        with self._state.lock:
-            self._stopping = True
-            self._state.ring()
+        """End the copies, join the threads and release the slots; may be called again."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
         self._feeder.join()
+        self._upstream.close()
         self._device.synchronize()
         self._count_finished()
-        # No copies before the next sweep asks: what made this one fail would fail again behind its back.
-        with self._state.lock:
-            self._is_parked = True
-            self._state.ring()
+        self._slots.clear()
 
     def _arrive(self, i: int) -> LayerView:
         """Wait until the copy of layer i has been enqueued, and let the compute wait for its end."""
-        k, idle = self._n_consumed, self._device.record_compute()
-        self._state.wait_for(lambda: self._error is not None or self._is_parked or k in self._ready)
-        refuse_closed(self._is_parked)
-        if self._error is not None:
-            raise self._error
-        ready = self._ready[k]
+        idle = self._device.record_compute()
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or self._is_closed or self._ready)
+            self._refuse_closed()
+            if self._error is not None:
+                raise self._error
+            ready, slot = self._ready[0], self._slots[self._n_consumed % len(self._slots)]
         self._waits.append((idle, ready))
         self._device.compute_waits_for(ready)
-        return LayerView(i, self._sources.packed_layout(i), self._slots[k % len(self._slots)])
+        return LayerView(i, self._sources.packed_layout(i), slot)
 
     def _release(self) -> None:
-        refuse_closed(self._closed)
+        self._refuse_closed()
         used = self._device.record_compute()
-        with self._state.lock:
-            self._free[self._n_consumed % len(self._slots)] = used
-            del self._ready[self._n_consumed]
+        with self._changed:
+            self._free[self._n_consumed % len(self._free)] = used
+            self._ready.popleft()
             self._n_consumed += 1
-            self._state.ring()
+            self._changed.notify_all()
 
-    def _feed(self) -> None:
-        """Enqueue copies for ever; an error goes to the caller of `sweep`."""
-        try:
-            while self._feed_sweep():
-                pass
-        except BaseException as error:  # whatever it is, it belongs to the caller of sweep
-            self._error = error
-            with self._state.lock:
-                self._state.ring()
+    def _park(self) -> None:
+        with self._changed:
+            self._is_parked = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._is_feeding)
+        self._device.synchronize()
+        self._count_finished()
+        self._ready.clear()
+        self._free = [self._device.event() for _ in self._free]
+        self._n_consumed, self._error = 0, None
 
-    def _feed_sweep(self) -> bool:
-        """Copy every streamed layer once; returns whether to go on."""
-        sweep = self._upstream.sweep()
-        try:
+    def _work(self) -> None:
+        """Enqueue copies whenever there is a slot, until closed; an error is for the caller of `sweep`."""
+        while self._may_feed():
+            error = None
+            try:
+                self._feed_sweep()
+            except BaseException as caught:
+                error = caught
+            with self._changed:
+                self._error, self._is_feeding = error, False
+                self._changed.notify_all()
+
+    def _may_feed(self) -> bool:
+        """Wait until there is something to copy, which counts as begun; False once the streamer is closed."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._is_closed or (self._slots and not self._is_parked and self._error is None)
+            )
+            self._is_feeding = not self._is_closed
+            return self._is_feeding
+
+    def _feed_sweep(self) -> None:
+        """Copy every streamed layer once, unless the streamer is parked or closed meanwhile."""
+        with closing(self._upstream.sweep()) as sweep:
             for block in sweep:
                 if self._sources.streamed[block.i] is None:
                     continue
-                slot = self._wait_for_slot()
-                if slot is None:
-                    return False
+                if (slot := self._wait_for_slot()) is None:
+                    return
                 done = self._copy(block, slot)
-                with self._state.lock:
-                    self._ready[self._n_copied] = done
-                    self._n_copied += 1
-                    self._state.ring()
+                with self._changed:
+                    self._ready.append(done)
+                    self._changed.notify_all()
                 if self._sources.is_transient(block.i):
                     # The pinned slot is refilled at the next step of this loop: its copy must have ended.
                     self._device.wait(done)
-        finally:
-            sweep.close()
-        return True
 
     def _wait_for_slot(self) -> int | None:
-        """The next slot, once its last compute has been enqueued; None when the streamer stops."""
-        self._state.wait_for(lambda: self._stopping or self._n_copied < self._n_consumed + len(self._slots))
-        return None if self._stopping else self._n_copied % len(self._slots)
+        """The next slot, once its last compute has been enqueued; None when the streamer is parked or closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_parked or self._is_closed or len(self._ready) < len(self._slots))
+            if self._is_parked or self._is_closed:
+                return None
+            return (self._n_consumed + len(self._ready)) % len(self._slots)
 
-    def _copy(self, block: LayerView, slot: int) -> Any:
+    def _copy(self, block: LayerView, slot: int) -> Event:
         """One copy where the block lies on the host as on the device; otherwise one for each tensor."""
-        target, packed = self._slots[slot], self._sources.packed_layout(block.i)
-        if block.layout == packed:
-            moves = [(target[: packed.nbytes], block.data[: packed.nbytes])]
-        else:
-            moves = [
-                (target[to.offset : to.offset + to.nbytes], block.data[at.offset : at.offset + at.nbytes])
-                for at, to in zip(block.layout.entries, packed.entries, strict=True)
-            ]
         after = self._free[slot]
-        for to, source in moves:
-            start, after = self._device.copy(to, source, after)
-            self._timings.append(_Copy(start, after, len(to), block.i, slot))
+        for target, source in self._moves(block, self._slots[slot]):
+            start, after = self._device.copy(target, source, after)
+            self._timings.append(_Copy(start, after, len(target), block.i, slot))
         self._count_finished()
         return after
+
+    def _moves(self, block: LayerView, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        packed = self._sources.packed_layout(block.i)
+        if block.layout == packed:
+            yield target[: packed.nbytes], block.data[: packed.nbytes]
+            return
+        for at, to in zip(block.layout.entries, packed.entries, strict=True):
+            yield target[to.offset : to.offset + to.nbytes], block.data[at.offset : at.offset + at.nbytes]
 
     def _count_finished(self) -> None:
         """Add up what has ended: copies, and from the end of a layer's compute to the arrival of the next one."""
@@ -179,22 +166,23 @@ class CudaStreamer:
             seconds = self._device.seconds_between(copy.start, copy.end)
             if seconds is None:
                 break
+            self._timings.popleft()
             self.meter.add(copy.nbytes, seconds)
             self._note(copy, seconds)
-            self._timings.popleft()
         while self._waits:
             seconds = self._device.seconds_between(*self._waits[0])
             if seconds is None:
                 return
-            self.meter.waited_s += max(seconds, 0.0)
             self._waits.popleft()
+            self.meter.waited_s += max(seconds, 0.0)
 
     def _note(self, copy: _Copy, seconds: float) -> None:
-        if self._trace.on:
-            started = self._epoch_s + self._device.seconds_between(self._epoch, copy.start)
+        since_s = self._device.seconds_between(self._epoch, copy.start) if self._trace.on else None
+        if since_s is not None:
+            started = self._epoch_s + since_s
             self._trace.add(slot_lane(LINK, copy.slot), f"layer {copy.layer}", started, started + seconds)
 
 
-def open_streamer(sources: LayerSources, trace: Trace, device: Any) -> CudaStreamer:
+def open_streamer(sources: LayerSources, trace: Trace, device: torch.device) -> CudaStreamer:
     """The streamer of a torch CUDA device."""
     return CudaStreamer(sources, trace, CudaCopyDevice(device))

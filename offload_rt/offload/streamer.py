@@ -1,8 +1,9 @@
 """What every streamer offers, and what it is built from."""
 
-from collections.abc import Callable, Iterator
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from offload_rt.errors import LinkError
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.offload.meter import LinkMeter
 from offload_rt.offload.tier import Tier
+from offload_rt.system.trace import Trace
 from offload_rt.weights.layout import Layout, PackedLayer, packed_layout
 
 # Stands for a layer that is on the device and never asked for on the host.
@@ -31,24 +33,24 @@ class LayerSources:
     n_slots: int
 
     @property
-    def n_layers(self) -> int:
-        """Layers of the model."""
-        return len(self.streamed)
-
-    @property
     def order(self) -> list[int]:
         """The streamed layers, in the order of a sweep."""
         return [i for i, tier in enumerate(self.streamed) if tier is not None]
 
+    def source(self, i: int) -> Tier:
+        """The tier of a streamed layer."""
+        tier = self.streamed[i]
+        assert tier is not None, f"layer {i} is resident"
+        return tier
+
     @property
     def slot_nbytes(self) -> int:
         """Bytes of a slot: it fits the longest block."""
-        return max((tier.layout(i).nbytes for i, tier in enumerate(self.streamed) if tier is not None), default=0)
+        return max((self.source(i).layout(i).nbytes for i in self.order), default=0)
 
     def packed_layout(self, i: int) -> Layout:
         """How layer i lies in a slot on a GPU: the same tensors in the same order, aligned for its kernels."""
-        tier = self.streamed[i]
-        return packed_layout((slot.name, slot.shape, slot.dtype) for slot in tier.layout(i).entries)
+        return packed_layout((entry.name, entry.shape, entry.dtype) for entry in self.source(i).layout(i).entries)
 
     @property
     def packed_slot_nbytes(self) -> int:
@@ -62,10 +64,9 @@ class LayerSources:
 
     def on_host(self) -> "LayerSources":
         """The same layers brought to the host only: those pinned in its memory stay, the others go through slots."""
-        images = {i: self.streamed[i].image(i) for i in self.order if not self.is_transient(i)}
         here = MemoryTier()
-        for i in range(self.n_layers):
-            here.put(i, images.get(i, _NOTHING))
+        for i, tier in enumerate(self.streamed):
+            here.put(i, tier.image(i) if isinstance(tier, MemoryTier) and tier.is_pinned(i) else _NOTHING)
         streamed = tuple(tier if self.is_transient(i) else None for i, tier in enumerate(self.streamed))
         return LayerSources(here, streamed, self.n_slots)
 
@@ -79,54 +80,73 @@ class LayerView:
     data: Tensor
 
 
-def refuse_closed(is_closed: bool) -> None:
-    """Raises LinkError: whoever still sweeps over a closed streamer would wait for ever."""
-    if is_closed:
-        raise LinkError("the weights were released while in use", change="close the model after the last token")
+class Streamer(ABC):
+    """Brings every layer to the device, the next ones while the present one is computed.
 
-
-def visit(
-    sources: LayerSources,
-    arrive: Callable[[int], LayerView],
-    release: Callable[[], None],
-    park: Callable[[], None],
-    is_newest: Callable[[], bool],
-) -> Iterator[LayerView]:
-    """The sweep of every streamer: resident layers where they lie, the others as they arrive.
-
-    arrive     waits for a streamed layer
-    release    gives its slot back, called at the next step
-    park       called when the sweep is left half-way (an error, Ctrl-C), so that the next one begins at the first layer
-    is_newest  whether no other sweep has begun since: the layers that arrive are for that one
+    meter  bytes and seconds of the link
+    order  the layers that have to be brought, in the order of a sweep
     """
-    finished = False
-    try:
-        for i, tier in enumerate(sources.streamed):
-            if tier is None:
-                image = sources.resident.image(i)
-                yield LayerView(i, image.layout, image.block)
-            else:
-                yield arrive(i)
-                if not is_newest():
-                    raise LinkError("the weights are in use by another pass", change="end one before the next begins")
-                release()
-        finished = True
-    finally:
-        if not finished and is_newest():
-            park()
 
+    def __init__(self, sources: LayerSources, trace: Trace) -> None:
+        self.meter, self.order = LinkMeter(), sources.order
+        self._sources, self._trace = sources, trace
+        self._changed = threading.Condition()  # guards what the threads of the streamer share with the sweep
+        self._error: BaseException | None = None  # of a thread, for the caller of `sweep`
+        self._is_parked = self._is_closed = False
+        self._n_sweeps = 0
+        self._n_consumed = 0  # streamed layers whose compute has ended
 
-class Streamer(Protocol):
-    """Brings every layer to the device, the next ones while the present one is computed."""
+    def sweep(self) -> Generator[LayerView, None, None]:
+        """Every layer once, in order. A block is gone at the next step; on a GPU its compute may still run then.
 
-    meter: LinkMeter
-    order: list[int]  # the layers that have to be brought, in the order of a sweep
-
-    def sweep(self) -> Iterator[LayerView]:
-        """Yield every layer once, in order; a block dies at the next yield.
-
-        Raises LinkError in the caller if a read failed or the streamer is closed; the sweep after a failed one starts afresh.
+        Raises LinkError in the caller if a read failed or the streamer is closed. After a sweep that failed or was left
+        half-way nothing is fetched until the next one, which starts afresh.
         """
+        self._refuse_closed()
+        self._n_sweeps += 1
+        sweep, is_whole = self._n_sweeps, False
+        if self._is_parked or (self.order and self._n_consumed % len(self.order)):  # the last one did not end
+            self._park()
+            self._resume()
+        try:
+            for i, tier in enumerate(self._sources.streamed):
+                yield self._resident(i) if tier is None else self._arrive(i)
+                if sweep != self._n_sweeps:  # somebody held an older one, as a traceback does
+                    raise LinkError("the weights are in use by another pass", change="end one before the next begins")
+                if tier is not None:
+                    self._release()
+            is_whole = True
+        finally:
+            if not is_whole and sweep == self._n_sweeps:
+                self._park()
 
+    @abstractmethod
     def close(self) -> None:
-        """End all transfers and release the slots; may be called again."""
+        """End all transfers, join the threads and release the slots; may be called again."""
+
+    @abstractmethod
+    def _arrive(self, i: int) -> LayerView:
+        """Wait for layer i, the next streamed one."""
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Give the slot of the layer that arrived last back."""
+
+    @abstractmethod
+    def _park(self) -> None:
+        """Wait for what is under way, forget what has come, and fetch nothing more; may be called again."""
+
+    def _resume(self) -> None:
+        """Fetch again, from the first layer on."""
+        with self._changed:
+            self._is_parked = False
+            self._changed.notify_all()
+
+    def _resident(self, i: int) -> LayerView:
+        image = self._sources.resident.image(i)
+        return LayerView(i, image.layout, image.block)
+
+    def _refuse_closed(self) -> None:
+        """Raises LinkError: whoever still sweeps over a closed streamer would wait for ever."""
+        if self._is_closed:
+            raise LinkError("the weights were released while in use", change="close the model after the last token")

@@ -1,17 +1,19 @@
-"""What every memory tier offers."""
+"""What every memory tier offers, and reading from one with threads."""
 
 import threading
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from offload_rt.system.threads import Worker
-from offload_rt.weights.layout import Layout, PackedLayer
+from offload_rt.weights.layout import Layout
 
 # Fills its own part of a block and returns how many bytes crossed the link.
 Read = Callable[[], int]
 Progress = Callable[[int], None]
+_T = TypeVar("_T")
 
 
 class Tier(Protocol):
@@ -35,49 +37,48 @@ class Tier(Protocol):
         """Release memory and files."""
 
 
-class Store(Tier, Protocol):
-    """A tier that layers can be put into."""
-
-    def put(self, i: int, image: PackedLayer) -> None:
-        """Keep a layer."""
-
-
 def read_parallel(reads: Sequence[Read], n_parallel: int, progress: Progress | None = None) -> int:
-    """Do reads with several under way at once; returns the bytes that crossed the link, raises the first error.
+    """Do reads with several under way at once; returns the bytes that crossed the link, raises an error of one of them.
 
     progress  told the bytes of each read that has ended, from the thread that did it
+    Leaves no read under way; starts none after an error.
     """
-    waiting, lock = list(reads)[::-1], threading.Lock()
-    moved, errors = [], []
+    waiting, lock, is_over = iter(reads), threading.Lock(), threading.Event()
 
-    def work() -> None:
-        while not errors:
+    def work() -> int:
+        moved = 0
+        while not is_over.is_set():
             with lock:
-                if not waiting:
-                    return
-                part = waiting.pop()
+                part = next(waiting, None)
+            if part is None:
+                break
             try:
-                moved.append(part())
-                if progress:
-                    progress(moved[-1])
-            except BaseException as error:  # raised again in the caller
-                errors.append(error)
+                nbytes = part()
+            except BaseException:
+                is_over.set()
+                raise
+            moved += nbytes
+            if progress:
+                progress(nbytes)
+        return moved
 
-    # No daemons, which the interpreter would tear down in the middle of a read if Ctrl-C met this between two starts.
-    threads = [Worker(work, f"reads-{i}") for i in range(min(n_parallel, len(reads)))]
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    except BaseException:  # Ctrl-C: nobody may go on writing into a block that its owner gives up
-        with lock:
-            waiting.clear()
-        for thread in threads:
-            thread.join()
-        raise
-    if errors:
-        raise errors[0]
-    if waiting:
-        raise MemoryError("no thread could begin to read")
-    return sum(moved)
+    with ThreadPoolExecutor(n_parallel, "reads") as pool:
+        try:
+            return sum(task.result() for task in [pool.submit(work) for _ in range(min(n_parallel, len(reads)))])
+        finally:
+            is_over.set()  # also where Ctrl-C came: nobody may go on writing into a block that its owner gives up
+
+
+def done_ahead(works: Iterable[Callable[[], _T]], name: str) -> Iterator[_T]:
+    """The results of some works in their order, each done in a thread while the one before it is used.
+
+    Raises what a work raised in its turn. Holds no result that it has given away; once closed, leaves no work under way.
+    """
+    with ThreadPoolExecutor(1, name) as pool:
+        coming: deque[Future[_T]] = deque()
+        for work in works:
+            coming.append(pool.submit(work))
+            if len(coming) > 1:
+                yield coming.popleft().result()
+        if coming:
+            yield coming.popleft().result()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from offload_rt.errors import SettingsError
-from offload_rt.models.spec import ModelSpec
+from offload_rt.models.architecture import Architecture
 from offload_rt.speculate.pair_stats import PairStats, load_pair_stats
 from offload_rt.tree.choose import N_RANKS, Acceptance
 
@@ -68,7 +68,7 @@ def power_law(b: float) -> np.ndarray:
     return left[:-1] - left[1:]
 
 
-def assume(name: str, pair: tuple[ModelSpec, ModelSpec], names: tuple[str, str], temperature: float) -> Assumed:
+def assume(name: str, pair: tuple[Architecture, Architecture], names: tuple[str, str], temperature: float) -> Assumed:
     """The acceptance of a pair of models.
 
     name   "auto", "measured", "guess", a preset's, or probabilities by rank like "0.8,0.1,0.05"

@@ -10,7 +10,7 @@ from offload_rt.config import EngineConfig
 from offload_rt.engine.memory_plan import LIBRARIES, MemoryPlan, Sizes, less_margin, plan_memory
 from offload_rt.errors import CapacityError
 from offload_rt.executor.cost import CostEstimator
-from offload_rt.models.spec import ModelSpec
+from offload_rt.models.architecture import Architecture
 from offload_rt.offload.placement import MemoryBudget
 from offload_rt.planning.acceptance import Assumed
 from offload_rt.planning.hardware import Card
@@ -45,7 +45,7 @@ class Machine:
     title: str
     budget: MemoryBudget
     links: tuple[tuple[str, float], ...]
-    compute: Callable[[ModelSpec, torch.dtype], ComputeTimes]
+    compute: Callable[[Architecture, torch.dtype], ComputeTimes]
     fixed_s: float = 0.0
     contention: float = 0.0
     sources: tuple[str, ...] = ()

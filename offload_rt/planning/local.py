@@ -10,7 +10,7 @@ from offload_rt.engine import profile
 from offload_rt.engine.builder import memory_budget, pick_device
 from offload_rt.errors import OffloadError, SettingsError
 from offload_rt.executor.runner import Placing
-from offload_rt.models.spec import ModelSpec
+from offload_rt.models.architecture import Architecture
 from offload_rt.offload.disk import DiskTier
 from offload_rt.planning.forecast import Machine
 from offload_rt.system.machine import ComputeTimes
@@ -35,7 +35,7 @@ def this_machine(config: EngineConfig, disk_gbps: float | None) -> Machine:
     host_gbps = profile.upload_gbps(device) if device.type == "cuda" else 1.0
 
     @cache
-    def compute(spec: ModelSpec, dtype: torch.dtype) -> ComputeTimes:
+    def compute(spec: Architecture, dtype: torch.dtype) -> ComputeTimes:
         return profile.times_of_shape(spec, Placing(device, dtype), _N_ROWS, min(_CONTEXT, spec.max_positions))
 
     return Machine(
@@ -55,7 +55,7 @@ def _disk_gbps(model: str) -> float:
             "the rate of the disk is not known", need="--disk, or a model whose weights are here to be read",
             change="give --disk, like 2GB/s",
         ) from error  # fmt: skip
-    tier = DiskTier(checkpoint.layers, [name for name, _ in checkpoint.spec.layer_tensors()])
+    tier = DiskTier(checkpoint.layers)
     try:
         return profile.link_gbps(tier, checkpoint.spec.n_layers)
     finally:

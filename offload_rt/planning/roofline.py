@@ -1,11 +1,11 @@
 """What computing takes on a card that is not at hand: the longer of reading and multiplying, from its published rates."""
 
+import math
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from offload_rt.models.spec import ModelSpec
+from offload_rt.models.architecture import Architecture
 from offload_rt.planning.hardware import Card
 from offload_rt.system.machine import ComputeTimes
 
@@ -41,34 +41,38 @@ class Roof:
         """Of so many operations on so many bytes."""
         return max(flops / self.flops, nbytes / self.bandwidth)
 
-    def layer_s(self, spec: ModelSpec, n_rows: int, context: int, itemsize: int) -> float:
-        """Seconds of one layer on so many rows that look back on so many tokens, and of their attention."""
-        n_weights = sum(int(np.prod(shape)) for _, shape in spec.layer_tensors())
-        products = self.seconds(2 * n_rows * n_weights, n_weights * itemsize)
-        n_keys = context + n_rows
-        width, kv_width = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
-        attention = self.seconds(4 * n_rows * n_keys * width, 2 * n_keys * kv_width * itemsize)
+    def layer_s(self, spec: Architecture, n_rows: int, context: int, itemsize: int, i: int = 0) -> float:
+        """Seconds of layer i on so many rows that look back on so many tokens, and of their attention."""
+        flops = spec.flops(i, n_rows, 0)
+        products = self.seconds(flops, layer_weights(spec, i) * itemsize)
+        kv_nbytes = (context + n_rows) * spec.kv_nbytes(itemsize) / spec.n_layers
+        attention = self.seconds(spec.flops(i, n_rows, context) - flops, kv_nbytes)
         return max(products + attention, self.launch_s)
 
-    def head_s(self, spec: ModelSpec, n_rows: int, itemsize: int) -> float:
+    def head_s(self, spec: Architecture, n_rows: int, itemsize: int) -> float:
         """Seconds of the head on so many rows."""
         n_weights = spec.vocab_size * spec.hidden_size
         return self.seconds(2 * n_rows * n_weights, n_weights * itemsize)
 
-    def compute_times(self, spec: ModelSpec, dtype: torch.dtype) -> ComputeTimes:
+    def compute_times(self, spec: Architecture, dtype: torch.dtype) -> ComputeTimes:
         """Seconds of all layers and the head by width and context, where measuring would give them."""
         itemsize = dtype.itemsize
 
         def seconds(n_rows: int, context: int) -> float:
-            layers = spec.n_layers * self.layer_s(spec, n_rows, context, itemsize)
+            layers = sum(self.layer_s(spec, n_rows, context, itemsize, i) for i in range(spec.n_layers))
             return layers + self.head_s(spec, n_rows, itemsize)
 
         table = tuple(tuple(seconds(n_rows, context) for n_rows in _WIDTHS) for context in _CONTEXTS)
         return ComputeTimes(_WIDTHS, _CONTEXTS, table)
 
 
-def head_share(spec: ModelSpec) -> float:
+def layer_weights(spec: Architecture, i: int) -> int:
+    """Numbers in the weights of layer i."""
+    return sum(math.prod(shape) for _, shape in spec.layer_tensors(i))
+
+
+def head_share(spec: Architecture) -> float:
     """The head's part of a pass, by its part of the weights that are multiplied with."""
-    layers = spec.n_layers * sum(int(np.prod(shape)) for _, shape in spec.layer_tensors())
+    layers = sum(layer_weights(spec, i) for i in range(spec.n_layers))
     head = spec.vocab_size * spec.hidden_size
     return head / (layers + head)

@@ -7,7 +7,7 @@ import torch
 
 from offload_rt.executor.cost import CostEstimator
 from offload_rt.executor.sequence import Sequence
-from offload_rt.models.spec import ModelSpec
+from offload_rt.models.architecture import Architecture
 from offload_rt.speculate.draft_model import DraftModel
 from offload_rt.speculate.protocols import DraftLimits
 from offload_rt.system.files import read_cached, write_cached
@@ -36,7 +36,7 @@ class PairStats:
         return not self.acceptance and not self.calibration
 
 
-def load_pair_stats(target: ModelSpec, draft: ModelSpec) -> PairStats:
+def load_pair_stats(target: Architecture, draft: Architecture) -> PairStats:
     """What earlier runs learned of a pair."""
     entry = read_cached(_FILE, _VERSION).get(_pair(target, draft), {})
     try:
@@ -49,7 +49,7 @@ def load_pair_stats(target: ModelSpec, draft: ModelSpec) -> PairStats:
         return PairStats()
 
 
-def save_pair_stats(target: ModelSpec, draft: ModelSpec, pair_stats: PairStats) -> None:
+def save_pair_stats(target: Architecture, draft: Architecture, pair_stats: PairStats) -> None:
     """Keep what was learned for later runs."""
     entry = {
         "acceptance": {key: one.counts() for key, one in pair_stats.acceptance.items()},
@@ -59,7 +59,7 @@ def save_pair_stats(target: ModelSpec, draft: ModelSpec, pair_stats: PairStats) 
     write_cached(_FILE, _VERSION, {**read_cached(_FILE, _VERSION), _pair(target, draft): entry})
 
 
-def _pair(target: ModelSpec, draft: ModelSpec) -> str:
+def _pair(target: Architecture, draft: Architecture) -> str:
     return hashlib.sha256(repr((target, draft)).encode()).hexdigest()[:24]
 
 

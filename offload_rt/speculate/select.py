@@ -10,7 +10,7 @@ import torch
 
 from offload_rt.config import EngineConfig
 from offload_rt.errors import SettingsError
-from offload_rt.models.spec import ModelSpec
+from offload_rt.models.architecture import Architecture
 from offload_rt.speculate.protocols import DraftLimits, VerificationRule
 from offload_rt.system import registry
 from offload_rt.tree.topology import DraftTree, SampledNodes, Topology
@@ -80,8 +80,8 @@ def pick_drafter(config: EngineConfig) -> Drafting:
 
 
 def check_pair(
-    target: ModelSpec,
-    draft: ModelSpec,
+    target: Architecture,
+    draft: Architecture,
     tokenizers: "tuple[PreTrainedTokenizerBase | None, PreTrainedTokenizerBase | None]",
 ) -> None:
     """Raises SettingsError where draft and target do not mean the same by a token, naming the first that differs."""

@@ -106,9 +106,9 @@ def pass_times(
     device = compute + between_s - idle
     slower = np.maximum(device, link)
     if not slower.all():
-        return slower + idle + profile.fixed_s
+        return np.asarray(slower + idle + profile.fixed_s)
     shares = (device / slower) ** _ROUNDING + (link / slower) ** _ROUNDING
-    return slower * shares ** (1 / _ROUNDING) + idle + profile.fixed_s
+    return np.asarray(slower * shares ** (1 / _ROUNDING) + idle + profile.fixed_s)
 
 
 def _line(x: np.ndarray, xs: Sequence[float], ys: Sequence[float]) -> np.ndarray:
@@ -116,17 +116,15 @@ def _line(x: np.ndarray, xs: Sequence[float], ys: Sequence[float]) -> np.ndarray
     if len(xs) > 1:
         far = 1e3 * xs[-1]
         xs, ys = [*xs, far], [*ys, ys[-1] + (ys[-1] - ys[-2]) * (far - xs[-1]) / (xs[-1] - xs[-2])]
-    return np.interp(x, xs, ys)
+    return np.asarray(np.interp(x, xs, ys))
 
 
 def memory_limit() -> int:
     """Bytes of memory this process may use: the machine's, its container's, or its address-space limit."""
-    limits = [psutil.virtual_memory().total, *_cgroup_limits()]
-    for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA):
-        soft, _ = resource.getrlimit(kind)
-        if soft != resource.RLIM_INFINITY:
-            limits.append(soft)
-    return min(limits)
+    of_groups = (_read_number(folder / limit) for folder, limit, _ in _cgroup_files())
+    of_process = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
+    limits = [limit for limit in (*of_groups, *of_process) if limit is not None and limit != resource.RLIM_INFINITY]
+    return min([int(psutil.virtual_memory().total), *limits])
 
 
 def cards() -> list[str]:
@@ -152,18 +150,13 @@ def memory_free() -> int:
         if limit is not None and usage is not None:
             # Page cache counts as usage and is given back on demand.
             free = min(free, limit - usage + _cgroup_page_cache(folder))
-    return max(free, 0)
+    return max(int(free), 0)
 
 
 def peak_rss() -> int:
     """Largest resident memory of this process so far, bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def _cgroup_limits() -> list[int]:
-    limits = (_read_number(folder / limit) for folder, limit, _ in _cgroup_files())
-    return [limit for limit in limits if limit is not None]
 
 
 def _cgroup_files() -> list[tuple[Path, str, str]]:

@@ -14,14 +14,10 @@ def names(folder: str) -> tuple[str, ...]:
 
 
 def find(folder: str, name: str) -> ModuleType:
-    """The module `offload_rt.<folder>.<name>`.
-
-    Raises SettingsError if the folder has no such entry.
-    """
+    """The module `offload_rt.<folder>.<name>`. Raises SettingsError if the folder has no such entry."""
     if name not in names(folder):
+        kind = folder.rpartition(".")[2]
         raise SettingsError(
-            f"no {folder.rpartition('.')[2]} entry called {name!r}",
-            have=", ".join(names(folder)),
-            change="use one of these",
+            f"no {kind} entry called {name!r}", have=", ".join(names(folder)), change="use one of these"
         )
     return import_module(f"offload_rt.{folder}.{name}")

@@ -3,8 +3,9 @@
 import json
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
 from offload_rt.system.files import write_atomically
@@ -39,36 +40,6 @@ class Span(NamedTuple):
     end_s: float
 
 
-class _Body:
-    """The body of a `with` that is timed."""
-
-    def __init__(self, trace: "Trace", lane: str, name: str) -> None:
-        self._trace, self._lane, self._name = trace, lane, name
-
-    def __enter__(self) -> None:
-        self._started = time.perf_counter()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._trace.add(self._lane, self._name, self._started, time.perf_counter())
-
-
-class _Nothing:
-    """The body of a `with` that is not."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return None
-
-
-_NOTHING = _Nothing()
-
-
 class Trace:
     """Collects spans from several threads; collects nothing unless it is on."""
 
@@ -78,9 +49,14 @@ class Trace:
         self._states: dict[str, tuple[str, float]] = {}
         self._lock = threading.Lock()
 
-    def span(self, lane: str, name: str) -> _Body | _Nothing:
+    @contextmanager
+    def span(self, lane: str, name: str) -> Iterator[None]:
         """Record how long the body of a `with` takes."""
-        return _Body(self, lane, name) if self.on else _NOTHING
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(lane, name, started, time.perf_counter())
 
     def add(self, lane: str, name: str, start_s: float, end_s: float) -> None:
         """Record what was timed elsewhere, by the clock of `time.perf_counter`."""

@@ -1,11 +1,10 @@
-"""Text that comes out token by token: never half a character, never past a stop string."""
+"""From a prompt to token ids, and from token ids to text that comes out token by token."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from offload_rt.errors import CheckpointError, PromptError
-from offload_rt.text.chat import render
 
 if TYPE_CHECKING:  # it takes a third of a second to load, and a plan needs none
     from transformers import PreTrainedTokenizerBase
@@ -19,60 +18,50 @@ class Decoder(Protocol):
 
 
 class TextStream:
-    """The text of a growing answer.
+    """The text of a growing answer: never half a character, never past a stop string.
 
     A token's text may depend on the tokens before it (leading spaces, bytes of one character), so each piece is what the
-    text of a short window of tokens gains by the new ones.
+    text of a short window of tokens gains by the new ones. `tokenizers.decoders.DecodeStream` does not serve: where bytes
+    never become a character it raises with byte-fallback tokenizers, and holds back whole characters with all.
     """
 
     def __init__(self, decoder: Decoder, prompt: Sequence[int], stop: Sequence[str]) -> None:
         self._decoder, self._stop = decoder, tuple(stop)
-        self._ids = list(prompt)
         # The window begins a few tokens back, so that the first new token is not taken for the beginning of a text.
-        self._from, self._done = max(len(self._ids) - 6, 0), len(self._ids)
-        self._n_known = len(_whole(self._window()))
+        self._window, self._n_new = list(prompt[-6:]), 0
+        self._n_known = len(self._decoded().rstrip("\ufffd"))
         self._held = max((len(text) for text in self._stop), default=1) - 1
-        self._text = ""
         self._n_taken = 0
-        self._stopped = False
-
-    @property
-    def text(self) -> str:
-        """All text so far, a stop string and what follows it cut off."""
-        return self._text
+        self._is_stopped = False
+        self.text = ""  # all so far, a stop string and what follows it cut off
 
     def add(self, token: int) -> bool:
         """Take one token; returns whether a stop string is complete."""
-        self._ids.append(token)
-        window = self._window()
-        whole = _whole(window)
+        self._window.append(token)
+        self._n_new += 1
+        text = self._decoded()
+        whole = text.rstrip("\ufffd")  # at the end they stand for a character whose bytes are still to come
         if len(whole) <= self._n_known:
             return False
-        searched = max(len(self._text) - self._held, 0)
-        self._text += whole[self._n_known :]
+        searched = max(len(self.text) - self._held, 0)
+        self.text += whole[self._n_known :]
         self._n_known = len(whole)
-        if whole == window:
-            self._from, self._done = self._done, len(self._ids)
-            self._n_known = len(self._window())
-        found = [at for at in (self._text.find(stop, searched) for stop in self._stop) if at >= 0]
+        if whole == text:
+            del self._window[: -self._n_new]
+            self._n_new, self._n_known = 0, len(self._decoded())
+        found = [at for at in (self.text.find(stop, searched) for stop in self._stop) if at >= 0]
         if found:
-            self._text, self._stopped = self._text[: min(found)], True
-        return self._stopped
+            self.text, self._is_stopped = self.text[: min(found)], True
+        return self._is_stopped
 
     def take(self, final: bool = False) -> str:
         """Text not taken yet; what could be the beginning of a stop string is held back until `final`."""
-        end = len(self._text) if final or self._stopped else max(len(self._text) - self._held, self._n_taken)
-        piece = self._text[self._n_taken : end]
-        self._n_taken = max(end, self._n_taken)
-        return piece
+        held = 0 if final or self._is_stopped else self._held
+        start, self._n_taken = self._n_taken, max(len(self.text) - held, self._n_taken)
+        return self.text[start : self._n_taken]
 
-    def _window(self) -> str:
-        return self._decoder.decode(self._ids[self._from :], skip_special_tokens=True)
-
-
-def _whole(text: str) -> str:
-    """The text without replacement characters at its end, which stand for a character whose bytes are still to come."""
-    return text.rstrip("\ufffd")
+    def _decoded(self) -> str:
+        return self._decoder.decode(self._window, skip_special_tokens=True)
 
 
 def load_tokenizer(directory: Path) -> "PreTrainedTokenizerBase | None":
@@ -85,12 +74,13 @@ def load_tokenizer(directory: Path) -> "PreTrainedTokenizerBase | None":
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            directory, trust_remote_code=False, local_files_only=True
+        )
     except Exception as error:  # transformers and tokenizers raise anything, from OSError to bare Exception
-        raise CheckpointError(
-            f"the tokenizer in {directory} cannot be loaded: {' '.join(str(error).split())[:200]}",
-            change="download it again",
-        ) from error
+        problem = f"the tokenizer in {directory} cannot be loaded: {_brief(error)}"
+        raise CheckpointError(problem, change="download it again") from error
+    return tokenizer
 
 
 def encode(tokenizer: "PreTrainedTokenizerBase", prompt: str, chat: bool = False) -> list[int]:
@@ -98,11 +88,25 @@ def encode(tokenizer: "PreTrainedTokenizerBase", prompt: str, chat: bool = False
 
     Raises PromptError if the tokenizer has no ids for it, or the model's chat template is missing or fails.
     """
-    text = render(tokenizer, prompt) if chat else prompt
+    text = _through_template(tokenizer, prompt) if chat else prompt
     try:
-        return tokenizer.encode(text, add_special_tokens=not chat)
+        return list(tokenizer.encode(text, add_special_tokens=not chat))
     except Exception as error:  # tokenizers raises bare Exception where a vocabulary lacks what its own rules need
-        raise PromptError(
-            f"the model's tokenizer failed: {' '.join(str(error).split())[:200]}",
-            change="use the tokenizer of this model",
-        ) from error
+        problem = f"the model's tokenizer failed: {_brief(error)}"
+        raise PromptError(problem, change="use the tokenizer of this model") from error
+
+
+def _through_template(tokenizer: "PreTrainedTokenizerBase", prompt: str) -> str:
+    """The user's turn of a chat as text, through the model's template, which transformers renders in a sandbox of jinja."""
+    if not tokenizer.chat_template:
+        raise PromptError("the model has no chat template", change="leave out --chat")
+    turns = [{"role": "user", "content": prompt}]
+    try:
+        return str(tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
+    except Exception as error:  # a template is a program: it raises anything
+        problem = f"the model's chat template failed: {_brief(error)}"
+        raise PromptError(problem, change="leave out --chat") from error
+
+
+def _brief(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -1,14 +1,16 @@
 """Finding a checkpoint and checking all of it before the first weight moves."""
 
+import hashlib
 import json
-import re
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+import torch
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -18,9 +20,11 @@ from huggingface_hub.errors import (
 )
 
 from offload_rt.errors import CheckpointError
+from offload_rt.models.architecture import Architecture, TensorShape
 from offload_rt.models.families import spec_of
-from offload_rt.models.spec import HEAD, ModelSpec
-from offload_rt.weights.header import TensorRecord, read_header
+from offload_rt.weights.formats import StoredTensor, WeightFormat, format_of
+from offload_rt.weights.header import FLOATS, TensorRecord, read_header
+from offload_rt.weights.layout import PAGE
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _WANTED_FILES = (
@@ -37,29 +41,64 @@ _WANTED_FILES = (
 )
 # Bytes of a file that is no weights; the largest tokenizers have some tens of megabytes.
 _MOST_TEXT = 1 << 29
-# Old Llama checkpoints carry the rotary frequencies, which follow from the config.
-_DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
-# A number of more digits is no layer's; Python refuses to convert thousands of them.
-_LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
+_DAMAGED = "download it again"
+_OTHER_CONFIG = "use the config.json that belongs to these weights"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint on disk whose every tensor has been found where it should be.
 
-    layers  one tuple for each layer, in the order of `spec.layer_tensors()`
-    non_layer   in the order of `spec.non_layer_tensors()`
+    layers     per layer the stored tensors, in the order of `spec.layer_tensors(i)`
+    non_layer  in the order of `spec.non_layer_tensors()`
     """
 
     directory: Path
-    spec: ModelSpec
+    spec: Architecture
+    format: WeightFormat
     layers: tuple[tuple[TensorRecord, ...], ...]
     non_layer: tuple[TensorRecord, ...]
 
     @property
+    def records(self) -> Iterable[TensorRecord]:
+        """Of all tensors."""
+        return (record for records in (*self.layers, self.non_layer) for record in records)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all weights."""
-        return sum(record.stop - record.start for records in (*self.layers, self.non_layer) for record in records)
+        return sum(record.stop - record.start for record in self.records)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the first tensor that a computation could be done in: of the embedding, unless that is quantised."""
+        floats = (FLOATS[one.dtype] for one in (*self.non_layer, *self.layers[0]) if one.dtype in FLOATS)
+        return next(floats, torch.float32)
+
+    @cached_property
+    def identity(self) -> str:
+        """A short hash of what makes the weights: the config, and of each tensor its name, shape, dtype and one page.
+
+        A page of content tells a fine-tune from its base, which have the same headers; unlike times of files it stays
+        the same in a copy, a new download or other shards. It costs one small read a tensor.
+        Raises CheckpointError where a file cannot be read.
+        """
+        found = hashlib.sha256(repr(sorted(read_json(self.directory / "config.json").items())).encode())
+        files: dict[Path, int] = {}
+        try:
+            for one in self.records:
+                if one.path not in files:
+                    files[one.path] = os.open(one.path, os.O_RDONLY)
+                    os.posix_fadvise(files[one.path], 0, 0, os.POSIX_FADV_RANDOM)
+                middle = (one.start + one.stop) // 2
+                page = os.pread(files[one.path], min(PAGE, one.stop - middle), middle)
+                found.update(repr((one.name, one.shape, one.dtype)).encode() + page)
+        except OSError as error:
+            raise CheckpointError(f"{self.directory}: {error.strerror or error}") from error
+        finally:
+            for file in files.values():
+                os.close(file)
+        return found.hexdigest()[:24]
 
 
 def locate(model: str, revision: str | None = None, offline: bool = False) -> Path:
@@ -67,22 +106,13 @@ def locate(model: str, revision: str | None = None, offline: bool = False) -> Pa
 
     Raises CheckpointError if there is none.
     """
-    try:
-        path = Path(model).expanduser()
-        is_directory, exists = path.is_dir(), path.exists()
-    except (OSError, RuntimeError) as error:  # a name too long, a folder that may not be entered, the home of nobody
-        raise CheckpointError(f"{model}: {error}", change="give the directory of a checkpoint") from error
-    if is_directory:
-        return path
-    if exists:
-        raise CheckpointError(
-            f"{model} is a file", need="the directory of a checkpoint", change="give the directory it lies in"
-        )
-    if model.startswith((".", "/", "~")) or model.count("/") > 1:
-        raise CheckpointError(
-            f"no such directory: {model}", change="give the directory of a checkpoint, or a hub id like org/name"
-        )
-    return _download(model, revision, offline)
+    path = _local(model)
+    if path is None:
+        fetch = partial(huggingface_hub.snapshot_download, model, allow_patterns=list(_WANTED_FILES))
+        return _from_hub(model, offline, partial(fetch, revision=revision, local_files_only=offline))
+    if not path.is_dir():
+        raise CheckpointError(f"{model} is a file", change="give the directory of a checkpoint that it lies in")
+    return path
 
 
 def find_config(model: str, revision: str | None = None, offline: bool = False) -> dict[str, Any]:
@@ -90,14 +120,10 @@ def find_config(model: str, revision: str | None = None, offline: bool = False) 
 
     Raises CheckpointError if there is none.
     """
-    try:
-        path = Path(model).expanduser()
-        is_file, is_directory = path.is_file(), path.is_dir()
-    except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"{model}: {error}", change="give a config.json or its directory") from error
-    if is_file or is_directory:
-        return read_json(path if is_file else path / "config.json")
-    if model.startswith((".", "/", "~")) or model.endswith(".json") or model.count("/") != 1:
+    path = _local(model)
+    if path is not None:
+        return read_json(path / "config.json" if path.is_dir() else path)
+    if model.endswith(".json") or "/" not in model:
         raise CheckpointError(
             f"no model called {model}", need="a config.json, its directory, or a hub id like org/name",
             change="give one of these, or the name of a shape that is built in",
@@ -106,15 +132,18 @@ def find_config(model: str, revision: str | None = None, offline: bool = False) 
     return read_json(_from_hub(model, offline, fetch))
 
 
-def _download(model: str, revision: str | None, offline: bool) -> Path:
-    patterns = list(_WANTED_FILES)
-    return _from_hub(
-        model,
-        offline,
-        lambda: huggingface_hub.snapshot_download(
-            model, revision=revision, allow_patterns=patterns, local_files_only=offline
-        ),
-    )
+def _local(model: str) -> Path | None:
+    """The file or directory of this name; None where there is none and it may be a hub id."""
+    advice = "give the directory of a checkpoint, or a hub id like org/name"
+    try:
+        path = Path(model).expanduser()
+        if path.exists():
+            return path
+    except (OSError, RuntimeError) as error:  # a name too long, a folder that may not be entered, the home of nobody
+        raise CheckpointError(f"{model}: {error}", change=advice) from error
+    if model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise CheckpointError(f"no such directory: {model}", change=advice)
+    return None
 
 
 def _from_hub(model: str, offline: bool, fetch: Callable[[], str]) -> Path:
@@ -141,15 +170,24 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     Raises UnsupportedModelError for a config that is not understood, CheckpointError for everything else.
     """
     _refuse_odd_files(directory)
-    spec = spec_of(read_json(directory / "config.json"))
+    config = read_json(directory / "config.json")
+    weight_format = format_of(config.pop("quantization_config", None))
+    spec = spec_of(config)
     found = _tensors(directory)
-    layers = tuple(
-        tuple(_expect(found, spec.layer_prefix(i) + name, shape) for name, shape in spec.layer_tensors())
-        for i in _layers(spec, found)
-    )
-    non_layer = tuple(_expect(found, name, shape) for name, shape in spec.non_layer_tensors())
-    _refuse_extra(spec, found, {record.name for records in (*layers, non_layer) for record in records})
-    return Checkpoint(directory, spec, layers, non_layer)
+
+    def records(tensors: Iterable[TensorShape], prefix: str = "") -> tuple[TensorRecord, ...]:
+        stored = [one for name, shape in tensors for one in weight_format.stored(name, shape, None)]
+        return tuple(_expect(found, prefix, one) for one in stored)
+
+    layers = tuple(records(spec.layer_tensors(i), spec.layer_prefix(i)) for i in range(spec.n_layers))
+    checkpoint = Checkpoint(directory, spec, weight_format, layers, records(spec.non_layer_tensors()))
+    expected = {record.name for record in checkpoint.records}
+    for name, record in found.items():
+        if name not in expected and not spec.is_unused(name):
+            raise CheckpointError(
+                f"{record.path.name}: tensor {name!r} belongs to no part of a {spec.family} model", change=_OTHER_CONFIG
+            )
+    return checkpoint
 
 
 def _refuse_odd_files(directory: Path) -> None:
@@ -158,11 +196,11 @@ def _refuse_odd_files(directory: Path) -> None:
         present = [path for path in directory.iterdir() if any(path.match(pattern) for pattern in _WANTED_FILES)]
         for path in sorted(path for path in present if not path.is_dir()):
             if not path.is_file():
-                raise CheckpointError(f"{path} is no file", change="download it again")
+                raise CheckpointError(f"{path} is no file", change=_DAMAGED)
             if path.suffix != ".safetensors" and path.stat().st_size > _MOST_TEXT:
                 raise CheckpointError(
                     f"{path} is too large", need=f"at most {_MOST_TEXT} bytes", have=f"{path.stat().st_size}",
-                    change="download it again",
+                    change=_DAMAGED,
                 )  # fmt: skip
     except OSError as error:
         raise CheckpointError(
@@ -179,9 +217,9 @@ def read_json(path: Path) -> dict[str, Any]:
             f"{path}: {error.strerror or error}", change="give the directory of a whole checkpoint"
         ) from error
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not JSON ({error})", change="download it again") from error
+        raise CheckpointError(f"{path} is not JSON ({error})", change=_DAMAGED) from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is not a JSON object", change="download it again")
+        raise CheckpointError(f"{path} is not a JSON object", change=_DAMAGED)
     return content
 
 
@@ -193,84 +231,56 @@ def _tensors(directory: Path) -> dict[str, TensorRecord]:
         return read_header(directory / _SINGLE)
     others = sorted(path.name for path in directory.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
     raise CheckpointError(
-        f"{directory} has no safetensors weights",
-        need=f"{_SINGLE} or {_INDEX}",
+        f"{directory} has no safetensors weights", need=f"{_SINGLE} or {_INDEX}",
         have=", ".join(others[:3]) or "no weights at all",
-        change="convert it with transformers' save_pretrained"
-        if others
-        else "give the directory of a whole checkpoint",
-    )
+        change="give the directory of a whole checkpoint, or convert this one with transformers' save_pretrained",
+    )  # fmt: skip
 
 
 def _sharded(directory: Path) -> dict[str, TensorRecord]:
     where = read_json(directory / _INDEX).get("weight_map")
     if not isinstance(where, dict) or not where:
-        raise CheckpointError(f"{_INDEX} has no weight_map", change="download it again")
+        raise CheckpointError(f"{_INDEX} has no weight_map", change=_DAMAGED)
     for name, shard in where.items():
         plain = isinstance(shard, str) and shard.isprintable() and Path(shard).name == shard
         if not plain or not shard.endswith(".safetensors"):
             raise CheckpointError(
-                f"{_INDEX}: {shard!r}, given for {name!r}, is no safetensors file name", change="download it again"
+                f"{_INDEX}: {shard!r}, given for {name!r}, is no safetensors file name", change=_DAMAGED
             )
-    shards = sorted(set(where.values()))
-    for shard in shards:
-        if not (directory / shard).exists():
-            raise CheckpointError(f"shard {shard} is missing", need=f"{len(shards)} shards", change="download it again")
     found: dict[str, TensorRecord] = {}
-    for shard in shards:
-        for name, record in read_header(directory / shard).items():
-            if where.get(name) != shard:
-                told = f"says {where[name]}" if name in where else "does not list it"
-                raise CheckpointError(
-                    f"tensor {name!r} lies in {shard}, but the index {told}", change="download the index again"
-                )
-            found[name] = record
+    for shard in sorted(set(where.values())):
+        if not (directory / shard).exists():
+            raise CheckpointError(f"shard {shard} is missing", change=_DAMAGED)
+        found |= {name: record for name, record in read_header(directory / shard).items() if where.get(name) == shard}
     missing = sorted(set(where) - set(found))
     if missing:
         raise CheckpointError(
-            f"the index says {missing[0]!r} is in {where[missing[0]]}, but it is not", change="download it again"
+            f"the index says {missing[0]!r} is in {where[missing[0]]}, but it is not", change=_DAMAGED
         )
     return found
 
 
-def _layers(spec: ModelSpec, found: dict[str, TensorRecord]) -> range:
-    """The layer numbers. Raises CheckpointError if the file has more or fewer layers than the config says."""
-    numbers = {int(match.group(1)) for match in map(_LAYER.match, found) if match}
-    n_found = max(numbers) + 1 if numbers else 0
-    if n_found != spec.n_layers:
-        raise CheckpointError(
-            "weights and config.json disagree",
-            need=f"{spec.n_layers} layers as num_hidden_layers says",
-            have=f"{n_found}",
-            change="use the config.json that belongs to these weights",
-        )
-    return range(spec.n_layers)
-
-
-def _expect(found: dict[str, TensorRecord], name: str, shape: tuple[int, ...]) -> TensorRecord:
+def _expect(found: dict[str, TensorRecord], prefix: str, stored: StoredTensor) -> TensorRecord:
+    """The record of a stored tensor. Raises CheckpointError if there is none of its shape and dtype."""
+    name = prefix + stored.name
     record = found.get(name)
     if record is None:
-        raise CheckpointError(f"tensor {name!r} is missing from the weights", change="download the checkpoint again")
-    if record.shape != shape:
         raise CheckpointError(
-            f"{record.path.name}: tensor {name!r} is misshapen",
-            need=str(list(shape)),
-            have=str(list(record.shape)),
-            change="use the config.json that belongs to these weights",
+            f"tensor {name!r} is missing from the weights", change=f"download the checkpoint again, or {_OTHER_CONFIG}"
         )
-    record.torch_dtype()
-    return record
-
-
-def _refuse_extra(spec: ModelSpec, found: dict[str, TensorRecord], expected: set[str]) -> None:
-    # Some tied checkpoints store the head all the same; transformers takes the embedding, and so do we.
-    ignored = {f"{HEAD}.weight"} if spec.tied else set()
-    for name, record in found.items():
-        if name not in expected | ignored and not _DERIVED.fullmatch(name):
-            raise CheckpointError(
-                f"{record.path.name}: tensor {name!r} belongs to no part of a {spec.family} model",
-                change="use the config.json that belongs to these weights",
-            )
+    if record.shape != stored.shape:
+        raise CheckpointError(
+            f"{record.path.name}: tensor {name!r} is misshapen", need=str(list(stored.shape)),
+            have=str(list(record.shape)), change=_OTHER_CONFIG,
+        )  # fmt: skip
+    allowed = FLOATS.values() if stored.dtype is None else (stored.dtype,)
+    if record.torch_dtype() not in allowed:
+        raise CheckpointError(
+            f"{record.path.name}: tensor {name!r} has dtype {record.dtype!r}",
+            need="one of " + ", ".join(str(dtype).removeprefix("torch.") for dtype in allowed),
+            change=f"use an unquantised checkpoint, or {_OTHER_CONFIG}",
+        )
+    return replace(record, key=stored.name)
 
 
 def end_ids(directory: Path) -> frozenset[int]:

@@ -97,7 +97,7 @@ def test_a_file_that_changes_between_its_header_and_its_weights(
     checkpoint = open_checkpoint(copy)
     change(copy / WEIGHTS)
     with faults.one(), pytest.raises(LinkError, match="changed while in use"):
-        DiskTier(checkpoint.layers, [name for name, _ in checkpoint.spec.layer_tensors()])
+        DiskTier(checkpoint.layers)
 
 
 def test_reads_that_fail_in_mid_pass(

@@ -1,1 +1,59 @@
-"""How weights are stored and used: one file for each format."""
+"""How weights are stored and used: one file for each format.
+
+Each file has `matches(quantization_config) -> bool` and a class `Format`, a `WeightFormat` made from the same argument: the
+`quantization_config` of a config.json, None where there is none.
+"""
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from offload_rt.errors import UnsupportedModelError
+from offload_rt.models.architecture import LayerWeights
+from offload_rt.system import registry
+from offload_rt.weights.layout import Layout
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of a file or block. A `dtype` of None stands for any that a computation can be done in."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+
+
+class WeightFormat(Protocol):
+    """How the tensors of an architecture are stored, and used where their bytes lie."""
+
+    name: str
+
+    def stored(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> tuple[StoredTensor, ...]:
+        """The stored tensors that hold the tensor `name` of the architecture; those that are no codes are of `dtype`."""
+
+    def view(self, layout: Layout, block: Tensor, dtype: torch.dtype) -> LayerWeights:
+        """The weights of a block, to compute with in `dtype`.
+
+        block  (>= layout.nbytes,) uint8, alive and unchanged while the view is used
+        """
+
+    def scratch_nbytes(self, stored: StoredTensor, n_rows: int, dtype: torch.dtype) -> int:
+        """Bytes taken besides while up to `n_rows` rows go through the matrix in this stored tensor, in `dtype`."""
+
+
+def format_of(quantization_config: object) -> WeightFormat:
+    """The format of a config.json with this quantization_config; None: without one.
+
+    Raises UnsupportedModelError if no file of the folder knows it.
+    """
+    names = registry.names("weights.formats")
+    for module in (registry.find("weights.formats", name) for name in names):
+        if module.matches(quantization_config):
+            found: WeightFormat = module.Format(quantization_config)
+            return found
+    method = quantization_config.get("quant_method") if isinstance(quantization_config, dict) else quantization_config
+    raise UnsupportedModelError(
+        f"config.json: key 'quantization_config' of quant_method {method!r} is not understood",
+        have=", ".join(names),
+        change="use an unquantised checkpoint",
+    )

@@ -1,18 +1,43 @@
 """Weights as they are in the checkpoint: a matrix is its own bytes."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from offload_rt.weights.formats import StoredTensor
 from offload_rt.weights.layout import Layout
 
 
-class View:
-    """The weights of one layer, used where they lie.
+def matches(quantization_config: object) -> bool:
+    """Only where the config names none."""
+    return quantization_config is None
 
-    block  (>= layout.nbytes,) uint8, alive and unchanged while the view is used
-    dtype  of the computation; weights of another dtype are converted at each use
-    """
+
+class Format:
+    """Each tensor is stored as it is, in any dtype that a computation can be done in."""
+
+    name = "dense"
+
+    def __init__(self, quantization_config: None) -> None:
+        pass
+
+    def stored(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> tuple[StoredTensor, ...]:
+        """The tensor itself."""
+        return (StoredTensor(name, shape, dtype),)
+
+    def view(self, layout: Layout, block: Tensor, dtype: torch.dtype) -> "View":
+        """Weights of another dtype are converted at each use."""
+        return View(layout, block, dtype)
+
+    def scratch_nbytes(self, stored: StoredTensor, n_rows: int, dtype: torch.dtype) -> int:
+        """A converted copy, where the dtypes differ."""
+        return math.prod(stored.shape) * dtype.itemsize if stored.dtype != dtype else 0
+
+
+class View:
+    """The weights of one layer, used where they lie, see `WeightFormat.view`."""
 
     def __init__(self, layout: Layout, block: Tensor, dtype: torch.dtype) -> None:
         self._tensors = layout.views(block)

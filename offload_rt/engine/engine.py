@@ -1,0 +1,198 @@
+"""The generation loop: draft, one pass over the weights, verify, commit. Plain decoding is a tree of one node."""
+
+import time
+from collections import deque
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from offload_rt.engine.scheduler import RunningSequence, Scheduler
+from offload_rt.errors import DeviceError
+from offload_rt.executor.cost import CostEstimator
+from offload_rt.executor.runner import Runner, Step
+from offload_rt.executor.sequence import Sequence
+from offload_rt.executor.stats import PassTimes
+from offload_rt.sampling import probs
+from offload_rt.speculate.protocols import Drafter, VerificationRule
+from offload_rt.system.trace import DRAFT, VERIFY, Trace
+from offload_rt.tree.topology import DraftTree
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a step brought to a sequence: new tokens, and why it ended; None while it goes on."""
+
+    id: int
+    token_ids: list[int]
+    finish_reason: str | None
+
+
+@dataclass
+class Parts:
+    """What an engine runs on.
+
+    draft   the runner of the draft model, where there is one
+    closes  releases everything else that was opened for the engine
+    """
+
+    runner: Runner
+    drafter: Drafter
+    rule: VerificationRule
+    cost: CostEstimator
+    trace: Trace
+    draft: Runner | None
+    closes: ExitStack
+
+
+class Engine:
+    """Runs sequences together. They join (`add`) and leave (`abort`, or their end) between steps.
+
+    notice  what its user should know of how it runs; empty if nothing
+    """
+
+    def __init__(self, parts: Parts, scheduler: Scheduler, notice: str = "") -> None:
+        self.runner, self.drafter, self.cost, self.draft = parts.runner, parts.drafter, parts.cost, parts.draft
+        self._rule, self._trace, self._closes = parts.rule, parts.trace, parts.closes
+        self._scheduler, self.notice = scheduler, notice
+        self._n_added = 0
+        self._waiting: deque[tuple[int, Sequence]] = deque()
+        self._running: list[RunningSequence] = []
+
+    def add(self, sequence: Sequence) -> int:
+        """Let a sequence join at the next step, or as soon as there is room; returns the id of its events."""
+        self._n_added += 1
+        self._waiting.append((self._n_added, sequence))
+        return self._n_added
+
+    def abort(self, id: int) -> None:
+        """Drop a sequence, whether it waits or runs; one that has ended is left as it is."""
+        self._waiting = deque(one for one in self._waiting if one[0] != id)
+        for one in [one for one in self._running if one.id == id]:
+            self._release(one)
+
+    def step(self) -> list[Event]:
+        """One pass over the weights: every running sequence grows by at least one token.
+
+        Where the device's memory runs out, trees and chunks shrink and the pass is made again. Raises DeviceError when they
+        cannot shrink any more; what was produced is kept.
+        """
+        self._admit()
+        n_before = [len(one.sequence.tokens) for one in self._running]
+        while going := [one for one in self._running if one.sequence.finish_reason is None]:
+            try:
+                self._pass(going)
+                break
+            except torch.OutOfMemoryError:
+                pass  # shrink outside of this block: the error holds the frames that hold the memory
+            finally:
+                for one in going:
+                    self.runner.discard(one.cache)
+            self._shrink(going)
+        events = [
+            Event(one.id, one.sequence.tokens[n:], one.sequence.finish_reason)
+            for one, n in zip(self._running, n_before, strict=True)
+        ]
+        for one in [one for one in self._running if one.sequence.finish_reason is not None]:
+            self._release(one)
+        return events
+
+    def close(self) -> None:
+        """Keep what was learned, end all transfers and release the weights."""
+        # self.drafter.save()
+        self._closes.close()
+
+    def _admit(self) -> None:
+        joining = self._scheduler.admit(self._running, self._waiting)
+        is_alone = len(joining) == 1 and not self._running
+        n_nodes = self._scheduler.share(max(len(self._running) + len(joining), 1))
+        for id, sequence in joining:
+            cache = self.runner.new_cache(sequence.longest - 1 + n_nodes, is_alone)
+            self._running.append(RunningSequence(id, sequence, cache, n_nodes))
+
+    def _release(self, one: RunningSequence) -> None:
+        self._running.remove(one)
+        self.runner.free_cache(one.cache)
+        # self.drafter.end(one.sequence)
+
+    def _shrink(self, going: list[RunningSequence]) -> None:
+        if all(one.n_nodes == 1 for one in going) and not self.runner.shrink_chunks():
+            raise DeviceError(
+                "the device's memory is used up", need="room for a pass of a few tokens",
+                change="lower --device-memory, which leaves more to others, or --max-model-len",
+            )  # fmt: skip
+        for one in going:
+            one.n_nodes = max(one.n_nodes // 2, 1)
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+    def _pass(self, going: list[RunningSequence]) -> None:
+        meter = self.runner.streamer.meter
+        started, (nbytes, busy_s), waited_s = time.perf_counter(), meter.read(), meter.waited_s
+        n_nodes = min(self._scheduler.share(len(going)), *(one.n_nodes for one in going))
+        trees = self.drafter.propose([one.sequence for one in going], n_nodes)
+        drafted = time.perf_counter()
+        self._trace.add(DRAFT, "tree", started, drafted)
+        steps = [self._step_of(one, tree) for one, tree in zip(going, trees, strict=True)]
+        n_rows, context = sum(step.n_rows for step in steps), max(self.runner.n_committed(step.cache) for step in steps)
+        is_prefill = any(one.sequence.stats.n_passes == 0 for one in going)
+        predicted_s = (
+            None if is_prefill else float(self.cost.seconds(np.array([n_rows]), context, drafted - started)[0])
+        )
+        logits = self.runner.forward(steps)
+        self.runner.finish()
+        computed = time.perf_counter()
+        n_new = [self._accept(one, tree, rows) for one, tree, rows in zip(going, trees, logits, strict=True)]
+        ended = time.perf_counter()
+        self._trace.add(
+            VERIFY, f"{sum(n_new)} tokens of {sum(len(tree.topology) for tree in trees)} nodes", computed, ended
+        )
+        now_nbytes, now_busy_s = meter.read()
+        times = PassTimes(
+            started,
+            drafted,
+            computed,
+            ended,
+            now_nbytes - nbytes,
+            now_busy_s - busy_s,
+            meter.waited_s - waited_s,
+            predicted_s,
+        )
+        for one, tree, n in zip(going, trees, n_new, strict=True):
+            one.sequence.stats.add_pass(times, tree, n)
+        if not is_prefill:
+            gbps = times.link_nbytes / times.link_busy_s / 1e9 if times.link_busy_s > 0 else 0.0
+            self.cost.passed(n_rows, context, drafted - started, ended - started, gbps)
+
+    def _step_of(self, one: RunningSequence, tree: DraftTree) -> Step:
+        """The step that feeds a cache what it lacks of its sequence, and the tree."""
+        tokens = one.sequence.tokens
+        lacking = tokens[self.runner.rewind(one.cache, tokens[:-1]) : -1]
+        return Step(
+            cache=one.cache,
+            tokens=torch.cat((torch.tensor(lacking, dtype=torch.int64), tree.tokens)),
+            topology=tree.topology.after_chain(len(lacking)),
+            n_wanted=len(tree.topology),
+            n_prompt=one.sequence.n_prompt,
+        )
+
+    def _accept(self, one: RunningSequence, tree: DraftTree, logits: Tensor) -> int:
+        """Verify a tree by the logits (n, vocabulary) of its nodes; returns the tokens that the sequence took."""
+        sequence = one.sequence
+        n_lacking = len(sequence.tokens) - 1 - self.runner.n_committed(one.cache)
+        verdict = self._rule.verify(
+            tree, probs(logits, sequence.sampling, _contexts(sequence, tree)), sequence.generator
+        )
+        self.drafter.learn(sequence, tree, verdict)
+        sequence.stats.add_tree(tree, verdict)
+        self.runner.commit(one.cache, [*range(n_lacking + 1), *(n_lacking + node for node in verdict.path)])
+        return len(sequence.extend([*tree.path_to(verdict.path[-1] if verdict.path else 0), verdict.bonus]))
+
+
+def _contexts(sequence: Sequence, tree: DraftTree) -> list[list[int]]:
+    """Per node the tokens a penalty looks back on: the sequence and the node's own path."""
+    if sequence.sampling.repetition_penalty == 1.0:
+        return []
+    return [sequence.tokens + tree.path_to(node) for node in range(len(tree.topology))]

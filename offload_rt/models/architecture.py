@@ -1,0 +1,110 @@
+"""What the rest of the package asks of a model, whatever its layers look like."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class TensorShape(NamedTuple):
+    """A matrix or vector of a model as its computation sees it, however a weight format stores it."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+class LayerWeights(Protocol):
+    """The weights of one layer, or those outside the layers, however they are stored."""
+
+    def vector(self, name: str) -> Tensor:
+        """The one-dimensional `<name>.weight`, of a norm, in the dtype of the computation."""
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        """x (n, n_in) through the matrix `<name>.weight`, bias included: (n, n_out)."""
+
+    def rows(self, ids: Tensor, name: str) -> Tensor:
+        """Rows `ids` (n,) of the table `<name>.weight`, in the dtype of the computation: (n, width)."""
+
+
+class PassContext(Protocol):
+    """What a layer sees of the pass under way."""
+
+    @property
+    def row_inputs(self) -> tuple[Tensor, ...]:
+        """What `Architecture.row_inputs` gave for the rows of x, on the device."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None) -> Tensor:
+        """Keep k and v (n, n_kv_heads, head_dim) of these rows in the cache and return the output of attention.
+
+        q       (n, n_heads, head_dim)
+        window  how many positions back a row sees, itself included; None: all of them
+        Returns (n, n_heads, head_dim).
+        """
+
+
+@dataclass(frozen=True)
+class Architecture(ABC):
+    """A decoder-only model: its sizes, its tensors, and what it computes.
+
+    n_kv_heads, head_dim  of the keys and values that `attend` keeps
+    dtype_name            the config's dtype; None where it names none
+    """
+
+    family: str
+    dtype_name: str | None
+    n_layers: int
+    vocab_size: int
+    hidden_size: int
+    n_kv_heads: int
+    head_dim: int
+    max_positions: int
+
+    @abstractmethod
+    def layer_prefix(self, i: int) -> str:
+        """What stands before the name of a tensor of layer i in a checkpoint."""
+
+    @abstractmethod
+    def layer_tensors(self, i: int) -> tuple[TensorShape, ...]:
+        """The tensors of layer i, named without the prefix, in order of use."""
+
+    @abstractmethod
+    def non_layer_tensors(self) -> tuple[TensorShape, ...]:
+        """The tensors outside the layers."""
+
+    @abstractmethod
+    def is_unused(self, name: str) -> bool:
+        """Whether a checkpoint may hold this tensor although the model computes without it."""
+
+    @abstractmethod
+    def row_inputs(self, positions: Tensor, lengths: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """What layers need to know of each row besides its hidden state, such as cosines and sines; (n, ...) each.
+
+        positions  (n,) int64, on the host
+        lengths    (n,) int64, tokens in the sequence when plain decoding computes each row
+        """
+
+    @abstractmethod
+    def embed(self, weights: LayerWeights, ids: Tensor) -> Tensor:
+        """Tokens (n,) to hidden states (n, hidden_size)."""
+
+    @abstractmethod
+    def layer(self, i: int, weights: LayerWeights, x: Tensor, context: PassContext) -> Tensor:
+        """Layer i on the hidden states x (n, hidden_size) of n rows. Returns (n, hidden_size)."""
+
+    @abstractmethod
+    def head(self, weights: LayerWeights, x: Tensor) -> Tensor:
+        """Hidden states x (n, hidden_size) behind the last layer to logits (n, vocab_size)."""
+
+    @abstractmethod
+    def flops(self, i: int, n_rows: int, context: int) -> float:
+        """Operations of layer i on `n_rows` rows that follow `context` cached tokens."""
+
+    def kv_nbytes(self, itemsize: int) -> int:
+        """Bytes of one cached token over all layers."""
+        return 2 * self.n_layers * self.n_kv_heads * self.head_dim * itemsize
+
+    @abstractmethod
+    def scratch_nbytes(self, n_rows: int, n_logits: int, itemsize: int) -> int:
+        """Bytes of activations while `n_rows` rows go through a layer together, and of `n_logits` rows of logits."""

@@ -1,0 +1,120 @@
+"""The decoder of Llama, Mistral, Qwen2 and Qwen3: RMS norms before attention and MLP, rotary embeddings, gated SiLU."""
+
+import math
+import re
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from offload_rt import ops
+from offload_rt.models.architecture import Architecture, LayerWeights, PassContext, TensorShape
+from offload_rt.models.rope import Rope
+
+_EMBED, _NORM, _HEAD = "model.embed_tokens", "model.norm", "lm_head"
+# Old Llama checkpoints carry the rotary frequencies, which follow from the config.
+_DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+
+
+@dataclass(frozen=True)
+class NativeDecoder(Architecture):
+    """The architecture of the families in `families.py`.
+
+    windows  per layer: how many positions back a token sees, itself included; None: all of them
+    """
+
+    intermediate_size: int
+    n_heads: int
+    eps: float
+    tied: bool
+    windows: tuple[int | None, ...]
+    rope: Rope = field(compare=False, repr=False)
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+    def layer_prefix(self, i: int) -> str:
+        """As transformers names the layers of these families."""
+        return f"model.layers.{i}."
+
+    def layer_tensors(self, i: int) -> tuple[TensorShape, ...]:
+        """The same in every layer."""
+        d, m = self.hidden_size, self.intermediate_size
+        q, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
+        head_norms = (_norm("self_attn.q_norm", self.head_dim), _norm("self_attn.k_norm", self.head_dim))
+        return (
+            _norm("input_layernorm", d),
+            *_linear("self_attn.q_proj", q, d, self.qkv_bias),
+            *_linear("self_attn.k_proj", kv, d, self.qkv_bias),
+            *_linear("self_attn.v_proj", kv, d, self.qkv_bias),
+            *(head_norms if self.qk_norm else ()),
+            *_linear("self_attn.o_proj", d, q, self.o_bias),
+            _norm("post_attention_layernorm", d),
+            *_linear("mlp.gate_proj", m, d, self.mlp_bias),
+            *_linear("mlp.up_proj", m, d, self.mlp_bias),
+            *_linear("mlp.down_proj", d, m, self.mlp_bias),
+        )
+
+    def non_layer_tensors(self) -> tuple[TensorShape, ...]:
+        """Embedding, last norm, and the head unless it is tied to the embedding."""
+        table = (self.vocab_size, self.hidden_size)
+        head = () if self.tied else (TensorShape(f"{_HEAD}.weight", table),)
+        return (TensorShape(f"{_EMBED}.weight", table), _norm(_NORM, self.hidden_size), *head)
+
+    def is_unused(self, name: str) -> bool:
+        """Derived frequencies, and a stored copy of a tied head: transformers takes the embedding, too."""
+        return (self.tied and name == f"{_HEAD}.weight") or _DERIVED.fullmatch(name) is not None
+
+    def row_inputs(self, positions: Tensor, lengths: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Cosines and sines, each (n, head_dim)."""
+        return self.rope.cos_sin(positions, lengths, dtype)
+
+    def embed(self, weights: LayerWeights, ids: Tensor) -> Tensor:
+        """Rows of the embedding."""
+        return weights.rows(ids, _EMBED)
+
+    def layer(self, i: int, weights: LayerWeights, x: Tensor, context: PassContext) -> Tensor:
+        """Attention and MLP, each on a norm of the residual stream and added to it."""
+        h = ops.rms_norm(x, weights.vector("input_layernorm"), self.eps)
+        x = x + self._attention(i, weights, h, context)
+        h = ops.rms_norm(x, weights.vector("post_attention_layernorm"), self.eps)
+        gate = torch.nn.functional.silu(weights.linear(h, "mlp.gate_proj"))
+        return x + weights.linear(gate.mul_(weights.linear(h, "mlp.up_proj")), "mlp.down_proj")
+
+    def _attention(self, i: int, weights: LayerWeights, h: Tensor, context: PassContext) -> Tensor:
+        heads = (h.shape[0], -1, self.head_dim)
+        q = weights.linear(h, "self_attn.q_proj").view(heads)
+        k = weights.linear(h, "self_attn.k_proj").view(heads)
+        v = weights.linear(h, "self_attn.v_proj").view(heads)
+        if self.qk_norm:
+            q = ops.rms_norm(q, weights.vector("self_attn.q_norm"), self.eps)
+            k = ops.rms_norm(k, weights.vector("self_attn.k_norm"), self.eps)
+        cos, sin = context.row_inputs
+        q, k = ops.rotate(q, cos, sin), ops.rotate(k, cos, sin)
+        out = context.attend(i, q, k, v, scale=self.head_dim**-0.5, window=self.windows[i])
+        return weights.linear(out.reshape(h.shape[0], -1), "self_attn.o_proj")
+
+    def head(self, weights: LayerWeights, x: Tensor) -> Tensor:
+        """The last norm and the head."""
+        return weights.linear(ops.rms_norm(x, weights.vector(_NORM), self.eps), _EMBED if self.tied else _HEAD)
+
+    def flops(self, i: int, n_rows: int, context: int) -> float:
+        """Two for each weight and row, and four for each number of q and key that it meets."""
+        n_weights = sum(math.prod(shape) for _, shape in self.layer_tensors(i))
+        return 2.0 * n_rows * n_weights + 4.0 * n_rows * (context + n_rows) * self.n_heads * self.head_dim
+
+    def scratch_nbytes(self, n_rows: int, n_logits: int, itemsize: int) -> int:
+        """The wider of attention and MLP, beside the residual stream."""
+        attention = (2 * self.n_heads + 2 * self.n_kv_heads) * self.head_dim
+        widest = max(attention, 3 * self.intermediate_size) + 4 * self.hidden_size
+        return n_rows * widest * itemsize + n_logits * self.vocab_size * (itemsize + 8)
+
+
+def _norm(name: str, width: int) -> TensorShape:
+    return TensorShape(f"{name}.weight", (width,))
+
+
+def _linear(name: str, n_out: int, n_in: int, bias: bool) -> tuple[TensorShape, ...]:
+    weight = TensorShape(f"{name}.weight", (n_out, n_in))
+    return (weight, TensorShape(f"{name}.bias", (n_out,))) if bias else (weight,)

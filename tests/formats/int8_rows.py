@@ -1,0 +1,69 @@
+"""A second weight format: every matrix as int8 rows with a float32 scale each, vectors as they are."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from offload_rt.weights.formats import StoredTensor
+
+CONFIG = {"quant_method": "int8_rows"}
+
+
+def matches(quantization_config):
+    return quantization_config == CONFIG
+
+
+def quantized(tensors):
+    """The tensors of a dense checkpoint as this format stores them."""
+    stored = {}
+    for name, tensor in tensors.items():
+        if tensor.dim() == 1:
+            stored[name] = tensor
+            continue
+        scale = tensor.abs().amax(-1, keepdim=True).float() / 127
+        stored[name], stored[f"{name}_scale"] = (tensor / scale).round().to(torch.int8), scale
+    return stored
+
+
+def dequantized(stored):
+    """The dense tensors that are computed with."""
+    return {
+        name: tensor * stored[f"{name}_scale"] if f"{name}_scale" in stored else tensor
+        for name, tensor in stored.items()
+        if not name.endswith("_scale")
+    }
+
+
+class Format:
+    name = "int8_rows"
+
+    def __init__(self, quantization_config):
+        pass
+
+    def stored(self, name, shape, dtype):
+        if len(shape) == 1:
+            return (StoredTensor(name, shape, dtype),)
+        return (StoredTensor(name, shape, torch.int8), StoredTensor(f"{name}_scale", (shape[0], 1), torch.float32))
+
+    def view(self, layout, block, dtype):
+        return View(layout.views(block), dtype)
+
+    def scratch_nbytes(self, stored, n_rows, dtype):
+        return math.prod(stored.shape) * dtype.itemsize if stored.dtype == torch.int8 else 0
+
+
+class View:
+    def __init__(self, tensors, dtype):
+        self._tensors, self._dtype = tensors, dtype
+
+    def vector(self, name):
+        return self._tensors[f"{name}.weight"].to(self._dtype)
+
+    def linear(self, x, name):
+        bias = self._tensors.get(f"{name}.bias")
+        weight = self._tensors[f"{name}.weight"] * self._tensors[f"{name}.weight_scale"]
+        return F.linear(x, weight.to(self._dtype), None if bias is None else bias.to(self._dtype))
+
+    def rows(self, ids, name):
+        return (self._tensors[f"{name}.weight"][ids] * self._tensors[f"{name}.weight_scale"][ids]).to(self._dtype)
