@@ -50,8 +50,7 @@ class Method:
         )  # fmt: skip
         # A fixed size, and the draft as good as free: the best tree of this size, not the best for this machine.
         llm.engine.drafter.limits = DraftLimits(n_nodes, depth, fixed_size=True)
-        llm.engine.cost.drafted = lambda n_passes, seconds: None
-        llm.engine.cost.level_s = 0.0
+        llm.engine.cost.fix_level(0.0)
         if self.shape is not None:
             llm.engine.drafter.fix_shape(self.shape(n_nodes))
         return llm

@@ -1,6 +1,6 @@
-"""Stands for a CUDA graph: the calls of one computation, made again on the tensors they were made on.
+"""A stand-in for a CUDA graph: records the calls of one computation and repeats them on the same tensors.
 
-As in a graph, what Python or numpy made of the numbers of that time stays as it was.
+As in a graph, values that Python or numpy computed at capture are fixed.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ _TO_THE_HOST = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonze
 
 
 class _Recording(TorchDispatchMode):
-    """Every call, with what it was given and what it returned."""
+    """Every call, with its arguments and its result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class _Recording(TorchDispatchMode):
 
 
 def record(compute: Callable[[], None]) -> Callable[[], None]:
-    """Compute once and return what computes the same again, into the same memory."""
+    """Compute once and return a function that repeats it into the same memory."""
     recording = _Recording()
     with recording:
         compute()
@@ -39,7 +39,7 @@ def record(compute: Callable[[], None]) -> Callable[[], None]:
         for func, args, kwargs, out in recording.calls:
             again = func(*args, **kwargs)
             for old, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
-                # A view is one of what has been computed again already.
+                # A view shows what has been computed again already.
                 if isinstance(old, Tensor) and _address(old) != _address(new):
                     old.copy_(new)
 
@@ -47,4 +47,4 @@ def record(compute: Callable[[], None]) -> Callable[[], None]:
 
 
 def _address(x: Tensor) -> int:
-    return vars(x).get("inner", x).data_ptr()  # of a pretended card too
+    return vars(x).get("inner", x).data_ptr()  # also of a pretended card

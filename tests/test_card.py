@@ -38,7 +38,6 @@ def card(request, monkeypatch) -> Callable[..., AbstractContextManager[None]]:
         return nullcontext()
 
     yield real
-    torch.cuda.set_per_process_memory_fraction(1.0)  # an engine leaves its budget behind
 
 
 def on_card(directory, **settings):

@@ -93,7 +93,7 @@ def inputs(case, device):
 
 
 def mask_of(case, parents, n_most=0):
-    """What the kernel is given of a tree that might have `n_most` keys: masks, depths, those of the keys, extent."""
+    """What the kernel takes of a tree that might have `n_most` keys: masks, depths, those of the keys, extent."""
     bits, depths = reference.tree_masks(parents)
     rows, n_most = slice(case.first, case.first + case.n), n_most or case.first + case.n + case.n_spare
     wide = torch.zeros(case.n, max(bits.shape[1], (n_most + 31) // 32), dtype=torch.int32)
@@ -254,7 +254,7 @@ def test_tree_masks_of_a_long_prompt(kernels):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_the_dense_mask(seed):
-    """What the reference is given, against the plain definition."""
+    """The mask of the reference, against the plain definition."""
     case = random_case(seed)
     parents = parents_of(case.first + case.n, seed)
     whole = make_tree_mask(parents.numpy(), case.first, case.n_before, torch.device("cpu"))
@@ -280,7 +280,7 @@ def test_commit_rows(kernels, dtype, seed):
 
 
 def drafted(seed):
-    """A random drafted tree with given and sampled children and ties, and the target's distributions."""
+    """A random drafted tree with deterministic and sampled children and ties, and the target's distributions."""
     draw, rng = random.Random(seed), np.random.default_rng(seed)
     n, vocabulary = draw.choice([1, 2, 6, 20, 60]), draw.choice([5, 37, 1000, 3001])
     topology = random_tree(n, seed, reach=draw.choice([2, 8, 1000]))
@@ -296,7 +296,7 @@ def drafted(seed):
     target = rng.standard_normal((n, vocabulary)) * sharpness
     draft = target + rng.standard_normal((n, vocabulary)) * draw.choice([0.0, 0.3, 2.0])
     target, draft = (torch.softmax(torch.from_numpy(logits), 1).float() for logits in (target, draft))
-    # Tokens that cannot be; and distributions that have fewer tokens than were drawn.
+    # Impossible tokens; and distributions with fewer tokens than were sampled.
     for possible, share in ((target, draw.choice([0.0, 0.5])), (draft, draw.choice([0.0, 0.5, 0.9]))):
         impossible = torch.from_numpy(rng.random(possible.shape) < share)
         impossible[:, 0] = False
@@ -306,7 +306,9 @@ def drafted(seed):
     for node, children in enumerate(topology.children):
         left = draft[node].double().numpy().copy()
         untaken = np.ones(vocabulary, dtype=bool)
-        for child in sorted(children, key=lambda child: bool(is_sampled[child])):  # the given tokens are never drawn
+        for child in sorted(
+            children, key=lambda child: bool(is_sampled[child])
+        ):  # deterministic tokens are never sampled
             probs = left if left.sum() > 0 else untaken.astype(float)
             if is_sampled[child]:
                 tokens[child] = rng.choice(vocabulary, p=probs / probs.sum())
@@ -334,7 +336,7 @@ def verdicts(kernels, kernel, tree, target, noise):
     return verdict.tolist(), [decision.end, min(bonus, int(decision.probs.nonzero()[-1]))]
 
 
-@pytest.mark.parametrize("kernel", [verify_top_down, verify_bottom_up], ids=["walk", "verify_bottom_up"])
+@pytest.mark.parametrize("kernel", [verify_top_down, verify_bottom_up], ids=["top_down", "bottom_up"])
 def test_verify(kernels, kernel):
     kinds = set()
     for seed in range(60):
@@ -347,7 +349,7 @@ def test_verify(kernels, kernel):
 
 
 @pytest.mark.parametrize("is_sampled", [True, False])
-@pytest.mark.parametrize("kernel", [verify_top_down, verify_bottom_up], ids=["walk", "verify_bottom_up"])
+@pytest.mark.parametrize("kernel", [verify_top_down, verify_bottom_up], ids=["top_down", "bottom_up"])
 def test_verify_where_next_to_nothing_is_left(kernels, kernel, is_sampled):
     """Of the draft without its first child's token, or of the target where that is rejected: less than float32 tells from 0."""
     probs, target = torch.zeros(2, 1, 3001)
@@ -357,8 +359,7 @@ def test_verify_where_next_to_nothing_is_left(kernels, kernel, is_sampled):
         target[0, [1, 512]] = torch.tensor([0.625, 0.375])
     else:
         target[0, [0, 512]] = torch.tensor([1 - 2**-24, 3e-8])
-    is_sampled = np.array([False, is_sampled, is_sampled])
-    sampled = SampledNodes(is_sampled, probs, np.array([0, -1, -1]))
+    sampled = SampledNodes(np.array([False, is_sampled, is_sampled]), probs, np.array([0, -1, -1]))
     tree = DraftTree(Topology(np.array([-1, 0, 0])), torch.tensor([7, 0, 512]), sampled)
     ends = set()
     for second in (0.3, 0.45, 0.55, 0.9):

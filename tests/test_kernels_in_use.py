@@ -9,7 +9,7 @@ import pytest
 import torch
 from languages import target_probs
 from recorded import record
-from test_laws import RECIPES, languages
+from test_exactness import RECIPES, languages
 from tiny import CASES, feed, open_llm, prefill, prompt_of, random_tree, runner_of
 
 from offload_rt.executor.cuda_graphs import GraphShape

@@ -1,4 +1,4 @@
-"""What passes cost here and now: the cost model with the machine's profile, corrected by the passes that were made."""
+"""What passes cost: the cost model with the machine's profile, corrected by the passes that were made."""
 
 from dataclasses import replace
 
@@ -8,25 +8,25 @@ from offload_rt.system.machine import MachineProfile, PassBytes, pass_time, pass
 
 # Weight of the newest pass in the running estimates.
 _NEWEST = 0.25
-# Until a level of the draft was timed.
+# Seconds of a level of the draft until one was timed.
 _LEVEL_S = 2e-3
 
 
 class CostEstimator:
-    """Predicts passes, and learns from each how fast the link is and how far the model of the costs is off."""
+    """Predicts the seconds of passes; learns from each how fast the link is and how far off the cost model is."""
 
     def __init__(self, profile: MachineProfile, moved: PassBytes) -> None:
         self.profile, self._moved = profile, moved
-        self._slack, self.level_s = 1.0, _LEVEL_S
+        self._slack, self.level_s, self._level_is_fixed = 1.0, _LEVEL_S, False
 
     def seconds(self, n_rows: np.ndarray, context: int, draft_s: np.ndarray | float = 0.0) -> np.ndarray:
-        """Seconds of a step with a pass of each number of rows, after `context` tokens and drafting of `draft_s` seconds."""
+        """Seconds of a step for each number of rows in its pass, after `context` tokens and `draft_s` seconds of drafting."""
         return self._slack * pass_times(self.profile, self._moved, n_rows, context, draft_s)
 
     def passed(self, n_rows: int, context: int, draft_s: float, seconds: float, link_gbps: float) -> None:
-        """A step has taken so long, drafting and verification included.
+        """Learn from a step that took `seconds`, drafting and verification included.
 
-        link_gbps  at which bytes came in while the link was busy; 0 where none came
+        link_gbps  rate of the link while it was busy; 0 if nothing was streamed
         """
         if link_gbps:
             links = tuple(
@@ -38,9 +38,13 @@ class CostEstimator:
         self._slack = _towards(self._slack, seconds / predicted)
 
     def drafted(self, n_levels: int, seconds: float) -> None:
-        """The draft has computed so many levels in so many seconds."""
-        if n_levels > 0:
+        """Learn from a draft that computed `n_levels` levels in `seconds`."""
+        if n_levels > 0 and not self._level_is_fixed:
             self.level_s = _towards(self.level_s, seconds / n_levels)
+
+    def fix_level(self, seconds: float) -> None:
+        """Assume that a level of the draft takes `seconds`, whatever is measured from now on."""
+        self.level_s, self._level_is_fixed = seconds, True
 
     def _is_only_link(self, tier: str) -> bool:
         return [name for name, nbytes in self._moved.streamed if nbytes] == [tier]

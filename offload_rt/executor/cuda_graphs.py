@@ -74,16 +74,16 @@ class GraphInputs:
 
         Rows left over write to cache row `spare` and see what the first row sees: attention to nothing may give NaN.
         """
-        n, mask, given = len(rows.ids), self.mask, rows.mask
+        n, mask, source = len(rows.ids), self.mask, rows.mask
         self.block.zero_()
         self.ids[:n], self.rows[:n], self.rows[n:] = rows.ids, rows.rows, spare
         for mine, one in zip(self.row_inputs, rows.row_inputs, strict=True):
             mine[:n] = one
-        mask.bits[:n, : given.bits.shape[1]] = given.bits
+        mask.bits[:n, : source.bits.shape[1]] = source.bits
         mask.bits[n:] = mask.bits[0]
-        mask.depths[:n], mask.depths[n:] = given.depths, given.depths[0]
-        mask.key_depths[: len(given.key_depths)] = given.key_depths
-        mask.extent[:] = given.extent
+        mask.depths[:n], mask.depths[n:] = source.depths, source.depths[0]
+        mask.key_depths[: len(source.key_depths)] = source.key_depths
+        mask.extent[:] = source.extent
 
 
 @dataclass(frozen=True)

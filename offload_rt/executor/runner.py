@@ -148,7 +148,7 @@ class Runner:
         return not self.streamer.order
 
     def finish(self) -> None:
-        """Wait until all that was given to the device to compute has ended; copies go on."""
+        """Wait until the device has computed all that was enqueued; copies go on."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
@@ -262,4 +262,5 @@ class Runner:
         """The head on the rows that each step wants: hidden (n, hidden_size) -> per step (n_wanted, vocabulary)."""
         ends = torch.tensor([step.n_rows for step in steps]).cumsum(0).tolist()
         wanted = torch.cat([hidden[end - step.n_wanted : end] for end, step in zip(ends, steps, strict=True)])
-        return list(self.spec.head(self.non_layer, wanted).split([step.n_wanted for step in steps]))
+        logits = self.spec.head(self.non_layer, wanted)
+        return list(torch.split(logits, [step.n_wanted for step in steps]))

@@ -1,4 +1,4 @@
-"""One sequence: its tokens, how they are drawn, and when it ends."""
+"""One sequence: its tokens, how they are sampled, and when it ends."""
 
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
