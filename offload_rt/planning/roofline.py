@@ -57,10 +57,16 @@ class Roof:
     def compute_times(self, spec: Architecture, dtype: torch.dtype) -> ComputeTimes:
         """Seconds of all layers and the head by width and context, where measuring would give them."""
         itemsize = dtype.itemsize
+        alike: dict[
+            object, list[int]
+        ] = {}  # asked for once each: the table has a hundred entries, a model as many layers
+        for i in range(spec.n_layers):
+            kind = (spec.layer_tensors(i), spec.flops(i, 1, 0), spec.flops(i, 1, _CONTEXTS[-1]))
+            alike.setdefault(kind, []).append(i)
 
         def seconds(n_rows: int, context: int) -> float:
-            layers = sum(self.layer_s(spec, n_rows, context, itemsize, i) for i in range(spec.n_layers))
-            return layers + self.head_s(spec, n_rows, itemsize)
+            layers = (len(same) * self.layer_s(spec, n_rows, context, itemsize, same[0]) for same in alike.values())
+            return sum(layers) + self.head_s(spec, n_rows, itemsize)
 
         table = tuple(tuple(seconds(n_rows, context) for n_rows in _WIDTHS) for context in _CONTEXTS)
         return ComputeTimes(_WIDTHS, _CONTEXTS, table)

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -11,13 +10,7 @@ from typing import Any
 
 import huggingface_hub
 import torch
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-)
+from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from offload_rt.errors import CheckpointError
 from offload_rt.models.architecture import Architecture, TensorShape
@@ -28,17 +21,9 @@ from offload_rt.weights.layout import PAGE
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _WANTED_FILES = (
-    "*.safetensors",
-    _INDEX,
-    "config.json",
-    "generation_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "*.jinja",
-)
+    "*.safetensors", _INDEX, "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "*.jinja",
+)  # fmt: skip
 # Bytes of a file that is no weights; the largest tokenizers have some tens of megabytes.
 _MOST_TEXT = 1 << 29
 _DAMAGED = "download it again"
@@ -84,20 +69,15 @@ class Checkpoint:
         Raises CheckpointError where a file cannot be read.
         """
         found = hashlib.sha256(repr(sorted(read_json(self.directory / "config.json").items())).encode())
-        files: dict[Path, int] = {}
-        try:
-            for one in self.records:
-                if one.path not in files:
-                    files[one.path] = os.open(one.path, os.O_RDONLY)
-                    os.posix_fadvise(files[one.path], 0, 0, os.POSIX_FADV_RANDOM)
-                middle = (one.start + one.stop) // 2
-                page = os.pread(files[one.path], min(PAGE, one.stop - middle), middle)
-                found.update(repr((one.name, one.shape, one.dtype)).encode() + page)
-        except OSError as error:
-            raise CheckpointError(f"{self.directory}: {error.strerror or error}") from error
-        finally:
-            for file in files.values():
-                os.close(file)
+        for one in self.records:
+            middle = (one.start + one.stop) // 2
+            try:
+                with one.path.open("rb", buffering=0) as file:
+                    file.seek(middle)
+                    page = file.read(min(PAGE, one.stop - middle))
+            except OSError as error:
+                raise CheckpointError(f"{one.path}: {error.strerror or error}") from error
+            found.update(repr((one.name, one.shape, one.dtype)).encode() + page)
         return found.hexdigest()[:24]
 
 
@@ -142,26 +122,24 @@ def _local(model: str) -> Path | None:
     except (OSError, RuntimeError) as error:  # a name too long, a folder that may not be entered, the home of nobody
         raise CheckpointError(f"{model}: {error}", change=advice) from error
     if model.startswith((".", "/", "~")) or model.count("/") > 1:
-        raise CheckpointError(f"no such directory: {model}", change=advice)
+        raise CheckpointError(f"no model called {model}: no such directory", change=advice)
     return None
 
 
 def _from_hub(model: str, offline: bool, fetch: Callable[[], str]) -> Path:
     """What the hub gives. Raises CheckpointError, in one sentence, where it gives nothing."""
-    advice = "check the name, or give the directory of a checkpoint"
     try:
         return Path(fetch())
-    except HFValidationError as error:
-        raise CheckpointError(f"{model!r} is neither a directory nor a hub id", change=advice) from error
     except GatedRepoError as error:
         raise CheckpointError(
             f"{model} is gated on the hub", change="accept its terms there and set HF_TOKEN"
         ) from error
-    except RepositoryNotFoundError as error:
-        raise CheckpointError(f"{model} is not on the hub", change=f"{advice}; a private one needs HF_TOKEN") from error
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+    except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         where = "is not in the hub cache" if offline else "could not be fetched from the hub"
-        raise CheckpointError(f"{model} is no directory and {where}", change=advice) from error
+        raise CheckpointError(
+            f"{model} is no directory and {where}",
+            change="check the name, or give the directory of a checkpoint; a private one needs HF_TOKEN",
+        ) from error
 
 
 def open_checkpoint(directory: Path) -> Checkpoint:

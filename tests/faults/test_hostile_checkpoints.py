@@ -32,7 +32,7 @@ from offload_rt.text.detokenize import TextStream, encode, load_tokenizer
 from offload_rt.weights.checkpoint import end_ids, open_checkpoint, read_json
 from offload_rt.weights.header import read_header
 
-N_HEADERS, N_CONFIGS, N_INDICES, N_TOKENIZERS, N_PROCESSES = 6000, 3200, 600, 600, 24
+N_HEADERS, N_CONFIGS, N_INDICES, N_TOKENIZERS, N_PROCESSES = 2000, 2000, 600, 600, 24
 SLOW_S = 5.0  # of one case, on a machine that does other things besides
 GROWTH = 600 << 20  # bytes that all cases together may take beyond what was taken before
 
