@@ -282,7 +282,7 @@ def test_a_chat_goes_through_the_template(tmp_path):
         ("{{ nothing.at.all }}", "undefined"),
         ("{{ 1 / 0 }}", "division by zero"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
-        ("{{ messages.append(1) }}", "not safely callable"),
+        ("{{ messages.append(1) }}", "unsafe"),
         ("{{ raise_exception.__globals__['os'].system('true') }}", "unsafe|undefined"),
         ("{% include '/etc/passwd' %}", "no loader"),
     ],
