@@ -100,3 +100,4 @@ def test_closed_streams_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("stdin", "stdout", "stderr"):
         monkeypatch.setattr(sys, name, None)
     assert run_program(lambda: exit_code(lambda: print(sys.stdin.read(), file=sys.stderr))) == 0
+    assert None not in (sys.stdin, sys.stdout, sys.stderr)
