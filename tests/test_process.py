@@ -1,135 +1,103 @@
-"""How a program ends: what is said, and what is not."""
+"""How a program begins and ends: signals, exit codes, and what is said."""
 
-import itertools
+import io
+import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
-from types import FrameType, SimpleNamespace
-from typing import Any
 
 import pytest
 
 from offload_rt.cli import process
-from offload_rt.cli.process import INTERRUPTED, _settle, _Signals, exit_code, run_program, whole
-from offload_rt.errors import PromptError
+from offload_rt.cli.process import INTERRUPTED, exit_code, run_program
+from offload_rt.errors import LinkError, PromptError
 
 
-@pytest.mark.parametrize(
-    "received, error, is_told",
-    [
-        (False, AttributeError("half made"), True),
-        (True, AttributeError("half made"), False),
-        (False, MemoryError(), False),
-    ],
-)
-def test_what_is_told_of_an_error_that_nobody_can_catch(
-    received: bool, error: Exception, is_told: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told = []
-    monkeypatch.setattr(sys, "__unraisablehook__", told.append)
-    signals = _Signals()
-    signals.received = received
-    signals._unraisable(SimpleNamespace(exc_value=error))
-    assert len(told) == is_told
-
-
-@pytest.fixture
-def signals() -> Iterator[_Signals]:
-    """What signals do to a program, while one is tested."""
-    before = signal.getsignal(signal.SIGTERM)
-    signals = _Signals()
-    signal.signal(signal.SIGTERM, signals)
-    yield signals
-    signal.signal(signal.SIGTERM, before)
-
-
-def test_a_signal_waits_for_what_is_to_be_done_whole(signals: _Signals) -> None:
-    done = []
-    with pytest.raises(KeyboardInterrupt), whole():
-        signal.raise_signal(signal.SIGTERM)
-        done.append("whole")
-    assert done
-    with whole():
-        _settle()
-    assert signals.received
-
-
-def test_a_program_that_takes_no_signals_does_things_whole_as_well() -> None:
-    with whole():
-        pass
-
-
-@pytest.fixture
-def undone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a program changes in its process is put back."""
-    monkeypatch.setattr(sys, "stderr", sys.stderr)
-    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
-    before = {number: signal.getsignal(number) for number in process._HEEDED}
+@pytest.fixture(autouse=True)
+def _handlers() -> Iterator[None]:
+    """Handlers are put back, and no signal is ignored, as what a shell starts in the background does."""
+    before = {number: signal.getsignal(number) for number in process._SIGNALS}
+    for number in before:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
-class _SignalAt:
-    """Sends a signal before the n-th step of the interpreter in `program`, from where signals are heeded on."""
+def _raises(error: BaseException) -> Callable[[], None]:
+    def work() -> None:
+        print("text", end="")
+        raise error
 
-    def __init__(self, n: int) -> None:
-        self.n_left = n
-
-    def __call__(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
-        if frame.f_code.co_filename != process.__file__:
-            return None
-        frame.f_trace_opcodes = True
-        if event == "opcode" and isinstance(signal.getsignal(signal.SIGTERM), _Signals):
-            self.n_left -= 1
-            if self.n_left == 0:
-                signal.raise_signal(signal.SIGTERM)
-        return self
+    return work
 
 
-def _ends_well() -> None:
-    with whole():
-        print("text", flush=True)
-
-
-def _ends_early() -> None:
-    print("text", end="")
-    raise PromptError("the prompt", change="give one")
-
-
-def _ended(work: Callable[[], None], steps: _SignalAt) -> int:
-    """The exit code of a program that is signalled at a step."""
-    for number in process._HEEDED:
-        signal.signal(number, signal.SIG_DFL)
-    before = sys.gettrace()
-    sys.settrace(steps)
-    try:
-        return run_program(lambda: exit_code(work, lambda code: print(" and the rest")))
-    finally:
-        sys.settrace(before)
-
-
-@pytest.mark.usefixtures("undone")
 @pytest.mark.parametrize(
-    ("work", "code", "said", "outs"),
+    ("error", "code", "said"),
     [
-        (_ends_well, 0, "", ("", " and the rest\n", "text\n", "text\n and the rest\n")),
-        (_ends_early, 2, "error: the prompt; give one\n", ("", " and the rest\n", "text and the rest\n")),
+        (PromptError("the prompt", change="give one"), 2, "error: the prompt; give one\n"),
+        (LinkError("the disk has gone"), 3, "error: the disk has gone\n"),
+        (OSError(28, "No space left on device"), 3, "error: the machine: No space left on device; "),
+        (KeyboardInterrupt(), INTERRUPTED, "interrupted\n"),
     ],
 )
-def test_a_signal_at_any_step_of_the_end_is_heeded_or_let_pass(
-    work: Callable[[], None], code: int, said: str, outs: tuple[str, ...], capfd: pytest.CaptureFixture[str]
+def test_an_early_end_is_one_sentence_after_what_had_come_out(
+    error: BaseException, code: int, said: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    codes = set()
-    _ended(work, _SignalAt(0))  # Python 3.12 tells of the steps of a function from the next time on
-    capfd.readouterr()
-    for n in itertools.count(1):
-        steps = _SignalAt(n)
-        ended = _ended(work, steps)
-        out, err = capfd.readouterr()
-        assert (ended, err) in ((code, said), (INTERRUPTED, "interrupted\n")), n
-        codes.add(ended)
-        assert out in outs, n
-        if steps.n_left > 0:
-            break
-    assert codes == {code, INTERRUPTED} and n > 100
+    assert exit_code(_raises(error), lambda code: print(f" and the rest, {code}")) == code
+    out, err = capfd.readouterr()
+    assert out == f"text and the rest, {code}\n"
+    assert err.startswith(said) and err.count("\n") == 1
+
+
+def test_a_fault_of_the_program_is_raised() -> None:
+    with pytest.raises(AttributeError):
+        exit_code(_raises(AttributeError("half made")))
+
+
+def test_a_reader_that_has_gone_is_no_error(capfd: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(_raises(BrokenPipeError()), lambda code: print("the rest")) == 0
+    assert capfd.readouterr() == ("text", "")
+
+
+def test_a_program_ends_though_nobody_reads_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stderr", Gone())
+    assert exit_code(_raises(LinkError("the disk has gone"))) == 3
+
+
+@pytest.mark.parametrize("number", process._SIGNALS)
+def test_the_first_signal_interrupts_and_a_later_one_ends_the_process(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ended, now = [], [100.0]
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    def tell_rest(code: int) -> None:
+        signal.raise_signal(number)  # `timeout` sends its signal twice, to the process and to its group
+        assert not ended
+        now[0] += 2
+        signal.raise_signal(number)
+
+    assert run_program(lambda: exit_code(lambda: signal.raise_signal(number), tell_rest)) == INTERRUPTED
+    assert ended == [INTERRUPTED]
+    assert capfd.readouterr() == ("", "interrupted\n")
+    assert signal.getsignal(number) == signal.SIG_DFL
+
+
+def test_a_signal_that_is_ignored_stays_so() -> None:
+    """As SIGHUP is under nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    assert run_program(lambda: exit_code(lambda: signal.raise_signal(signal.SIGHUP))) == 0
+
+
+def test_closed_streams_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    assert run_program(lambda: exit_code(lambda: print(sys.stdin.read(), file=sys.stderr))) == 0
+    assert None not in (sys.stdin, sys.stdout, sys.stderr)

@@ -80,6 +80,14 @@ def test_bytes_that_are_no_characters_do_not_lose_any_that_are(ids):
     assert "".join(pieces) == stream.text == answer_of(BYTE_LEVEL, prompt, ids)
 
 
+@given(st.lists(st.integers(0, METASPACE.get_vocab_size() - 1), min_size=1, max_size=30))
+def test_bytes_that_are_no_characters_end_no_stream_of_a_byte_fallback_tokenizer(ids):
+    """`tokenizers.decoders.DecodeStream` raises at most of these."""
+    stream = TextStream(METASPACE, encoded(METASPACE, "the end "), ())
+    pieces, n = pieces_of(stream, ids)
+    assert n == len(ids) and "".join(pieces) == stream.text
+
+
 def test_a_token_that_ends_within_a_character_gives_its_whole_ones_at_once():
     """As the token of a space and the first bytes of a smile, which byte-level tokenizers have."""
     ids = encoded(BYTE_LEVEL, "smiles 🙂")
@@ -263,6 +271,26 @@ def test_a_chat_goes_through_the_template(tmp_path):
         "{{ messages[0].role }}: {{ messages[0].content }}{% if add_generation_prompt %} answer:{% endif %}"
     )
     assert encode(tokenizer, "hello", chat=True) == encoded(BYTE_LEVEL, "user: hello answer:")
-    tokenizer.chat_template = "{{ raise_exception('no system turn') }}"
-    with pytest.raises(PromptError, match="no system turn"):
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ raise_exception('no\nsystem turn') }}", "no system turn"),
+        ("{{ raise_exception('x' * 99999) }}", "xxx"),
+        ("{% for %}", "Expected"),
+        ("{{ nothing.at.all }}", "undefined"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{{ raise_exception.__globals__['os'].system('true') }}", "unsafe|undefined"),
+        ("{% include '/etc/passwd' %}", "no loader"),
+    ],
+)
+def test_a_template_that_fails_or_reaches_out_is_one_sentence(tmp_path, template, said):
+    add_tokenizer(tmp_path, BYTE_LEVEL)
+    tokenizer = load_tokenizer(tmp_path)
+    tokenizer.chat_template = template
+    with pytest.raises(PromptError, match=said) as caught:
         encode(tokenizer, "hello", chat=True)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500

@@ -1,1 +1,1 @@
-"""The machine, threads, files, the timeline, the registry."""
+"""The machine, files, the timeline, the registry."""

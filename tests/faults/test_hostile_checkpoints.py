@@ -23,8 +23,7 @@ from checkpoints import (
 )
 from test_command_line import PROMPT
 
-from faults.counting import Count
-from faults.process import Job, Zygote, judge
+from faults.conftest import Line, one_sentence
 from faults.spoiling import spoil_bytes, spoil_json, spoil_length, spoil_text, spoil_value
 from offload_rt.errors import OffloadError
 from offload_rt.models.families import spec_of
@@ -69,18 +68,17 @@ def memory() -> Iterator[None]:
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10) - before < GROWTH
 
 
-def _survives(call: Callable[[], Any], faults: Count, seed: object) -> None:
+def _survives(call: Callable[[], Any], seed: object) -> None:
     """It returns, or is refused in one sentence."""
     started = time.process_time()
-    with faults.one():
-        try:
-            call()
-        except OffloadError as error:
-            told = str(error)
-            assert told.isprintable() and len(told) < 6000, (seed, told[:300])
-        except BaseException as error:
-            raise AssertionError(f"seed {seed}: {type(error).__name__} {str(error)[:300]}") from error
-        assert time.process_time() - started < SLOW_S, seed
+    try:
+        call()
+    except OffloadError as error:
+        told = str(error)
+        assert told.isprintable() and len(told) < 6000, (seed, told[:300])
+    except BaseException as error:
+        raise AssertionError(f"seed {seed}: {type(error).__name__} {str(error)[:300]}") from error
+    assert time.process_time() - started < SLOW_S, seed
 
 
 def _header(chance: random.Random, entries: Any, data: bytes) -> bytes:
@@ -103,7 +101,7 @@ def _framed(header: bytes, data: bytes) -> bytes:
     return len(header).to_bytes(8, "little") + header + data
 
 
-def test_headers(tmp_path: Path, faults: Count) -> None:
+def test_headers(tmp_path: Path) -> None:
     config = llama_config()
     entries, data = entries_of(llama_tensors(config))
     few = {name: entries[name] for name in list(entries)[:4]}
@@ -114,10 +112,10 @@ def test_headers(tmp_path: Path, faults: Count) -> None:
         whole = seed % 8 == 0
         path.write_bytes(_header(chance, entries if whole else few, data if whole else few_data))
         call = (lambda: open_checkpoint(tmp_path)) if whole else (lambda: read_header(path))
-        _survives(call, faults, seed)
+        _survives(call, seed)
 
 
-def test_configs(tmp_path: Path, faults: Count) -> None:
+def test_configs(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     for seed in range(N_CONFIGS):
         chance = random.Random(seed)
@@ -125,20 +123,20 @@ def test_configs(tmp_path: Path, faults: Count) -> None:
         if rope := chance.choice(ROPES):
             config[chance.choice(("rope_scaling", "rope_parameters"))] = {"rope_theta": 10000.0, **rope}
         path.write_bytes(spoil_json(config, chance))
-        _survives(lambda: (spec_of(read_json(path)), end_ids(tmp_path)), faults, seed)
+        _survives(lambda: (spec_of(read_json(path)), end_ids(tmp_path)), seed)
 
 
-def test_indices(tmp_path: Path, faults: Count) -> None:
+def test_indices(tmp_path: Path) -> None:
     config = llama_config()
     tensors = llama_tensors(config)
     write_sharded(tmp_path, config, tensors, dealt(tensors, 2))
     sound = json.loads((tmp_path / INDEX).read_text())
     for seed in range(N_INDICES):
         (tmp_path / INDEX).write_bytes(spoil_json(sound, random.Random(seed)))
-        _survives(lambda: open_checkpoint(tmp_path), faults, seed)
+        _survives(lambda: open_checkpoint(tmp_path), seed)
 
 
-def test_tokenizers(tmp_path: Path, faults: Count) -> None:
+def test_tokenizers(tmp_path: Path) -> None:
     speaking_checkpoint(tmp_path, num_hidden_layers=1)
     names = ("tokenizer.json", "tokenizer.json", "tokenizer_config.json", "config.json")
     sound = {name: json.loads((tmp_path / name).read_text()) for name in names}
@@ -154,14 +152,11 @@ def test_tokenizers(tmp_path: Path, faults: Count) -> None:
         chance = random.Random(seed)
         name = chance.choice(names)
         (tmp_path / name).write_bytes(spoil_json(sound[name], chance))
-        _survives(use, faults, seed)
+        _survives(use, seed)
         (tmp_path / name).write_text(json.dumps(sound[name]))
 
 
-def test_the_same_through_the_command_line(
-    model: Path, tmp_path: Path, folder: Callable[[], Path], run_all: Any, faults: Count
-) -> None:
-    jobs = []
+def test_the_same_through_the_command_line(model: Path, tmp_path: Path, line: Line) -> None:
     for seed in range(N_PROCESSES):
         chance, copy = random.Random(seed), tmp_path / f"m{seed}"
         shutil.copytree(model, copy)
@@ -173,19 +168,17 @@ def test_the_same_through_the_command_line(
         else:
             (copy / name).write_bytes(spoil_json(json.loads((copy / name).read_text()), chance))
         arguments = ["--model", str(copy), "--prompt", PROMPT, "--device", "cpu", "--quiet", "--max-new-tokens", "3"]
-        jobs.append(Job([*arguments, "--device-memory", "100MB", "--max-model-len", "64"], folder()))
-    for ended in run_all(jobs):
-        with faults.one():
-            judge(ended, [0, 2, 3])
+        code, _, err = line(*arguments, "--device-memory", "100MB", "--max-model-len", "64")
+        assert code in (0, 2, 3), (seed, err)
+        if code:
+            one_sentence(err)
 
 
 @pytest.mark.parametrize(
     "name", ["config.json", "model.safetensors", "tokenizer.json", "generation_config.json", INDEX]
 )
 @pytest.mark.parametrize("kind", ["pipe", "endless", "folder", "enormous"])
-def test_files_that_are_none(
-    kind: str, name: str, model: Path, tmp_path: Path, folder: Callable[[], Path], zygote: Zygote, faults: Count
-) -> None:
+def test_files_that_are_none(kind: str, name: str, model: Path, tmp_path: Path, line: Line) -> None:
     copy = tmp_path / "m"
     shutil.copytree(model, copy)
     (copy / name).unlink(missing_ok=True)
@@ -199,6 +192,7 @@ def test_files_that_are_none(
         case "enormous":
             with (copy / name).open("wb") as file:
                 file.truncate(1 << 40)
-    with faults.one():
-        arguments = ["--model", str(copy), "--prompt", PROMPT, "--device", "cpu", "--quiet", "--max-new-tokens", "3"]
-        judge(zygote.start(Job(arguments, folder())).end(), [2], str(copy) if kind == "folder" else name)
+    arguments = ["--model", str(copy), "--prompt", PROMPT, "--device", "cpu", "--quiet", "--max-new-tokens", "3"]
+    code, out, err = line(*arguments)
+    assert (code, out) == (2, "")
+    one_sentence(err, str(copy) if kind == "folder" else name)

@@ -1,40 +1,26 @@
 """The same inside one process: what a run tells when a read fails, and what an `LLM` is good for afterwards."""
 
+import _thread
 import contextlib
 import gc
 import json
 import os
 import shutil
-import subprocess
-import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from checkpoints import llama_config, llama_tensors, speaking_checkpoint, write_checkpoint
 from test_command_line import PROMPT, SMALL
 
-from faults.process import PATIENCE_S
+from faults.conftest import Line, one_sentence
 from offload_rt import LLM, SamplingParams
-from offload_rt.cli import run
 from offload_rt.engine import builder
 from offload_rt.errors import LinkError, NumericsError, OffloadError
 from offload_rt.offload.disk import DiskTier
-from offload_rt.system.threads import at_work
-
-
-def _one_sentence(err: str, *words: str) -> None:
-    lines = err.splitlines()
-    assert len(lines) == 1 and lines[0].startswith("error: "), lines
-    assert all(word in lines[0] for word in words), lines
-
-
-@pytest.fixture
-def line(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., tuple[int, str, str]]]:
-    yield lambda *arguments: (run.main(list(arguments)), *capfd.readouterr())
 
 
 def _spoil_after(n_reads: int, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
@@ -76,7 +62,7 @@ def _spoil_after(n_reads: int, monkeypatch: pytest.MonkeyPatch, error: BaseExcep
     ],
 )
 def test_json_tells_what_came_out_before_the_end(
-    error: BaseException, code: int, reason: str, said: str, line: Any, model: Path, begins_with: str,
+    error: BaseException, code: int, reason: str, said: str, line: Line, model: Path, begins_with: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     flags = ["--model", str(model), *SMALL, "--prompt", PROMPT, "--quiet", "--json", "--max-new-tokens", "40"]
@@ -95,7 +81,7 @@ def test_json_tells_what_came_out_before_the_end(
 
 
 def test_a_run_that_fails_before_the_first_token_prints_no_json(
-    line: Any, model: Path, monkeypatch: pytest.MonkeyPatch
+    line: Line, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags = ["--model", str(model), *SMALL, "--prompt", PROMPT, "--quiet", "--json"]
     assert line(*flags, "--max-new-tokens", "1")[0] == 0
@@ -107,7 +93,9 @@ def test_a_run_that_fails_before_the_first_token_prints_no_json(
     "name", ["model.layers.0.mlp.up_proj.weight", "model.layers.5.input_layernorm.weight", "lm_head.weight"]
 )
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_that_are_not_numbers_are_told(name: str, value: float, line: Any, model: Path, tmp_path: Path) -> None:
+def test_weights_that_are_not_numbers_are_told(
+    name: str, value: float, line: Line, model: Path, tmp_path: Path
+) -> None:
     shutil.copytree(model, tmp_path / "m")
     config = json.loads((model / "config.json").read_text())
     tensors = llama_tensors(config)
@@ -115,11 +103,11 @@ def test_weights_that_are_not_numbers_are_told(name: str, value: float, line: An
     write_checkpoint(tmp_path / "m", config, tensors)
     code, out, err = line("--model", str(tmp_path / "m"), *SMALL, "--prompt", PROMPT, "--quiet")
     assert (code, out) == (3, "")
-    _one_sentence(err, "not all numbers")
+    one_sentence(err, "not all numbers")
 
 
 def test_an_error_that_is_ours_is_not_taken_for_the_machines(
-    line: Any, model: Path, monkeypatch: pytest.MonkeyPatch
+    line: Line, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*args: object) -> None:
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
@@ -145,9 +133,12 @@ def _nothing_is_left(model: Path) -> Iterator[None]:
     """No thread and no file more than before, once what a first run leaves for ever is there."""
     with _streaming(model):
         pass
-    workers, files = at_work(), len(os.listdir("/proc/self/fd"))
+    threads, files = {*threading.enumerate()}, len(os.listdir("/proc/self/fd"))
     yield
-    assert at_work() <= workers
+    until = time.monotonic() + 30
+    while not {*threading.enumerate()} <= threads and time.monotonic() < until:
+        time.sleep(0.01)  # an interrupt may meet a thread that nobody can join yet
+    assert {*threading.enumerate()} <= threads
     assert len(os.listdir("/proc/self/fd")) == files
 
 
@@ -189,16 +180,16 @@ def test_a_stream_held_over_the_end_of_its_llm_is_an_error(model: Path) -> None:
 
     thread = threading.Thread(target=go_on, daemon=True)
     thread.start()
-    thread.join(PATIENCE_S / 4)
+    thread.join(30)
     assert not thread.is_alive(), "it waits for ever"
     assert isinstance(ended[0], OffloadError)
 
 
 def _one_at_work(model: Path) -> LLM:
-    before = at_work()
+    before = {*threading.enumerate()}
     llm = LLM(str(model), device="cpu", max_model_len=64, device_memory=1_000_000)
     llm.generate(PROMPT, SamplingParams(max_new_tokens=2))
-    assert at_work() > before
+    assert {*threading.enumerate()} > before
     return llm
 
 
@@ -217,24 +208,20 @@ def test_an_llm_that_nobody_holds_leaves_no_thread_and_no_file(model: Path) -> N
         gc.collect()
 
 
-_FORGETFUL = """
-import sys
-from offload_rt import LLM, SamplingParams
-target, draft = sys.argv[1:]
-llm = LLM(target, draft, device="cpu", max_model_len=64, device_memory=1_500_000, tree_size=8)
-assert llm.plan.count("disk")
-print(len(llm.generate("a", SamplingParams(max_new_tokens=20))[0].token_ids))
-"""
+def test_an_interrupt_while_loading_ends_the_run_and_leaves_no_thread(
+    line: Line, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill, begun = DiskTier._fill, []
 
+    def interrupted(*arguments: object) -> None:
+        begun.append(1)
+        if len(begun) == 3:
+            _thread.interrupt_main()
+        fill(*arguments)
 
-def test_a_program_that_forgets_to_close_ends_well_and_remembers(model: Path, tmp_path: Path) -> None:
-    draft = speaking_checkpoint(tmp_path / "draft", num_hidden_layers=2)
-    ended = subprocess.run(
-        [sys.executable, "-c", _FORGETFUL, str(model), str(draft)], env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
-        capture_output=True, text=True, timeout=PATIENCE_S,
-    )  # fmt: skip
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "20\n", "")
-    assert (tmp_path / "offload_rt" / "pairs.json").exists()
+    with _nothing_is_left(model), monkeypatch.context() as patch:
+        patch.setattr(DiskTier, "_fill", interrupted)
+        assert line("--model", str(model), "--device", "cpu", "--prompt", PROMPT) == (130, "", "interrupted\n")
 
 
 def test_a_file_lost_while_loading_leaves_no_thread_and_no_file(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,8 +244,9 @@ def test_a_disk_lost_once_the_streamer_runs_leaves_no_thread_and_no_file(
                 LLM(str(model), device="cpu", max_model_len=64, **settings)
 
 
-@pytest.mark.parametrize("drafter", ["static_tree", "dynamic_tree", "adaptive_tree"])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(
+    ("drafter", "temperature"), [("static_tree", 0.0), ("dynamic_tree", 0.8), ("adaptive_tree", 0.0)]
+)
 def test_a_draft_that_computes_no_numbers_is_an_error(tmp_path: Path, drafter: str, temperature: float) -> None:
     config = llama_config()
     tensors = llama_tensors(config)
@@ -269,11 +257,3 @@ def test_a_draft_that_computes_no_numbers_is_an_error(tmp_path: Path, drafter: s
         for _ in range(2):
             with pytest.raises(NumericsError, match="draft"):
                 llm.generate([[1, 2]], SamplingParams(temperature=temperature))
-
-
-def test_nan_weights_are_an_error_of_the_api_too(tmp_path: Path) -> None:
-    config = llama_config()
-    tensors = llama_tensors(config)
-    tensors["model.norm.weight"][3] = float("nan")
-    with LLM(str(write_checkpoint(tmp_path, config, tensors)), device="cpu") as llm, pytest.raises(NumericsError):
-        llm.generate([[1, 2]])
