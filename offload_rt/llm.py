@@ -20,8 +20,7 @@ from offload_rt.executor.runner import Step
 from offload_rt.executor.sequence import Sequence
 from offload_rt.offload.disk import DiskTier
 from offload_rt.offload.placement import Plan
-from offload_rt.speculate.pair_stats import save_pair_stats
-from offload_rt.speculate.select import check_pair, pick_drafter
+from offload_rt.speculate.select import Drafting, check_pair, pick_drafter
 from offload_rt.system.trace import Trace
 from offload_rt.text.detokenize import TextStream, encode, load_tokenizer
 from offload_rt.tree.topology import Topology
@@ -138,10 +137,13 @@ class LLM:
         return llm
 
     @classmethod
-    def open(cls, config: EngineConfig) -> "LLM":
-        """Check settings and checkpoint and decide what lies where, before a weight moves; `load` has to follow."""
+    def open(cls, config: EngineConfig, drafting: Drafting | None = None) -> "LLM":
+        """Check settings and checkpoint and decide what lies where, before a weight moves; `load` has to follow.
+
+        drafting  a drafter and rule instead of those of the settings
+        """
         llm = cls.__new__(cls)
-        llm._prepare(config)
+        llm._prepare(config, drafting)
         return llm
 
     def load(self, trace: Trace | None = None, progress: Progress | None = None) -> None:
@@ -161,9 +163,9 @@ class LLM:
         self._releases = weakref.finalize(self, _release, engine, self.engine_plan.disk)
         self._trace = trace
 
-    def _prepare(self, config: EngineConfig) -> None:
+    def _prepare(self, config: EngineConfig, drafting: Drafting | None = None) -> None:
         self._engine: Engine | None = None
-        drafting = pick_drafter(config)
+        drafting = drafting or pick_drafter(config)
         directory = locate(config.model, config.revision, config.offline)
         checkpoint = open_checkpoint(directory)
         self._end_ids = end_ids(directory)
@@ -359,8 +361,7 @@ def _release(engine: Engine, disk: DiskTier) -> None:
     """End all transfers, and keep what was learned of a pair of models."""
     engine.close()
     disk.close()
-    if engine.draft is not None and not engine.drafter.pair_stats.is_empty:
-        save_pair_stats(engine.runner.spec, engine.draft.spec, engine.drafter.pair_stats)
+    engine.drafter.save()
 
 
 def _several(prompts: Prompt | Several[Prompt]) -> list[Prompt]:

@@ -28,7 +28,7 @@ from offload_rt.engine.loop import Loop, RunningSequence, RunStats
 from offload_rt.errors import CapacityError, PromptError, SettingsError
 from offload_rt.executor.sequence import Sequence
 from offload_rt.speculate.protocols import DraftLimits
-from offload_rt.speculate.verify import match
+from offload_rt.speculate.verify.match import Match
 from offload_rt.system.trace import Trace
 from offload_rt.tree.topology import DraftTree, Topology
 
@@ -175,7 +175,7 @@ def poison(cache):
 
 
 def loop_of(runner, drafter):
-    return Loop(runner, drafter, match, Steady(), Trace(on=False))
+    return Loop(runner, drafter, Match(), Steady(), Trace(on=False))
 
 
 def run_with_trees(llm, drafter, prompts, params):

@@ -24,8 +24,8 @@ from offload_rt.offload.placement import MemoryBudget, Plan
 from offload_rt.offload.streamer import LayerSources, Streamer
 from offload_rt.offload.tier import read_parallel
 from offload_rt.speculate.draft_model import ROWS_PER_NODE, DraftModel, draft_rows
-from offload_rt.speculate.pair_stats import DraftParts, PairStats, load_pair_stats
-from offload_rt.speculate.protocols import Drafter, DraftLimits
+from offload_rt.speculate.pair_stats import PairStats
+from offload_rt.speculate.protocols import Drafter, DraftLimits, DraftParts
 from offload_rt.speculate.select import Drafting, warm_up
 from offload_rt.system.machine import MachineProfile, cards, memory_free, memory_limit
 from offload_rt.system.threads import done_ahead
@@ -250,9 +250,9 @@ def _with_drafter(
     model, pair_stats = None, PairStats()
     if draft is not None:
         model = DraftModel(draft, runner.spec.vocab_size, limits.n_levels, trace)
-        pair_stats = load_pair_stats(runner.spec, draft.spec)
+        pair_stats = PairStats.load(engine_plan.checkpoint.identity, drafting.draft.identity)
     parts = DraftParts(limits, cost, drafting.child_sampling, model, pair_stats)
-    return Engine(runner, drafting.module.open_drafter(parts), cost, *tiers, draft, draft_layers)
+    return Engine(runner, drafting.type.open(parts), cost, *tiers, draft, draft_layers)
 
 
 class _Meter:

@@ -14,7 +14,7 @@ from offload_rt.executor.cost import CostEstimator
 from offload_rt.executor.runner import Runner, Step
 from offload_rt.executor.sequence import Sequence
 from offload_rt.kv.cache import KVCache
-from offload_rt.sampling import probs
+from offload_rt.sampling import probs, top_tokens
 from offload_rt.speculate.protocols import Drafter, VerificationRule
 from offload_rt.system.trace import DRAFT, VERIFY, Trace
 from offload_rt.tree.choose import N_RANKS
@@ -79,9 +79,13 @@ class Loop:
 
     def run(self, batch: Several[RunningSequence], run_stats: RunStats) -> Iterator[None]:
         """Step until all sequences have ended; yields after each step."""
-        while live := [one for one in batch if one.sequence.finish_reason is None]:
-            self.step(live, run_stats)
-            yield
+        try:
+            while live := [one for one in batch if one.sequence.finish_reason is None]:
+                self.step(live, run_stats)
+                yield
+        finally:
+            for one in batch:
+                self._drafter.end(one.sequence)
 
     def step(self, live: Several[RunningSequence], run_stats: RunStats) -> None:
         """One pass over the weights: every sequence grows by at least one token.
@@ -150,13 +154,17 @@ class Loop:
     def _accept(self, one: RunningSequence, tree: DraftTree, logits: Tensor, run_stats: RunStats) -> None:
         sequence, cache = one.sequence, one.cache
         one.n_passes += 1
-        target_probs = probs(logits, sequence.sampling, _contexts(sequence, tree))
-        verdict = self._rule.verify(tree, target_probs, sequence.generator)
-        self._drafter.learn(sequence, tree, verdict)
-        run_stats.count(tree, verdict)
+        candidates = tree.candidates()
+        paths = _paths(sequence, candidates)
+        target_probs = probs(logits[: tree.n_candidates], sequence.sampling, sequence.tokens, paths)
+        verdict = self._rule.verify(candidates, target_probs, sequence.generator)
+        self._drafter.learn(sequence, tree, verdict, top_tokens(logits, self._drafter.n_predicted))
+        run_stats.count(candidates, verdict)
         n_lacking = len(sequence.tokens) - 1 - cache.n_committed
         cache.commit([*range(n_lacking + 1), *(n_lacking + node for node in verdict.path)])
         sequence.extend([*(int(tree.tokens[node]) for node in verdict.path), verdict.bonus])
+        if sequence.finish_reason is not None:
+            self._drafter.end(sequence)
 
 
 def _ask(one: RunningSequence, tree: DraftTree) -> Step:
@@ -172,8 +180,8 @@ def _ask(one: RunningSequence, tree: DraftTree) -> Step:
     )
 
 
-def _contexts(sequence: Sequence, tree: DraftTree) -> list[list[int]]:
-    """Per node the tokens a penalty looks back on: the sequence and the node's own path."""
+def _paths(sequence: Sequence, tree: DraftTree) -> list[list[int]]:
+    """Per node the tokens a penalty looks back on beyond the sequence's: the node's own path."""
     if sequence.sampling.repetition_penalty == 1.0:
         return []
-    return [sequence.tokens + tree.path_to(node) for node in range(len(tree.topology))]
+    return [tree.path_to(node) for node in range(len(tree.topology))]

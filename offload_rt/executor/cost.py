@@ -1,5 +1,6 @@
 """What passes cost here and now: the cost model with the machine's profile, corrected by the passes that were made."""
 
+from copy import copy
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +18,13 @@ class CostEstimator:
 
     def __init__(self, profile: MachineProfile, moved: PassBytes) -> None:
         self.profile, self._moved = profile, moved
-        self._slack, self.level_s = 1.0, _LEVEL_S
+        self._slack, self.level_s, self._learns = 1.0, _LEVEL_S, True
+
+    def fixed(self, level_s: float) -> "CostEstimator":
+        """One that predicts as this one does now, at so many seconds for a level of the draft, and learns nothing."""
+        found = copy(self)
+        found.level_s, found._learns = level_s, False
+        return found
 
     def seconds(self, n_rows: np.ndarray, context: int, draft_s: np.ndarray | float = 0.0) -> np.ndarray:
         """Seconds of a step with a pass of each number of rows, after `context` tokens and drafting of `draft_s` seconds."""
@@ -28,6 +35,8 @@ class CostEstimator:
 
         link_gbps  at which bytes came in while the link was busy; 0 where none came
         """
+        if not self._learns:
+            return
         if link_gbps:
             links = tuple(
                 (tier, _towards(rate, link_gbps) if self._is_only_link(tier) else rate)
@@ -39,7 +48,7 @@ class CostEstimator:
 
     def drafted(self, n_levels: int, seconds: float) -> None:
         """The draft has computed so many levels in so many seconds."""
-        if n_levels > 0:
+        if n_levels > 0 and self._learns:
             self.level_s = _towards(self.level_s, seconds / n_levels)
 
     def _is_only_link(self, tier: str) -> bool:

@@ -1,5 +1,6 @@
 """Finding a checkpoint and checking all of it before the first weight moves."""
 
+import hashlib
 import json
 import re
 from collections.abc import Callable
@@ -55,6 +56,13 @@ class Checkpoint:
     spec: ModelSpec
     layers: tuple[tuple[TensorRecord, ...], ...]
     non_layer: tuple[TensorRecord, ...]
+
+    @property
+    def identity(self) -> str:
+        """A name that another checkpoint does not have: the files, their sizes and times."""
+        paths = sorted({record.path for records in (*self.layers, self.non_layer) for record in records})
+        files = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+        return hashlib.sha256(repr(files).encode()).hexdigest()
 
     @property
     def nbytes(self) -> int:
