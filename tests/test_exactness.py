@@ -364,10 +364,11 @@ def test_a_given_tree_may_carry_any_tokens(rule, n, seed):
 
 @pytest.mark.parametrize(("n", "seed"), [(n, seed) for n in (4, 10) for seed in range(4)])
 def test_match_goes_on_while_a_child_carries_the_token(n, seed):
+    """Of siblings with the same token, whichever of them has the child."""
     tree = careless_tree(n, seed)
+    texts = {tuple(tree.path_to(node)) for node in range(n)}
     for decision, _ in outcomes(match.RULE)(tree, target_probs(Language(seed), tree)):
-        carried = tree.tokens[list(tree.topology.children[decision.end])].tolist()
-        assert int(decision.probs.argmax()) not in carried
+        assert (*tree.path_to(decision.end), int(decision.probs.argmax())) not in texts
 
 
 def bonus_of_the_root(tree, target, generator):
@@ -541,11 +542,8 @@ def check_verdict(verdict: Verdict, tree: DraftTree, target: Tensor) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_contract(rule):
+def test_a_verdict_is_a_path_the_target_allows_and_follows_from_the_generator(rule):
     module = rule_of(rule)
-    assert isinstance(module.NEEDS_DRAFT_PROBS, bool)
-    if module.NEEDS_DRAFT_PROBS:
-        assert module.CHILD_SAMPLING in {"without_replacement", "independent"}
     for seed in range(24):
         tree, target, _ = random_case(seed, torch.float32)
         before = target.clone(), tree.tokens.clone(), tree.sampled.draft_probs.clone()
