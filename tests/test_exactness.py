@@ -84,9 +84,7 @@ def languages(name: str) -> tuple[Language, Language]:
 def result(rule: str, name: str) -> tuple[float, float]:
     """The largest error of the distribution of the first tokens, and the expected tokens of a pass."""
     target, draft = languages(name)
-    probs, expected = distribution_under(
-        outcomes(rule_of(rule)), RECIPES[name].trees(draft), target
-    )
+    probs, expected = distribution_under(outcomes(rule_of(rule)), RECIPES[name].trees(draft), target)
     return float((probs - target.continuations(())).abs().max()), expected
 
 
@@ -600,8 +598,8 @@ def test_a_large_vocabulary_in_float32(sharpness):
         tree, target, uniforms = large_case(sharpness, seed)
         # Numbers close to 1 reject everything, which is the longest way through the residuals.
         for numbers in (uniforms, torch.full_like(uniforms, 0.999999)):
-            for rule in PLAIN:
-                found, (end, probs) = rule_of(rule).decide(tree, target, numbers), PLAIN[rule](tree, target, numbers)
+            for rule, plain in PLAIN.items():
+                found, (end, probs) = rule_of(rule).decide(tree, target, numbers), plain(tree, target, numbers)
                 assert found.end == end and bool(found.probs.isfinite().all()) and bool((found.probs >= 0).all())
                 torch.testing.assert_close(found.probs.double(), probs, rtol=1e-3, atol=1e-6)
         for rule in RULES:
@@ -615,15 +613,16 @@ def test_at_temperature_zero_the_right_path_is_taken(rule):
     for seed in range(24):
         tree, target, _ = random_case(seed, torch.float32)
         right = torch.nn.functional.one_hot(target.argmax(-1), target.shape[1]).float()
-        node, path = 0, []
+        # Independent draws may carry the right token twice: match follows both, the others the first.
+        nodes, path = [0], []
         while True:
-            order = tree.topology.children[node]
-            node = next((child for child in order if right[node, tree.tokens[child]] == 1), None)
-            if node is None:
+            children = [child for node in nodes for child in tree.topology.children[node]]
+            nodes = [child for child in children if right[nodes[0], tree.tokens[child]] == 1]
+            if not nodes:
                 break
-            path.append(node)
+            nodes = nodes if rule == "match" else nodes[:1]
+            path = tree.topology.path_to(nodes[0])
         found = module.verify(tree, right, torch.Generator().manual_seed(seed))
-        # Independent draws may carry the right token twice.
         assert tree.tokens[list(found.path)].tolist() == tree.tokens[path].tolist()
         assert found.bonus == int(right[(0, *path)[-1]].argmax())
         depths.add(len(path))
@@ -650,9 +649,7 @@ def test_a_remainder_of_the_draft_below_the_normal_numbers_is_used_up(rule):
     """No distribution of a drafter has such numbers; whoever hands one over gets the uniform fallback, not an overflow."""
     sampled = SampledNodes(np.array([False, True, True]), torch.tensor([[1.0, 1e-40, 0.0, 0.0]]), np.array([0, -1, -1]))
     tree, target = DraftTree(SIBLINGS, torch.tensor([0, 0, 1]), sampled), torch.tensor([[0.4, 0.1, 0.3, 0.2]] * 3)
-    found = rule_of(rule).decide(
-        tree, target, torch.tensor([0.999] * 3, dtype=torch.float64)
-    )
+    found = rule_of(rule).decide(tree, target, torch.tensor([0.999] * 3, dtype=torch.float64))
     torch.testing.assert_close(found.probs, torch.tensor([0.0, 0.0, 1.0, 0.0]))
 
 
@@ -668,7 +665,5 @@ def test_given_children_that_carry_all_the_mass(rule):
     probs = torch.tensor([0.6145196, 0.38548037, 0.0])
     assert probs.double().sum() < 1
     tree, target = DraftTree(SIBLINGS, torch.tensor([0, 0, 1])), probs.repeat(3, 1)
-    found = rule_of(rule).decide(
-        tree, target, torch.full((3,), 1 - 2**-53, dtype=torch.float64)
-    )
+    found = rule_of(rule).decide(tree, target, torch.full((3,), 1 - 2**-53, dtype=torch.float64))
     assert found.probs.sum() > 0
