@@ -98,7 +98,7 @@ def test_predictions_of_rows_that_are_never_verified_become_accepted_tokens(tmp_
     assert output.stats.tokens_per_pass > 2
 
 
-@pytest.mark.parametrize("rule", ["match", "specinfer", "sequoia", "traversal"])
+@pytest.mark.parametrize("rule", ["match", "sequoia", "traversal"])
 def test_the_joint_distribution_with_rows_that_are_never_verified(tmp_path: Path, rule: str) -> None:
     pair = small_pair(tmp_path)
     with open_llm(pair.target, max_model_len=64) as llm:
