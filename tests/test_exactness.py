@@ -34,14 +34,14 @@ Trees = Iterable[tuple[DraftTree, float]]
 
 
 def recipe(parents: list[int], is_sampled: str, independent: bool = False) -> Recipe:
-    """`is_sampled` has a letter for each node below the root: d for drawn, g for given."""
+    """`is_sampled` has a letter for each node below the root: s for sampled, d for deterministic."""
     return Recipe(
-        Topology(np.array(parents)), np.array([False, *(letter == "d" for letter in is_sampled)]), independent
+        Topology(np.array(parents)), np.array([False, *(letter == "s" for letter in is_sampled)]), independent
     )
 
 
 def random_recipe(seed: int) -> Recipe:
-    """Of four to six nodes, depth at most three, each node drawn or given."""
+    """Of four to six nodes, depth at most three, each node sampled or deterministic."""
     n = 4 + seed % 3
     topology = random_tree(n, seed)
     while topology.depths.max() > 3 or max(map(len, topology.children)) > VOCABULARY:
@@ -54,19 +54,19 @@ def random_recipe(seed: int) -> Recipe:
 
 RECIPES = {
     "root alone": recipe([-1], ""),
-    "chain": recipe([-1, 0, 1, 2], "ddd"),
-    "given": recipe([-1, 0, 0, 1, 1, 2, 3, 3], "ggggggg"),
-    "siblings": recipe([-1, 0, 0], "dd"),
-    "without replacement": recipe([-1, 0, 0, 1, 1, 3], "ddddd"),
-    "larger second child": recipe([-1, 0, 0, 2, 2, 4], "ddddd"),
-    "all tokens drawn": recipe([-1, 0, 0, 0, 2, 2], "ddddd"),
-    "independent": recipe([-1, 0, 0, 1, 2], "dddd", independent=True),
-    "three independent": recipe([-1, 0, 0, 0, 1], "dddd", independent=True),
-    "hybrid": recipe([-1, 0, 0, 1, 1, 2, 2], "gddggd"),
-    "hybrid of all tokens": recipe([-1, 0, 0, 0, 1, 2, 3], "gdgddd"),
-    "distribution that runs out": recipe([-1, 0, 0, 0, 1, 1], "ddddd"),
-    "distribution that runs out on given": recipe([-1, 0, 0, 0, 1, 1], "gddgd"),
-    "draft is target": recipe([-1, 0, 0, 1, 1, 3], "ddgdd"),
+    "chain": recipe([-1, 0, 1, 2], "sss"),
+    "given": recipe([-1, 0, 0, 1, 1, 2, 3, 3], "ddddddd"),
+    "siblings": recipe([-1, 0, 0], "ss"),
+    "without replacement": recipe([-1, 0, 0, 1, 1, 3], "sssss"),
+    "larger second child": recipe([-1, 0, 0, 2, 2, 4], "sssss"),
+    "all tokens drawn": recipe([-1, 0, 0, 0, 2, 2], "sssss"),
+    "independent": recipe([-1, 0, 0, 1, 2], "ssss", independent=True),
+    "three independent": recipe([-1, 0, 0, 0, 1], "ssss", independent=True),
+    "hybrid": recipe([-1, 0, 0, 1, 1, 2, 2], "dssdds"),
+    "hybrid of all tokens": recipe([-1, 0, 0, 0, 1, 2, 3], "dsdsss"),
+    "distribution that runs out": recipe([-1, 0, 0, 0, 1, 1], "sssss"),
+    "distribution that runs out on deterministic": recipe([-1, 0, 0, 0, 1, 1], "dssds"),
+    "draft is target": recipe([-1, 0, 0, 1, 1, 3], "ssdss"),
     **{f"random {seed}": random_recipe(seed) for seed in range(6)},
 }
 
@@ -116,7 +116,7 @@ def test_the_recipes_hold_what_they_are_named_for():
     assert any(tree.tokens[1] == tree.tokens[2] for tree in trees("independent"))
     assert any(len(set(tree.tokens[1:4].tolist())) == 1 for tree in trees("three independent"))
     assert any(map(runs_out, trees("distribution that runs out"))) and any(
-        map(runs_out, trees("distribution that runs out on given"))
+        map(runs_out, trees("distribution that runs out on deterministic"))
     )
     assert not any(map(runs_out, trees("without replacement")))
     for name, recipe in RECIPES.items():
@@ -135,17 +135,17 @@ def larger_first(recipe: Recipe) -> bool:
 
 
 @pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if larger_first(recipe)])
-def test_leaf_to_root_accepts_no_less_than_token_by_token_where_larger_children_come_first(name):
+def test_bottom_up_accepts_no_less_than_top_down_where_larger_children_come_first(name):
     assert result("traversal", name)[1] >= result("sequoia", name)[1] - 1e-12
 
 
-def test_leaf_to_root_can_accept_less_where_a_later_child_is_larger():
-    """Mass that saves the small first child is missing at the second, which has more to follow."""
+def test_bottom_up_can_accept_less_where_a_later_child_is_larger():
+    """The probability that saves the small first child is missing at the second, which has more to follow."""
     assert not larger_first(RECIPES["larger second child"])
     assert result("traversal", "larger second child")[1] < result("sequoia", "larger second child")[1] - 1e-3
 
 
-def test_leaf_to_root_accepts_more_where_there_is_something_to_gain():
+def test_bottom_up_accepts_more_where_there_is_something_to_gain():
     assert result("traversal", "chain")[1] > result("sequoia", "chain")[1] + 1e-3
 
 
@@ -165,7 +165,7 @@ def block_verification(target: list[Tensor], draft: list[Tensor], tokens: list[i
     return expected
 
 
-def test_on_a_chain_leaf_to_root_is_block_verification():
+def test_on_a_chain_bottom_up_is_block_verification():
     target, draft = languages("chain")
     expected = 0.0
     for tree, p in RECIPES["chain"].trees(draft):
@@ -323,7 +323,7 @@ def test_the_enumeration_finds_the_noise_of_the_pass_before(rule):
         return probs
 
     def passes(text, start, stop):
-        for tree, p in recipe([-1, 0], "d").trees(draft, text):
+        for tree, p in recipe([-1, 0], "s").trees(draft, text):
             for decision, low, high in by_number(module, tree, target_probs(target, tree, text), start, stop):
                 yield (tree.path_to(decision.end), decision.probs), low, high, p
 
@@ -339,7 +339,7 @@ def test_the_enumeration_finds_the_noise_of_the_pass_before(rule):
 
 
 def careless_tree(n: int, seed: int) -> DraftTree:
-    """A random given tree of depth at most three; in one of four, siblings may carry the same token."""
+    """A random deterministic tree of depth at most three; in one of four, siblings may carry the same token."""
     topology = random_tree(n, seed)
     while topology.depths.max() > 3 or max(map(len, topology.children)) > VOCABULARY:
         seed += 1000
@@ -355,7 +355,7 @@ def careless_tree(n: int, seed: int) -> DraftTree:
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(("n", "seed"), [(n, seed) for n in (2, 4, 7, 10) for seed in range(4)])
-def test_a_given_tree_may_carry_any_tokens(rule, n, seed):
+def test_a_deterministic_tree_may_carry_any_tokens(rule, n, seed):
     tree, target = careless_tree(n, seed), Language(seed)
     assert error(outcomes(rule_of(rule)), [(tree, 1.0)], target) < 1e-12
 
@@ -518,7 +518,7 @@ def test_a_kernel_decides_as_the_plain_rule(rule, dtype):
 
 
 @pytest.mark.parametrize("rule", RESIDUAL)
-def test_drawn_siblings_are_verified_before_given_ones(rule):
+def test_sampled_siblings_are_verified_before_deterministic_ones(rule):
     """Exact in either order, but the deterministic child is more probable: first, it would leave the sampled one little."""
     sampled = SampledNodes(np.array([False, False, True]), torch.tensor([[0.7, 0.2, 0.1]]), np.array([0, -1, -1]))
     tree, target = (
@@ -660,7 +660,7 @@ def test_a_drafters_distribution_has_no_denormal_numbers():
 
 
 @pytest.mark.parametrize("rule", RESIDUAL)
-def test_given_children_that_carry_all_the_mass(rule):
+def test_deterministic_children_that_carry_all_the_probability(rule):
     """A distribution filtered down to two tokens sums to a little less than one, and the largest numbers reject both."""
     probs = torch.tensor([0.6145196, 0.38548037, 0.0])
     assert probs.double().sum() < 1
