@@ -1,17 +1,18 @@
 """Ways of decoding that are compared at equal size: shapes of trees, who drafts them, and how they are verified."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from bench.measure import ROOT
 from offload_rt import LLM
-from offload_rt.speculate.protocols import DraftLimits
+from offload_rt.config import EngineConfig
+from offload_rt.speculate.protocols import Drafter, DraftParts
+from offload_rt.speculate.select import pick_drafter
 from offload_rt.tree.topology import Topology
 
 TARGET, DRAFT = str(ROOT / "models/demo-target"), str(ROOT / "models/demo-draft")
-_N_LEVELS = 24
 
 
 def chain(n: int) -> Topology:
@@ -42,17 +43,20 @@ class Method:
 
     def open(self, model: str, n_nodes: int, dtype: str, device_memory: str | int, max_model_len: int) -> LLM:
         """A model that decodes this way, with trees of so many nodes whatever they cost."""
-        pair = {} if self.drafter == "ngram" else {"draft_model": DRAFT}
-        depth = n_nodes if self.shape is chain else _N_LEVELS
-        llm = LLM(
-            model, **pair, drafter=self.drafter, rule=self.rule, dtype=dtype, device_memory=device_memory,
-            max_model_len=max_model_len, tree_size=n_nodes, tree_depth=depth,
+        config = EngineConfig(
+            model, None if self.drafter == "ngram" else DRAFT, dtype=dtype, device_memory=device_memory,
+            max_model_len=max_model_len, drafter=self.drafter, rule=self.rule, tree_size=n_nodes,
+            tree_depth=n_nodes if self.shape is chain else None,
         )  # fmt: skip
-        # A fixed size, and the draft as good as free: the best tree of this size, not the best for this machine.
-        llm.engine.drafter.limits = DraftLimits(n_nodes, depth, fixed_size=True)
-        llm.engine.cost.fix_level(0.0)
-        if self.shape is not None:
-            llm.engine.drafter.fix_shape(self.shape(n_nodes))
+        drafting = pick_drafter(config)
+        shape = self.shape(n_nodes) if self.shape is not None else None
+
+        def open_drafter(parts: DraftParts) -> Drafter:
+            # The draft is as good as free: the best tree of this size, not the best for this machine.
+            return drafting.type.open(replace(parts, cost=parts.cost.fixed(level_s=0.0), shape=shape))
+
+        llm = LLM.open(config, replace(drafting, type=replace(drafting.type, open=open_drafter)))
+        llm.load()
         return llm
 
 

@@ -16,10 +16,11 @@ import torch
 
 from bench.measure import Spread, commit, machine
 from offload_rt.speculate import child_sampling
+from offload_rt.speculate.select import rule_of
 from offload_rt.speculate.static_builder import Shape
 from offload_rt.system import registry
 from offload_rt.tree.choose import Acceptance
-from offload_rt.tree.search import best_tree
+from offload_rt.tree.search import search
 from offload_rt.tree.topology import DraftTree, SampledNodes
 
 _SHARPNESS, _DISAGREEMENT, _LEVELS = 3.5, 1.0, 18
@@ -27,7 +28,7 @@ _SHARPNESS, _DISAGREEMENT, _LEVELS = 3.5, 1.0, 18
 
 def drawn_tree(n_nodes: int, vocabulary: int, probs: str, generator: torch.Generator) -> tuple[DraftTree, torch.Tensor]:
     """A tree as a draft draws it by a child distribution, and the target's logits (n, vocabulary) after each node."""
-    topology, _ = best_tree(Acceptance().by_rank(), n_nodes, _LEVELS)
+    topology = search(Acceptance().by_rank(), n_nodes, _LEVELS).topology(n_nodes, _LEVELS)
     shape = Shape.of(topology)
     logits = _SHARPNESS * torch.randn(len(topology), vocabulary, generator=generator)
     inner = np.flatnonzero(shape.row_of >= 0)
@@ -57,8 +58,8 @@ def main() -> None:
     generator = torch.Generator().manual_seed(0)
     found = {}
     for name in registry.names("speculate.verify"):
-        rule = registry.find("speculate.verify", name)
-        probs = rule.CHILD_SAMPLING if rule.NEEDS_DRAFT_PROBS else "without_replacement"
+        rule = rule_of(name)
+        probs = rule.child_sampling or "without_replacement"
         softmax_ms, verify_ms, lengths = [], [], []
         for i in range(flags.rounds + 1):
             tree, logits = drawn_tree(flags.nodes, flags.vocabulary, probs, generator)

@@ -19,7 +19,7 @@ from offload_rt.errors import CapacityError, PromptError, SettingsError
 from offload_rt.executor.runner import Step
 from offload_rt.executor.sequence import Sequence
 from offload_rt.offload.placement import Plan
-from offload_rt.speculate.select import check_pair, pick_drafter
+from offload_rt.speculate.select import Drafting, check_pair, pick_drafter
 from offload_rt.system.trace import Trace
 from offload_rt.text.detokenize import TextStream, encode, load_tokenizer
 from offload_rt.tree.topology import Topology
@@ -167,10 +167,13 @@ class LLM:
         return llm
 
     @classmethod
-    def open(cls, config: EngineConfig) -> "LLM":
-        """Check settings and checkpoint and decide what lies where, before a weight moves; `load` has to follow."""
+    def open(cls, config: EngineConfig, drafting: Drafting | None = None) -> "LLM":
+        """Check settings and checkpoint and decide what lies where, before a weight moves; `load` has to follow.
+
+        drafting  a drafter and rule instead of those of the settings
+        """
         llm = cls.__new__(cls)
-        llm._prepare(config)
+        llm._prepare(config, drafting)
         return llm
 
     def load(self, trace: Trace | None = None, progress: Progress | None = None) -> None:
@@ -185,8 +188,8 @@ class LLM:
         self._engine = engine = load(self.engine_plan, trace or Trace(on=False), progress)
         self._closes = weakref.finalize(self, engine.close)
 
-    def _prepare(self, config: EngineConfig) -> None:
-        drafting = pick_drafter(config)
+    def _prepare(self, config: EngineConfig, drafting: Drafting | None = None) -> None:
+        drafting = drafting or pick_drafter(config)
         directory = locate(config.model, config.revision, config.offline)
         checkpoint = open_checkpoint(directory)
         self._end_ids = end_ids(directory)

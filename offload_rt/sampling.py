@@ -1,42 +1,62 @@
 """From logits to the distribution of the next token. Temperature 0 gives a one-hot one, so no caller has a greedy branch."""
 
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from offload_rt.config import SamplingParams
 from offload_rt.errors import NumericsError
 
-# Places whose distributions are computed together.
-_PLACES = 64
+# Rows whose distributions are computed together: what it takes on the way is many times a distribution.
+_N_ROWS = 64
 
 
-def probs(logits: Tensor, params: SamplingParams, contexts: Sequence[Sequence[int]]) -> Tensor:
-    """The distribution of the next token at each of n places, rows summing to one.
+def probs(logits: Tensor, params: SamplingParams, tokens: Sequence[int], paths: Sequence[Sequence[int]]) -> Tensor:
+    """The distribution of the next token at each of n nodes, rows summing to one.
 
-    logits    (n, vocabulary), any float dtype
-    contexts  per place the tokens before it, which a penalty looks back on
+    logits  (n, vocabulary), any float dtype
+    tokens  that a penalty looks back on at every node
+    paths   per node the tokens that come after these; read only where there is a penalty
     Returns (n, vocabulary) float32, or float64 if the logits are.
-    Raises NumericsError if a logit is not a number or plus infinity, or if all of a place are minus infinity.
+    Raises NumericsError if a logit is not a number or plus infinity, or if all of a row are minus infinity.
     """
     wide = torch.promote_types(logits.dtype, torch.float32)
     result, best = torch.empty_like(logits, dtype=wide), torch.empty_like(logits[:, :1], dtype=wide)
-    # What it takes on the way, many times a distribution where it is sorted, is taken for a few places only.
-    for first in range(0, len(logits), _PLACES):
-        places = slice(first, first + _PLACES)
-        some = logits[places].to(wide)
-        if params.repetition_penalty != 1.0:
-            some = _penalise(some, params.repetition_penalty, contexts[places])
-        best[places] = some.amax(-1, keepdim=True)
-        result[places] = _probs_of(some, best[places], params)
+    has_penalty = params.repetition_penalty != 1.0
+    seen = torch.tensor(sorted(set(tokens)) if has_penalty else [], dtype=torch.int64, device=logits.device)
+    for rows in _parts(logits):
+        some = logits[rows].to(wide)
+        if has_penalty:
+            some = _penalise(some, params.repetition_penalty, seen, paths[rows])
+        best[rows] = some.amax(-1, keepdim=True)
+        result[rows] = _probs_of(some, best[rows], params)
     if not bool(best.isfinite().all()):
         raise NumericsError(
             "the model's logits are not all numbers", change="check the checkpoint, or try --dtype float32"
         )
     return result
+
+
+class TopTokens(NamedTuple):
+    """The most probable tokens after each of n nodes, the best first, on the CPU.
+
+    tokens  (n, k) int64
+    probs   (n, k) float32, by the model alone: no temperature, filter or penalty is applied
+    """
+
+    tokens: Tensor
+    probs: Tensor
+
+
+def top_tokens(logits: Tensor, k: int) -> TopTokens | None:
+    """The k most probable tokens after each node, from logits (n, vocabulary); None for k = 0."""
+    if k == 0:
+        return None
+    best = logits.topk(min(k, logits.shape[-1]), dim=-1)
+    totals = torch.cat([logits[rows].float().logsumexp(-1, keepdim=True) for rows in _parts(logits)])
+    return TopTokens(best.indices.cpu(), (best.values.float() - totals).exp().cpu())
 
 
 def generator_on(device: torch.device, other: torch.Generator) -> torch.Generator:
@@ -56,6 +76,10 @@ def draw(probs: Tensor, generator: torch.Generator) -> int:
     return min(token, int(probs.nonzero()[-1]))
 
 
+def _parts(logits: Tensor) -> Iterator[slice]:
+    return (slice(first, first + _N_ROWS) for first in range(0, len(logits), _N_ROWS))
+
+
 def _probs_of(logits: Tensor, best: Tensor, params: SamplingParams) -> Tensor:
     """The distributions (n, vocabulary) of logits whose largest are `best` (n, 1); anything where those are not numbers."""
     if params.temperature == 0.0:
@@ -65,13 +89,14 @@ def _probs_of(logits: Tensor, best: Tensor, params: SamplingParams) -> Tensor:
     return _filter(probs, params)
 
 
-def _penalise(logits: Tensor, penalty: float, contexts: Sequence[Sequence[int]]) -> Tensor:
-    seen = [set(context) for context in contexts]
-    places = np.repeat(np.arange(len(seen)), [len(one) for one in seen])
-    tokens = np.fromiter(chain.from_iterable(seen), dtype=np.int64)
-    index = torch.from_numpy(np.stack((places, tokens))).to(logits.device)
-    old = logits[index[0], index[1]]
-    return logits.index_put((index[0], index[1]), torch.where(old > 0, old / penalty, old * penalty))
+def _penalise(logits: Tensor, penalty: float, seen: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
+    """Penalise in every row the tokens `seen`, and those of the row's own path."""
+    is_seen = torch.zeros_like(logits, dtype=torch.bool)
+    is_seen[:, seen] = True
+    own = [(row, token) for row, path in enumerate(paths) for token in path]
+    rows, tokens = torch.tensor(own, dtype=torch.int64, device=logits.device).view(-1, 2).T
+    is_seen[rows, tokens] = True
+    return torch.where(is_seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def _filter(probs: Tensor, params: SamplingParams) -> Tensor:

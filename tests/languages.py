@@ -3,14 +3,15 @@
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from offload_rt.speculate.residual import Decision
+from offload_rt.speculate.protocols import VerificationRule
+from offload_rt.speculate.residual import Decision, ResidualRule
+from offload_rt.speculate.verify import match
 from offload_rt.tree.topology import DraftTree, SampledNodes, Topology
 
 VOCABULARY, LONGEST = 3, 4
@@ -48,7 +49,7 @@ class Language:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A shape whose nodes are drawn or given, all fixed before any token is.
+    """A shape whose nodes are sampled or deterministic, all fixed before any token is.
 
     is_sampled  (n,) bool; deterministic children carry the most probable tokens of the draft's distribution, in order
     """
@@ -73,7 +74,7 @@ class Recipe:
                 yield from self._grow(draft, {**texts, node: (*before, token)}, p * q)
 
     def _order(self) -> list[int]:
-        """Parents first, and of siblings the given before the drawn."""
+        """Parents first, and of siblings the deterministic before the sampled."""
         nodes = range(1, len(self.topology))
         return sorted(
             nodes, key=lambda node: (self.topology.depths[node], self.topology.parents[node], self.is_sampled[node])
@@ -113,11 +114,11 @@ Decide = Callable[[DraftTree, Tensor, Tensor], Decision]
 Outcomes = Callable[[DraftTree, Tensor], Iterator[tuple[Decision, float]]]
 
 
-def outcomes(rule: ModuleType) -> Outcomes:
-    """Everything a rule can come to: by the odds it states, or by those of every `draw` it makes."""
-    if hasattr(rule, "decision"):
-        return lambda tree, target: decisions(rule.decision, tree, target)
-    return lambda tree, target: scripted(rule, rule.verify, tree, target)
+def outcomes(rule: VerificationRule) -> Outcomes:
+    """Everything a rule can come to: by the acceptance it states, or by the chance of every `draw` it makes."""
+    if isinstance(rule, ResidualRule):
+        return lambda tree, target: decisions(rule.decide, tree, target)
+    return lambda tree, target: scripted(rule.verify, tree, target)
 
 
 def decisions(decide: Decide, tree: DraftTree, target: Tensor) -> Iterator[tuple[Decision, float]]:
@@ -130,12 +131,12 @@ def decisions(decide: Decide, tree: DraftTree, target: Tensor) -> Iterator[tuple
         uniforms = torch.tensor([float(node in rejected) for node in range(n)], dtype=torch.float64)
         found = decide(tree, target, uniforms)
         for node in tree.topology.path_to(found.end):
-            odds = found.odds[node]
-            if node in accepted or np.isnan(odds):
+            acceptance = found.acceptance[node]
+            if node in accepted or np.isnan(acceptance):
                 continue
-            if odds < 1:
-                worlds.append((rejected | {node}, accepted, p * (1 - odds)))
-            accepted, p = accepted | {node}, p * odds
+            if acceptance < 1:
+                worlds.append((rejected | {node}, accepted, p * (1 - acceptance)))
+            accepted, p = accepted | {node}, p * acceptance
         yield found, p
 
 
@@ -146,8 +147,8 @@ class _Fork(Exception):
         self.probs = probs
 
 
-def scripted(module: ModuleType, verify: Callable, tree: DraftTree, target: Tensor) -> Iterator[tuple[Decision, float]]:
-    """As `decisions`, where all chance is in `module.draw`: `verify` runs again for every sequence of its outcomes."""
+def scripted(verify: Callable, tree: DraftTree, target: Tensor) -> Iterator[tuple[Decision, float]]:
+    """As `decisions`, where all chance is in `match.draw`: `verify` runs again for every sequence of its outcomes."""
     scripts: list[tuple[tuple, float]] = [((), 1.0)]
     while scripts:
         script, p = scripts.pop()
@@ -159,7 +160,7 @@ def scripted(module: ModuleType, verify: Callable, tree: DraftTree, target: Tens
             return left.pop(0)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "draw", draw)
+            patch.setattr(match, "draw", draw)
             try:
                 verdict = verify(tree, target, torch.Generator())
             except _Fork as fork:

@@ -20,7 +20,7 @@ from offload_rt.speculate.pair_stats import PairStats
 def steady(monkeypatch):
     """Trees that do not depend on the clock, nor on what another test learned."""
     monkeypatch.setattr(builder, "CostEstimator", lambda profile, moved: Steady())
-    monkeypatch.setattr(builder, "load_pair_stats", lambda target, draft: PairStats())
+    monkeypatch.setattr(PairStats, "load", lambda *_: PairStats())
 
 
 @pytest.fixture(params=["pretended", "real"])

@@ -19,6 +19,7 @@ from tiny import (
     drafter_of,
     logits_of,
     metaspace,
+    nearly,
     open_llm,
     prompt_of,
 )
@@ -31,7 +32,7 @@ from offload_rt.errors import CapacityError, SettingsError
 from offload_rt.executor.sequence import Sequence
 from offload_rt.speculate import child_sampling
 from offload_rt.speculate.ngrams import MatchRates, append_ngram, find_matches
-from offload_rt.speculate.pair_stats import PairStats, load_pair_stats, save_pair_stats
+from offload_rt.speculate.pair_stats import PairStats
 from offload_rt.speculate.protocols import DraftLimits
 from offload_rt.tree.choose import Acceptance, Calibration
 from offload_rt.tree.topology import DraftTree, SampledNodes, Topology, Verdict
@@ -70,7 +71,7 @@ def paths_of(tree):
 
 
 @given(st.integers(1, 9), st.integers(0, 1000), st.lists(st.integers(0, 2), max_size=6), st.integers(1, 14))
-def test_a_graft_adds_exactly_what_is_not_there(n, seed, copied, n_nodes):
+def test_a_copied_continuation_adds_exactly_what_is_not_there(n, seed, copied, n_nodes):
     generator = np.random.default_rng(seed)
     parents, tokens = [-1], [0]
     for _ in range(n - 1):
@@ -89,7 +90,7 @@ def test_a_graft_adds_exactly_what_is_not_there(n, seed, copied, n_nodes):
     assert paths_of(appended) == whole or len(appended.topology) == max(n, n_nodes)
 
 
-def test_a_graft_beside_drawn_children_is_given():
+def test_a_copied_continuation_beside_sampled_children_is_deterministic():
     sampled = SampledNodes(np.array([False, True, True]), torch.full((1, 4), 0.25), np.array([0, -1, -1]))
     tree = DraftTree(Topology(np.array([-1, 0, 0])), torch.tensor([0, 1, 2]), sampled)
     appended = append_ngram(tree, (3, 1), 9)
@@ -203,10 +204,10 @@ def entries_of(path):
 
 
 def counts_of(pair_stats):
-    return (
-        {key: one.counts() for key, one in pair_stats.acceptance.items()},
-        {key: one.counts() for key, one in pair_stats.calibration.items()},
-    )
+    return {
+        key: (one.acceptance.counts(), one.calibration.counts(), one.bias.counts())
+        for key, one in pair_stats.estimates.items()
+    }
 
 
 @pytest.mark.parametrize("drafter", ["static_tree", "dynamic_tree", "adaptive_tree"])
@@ -215,28 +216,41 @@ def test_what_was_learned_of_a_pair_is_there_again(zoo, cache, drafter):
     with open_llm(pair.target, **pair.settings(drafter)) as llm:
         for temperature in (0.0, 0.8):
             llm.generate(prompt_of(0), SamplingParams(max_new_tokens=20, temperature=temperature, seed=1))
-        learned, specs = counts_of(llm.engine.drafter.pair_stats), (llm.engine.runner.spec, llm.engine.draft.spec)
+        learned = counts_of(llm.engine.drafter.pair_stats)
+        pair_ids = llm.engine_plan.checkpoint.identity, llm.engine_plan.drafting.draft.identity
         assert not (cache / "pairs.json").exists()
-    assert any(sum(tried) > 0 for _, tried in learned[0].values())
-    assert counts_of(load_pair_stats(*specs)) == learned
-    assert load_pair_stats(specs[0], "another draft").is_empty
+    assert all(sum(tried) > 0 for (_, tried), _, _ in learned.values())
+    assert counts_of(PairStats.load(*pair_ids)) == learned
+    other = PairStats.load(pair_ids[0], "another draft")
+    assert not other.estimates
     with open_llm(pair.target, **pair.settings(drafter)) as llm:
         assert counts_of(llm.engine.drafter.pair_stats) == learned
-    save_pair_stats(specs[0], "another draft", PairStats({"dynamic 0.0": Acceptance()}, {}))
-    assert counts_of(load_pair_stats(*specs)) == learned, "one pair is kept beside the other"
+    other.at("dynamic", 0.0)
+    other.save()
+    assert counts_of(PairStats.load(*pair_ids)) == learned, "one pair is kept beside the other"
 
 
-ACCEPTANCE, CALIBRATION = Acceptance().counts(), Calibration().counts()
+def test_checkpoints_of_the_same_shapes_share_no_statistics(zoo, cache, tmp_path):
+    """A model and its fine-tune, say."""
+    pair = zoo.pair("llama", 0)
+    tuned = nearly(pair.model, 0.001)
+    tuned.save_pretrained(tmp_path / "tuned")
+    with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
+        llm.generate(prompt_of(0), SamplingParams(max_new_tokens=8))
+    with open_llm(tmp_path / "tuned", draft_model=str(pair.draft)) as llm:
+        assert not llm.engine.drafter.pair_stats.estimates
+    with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
+        assert llm.engine.drafter.pair_stats.estimates
+
+
+ACCEPTANCE, CALIBRATION, BIAS = Acceptance().counts(), Calibration().counts(), ([0.0], [0.0])
 NONSENSE = [
-    None, 7, "text", [], [1], {}, {"acceptance": {}}, {"acceptance": [], "calibration": []},
-    {"acceptance": {"dynamic 0.0": ACCEPTANCE}, "calibration": {"0.0": [[1.0], [1.0]]}, "bias": {}},
-    {"acceptance": {"dynamic 0.0": [ACCEPTANCE[0]]}, "calibration": {}, "bias": {}},
-    {"acceptance": {"dynamic 0.0": [["a"] * 32, [1.0] * 32]}, "calibration": {}, "bias": {}},
-    {"acceptance": {"dynamic 0.0": [[-1.0] * 32, [1.0] * 32]}, "calibration": {}, "bias": {}},
-    {"acceptance": {"dynamic 0.0": [[float("nan")] * 32, [1.0] * 32]}, "calibration": {}, "bias": {}},
-    {"acceptance": {}, "calibration": {}}, {"acceptance": {}, "calibration": {}, "bias": {"dynamic 0.0": [[], [1.0]]}},
-    {"acceptance": {"dynamic 0.0": [None, None]}, "calibration": {"0.0": CALIBRATION}, "bias": {}},
-    {"acceptance": {"dynamic 0.0": [[[1.0]] * 32, [1.0] * 32]}, "calibration": {"0.0": CALIBRATION}, "bias": {}},
+    None, 7, "text", [], [1], {}, {"dynamic 0.0": None}, {"dynamic 0.0": [ACCEPTANCE, CALIBRATION]},
+    *({"dynamic 0.0": [acceptance, CALIBRATION, BIAS]} for acceptance in (
+        [ACCEPTANCE[0]], [["a"] * 32, [1.0] * 32], [[-1.0] * 32, [1.0] * 32], [[float("nan")] * 32, [1.0] * 32],
+        [None, None], [[[1.0]] * 32, [1.0] * 32], [[10**400] * 32, [1.0] * 32],
+    )),
+    {"dynamic 0.0": [ACCEPTANCE, [[1.0], [1.0]], BIAS]}, {"dynamic 0.0": [ACCEPTANCE, CALIBRATION, [[], [1.0]]]},
 ]  # fmt: skip
 
 
@@ -252,18 +266,19 @@ def test_damaged_files_are_as_none(zoo, cache, whole):
     for name in ("pairs.json", "passes.json"):
         (cache / name).write_text(whole)
     with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
-        assert llm.engine.drafter.pair_stats.is_empty
+        assert not llm.engine.drafter.pair_stats.estimates
         llm.generate(prompt_of(0), SamplingParams(max_new_tokens=4))
     assert entries_of(cache / "pairs.json") and entries_of(cache / "passes.json")
 
 
 @pytest.mark.parametrize("entry", NONSENSE, ids=lambda entry: str(entry)[:40])
-def test_nonsense_about_a_pair_is_as_nothing(zoo, cache, entry):
-    specs = "target", "draft"
-    save_pair_stats(*specs, PairStats({"dynamic 0.0": Acceptance()}, {}))
-    assert not load_pair_stats(*specs).is_empty
+def test_nonsense_about_a_pair_is_as_nothing(cache, entry):
+    stats = PairStats.load("target", "draft")
+    stats.at("dynamic", 0.0)
+    stats.save()
+    assert PairStats.load("target", "draft").estimates
     spoil(cache / "pairs.json", entry)
-    assert load_pair_stats(*specs).is_empty
+    assert not PairStats.load("target", "draft").estimates
 
 
 TIMES = [[0.1, 0.2, 0.3], [0.2, 0.3, 0.4]]
@@ -313,13 +328,13 @@ def test_acceptance_of_nodes_counts_what_became_of_them(zoo):
     """Verdicts that always take the second child make the second rank the best there is."""
     pair = zoo.pair("llama", 0)
     with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
-        drafter = drafter_of(llm, "static_tree", "match", DraftLimits(9, 4))
-        drafter.fix_shape(Topology(np.array([-1, 0, 0, 1, 2])))
+        shape = Topology(np.array([-1, 0, 0, 1, 2]))
+        drafter = drafter_of(llm, "static_tree", "match", DraftLimits(9, 4), shape=shape)
         sequence = Sequence(prompt_of(0), SamplingParams(99), 200)
         for _ in range(60):
             (tree,) = drafter.propose([sequence], 9)
-            drafter.learn(sequence, tree, Verdict((2, 4), 5))
-    taken, tried = drafter.acceptance_at(0.0).counts()
+            drafter.learn(sequence, tree, Verdict((2, 4), 5), None)
+    taken, tried = drafter.estimates_at(0.0).acceptance.counts()
     # The first child of the root was never taken, the second always, and below it the only one.
     assert taken[1] > 40 and abs(taken[0] - taken[1]) < 0.2 and abs(tried[0] - 2 * tried[1]) < 0.2
 

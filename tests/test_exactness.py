@@ -22,25 +22,26 @@ from tiny import chi_square_p, random_tree
 from torch import Tensor
 
 from offload_rt.speculate import child_sampling
-from offload_rt.speculate.residual import Decision
+from offload_rt.speculate.residual import Decision, ResidualRule
+from offload_rt.speculate.select import rule_of
 from offload_rt.speculate.verify import match, sequoia, traversal
 from offload_rt.system import registry
 from offload_rt.tree.topology import DraftTree, SampledNodes, Topology, Verdict
 
 RULES = registry.names("speculate.verify")
-WEIGHING = tuple(name for name in RULES if registry.find("speculate.verify", name).NEEDS_DRAFT_PROBS)
+RESIDUAL = tuple(name for name in RULES if isinstance(rule_of(name), ResidualRule))
 Trees = Iterable[tuple[DraftTree, float]]
 
 
 def recipe(parents: list[int], is_sampled: str, independent: bool = False) -> Recipe:
-    """`is_sampled` has a letter for each node below the root: d for drawn, g for given."""
+    """`is_sampled` has a letter for each node below the root: s for sampled, d for deterministic."""
     return Recipe(
-        Topology(np.array(parents)), np.array([False, *(letter == "d" for letter in is_sampled)]), independent
+        Topology(np.array(parents)), np.array([False, *(letter == "s" for letter in is_sampled)]), independent
     )
 
 
 def random_recipe(seed: int) -> Recipe:
-    """Of four to six nodes, depth at most three, each node drawn or given."""
+    """Of four to six nodes, depth at most three, each node sampled or deterministic."""
     n = 4 + seed % 3
     topology = random_tree(n, seed)
     while topology.depths.max() > 3 or max(map(len, topology.children)) > VOCABULARY:
@@ -53,19 +54,19 @@ def random_recipe(seed: int) -> Recipe:
 
 RECIPES = {
     "root alone": recipe([-1], ""),
-    "chain": recipe([-1, 0, 1, 2], "ddd"),
-    "given": recipe([-1, 0, 0, 1, 1, 2, 3, 3], "ggggggg"),
-    "siblings": recipe([-1, 0, 0], "dd"),
-    "without replacement": recipe([-1, 0, 0, 1, 1, 3], "ddddd"),
-    "larger second child": recipe([-1, 0, 0, 2, 2, 4], "ddddd"),
-    "all tokens drawn": recipe([-1, 0, 0, 0, 2, 2], "ddddd"),
-    "independent": recipe([-1, 0, 0, 1, 2], "dddd", independent=True),
-    "three independent": recipe([-1, 0, 0, 0, 1], "dddd", independent=True),
-    "hybrid": recipe([-1, 0, 0, 1, 1, 2, 2], "gddggd"),
-    "hybrid of all tokens": recipe([-1, 0, 0, 0, 1, 2, 3], "gdgddd"),
-    "distribution that runs out": recipe([-1, 0, 0, 0, 1, 1], "ddddd"),
-    "distribution that runs out on given": recipe([-1, 0, 0, 0, 1, 1], "gddgd"),
-    "draft is target": recipe([-1, 0, 0, 1, 1, 3], "ddgdd"),
+    "chain": recipe([-1, 0, 1, 2], "sss"),
+    "given": recipe([-1, 0, 0, 1, 1, 2, 3, 3], "ddddddd"),
+    "siblings": recipe([-1, 0, 0], "ss"),
+    "without replacement": recipe([-1, 0, 0, 1, 1, 3], "sssss"),
+    "larger second child": recipe([-1, 0, 0, 2, 2, 4], "sssss"),
+    "all tokens drawn": recipe([-1, 0, 0, 0, 2, 2], "sssss"),
+    "independent": recipe([-1, 0, 0, 1, 2], "ssss", independent=True),
+    "three independent": recipe([-1, 0, 0, 0, 1], "ssss", independent=True),
+    "hybrid": recipe([-1, 0, 0, 1, 1, 2, 2], "dssdds"),
+    "hybrid of all tokens": recipe([-1, 0, 0, 0, 1, 2, 3], "dsdsss"),
+    "distribution that runs out": recipe([-1, 0, 0, 0, 1, 1], "sssss"),
+    "distribution that runs out on deterministic": recipe([-1, 0, 0, 0, 1, 1], "dssds"),
+    "draft is target": recipe([-1, 0, 0, 1, 1, 3], "ssdss"),
     **{f"random {seed}": random_recipe(seed) for seed in range(6)},
 }
 
@@ -83,9 +84,7 @@ def languages(name: str) -> tuple[Language, Language]:
 def result(rule: str, name: str) -> tuple[float, float]:
     """The largest error of the distribution of the first tokens, and the expected tokens of a pass."""
     target, draft = languages(name)
-    probs, expected = distribution_under(
-        outcomes(registry.find("speculate.verify", rule)), RECIPES[name].trees(draft), target
-    )
+    probs, expected = distribution_under(outcomes(rule_of(rule)), RECIPES[name].trees(draft), target)
     return float((probs - target.continuations(())).abs().max()), expected
 
 
@@ -117,7 +116,7 @@ def test_the_recipes_hold_what_they_are_named_for():
     assert any(tree.tokens[1] == tree.tokens[2] for tree in trees("independent"))
     assert any(len(set(tree.tokens[1:4].tolist())) == 1 for tree in trees("three independent"))
     assert any(map(runs_out, trees("distribution that runs out"))) and any(
-        map(runs_out, trees("distribution that runs out on given"))
+        map(runs_out, trees("distribution that runs out on deterministic"))
     )
     assert not any(map(runs_out, trees("without replacement")))
     for name, recipe in RECIPES.items():
@@ -136,17 +135,17 @@ def larger_first(recipe: Recipe) -> bool:
 
 
 @pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if larger_first(recipe)])
-def test_leaf_to_root_accepts_no_less_than_token_by_token_where_larger_children_come_first(name):
+def test_bottom_up_accepts_no_less_than_top_down_where_larger_children_come_first(name):
     assert result("traversal", name)[1] >= result("sequoia", name)[1] - 1e-12
 
 
-def test_leaf_to_root_can_accept_less_where_a_later_child_is_larger():
-    """Mass that saves the small first child is missing at the second, which has more to follow."""
+def test_bottom_up_can_accept_less_where_a_later_child_is_larger():
+    """The probability that saves the small first child is missing at the second, which has more to follow."""
     assert not larger_first(RECIPES["larger second child"])
     assert result("traversal", "larger second child")[1] < result("sequoia", "larger second child")[1] - 1e-3
 
 
-def test_leaf_to_root_accepts_more_where_there_is_something_to_gain():
+def test_bottom_up_accepts_more_where_there_is_something_to_gain():
     assert result("traversal", "chain")[1] > result("sequoia", "chain")[1] + 1e-3
 
 
@@ -166,7 +165,7 @@ def block_verification(target: list[Tensor], draft: list[Tensor], tokens: list[i
     return expected
 
 
-def test_on_a_chain_leaf_to_root_is_block_verification():
+def test_on_a_chain_bottom_up_is_block_verification():
     target, draft = languages("chain")
     expected = 0.0
     for tree, p in RECIPES["chain"].trees(draft):
@@ -178,18 +177,18 @@ def test_on_a_chain_leaf_to_root_is_block_verification():
 def test_the_published_example_of_block_verification():
     """Two drafted tokens of a language without memory: 10/9 accepted token by token, 11/9 as a block (Sun et al. 2025)."""
     p, q = torch.tensor([1.0, 2.0], dtype=torch.float64) / 3, torch.tensor([2.0, 1.0], dtype=torch.float64) / 3
-    found = {sequoia: 0.0, traversal: 0.0, None: 0.0}
+    found = {sequoia.RULE: 0.0, traversal.RULE: 0.0, None: 0.0}
     for tokens in ([a, b] for a in range(2) for b in range(2)):
         is_sampled = np.array([False, True, True])
         sampled = SampledNodes(is_sampled, torch.stack([q, q]), np.array([0, 1, -1]))
         tree = DraftTree(Topology.chain(3), torch.tensor([0, *tokens]), sampled)
         p_tree = float(q[tokens].prod())
-        for rule in (sequoia, traversal):
-            for decision, p_found in decisions(rule.decision, tree, torch.stack([p, p, p])):
+        for rule in (sequoia.RULE, traversal.RULE):
+            for decision, p_found in decisions(rule.decide, tree, torch.stack([p, p, p])):
                 found[rule] += p_tree * p_found * len(tree.path_to(decision.end))
         found[None] += p_tree * (block_verification([p, p, p], [q, q], tokens) - 1)
-    assert abs(found[sequoia] - 10 / 9) < 1e-12
-    assert abs(found[traversal] - 11 / 9) < 1e-12 and abs(found[None] - 11 / 9) < 1e-12
+    assert abs(found[sequoia.RULE] - 10 / 9) < 1e-12
+    assert abs(found[traversal.RULE] - 11 / 9) < 1e-12 and abs(found[None] - 11 / 9) < 1e-12
 
 
 # Trees that are not what the rule is told.
@@ -256,12 +255,12 @@ WRONG_TREES = [
 ]
 
 
-@pytest.mark.parametrize("rule", WEIGHING)
+@pytest.mark.parametrize("rule", RESIDUAL)
 @pytest.mark.parametrize(("change", "name"), WRONG_TREES)
 def test_the_enumeration_finds_a_wrong_tree(rule, change, name):
     target, draft = languages_of_controls()
     trees = ((change(tree), p) for tree, p in RECIPES[name].trees(draft))
-    assert error(outcomes(registry.find("speculate.verify", rule)), trees, target) > 1e-3
+    assert error(outcomes(rule_of(rule)), trees, target) > 1e-3
 
 
 # Rules that are wrong on purpose.
@@ -271,7 +270,7 @@ def bonus_of_the_target(rule) -> Outcomes:
     """The bonus is drawn from the target's distribution, not from the residual."""
 
     def found(tree: DraftTree, target: Tensor) -> Iterator[tuple[Decision, float]]:
-        for decision, p in decisions(rule.decision, tree, target):
+        for decision, p in decisions(rule.decide, tree, target):
             yield replace(decision, probs=target[decision.end]), p
 
     return found
@@ -279,7 +278,7 @@ def bonus_of_the_target(rule) -> Outcomes:
 
 def probs_before(rule) -> Outcomes:
     """Each node is judged by another node's distribution."""
-    return lambda tree, target: decisions(rule.decision, tree, target.roll(1, 0))
+    return lambda tree, target: decisions(rule.decide, tree, target.roll(1, 0))
 
 
 def one_number(rule) -> Outcomes:
@@ -292,24 +291,24 @@ def by_number(
 ) -> Iterator[tuple[Decision, float, float]]:
     """What comes of each random number that all nodes share, as stretches of numbers with the same outcome."""
     while start < stop:
-        found = rule.decision(tree, target, torch.full((len(tree.topology),), start, dtype=torch.float64))
-        until = min([stop, *(odds for odds in found.odds if odds > start)])
+        found = rule.decide(tree, target, torch.full((len(tree.topology),), start, dtype=torch.float64))
+        until = min([stop, *(acceptance for acceptance in found.acceptance if acceptance > start)])
         yield found, start, until
         start = until
 
 
-@pytest.mark.parametrize("rule", WEIGHING)
+@pytest.mark.parametrize("rule", RESIDUAL)
 @pytest.mark.parametrize("name", ["siblings", "without replacement", "hybrid"])
 @pytest.mark.parametrize("wrong", [bonus_of_the_target, probs_before, one_number])
 def test_the_enumeration_finds_a_wrong_rule(rule, name, wrong):
     target, draft = languages_of_controls()
-    assert error(wrong(registry.find("speculate.verify", rule)), RECIPES[name].trees(draft), target) > 1e-3
+    assert error(wrong(rule_of(rule)), RECIPES[name].trees(draft), target) > 1e-3
 
 
-@pytest.mark.parametrize("rule", WEIGHING)
+@pytest.mark.parametrize("rule", RESIDUAL)
 def test_the_enumeration_finds_the_noise_of_the_pass_before(rule):
     """Two passes over a child each. Noise that is reused leaves the first pass right and spoils the distribution of both."""
-    module, (target, draft) = registry.find("speculate.verify", rule), languages_of_controls()
+    module, (target, draft) = rule_of(rule), languages_of_controls()
 
     def two_passes(reuse: bool) -> Tensor:
         probs = torch.zeros_like(target.continuations(()))
@@ -324,7 +323,7 @@ def test_the_enumeration_finds_the_noise_of_the_pass_before(rule):
         return probs
 
     def passes(text, start, stop):
-        for tree, p in recipe([-1, 0], "d").trees(draft, text):
+        for tree, p in recipe([-1, 0], "s").trees(draft, text):
             for decision, low, high in by_number(module, tree, target_probs(target, tree, text), start, stop):
                 yield (tree.path_to(decision.end), decision.probs), low, high, p
 
@@ -340,7 +339,7 @@ def test_the_enumeration_finds_the_noise_of_the_pass_before(rule):
 
 
 def careless_tree(n: int, seed: int) -> DraftTree:
-    """A random given tree of depth at most three; in one of four, siblings may carry the same token."""
+    """A random deterministic tree of depth at most three; in one of four, siblings may carry the same token."""
     topology = random_tree(n, seed)
     while topology.depths.max() > 3 or max(map(len, topology.children)) > VOCABULARY:
         seed += 1000
@@ -356,27 +355,28 @@ def careless_tree(n: int, seed: int) -> DraftTree:
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(("n", "seed"), [(n, seed) for n in (2, 4, 7, 10) for seed in range(4)])
-def test_a_given_tree_may_carry_any_tokens(rule, n, seed):
+def test_a_deterministic_tree_may_carry_any_tokens(rule, n, seed):
     tree, target = careless_tree(n, seed), Language(seed)
-    assert error(outcomes(registry.find("speculate.verify", rule)), [(tree, 1.0)], target) < 1e-12
+    assert error(outcomes(rule_of(rule)), [(tree, 1.0)], target) < 1e-12
 
 
 @pytest.mark.parametrize(("n", "seed"), [(n, seed) for n in (4, 10) for seed in range(4)])
 def test_match_goes_on_while_a_child_carries_the_token(n, seed):
+    """Of siblings with the same token, whichever of them has the child."""
     tree = careless_tree(n, seed)
-    for decision, _ in outcomes(match)(tree, target_probs(Language(seed), tree)):
-        carried = tree.tokens[list(tree.topology.children[decision.end])].tolist()
-        assert int(decision.probs.argmax()) not in carried
+    texts = {tuple(tree.path_to(node)) for node in range(n)}
+    for decision, _ in outcomes(match.RULE)(tree, target_probs(Language(seed), tree)):
+        assert (*tree.path_to(decision.end), int(decision.probs.argmax())) not in texts
 
 
 def bonus_of_the_root(tree, target, generator):
-    verdict = match.verify(tree, target, generator)
+    verdict = match.RULE.verify(tree, target, generator)
     return Verdict(verdict.path, match.draw(target[0], generator))
 
 
 def bonus_drawn_again(tree, target, generator):
     """The rejected draw is thrown away, as if it had carried no news."""
-    verdict = match.verify(tree, target, generator)
+    verdict = match.RULE.verify(tree, target, generator)
     return Verdict(verdict.path, match.draw(target[(0, *verdict.path)[-1]], generator))
 
 
@@ -389,7 +389,7 @@ def always_the_first_child(tree, target, generator):
 
 
 def probs_of_the_wrong_node(tree, target, generator):
-    return match.verify(tree, target.roll(1, 0), generator)
+    return match.RULE.verify(tree, target.roll(1, 0), generator)
 
 
 @pytest.mark.parametrize(
@@ -397,8 +397,8 @@ def probs_of_the_wrong_node(tree, target, generator):
 )
 def test_the_enumeration_finds_a_wrong_match(wrong):
     tree, target = DraftTree(Topology(np.array([-1, 0, 0, 1, 1, 3])), torch.tensor([0, 1, 2, 0, 2, 1])), Language(2)
-    assert error(outcomes(match), [(tree, 1.0)], target) < 1e-12
-    assert error(lambda *given: scripted(match, wrong, *given), [(tree, 1.0)], target) > 1e-3
+    assert error(outcomes(match.RULE), [(tree, 1.0)], target) < 1e-12
+    assert error(lambda *given: scripted(wrong, *given), [(tree, 1.0)], target) > 1e-3
 
 
 # Larger trees: what every rule owes its caller, and a plain reference.
@@ -464,7 +464,7 @@ def plain_bottom_up(tree: DraftTree, target: Tensor, uniforms: Tensor) -> tuple[
     return visit(0, 1.0)
 
 
-PLAIN = {"walk": plain_top_down, "verify_bottom_up": plain_bottom_up}
+PLAIN = {"sequoia": plain_top_down, "traversal": plain_bottom_up}
 
 
 def grow(
@@ -503,13 +503,13 @@ def random_case(seed: int, dtype: torch.dtype, vocabulary: int = 12) -> tuple[Dr
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize(("rule", "kernel"), [(sequoia, "walk"), (traversal, "verify_bottom_up")])
-def test_a_kernel_decides_as_the_plain_rule(rule, kernel, dtype):
+@pytest.mark.parametrize("rule", PLAIN)
+def test_a_kernel_decides_as_the_plain_rule(rule, dtype):
     ends = set()
     for seed in range(60):
         tree, target, uniforms = random_case(seed, dtype)
-        found = rule.decision(tree, target, uniforms)
-        end, probs = PLAIN[kernel](tree, target, uniforms)
+        found = rule_of(rule).decide(tree, target, uniforms)
+        end, probs = PLAIN[rule](tree, target, uniforms)
         assert found.end == end, seed
         assert found.probs.dtype == dtype
         torch.testing.assert_close(found.probs.double(), probs, rtol=0, atol=1e-12 if dtype == torch.float64 else 1e-5)
@@ -517,15 +517,15 @@ def test_a_kernel_decides_as_the_plain_rule(rule, kernel, dtype):
     assert ends >= {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize("rule", WEIGHING)
-def test_drawn_siblings_are_verified_before_given_ones(rule):
+@pytest.mark.parametrize("rule", RESIDUAL)
+def test_sampled_siblings_are_verified_before_deterministic_ones(rule):
     """Exact in either order, but the deterministic child is more probable: first, it would leave the sampled one little."""
     sampled = SampledNodes(np.array([False, False, True]), torch.tensor([[0.7, 0.2, 0.1]]), np.array([0, -1, -1]))
     tree, target = (
         DraftTree(Topology(np.array([-1, 0, 0])), torch.tensor([0, 0, 1]), sampled),
         torch.full((3, 3), 1 / 3),
     )
-    found = registry.find("speculate.verify", rule).decision(tree, target, torch.zeros(3, dtype=torch.float64))
+    found = rule_of(rule).decide(tree, target, torch.zeros(3, dtype=torch.float64))
     assert found.end == 2
 
 
@@ -540,11 +540,8 @@ def check_verdict(verdict: Verdict, tree: DraftTree, target: Tensor) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_contract(rule):
-    module = registry.find("speculate.verify", rule)
-    assert isinstance(module.NEEDS_DRAFT_PROBS, bool)
-    if module.NEEDS_DRAFT_PROBS:
-        assert module.CHILD_SAMPLING in {"without_replacement", "independent"}
+def test_a_verdict_is_a_path_the_target_allows_and_follows_from_the_generator(rule):
+    module = rule_of(rule)
     for seed in range(24):
         tree, target, _ = random_case(seed, torch.float32)
         before = target.clone(), tree.tokens.clone(), tree.sampled.draft_probs.clone()
@@ -555,22 +552,22 @@ def test_contract(rule):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_two_verdicts_in_a_row_are_independent_and_have_the_odds_stated(rule):
-    module, (target, draft) = registry.find("speculate.verify", rule), languages("hybrid")
+def test_two_verdicts_in_a_row_are_independent_and_have_the_acceptance_stated(rule):
+    module, (target, draft) = rule_of(rule), languages("hybrid")
     tree = next(iter(RECIPES["hybrid"].trees(draft)))[0]
     draft_probs = target_probs(target, tree)
-    odds: dict[tuple[int, int], float] = {}
+    acceptance: dict[tuple[int, int], float] = {}
     for decision, p in outcomes(module)(tree, draft_probs):
         for bonus, p_bonus in enumerate(decision.probs.tolist()):
             if p_bonus > 0:
                 key = (decision.end, bonus)
-                odds[key] = odds.get(key, 0.0) + p * p_bonus
-    place, n_pairs, generator = {key: i for i, key in enumerate(odds)}, 1500, torch.Generator().manual_seed(3)
-    counts = np.zeros((len(odds), len(odds)))
+                acceptance[key] = acceptance.get(key, 0.0) + p * p_bonus
+    place, n_pairs, generator = {key: i for i, key in enumerate(acceptance)}, 1500, torch.Generator().manual_seed(3)
+    counts = np.zeros((len(acceptance), len(acceptance)))
     for _ in range(n_pairs):
         pair = [module.verify(tree, draft_probs, generator) for _ in range(2)]
         counts[tuple(place[(0, *verdict.path)[-1], verdict.bonus] for verdict in pair)] += 1
-    expected = n_pairs * np.non_layer(list(odds.values()), list(odds.values()))
+    expected = n_pairs * np.outer(list(acceptance.values()), list(acceptance.values()))
     often = expected >= 5
     rare = counts[~often].sum(), expected[~often].sum()
     assert chi_square_p(np.append(counts[often], rare[0]), np.append(expected[often], rare[1])) > 1e-3
@@ -601,44 +598,45 @@ def test_a_large_vocabulary_in_float32(sharpness):
         tree, target, uniforms = large_case(sharpness, seed)
         # Numbers close to 1 reject everything, which is the longest way through the residuals.
         for numbers in (uniforms, torch.full_like(uniforms, 0.999999)):
-            for rule, kernel in ((sequoia, "walk"), (traversal, "verify_bottom_up")):
-                found, (end, probs) = rule.decision(tree, target, numbers), PLAIN[kernel](tree, target, numbers)
+            for rule, plain in PLAIN.items():
+                found, (end, probs) = rule_of(rule).decide(tree, target, numbers), plain(tree, target, numbers)
                 assert found.end == end and bool(found.probs.isfinite().all()) and bool((found.probs >= 0).all())
                 torch.testing.assert_close(found.probs.double(), probs, rtol=1e-3, atol=1e-6)
         for rule in RULES:
-            verdict = registry.find("speculate.verify", rule).verify(tree, target, torch.Generator().manual_seed(seed))
+            verdict = rule_of(rule).verify(tree, target, torch.Generator().manual_seed(seed))
             check_verdict(verdict, tree, target)
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_at_temperature_zero_the_right_path_is_taken(rule):
-    module, depths = registry.find("speculate.verify", rule), set()
+    module, depths = rule_of(rule), set()
     for seed in range(24):
         tree, target, _ = random_case(seed, torch.float32)
         right = torch.nn.functional.one_hot(target.argmax(-1), target.shape[1]).float()
-        node, path = 0, []
+        # Independent draws may carry the right token twice: match follows both, the others the first.
+        nodes, path = [0], []
         while True:
-            order = tree.topology.children[node]
-            node = next((child for child in order if right[node, tree.tokens[child]] == 1), None)
-            if node is None:
+            children = [child for node in nodes for child in tree.topology.children[node]]
+            nodes = [child for child in children if right[nodes[0], tree.tokens[child]] == 1]
+            if not nodes:
                 break
-            path.append(node)
+            nodes = nodes if rule == "match" else nodes[:1]
+            path = tree.topology.path_to(nodes[0])
         found = module.verify(tree, right, torch.Generator().manual_seed(seed))
-        # Independent draws may carry the right token twice.
         assert tree.tokens[list(found.path)].tolist() == tree.tokens[path].tolist()
         assert found.bonus == int(right[(0, *path)[-1]].argmax())
         depths.add(len(path))
     assert depths >= {0, 1, 2}
 
 
-@pytest.mark.parametrize(("rule", "kernel"), [(sequoia, "walk"), (traversal, "verify_bottom_up")])
-def test_a_small_remainder_of_the_draft_keeps_its_digits(rule, kernel):
+@pytest.mark.parametrize("rule", PLAIN)
+def test_a_small_remainder_of_the_draft_keeps_its_digits(rule):
     """Subtracting what was drawn from a sum of one would leave the rounding of that sum."""
     draft_probs = torch.tensor([[0.6, 0.4, 3e-9, 1e-9, 0.0]])
     sampled = SampledNodes(np.array([False, True, True, True]), draft_probs, np.array([0, -1, -1, -1]))
     tree = DraftTree(Topology(np.array([-1, 0, 0, 0])), torch.tensor([0, 0, 1, 2]), sampled)
     target, uniforms = torch.tensor([[0.1, 0.1, 0.1, 0.4, 0.3]] * 4), torch.full((4,), 0.99, dtype=torch.float64)
-    found, (end, probs) = rule.decision(tree, target, uniforms), PLAIN[kernel](tree, target, uniforms)
+    found, (end, probs) = rule_of(rule).decide(tree, target, uniforms), PLAIN[rule](tree, target, uniforms)
     assert found.end == end == 0
     torch.testing.assert_close(found.probs.double(), probs, rtol=0, atol=1e-6)
 
@@ -646,14 +644,12 @@ def test_a_small_remainder_of_the_draft_keeps_its_digits(rule, kernel):
 SIBLINGS = Topology(np.array([-1, 0, 0]))
 
 
-@pytest.mark.parametrize("rule", WEIGHING)
+@pytest.mark.parametrize("rule", RESIDUAL)
 def test_a_remainder_of_the_draft_below_the_normal_numbers_is_used_up(rule):
     """No distribution of a drafter has such numbers; whoever hands one over gets the uniform fallback, not an overflow."""
     sampled = SampledNodes(np.array([False, True, True]), torch.tensor([[1.0, 1e-40, 0.0, 0.0]]), np.array([0, -1, -1]))
     tree, target = DraftTree(SIBLINGS, torch.tensor([0, 0, 1]), sampled), torch.tensor([[0.4, 0.1, 0.3, 0.2]] * 3)
-    found = registry.find("speculate.verify", rule).decision(
-        tree, target, torch.tensor([0.999] * 3, dtype=torch.float64)
-    )
+    found = rule_of(rule).decide(tree, target, torch.tensor([0.999] * 3, dtype=torch.float64))
     torch.testing.assert_close(found.probs, torch.tensor([0.0, 0.0, 1.0, 0.0]))
 
 
@@ -663,13 +659,11 @@ def test_a_drafters_distribution_has_no_denormal_numbers():
     assert probs[0, 1] == probs[0, 3] == 0 < probs[0, 2]
 
 
-@pytest.mark.parametrize("rule", WEIGHING)
-def test_given_children_that_carry_all_the_mass(rule):
+@pytest.mark.parametrize("rule", RESIDUAL)
+def test_deterministic_children_that_carry_all_the_probability(rule):
     """A distribution filtered down to two tokens sums to a little less than one, and the largest numbers reject both."""
     probs = torch.tensor([0.6145196, 0.38548037, 0.0])
     assert probs.double().sum() < 1
     tree, target = DraftTree(SIBLINGS, torch.tensor([0, 0, 1])), probs.repeat(3, 1)
-    found = registry.find("speculate.verify", rule).decision(
-        tree, target, torch.full((3,), 1 - 2**-53, dtype=torch.float64)
-    )
+    found = rule_of(rule).decide(tree, target, torch.full((3,), 1 - 2**-53, dtype=torch.float64))
     assert found.probs.sum() > 0

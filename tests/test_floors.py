@@ -79,7 +79,7 @@ def test_imports_go_to_a_lower_floor_or_stay_at_home(path: Path) -> None:
 @pytest.mark.parametrize(
     ("part", "line", "is_allowed"),
     [
-        ("offload", "from offload_rt.engine.loop import Loop", False),
+        ("offload", "from offload_rt.engine.engine import Engine", False),
         ("offload", "from offload_rt.executor import runner", False),
         ("offload", "from offload_rt.weights import layout", True),
         ("models", "from offload_rt.weights import dense", False),
@@ -90,7 +90,7 @@ def test_imports_go_to_a_lower_floor_or_stay_at_home(path: Path) -> None:
         ("engine", "import offload_rt.cli.run", False),
         ("engine", "from ..llm import LLM", False),
         ("engine", "from .runner import Runner", True),
-        ("offload", "if TYPE_CHECKING:\n    from offload_rt.engine.loop import Loop", False),
+        ("offload", "if TYPE_CHECKING:\n    from offload_rt.engine.engine import Engine", False),
         ("kv", "def f():\n    from offload_rt.llm import LLM", False),
     ],
 )

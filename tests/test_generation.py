@@ -156,7 +156,9 @@ def test_a_batch_that_does_not_fit_runs_as_there_is_room(zoo):
         assert not caches
     assert batch == solo
     assert 1 < max(map(len, running)) < len(prompts)
-    assert any(after - before and after & before for before, after in pairwise(running)), "nobody joined while others went on"
+    assert any(after - before and after & before for before, after in pairwise(running)), (
+        "nobody joined while others went on"
+    )
 
 
 @pytest.mark.parametrize("drafter", ["none", "adaptive_tree"])

@@ -324,10 +324,10 @@ def drafted(seed):
 
 def verdicts(kernels, kernel, tree, target, noise):
     """End node and bonus by csrc/; and by the rules' own kernels, with the distribution of the bonus."""
-    decision = residual.decide(kernel, tree, target, noise[:-1])
+    decision = residual.ResidualRule(kernel, "").decide(tree, target, noise[:-1])
     cumulative = decision.probs.double().cumsum(0)
     bonus = int(torch.searchsorted(cumulative, noise[-1] * cumulative[-1], right=True))
-    candidates = residual._candidates(tree, np.zeros((0, 0), dtype=np.float32))
+    candidates = residual.candidates(tree)
     arrays, there = arguments(candidates, noise, torch.device(kernels.device))
     draft_probs, target = tree.sampled.draft_probs.to(kernels.device), target.to(kernels.device)
     verdict = kernels.verify(
@@ -392,7 +392,7 @@ def samples(device):
     parents = parents.to(device)
     store = torch.randn(2, 2, 20, 64, device=device)
     tree, target = drafted(3)
-    candidates = residual._candidates(tree, np.zeros((0, 0), dtype=np.float32))
+    candidates = residual.candidates(tree)
     noise = torch.rand(len(tree.topology) + 1, dtype=torch.float64)
     arrays, noise = arguments(candidates, noise, torch.device(device))
     verification = (*arrays, tree.sampled.draft_probs.to(device), target.to(device), noise, candidates.n_levels)

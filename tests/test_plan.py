@@ -19,17 +19,17 @@ from offload_rt.config import EngineConfig
 from offload_rt.engine.memory_plan import Sizes, plan_memory
 from offload_rt.errors import SettingsError
 from offload_rt.models.families import spec_of
-from offload_rt.models.native import NativeDecoder
 from offload_rt.planning.acceptance import assume
 from offload_rt.planning.forecast import Forecast, Machine, PlanRequest, predict
 from offload_rt.planning.hardware import CARDS, find_card
 from offload_rt.planning.known_models import KNOWN
 from offload_rt.planning.roofline import Roof
 from offload_rt.planning.sweep import sweep
-from offload_rt.speculate.pair_stats import PairStats
+from offload_rt.speculate.pair_stats import Estimates, PairStats
 from offload_rt.speculate.select import pick_drafter
 from offload_rt.tree.choose import N_RANKS, Acceptance
 
+NO_CHECKPOINTS = ("", "")
 PAIR = ["--model", "llama2-70b", "--draft-model", "llama2-7b"]
 
 
@@ -39,7 +39,7 @@ def request(
     config = EngineConfig(target, draft, drafter="static_tree" if draft else "none", **settings)
     specs = [spec_of(KNOWN[name]) for name in (target, draft or target)]
     sizes = [Sizes.of_spec(spec, torch.float16) for spec in specs]
-    acceptance = assume("auto", (specs[0], specs[1]), (target, draft or ""), 0.0)
+    acceptance = assume("auto", NO_CHECKPOINTS, (target, draft or ""), 0.0)
     models = (sizes[0], sizes[1] if draft else None)
     return PlanRequest(config, pick_drafter(config), models, torch.float16, acceptance, context, 64)
 
@@ -189,30 +189,26 @@ def test_drawn_paths_are_repeatable_and_about_as_long_as_expected() -> None:
 # Acceptance.
 
 
-def specs() -> tuple[NativeDecoder, NativeDecoder]:
-    return spec_of(KNOWN["llama2-70b"]), spec_of(KNOWN["llama2-7b"])
-
-
 def test_what_was_measured_here_comes_before_what_was_published(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("llama2-70b", "llama2-7b")
-    monkeypatch.setattr("offload_rt.planning.acceptance.load_pair_stats", lambda *_: PairStats())
-    assert "Sequoia" in assume("auto", specs(), names, 0.0).source
-    assert "guess" in assume("auto", specs(), names, 0.3).source
-    assert "guess" in assume("guess", specs(), names, 0.0).source
+    monkeypatch.setattr(PairStats, "load", lambda *_: PairStats())
+    assert "Sequoia" in assume("auto", NO_CHECKPOINTS, names, 0.0).source
+    assert "guess" in assume("auto", NO_CHECKPOINTS, names, 0.3).source
+    assert "guess" in assume("guess", NO_CHECKPOINTS, names, 0.0).source
     seen = Acceptance()
     for _ in range(50):
         seen.observe(3, 1)
-    monkeypatch.setattr("offload_rt.planning.acceptance.load_pair_stats", lambda *_: PairStats({"dynamic 0.0": seen}))
-    found = assume("auto", specs(), names, 0.0)
+    monkeypatch.setattr(PairStats, "load", lambda *_: PairStats({"dynamic 0.0": Estimates(seen)}))
+    found = assume("auto", NO_CHECKPOINTS, names, 0.0)
     assert "measured on this machine" in found.source and found.by_rank == pytest.approx(seen.by_rank())
 
 
 def test_probabilities_may_be_given() -> None:
-    found = assume("0.7,0.1", specs(), ("a", "b"), 0.0)
+    found = assume("0.7,0.1", NO_CHECKPOINTS, ("a", "b"), 0.0)
     assert found.by_rank[:3] == pytest.approx([0.7, 0.1, 0.0]) and len(found.by_rank) == N_RANKS
     for wrong in ("0.7,x", "0.7,0.6", "0.5,nan"):
         with pytest.raises(SettingsError):
-            assume(wrong, specs(), ("a", "b"), 0.0)
+            assume(wrong, NO_CHECKPOINTS, ("a", "b"), 0.0)
 
 
 # The command line.

@@ -16,7 +16,7 @@ from transformers.generation.logits_process import (
 
 from offload_rt import SamplingParams, sampling
 from offload_rt.errors import NumericsError
-from offload_rt.sampling import draw, probs
+from offload_rt.sampling import draw, probs, top_tokens
 
 VOCABULARY = 60
 WARPERS = {
@@ -63,15 +63,36 @@ def random_logits(seed, n=16, scale=3.0):
     "settings", SETTINGS, ids=lambda one: " ".join(f"{name}={value}" for name, value in one.items())
 )
 @pytest.mark.parametrize("seed", range(4))
-def test_distribution_are_transformers(settings, seed):
+def test_probabilities_are_those_of_transformers(settings, seed):
     logits, contexts = random_logits(seed, n=70)
     contexts[3] = []
     before = logits.clone()
-    got, expected = probs(logits, SamplingParams(**settings), contexts), peer_probs(logits, settings, contexts)
+    got, expected = probs(logits, SamplingParams(**settings), [], contexts), peer_probs(logits, settings, contexts)
     assert got.dtype == torch.float32
     assert torch.equal(got > 0, expected > 0), "the filters keep other tokens"
     torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
     assert torch.equal(logits, before), "the model's logits were changed"
+
+
+@pytest.mark.parametrize("penalty", [0.6, 1.7])
+def test_a_penalty_looks_back_on_the_sequence_and_on_each_nodes_own_path(penalty):
+    logits, contexts = random_logits(5, n=70)
+    tokens, paths = contexts[0][:5] * 2, [context[: i % 7] for i, context in enumerate(contexts)]
+    settings = {"temperature": 1.0, "repetition_penalty": penalty}
+    got = probs(logits, SamplingParams(**settings), tokens, paths)
+    expected = peer_probs(logits, settings, [tokens + path for path in paths])
+    torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_top_tokens_are_the_models_most_probable_ones(dtype):
+    logits = random_logits(6, n=70)[0].to(dtype)
+    best = torch.softmax(logits.double(), -1).topk(5)
+    found = top_tokens(logits, 5)
+    assert found.tokens.shape == (70, 5) and found.probs.dtype == torch.float32
+    torch.testing.assert_close(found.probs.double(), best.values, atol=1e-6, rtol=1e-5)
+    assert torch.equal(logits.gather(-1, found.tokens).sort(-1).values, logits.topk(5).values.sort(-1).values)
+    assert top_tokens(logits, 0) is None and top_tokens(logits, 1000).tokens.shape == (70, VOCABULARY)
 
 
 @given(
@@ -82,14 +103,14 @@ def test_distribution_are_transformers(settings, seed):
     st.floats(0.2, 3),
     st.integers(0, 10**6),
 )
-def test_every_law_is_a_distribution(temperature, top_p, top_k, min_p, penalty, seed):
+def test_probabilities_sum_to_one_and_keep_the_best_token(temperature, top_p, top_k, min_p, penalty, seed):
     params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=penalty)
     logits, contexts = random_logits(seed, n=3)
-    got = probs(logits, params, contexts)
+    got = probs(logits, params, [], contexts)
     assert (got >= 0).all()
     torch.testing.assert_close(got.sum(-1), torch.ones(3), atol=1e-5, rtol=0)
     greedy = SamplingParams(temperature=0.0, repetition_penalty=penalty)
-    best = probs(logits, greedy, contexts).argmax(-1)
+    best = probs(logits, greedy, [], contexts).argmax(-1)
     assert (got.gather(-1, best[:, None]).ravel() > 0).all(), "the most probable token is never filtered"
 
 
@@ -98,7 +119,7 @@ def test_narrow_logits_are_widened_before_anything(dtype):
     logits, contexts = random_logits(0)
     settings = {"temperature": 0.7, "top_k": 20, "top_p": 0.9}
     wide = torch.promote_types(dtype, torch.float32)
-    got = probs(logits.to(dtype), SamplingParams(**settings), contexts)
+    got = probs(logits.to(dtype), SamplingParams(**settings), [], contexts)
     assert got.dtype == wide
     torch.testing.assert_close(got, peer_probs(logits.to(dtype).to(wide), settings, contexts), atol=1e-6, rtol=1e-5)
 
@@ -109,7 +130,7 @@ def test_temperature_zero_is_one_hot(penalty):
     chain = RepetitionPenaltyLogitsProcessor(penalty)
     best = [int(chain(torch.tensor([c]), row[None]).argmax()) for row, c in zip(logits, contexts, strict=True)]
     params = SamplingParams(temperature=0.0, repetition_penalty=penalty, top_p=0.5, top_k=3)
-    got = probs(logits, params, contexts)
+    got = probs(logits, params, [], contexts)
     assert torch.equal(got, torch.eye(VOCABULARY)[best])
     assert [draw(row, torch.Generator()) for row in got] == best
 
@@ -118,7 +139,7 @@ def test_temperature_zero_is_one_hot(penalty):
 def test_a_temperature_close_to_zero_is_the_limit(temperature):
     """No overflow turns the distribution into something that is none."""
     logits, contexts = random_logits(2, scale=30.0)
-    got = probs(logits, SamplingParams(temperature=temperature), contexts)
+    got = probs(logits, SamplingParams(temperature=temperature), [], contexts)
     torch.testing.assert_close(got, torch.eye(VOCABULARY)[logits.argmax(-1)], atol=1e-6, rtol=0)
 
 
@@ -128,7 +149,7 @@ def test_logits_that_are_no_numbers_are_an_error(wrong, temperature):
     logits, contexts = random_logits(0)
     logits[5, 17] = wrong
     with pytest.raises(NumericsError):
-        probs(logits, SamplingParams(temperature=temperature), contexts)
+        probs(logits, SamplingParams(temperature=temperature), [], contexts)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -136,14 +157,14 @@ def test_a_place_where_no_token_is_possible_is_an_error(temperature):
     logits, contexts = random_logits(0)
     logits[3] = -torch.inf
     with pytest.raises(NumericsError):
-        probs(logits, SamplingParams(temperature=temperature), contexts)
+        probs(logits, SamplingParams(temperature=temperature), [], contexts)
 
 
 @pytest.mark.parametrize("settings", [{"temperature": 0.0}, {"temperature": 1.0, "top_k": 60, "min_p": 0.001}])
 def test_an_impossible_token_stays_impossible(settings):
     logits, contexts = random_logits(0)
     logits[:, ::3] = -torch.inf
-    got = probs(logits, SamplingParams(**settings), contexts)
+    got = probs(logits, SamplingParams(**settings), [], contexts)
     assert (got[:, ::3] == 0).all() and (got.sum(-1) - 1).abs().max() < 1e-6
 
 

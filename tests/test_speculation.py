@@ -5,9 +5,16 @@ from weakref import WeakKeyDictionary
 
 import pytest
 import torch
-from offload_rt.engine.loop import Loop, RunningSequence, RunStats
 from recorded import record
-from texts import N_NEW, assert_distribution, exact_distribution, small_model
+from texts import (
+    VOCABULARY,
+    assert_distribution,
+    exact_distributions,
+    run_together,
+    sampled_texts,
+    small_model,
+    small_pair,
+)  # fmt: skip
 from tiny import (
     CASES,
     COMBINATIONS,
@@ -33,14 +40,12 @@ from offload_rt.speculate import tree_drafter
 from offload_rt.speculate.draft_model import DraftState, draft_rows
 from offload_rt.speculate.pair_stats import PairStats
 from offload_rt.speculate.protocols import DraftLimits
+from offload_rt.speculate.select import drafter_type, rule_of
 from offload_rt.speculate.verify import sequoia
 from offload_rt.system import registry
-from offload_rt.system.trace import Trace
 from offload_rt.tree.topology import Verdict
 
-MODEL_DRAFTERS = [
-    name for name in registry.names("speculate.draft") if registry.find("speculate.draft", name).NEEDS_MODEL
-]
+MODEL_DRAFTERS = [name for name in registry.names("speculate.draft") if drafter_type(name).needs_model]
 PROMPTS = [prompt_of(seed, n) for seed, n in enumerate((9, 1, 30, 14))]
 LENGTHS = (32, 24, 12, 28)
 
@@ -99,7 +104,7 @@ def test_greedy_tokens_of_every_family_are_transformers(zoo, texts, name):
 def steady(monkeypatch):
     """An LLM grows its trees as if passes were slow and drafting cheap, on any machine, and knows nothing of others."""
     monkeypatch.setattr(builder, "CostEstimator", lambda profile, moved: Steady())
-    monkeypatch.setattr(builder, "load_pair_stats", lambda target, draft: PairStats())
+    monkeypatch.setattr(PairStats, "load", lambda *_: PairStats())
 
 
 def test_trees_that_suit_the_machine_change_no_token(zoo, texts, monkeypatch):
@@ -156,17 +161,9 @@ def test_another_draft_changes_no_token(zoo, texts):
 # Sampled: the same distribution of whole texts
 
 
-VOCABULARY, N_DRAWS, TEMPERATURE = 4, 700, 0.8
-# The second has something to copy: its last three tokens stood there before.
-LAW_PROMPTS = [[1], [2, 0, 1, 3, 2, 0, 1]]
-LAW_PARAMS = [{"temperature": TEMPERATURE}, {"temperature": TEMPERATURE, "top_p": 0.9}]
-
-
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """A model of four tokens, none of them sure or impossible, with a draft that is far off."""
-    model = small_model(VOCABULARY, n_layers=1, sureness=0.5)
-    return save_pair(tmp_path_factory.mktemp("small"), model, nearly(model, 0.15))
+    return small_pair(tmp_path_factory.mktemp("small"))
 
 
 @pytest.fixture(scope="module")
@@ -175,41 +172,20 @@ def small_llm(small):
         yield llm
 
 
-def draft_probs_of(model):
-    return [
-        exact_distribution(model, prompt, SamplingParams(**params))
-        for prompt, params in zip(LAW_PROMPTS, LAW_PARAMS, strict=True)
-    ]
-
-
 @pytest.fixture(scope="module")
-def draft_probs(small):
-    return draft_probs_of(small.model)
+def distributions(small):
+    return exact_distributions(small.model)
 
 
-def sampled(llm, drafter, rule, n_nodes):
-    """Per prompt N_DRAWS texts, each with a seed of its own, in batches of both prompts side by side."""
-    runner, found = llm.engine.runner, ([], [])
-    loop = Loop(runner, drafter, rule, Steady(), Trace(on=False))
-    for start in range(0, 2 * N_DRAWS, 200):
-        batch = []
-        for i in range(start, start + 200):
-            params = SamplingParams(max_new_tokens=N_NEW, seed=i, **LAW_PARAMS[i % 2])
-            batch.append(RunningSequence(Sequence(list(LAW_PROMPTS[i % 2]), params, 64), runner.new_cache(24), n_nodes))
-        for _ in loop.run(batch, RunStats()):
-            pass
-        for i, one in enumerate(batch):
-            found[i % 2].append(one.sequence.tokens[one.sequence.n_prompt :])
-    return found
+def assert_exact(texts, distributions):
+    for found, probs in zip(texts, distributions, strict=True):
+        assert_distribution(found, probs)
 
 
 @pytest.mark.parametrize(("name", "rule"), [one for one in COMBINATIONS if one[0] != "none"])
-def test_the_joint_distribution_of_sampled_tokens(small_llm, draft_probs, name, rule):
+def test_the_joint_distribution_of_sampled_tokens(small_llm, distributions, name, rule):
     drafter = drafter_of(small_llm, name, rule, DraftLimits(6, 4))
-    for got, probs in zip(
-        sampled(small_llm, drafter, registry.find("speculate.verify", rule), 6), draft_probs, strict=True
-    ):
-        assert_distribution(got, probs)
+    assert_exact(sampled_texts(small_llm.engine.runner, drafter, rule_of(rule), 6), distributions)
 
 
 @pytest.mark.parametrize("name", MODEL_DRAFTERS)
@@ -221,11 +197,9 @@ def test_the_joint_distribution_in_bfloat16(tmp_path, name):
     with open_llm(pair.target, draft_model=str(pair.draft), max_model_len=64) as llm:
         engine = llm.engine
         assert engine.runner.dtype == engine.draft.dtype == torch.bfloat16
-        rule = registry.find("speculate.draft", name).BEST_RULE
-        drafter = drafter_of(llm, name, rule, DraftLimits(6, 4))
-        found = sampled(llm, drafter, registry.find("speculate.verify", rule), 6)
-    for got, probs in zip(found, draft_probs_of(model.float()), strict=True):
-        assert_distribution(got, probs)
+        rule = drafter_type(name).best_rule
+        texts = sampled_texts(engine.runner, drafter_of(llm, name, rule, DraftLimits(6, 4)), rule_of(rule), 6)
+    assert_exact(texts, exact_distributions(model.float()))
 
 
 class BonusFromTheTarget:
@@ -234,7 +208,7 @@ class BonusFromTheTarget:
     @staticmethod
     def verify(tree, target, generator):
         uniforms = torch.rand(len(tree.topology), dtype=torch.float64, generator=generator)
-        end = sequoia.decision(tree, target, uniforms).end
+        end = sequoia.RULE.decide(tree, target, uniforms).end
         return Verdict(tuple(tree.topology.path_to(end)), draw(target[end], generator))
 
 
@@ -243,16 +217,44 @@ class StaleNoise:
 
     @staticmethod
     def verify(tree, target, generator):
-        return sequoia.verify(tree, target, generator.manual_seed(generator.initial_seed()))
+        return sequoia.RULE.verify(tree, target, generator.manual_seed(generator.initial_seed()))
 
 
 @pytest.mark.parametrize("wrong", [BonusFromTheTarget, StaleNoise])
-def test_the_check_of_the_distribution_finds_a_wrong_rule(small_llm, draft_probs, wrong):
+def test_the_check_of_the_distribution_finds_a_wrong_rule(small_llm, distributions, wrong):
     drafter = drafter_of(small_llm, "static_tree", "sequoia", DraftLimits(6, 4))
-    got = sampled(small_llm, drafter, wrong, 6)
+    texts = sampled_texts(small_llm.engine.runner, drafter, wrong, 6)
     with pytest.raises(AssertionError):
-        for texts, probs in zip(got, draft_probs, strict=True):
-            assert_distribution(texts, probs)
+        assert_exact(texts, distributions)
+
+
+# Every size, length and temperature
+
+
+@pytest.mark.parametrize(("vocabulary", "depth"), [("four tokens", None), ("four tokens", 2), ("128 tokens", None)])
+@pytest.mark.parametrize("size", [1, 2, 3, 8, 128])
+def test_every_size_and_length_runs_and_is_plain_decoding_at_temperature_zero(
+    zoo, small, small_llm, wide_llm, vocabulary, size, depth
+):
+    """Also where a vocabulary is smaller than a family of siblings, and a tree larger than the text that is left."""
+    pair, llm = (small, small_llm) if vocabulary == "four tokens" else (zoo.pair("llama", 0), wide_llm)
+    prompt, asked = [2, 0, 1, 3, 2, 0, 1], [(n, t) for n in (1, 2, 20) for t in (0.0, 0.8)]
+    plain = generate(pair.model, prompt, 20)
+    limits = DraftLimits(size, depth or 24, fixed_size=True, fixed_depth=depth is not None)
+    for name in ("ngram", *MODEL_DRAFTERS):
+        rule = drafter_type(name).best_rule
+        sequences = [Sequence(list(prompt), SamplingParams(n, temperature=t, seed=n), 64) for n, t in asked]
+        drafter = drafter_of(llm, name, rule, limits)
+        texts = run_together(llm.engine.runner, drafter, rule_of(rule), sequences, size)
+        for (n, temperature), text in zip(asked, texts, strict=True):
+            assert len(text) == n and (temperature > 0 or text == plain[:n]), name
+
+
+@pytest.fixture(scope="module")
+def wide_llm(zoo):
+    pair = zoo.pair("llama", 0)
+    with open_llm(pair.target, draft_model=str(pair.draft), max_model_len=64) as llm:
+        yield llm
 
 
 # The caches, of the target and of the draft
@@ -297,15 +299,12 @@ def test_committed_rows_are_those_of_a_fresh_prefill(zoo, monkeypatch, family, n
 
         monkeypatch.setattr(DraftState, "start", start_poisoned)
         sequences = [Sequence(list(prompt), one, 128) for prompt, one in zip(PROMPTS, params, strict=False)]
-        batch = [RunningSequence(one, engine.runner.new_cache(80), 12) for one in sequences]
-        for one in batch:
-            poison(engine.runner, one.cache)
-        for _ in Loop(engine.runner, engine.drafter, llm.engine_plan.drafting.rule, engine.cost, Trace(on=False)).run(
-            batch, RunStats()
-        ):
-            for one in batch:
-                assert_fresh(engine.runner, one.cache)
-                poison(engine.runner, one.cache)
+        for one in sequences:
+            engine.add(one)
+        while engine.step():
+            for cache in list(engine.runner._caches):
+                assert_fresh(engine.runner, cache)
+                poison(engine.runner, cache)
     assert max(n_kept) > 12, "the draft kept nothing"
     assert sequences[0].tokens[len(PROMPTS[0]) :] == expected_of(pair.model, PROMPTS[:1], [20])[0]
 

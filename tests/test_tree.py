@@ -7,10 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import random_tree
 
-from offload_rt.tree.topology import DraftTree, Topology
+from offload_rt import ops
+from offload_rt.tree.topology import DraftTree, SampledNodes, Topology
 
 trees = st.builds(random_tree, st.integers(1, 24), st.integers(0, 2**31))
 chains = st.builds(Topology.chain, st.integers(1, 24))
+
+
+def visible(topology, start, stop):
+    """(stop - start, stop) bool: which of nodes [0, stop) the nodes [start, stop) attend to."""
+    trunk, parents = topology.tree_rows(start, stop)
+    mask = ops.make_tree_mask(parents, start - trunk, trunk, torch.device("cpu")).dense()
+    return torch.ones(stop - start, stop, dtype=torch.bool) if mask is None else mask
 
 
 def ancestors(topology, node):
@@ -26,7 +34,7 @@ def ancestors(topology, node):
 def test_a_row_sees_itself_and_its_ancestors(topology, data):
     start = data.draw(st.integers(0, len(topology) - 1))
     stop = data.draw(st.integers(start + 1, len(topology)))
-    seen = topology.visible(start, stop)
+    seen = visible(topology, start, stop)
     assert seen.dtype == torch.bool and seen.shape == (stop - start, stop)
     for row in range(start, stop):
         assert set(seen[row - start].nonzero().ravel().tolist()) == ancestors(topology, row)
@@ -51,17 +59,9 @@ def test_a_tree_below_a_chain(topology, n):
         assert ancestors(longer, n + node) == set(range(n)) | above
 
 
-@given(st.integers(1, 20))
-def test_a_chain_is_the_tree_in_which_each_node_has_the_one_before_as_parent(n):
-    chain, tree = Topology.chain(n), Topology(np.arange(-1, n - 1))
-    assert chain.is_chain and chain.parents.tolist() == tree.parents.tolist()
-    for start in range(n):
-        assert torch.equal(chain.visible(start, n), tree.visible(start, n))
-
-
 def test_a_long_prompt_above_a_tree_makes_no_mask_of_its_length_squared():
     n = 1_000_000  # squared: a terabyte
-    seen = Topology(np.array([-1, 0, 0, 1])).after_chain(n).visible(n + 1, n + 4)
+    seen = visible(Topology(np.array([-1, 0, 0, 1])).after_chain(n), n + 1, n + 4)
     assert seen[:, : n + 1].all()
     assert seen[:, n + 1 :].tolist() == [[True, False, False], [False, True, False], [True, False, True]]
 
@@ -72,6 +72,24 @@ def test_the_tokens_of_a_path_leave_out_the_root(topology):
     tree = DraftTree(topology, tokens)
     for node in range(len(topology)):
         assert tree.path_to(node) == sorted(one + 100 for one in ancestors(topology, node) if one)
+
+
+@given(trees, st.data())
+def test_the_candidates_are_the_first_nodes(topology, data):
+    n, n_unverified = len(topology), data.draw(st.integers(0, len(topology) - 1))
+    sampled = SampledNodes(np.arange(n) > 0, torch.rand(n, 3), np.arange(n))
+    tree = DraftTree(topology, torch.arange(n), sampled, 2.0, n_unverified)
+    cut = tree.candidates()
+    assert len(cut.topology) == tree.n_candidates == cut.n_candidates == n - n_unverified
+    for node in range(tree.n_candidates):
+        assert cut.path_to(node) == tree.path_to(node)
+    assert cut.sampled.is_sampled.shape == cut.sampled.row_of.shape == cut.tokens.shape
+    assert cut.expected == tree.expected
+
+
+def test_the_root_is_always_a_candidate():
+    with pytest.raises(AssertionError):
+        DraftTree(Topology.chain(3), torch.arange(3), n_unverified=3)
 
 
 @pytest.mark.parametrize("parents", [[], [0], [-1, 1], [-1, -1], [-1, 0, 2], [-1, 0, 3, 2], [[-1]]])

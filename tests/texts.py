@@ -1,12 +1,14 @@
-"""The distribution of sampled texts: enumerated with transformers' logits and warpers, and a test of counts against it."""
+"""Texts of a drafter and rule; their distribution, enumerated with transformers' logits and warpers, to compare with."""
 
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 
 import numpy as np
 import torch
-from tiny import CASES, chi_square_p, logits_of
+from tiny import CASES, Pair, Steady, chi_square_p, logits_of, nearly, save_pair
 from transformers import PreTrainedModel
 from transformers.generation import LogitsProcessorList
 from transformers.generation.logits_process import (
@@ -18,8 +20,17 @@ from transformers.generation.logits_process import (
 )
 
 from offload_rt import SamplingParams
+from offload_rt.engine.engine import Engine, Parts
+from offload_rt.engine.scheduler import Scheduler
+from offload_rt.executor.runner import Runner
+from offload_rt.executor.sequence import Sequence as TokenSequence
+from offload_rt.speculate.protocols import Drafter, VerificationRule
+from offload_rt.system.trace import Trace
 
-N_NEW = 3
+N_NEW, N_DRAWS, VOCABULARY = 3, 700, 4
+# The second has something to copy: its last three tokens stood there before.
+PROMPTS = ([1], [2, 0, 1, 3, 2, 0, 1])
+PARAMS = ({"temperature": 0.8}, {"temperature": 0.8, "top_p": 0.9})
 SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
 
 
@@ -28,6 +39,44 @@ def small_model(vocab_size: int, n_layers: int, sureness: float = 2.0) -> PreTra
     model = CASES["llama"].build(1, **SMALL, vocab_size=vocab_size, num_hidden_layers=n_layers)
     model.lm_head.weight.data *= sureness
     return model
+
+
+def small_pair(folder: Path) -> Pair:
+    """A model of four tokens, none of them sure or impossible, with a draft that is far off."""
+    model = small_model(VOCABULARY, n_layers=1, sureness=0.5)
+    return save_pair(folder, model, nearly(model, 0.15))
+
+
+def run_together(
+    runner: Runner, drafter: Drafter, rule: VerificationRule, sequences: Iterable[TokenSequence], n_nodes: int
+) -> list[list[int]]:
+    """Continue sequences in one batch to their ends, with trees of up to so many nodes each; returns the new tokens."""
+    batch = list(sequences)
+    parts = Parts(runner, drafter, rule, Steady(), Trace(on=False), None, ExitStack())
+    engine = Engine(parts, Scheduler(1_000_000, n_nodes * len(batch)))
+    for one in batch:
+        engine.add(one)
+    while engine.step():
+        pass
+    return [one.tokens[one.n_prompt :] for one in batch]
+
+
+def sampled_texts(runner: Runner, drafter: Drafter, rule: VerificationRule, n_nodes: int) -> list[list[list[int]]]:
+    """Per prompt N_DRAWS texts, each with a seed of its own, in batches of both prompts side by side."""
+    found: list[list[list[int]]] = [[], []]
+    for start in range(0, 2 * N_DRAWS, 200):
+        several = [SamplingParams(max_new_tokens=N_NEW, seed=i, **PARAMS[i % 2]) for i in range(start, start + 200)]
+        batch = [TokenSequence(list(PROMPTS[i % 2]), params, 64) for i, params in enumerate(several)]
+        for i, text in enumerate(run_together(runner, drafter, rule, batch, n_nodes)):
+            found[i % 2].append(text)
+    return found
+
+
+def exact_distributions(model: PreTrainedModel) -> list[np.ndarray]:
+    """Of the texts that `sampled_texts` draws, per prompt."""
+    return [
+        exact_distribution(model, prompt, SamplingParams(**one)) for prompt, one in zip(PROMPTS, PARAMS, strict=True)
+    ]
 
 
 def exact_distribution(model: PreTrainedModel, prompt: Sequence[int], params: SamplingParams) -> np.ndarray:

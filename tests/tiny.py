@@ -31,9 +31,9 @@ from offload_rt.engine.engine import Engine, Parts
 from offload_rt.engine.scheduler import Scheduler
 from offload_rt.executor.runner import Runner, Step
 from offload_rt.speculate.draft_model import DraftModel
-from offload_rt.speculate.pair_stats import DraftParts
-from offload_rt.speculate.protocols import Drafter, DraftLimits, VerificationRule
-from offload_rt.speculate.verify import match
+from offload_rt.speculate.protocols import Drafter, DraftLimits, DraftParts, VerificationRule
+from offload_rt.speculate.select import drafter_type, rule_of
+from offload_rt.speculate.verify.match import Match
 from offload_rt.system import registry
 from offload_rt.system.trace import Trace
 from offload_rt.tree.topology import Topology
@@ -103,8 +103,7 @@ COMBINATIONS = [
     (drafter, rule)
     for drafter in registry.names("speculate.draft")
     for rule in registry.names("speculate.verify")
-    if registry.find("speculate.draft", drafter).GIVES_DRAFT_PROBS
-    or not registry.find("speculate.verify", rule).NEEDS_DRAFT_PROBS
+    if drafter_type(drafter).gives_draft_probs or rule_of(rule).child_sampling is None
 ]
 PLACES = {"resident": {"device"}, "disk": {"disk"}, "mixed": {"device", "disk"}}
 
@@ -121,9 +120,7 @@ class Pair:
     def settings(self, drafter: str, rule: str = "auto") -> dict[str, str]:
         """What chooses a drafter and a rule, with the draft model if it takes one."""
         chosen = {"drafter": drafter, "rule": rule}
-        return chosen | (
-            {"draft_model": str(self.draft)} if registry.find("speculate.draft", drafter).NEEDS_MODEL else {}
-        )
+        return chosen | ({"draft_model": str(self.draft)} if drafter_type(drafter).needs_model else {})
 
 
 def nearly(model: PreTrainedModel, off: float) -> PreTrainedModel:
@@ -233,19 +230,16 @@ def open_llm(directory: Path, place: str = "resident", **settings: Any) -> LLM:
     return llm
 
 
-def drafter_of(llm: LLM, name: str, rule: str, limits: DraftLimits, level_s: float = 0.01) -> Drafter:
+def drafter_of(llm: LLM, name: str, rule: str, limits: DraftLimits, level_s: float = 0.01, **parts: Any) -> Drafter:
     """Another drafter for an LLM with a draft model: one that has learned nothing yet and knows no clock."""
-    rule = registry.find("speculate.verify", rule)
-    child_sampling = rule.CHILD_SAMPLING if rule.NEEDS_DRAFT_PROBS else "without_replacement"
+    child_sampling = rule_of(rule).child_sampling or "without_replacement"
     model = DraftModel(llm.engine.draft, llm.engine.runner.spec.vocab_size, limits.n_levels, Trace(on=False))
-    return registry.find("speculate.draft", name).open_drafter(
-        DraftParts(limits, Steady(level_s), child_sampling, model)
-    )
+    return drafter_type(name).open(DraftParts(limits, Steady(level_s), child_sampling, model, **parts))
 
 
-def engine_of(llm: LLM, drafter: Drafter, rule: VerificationRule = match, n_nodes: int = 1000) -> Engine:
+def engine_of(llm: LLM, drafter: Drafter, rule: VerificationRule | None = None, n_nodes: int = 1000) -> Engine:
     """An engine over the runner of an LLM with another drafter, room for any number of sequences, and no clock."""
-    parts = Parts(runner_of(llm), drafter, rule, Steady(), Trace(on=False), None, ExitStack())
+    parts = Parts(runner_of(llm), drafter, rule or Match(), Steady(), Trace(on=False), None, ExitStack())
     return Engine(parts, Scheduler(1_000_000, n_nodes))
 
 

@@ -115,7 +115,7 @@ def _calibrate(settings: CalibrateSettings, config: EngineConfig) -> None:
 def _generate(llm: "LLM", settings: CalibrateSettings, prompts: list[str]) -> None:
     """Continue every prompt, which teaches the drafter; what it learned is kept when the model is closed."""
     params = SamplingParams(max_new_tokens=settings.tokens, temperature=settings.temperature)
-    drafter = llm.engine_plan.drafting.module.__name__.rsplit(".", 1)[-1]
+    drafter = llm.engine_plan.drafting.name
     for prompt in prompts:
         stats = llm.generate(prompt, params)[0].stats
         print(
@@ -140,11 +140,13 @@ def _prompts(path: str | None) -> list[str]:
 
 
 def _find(llm: "LLM", temperature: float, context: int) -> Findings:
+    from offload_rt.speculate.tree_drafter import TreeDrafter
     from offload_rt.tree.choose import choose, sizes_up_to
     from offload_rt.tree.search import search
 
     drafter, cost, limits = llm.engine.drafter, llm.engine.cost, llm.engine_plan.limits
-    acceptance = drafter.acceptance_at(temperature).by_rank()
+    assert isinstance(drafter, TreeDrafter), "a static tree"
+    acceptance = drafter.estimates_at(temperature).acceptance.by_rank()
     table = search(acceptance, limits.n_nodes, limits.n_levels).values
     sizes = tuple(n for n in _SIZES if n <= limits.n_nodes)
     depths = tuple(n for n in _DEPTHS if n <= limits.n_levels)

@@ -23,7 +23,7 @@ from offload_rt.config import (
     parse_size,
     setting,
 )
-from offload_rt.errors import SettingsError
+from offload_rt.errors import OffloadError, SettingsError
 from offload_rt.planning.hardware import CARDS, Card, find_card
 
 if TYPE_CHECKING:
@@ -182,8 +182,9 @@ def _request(settings: PlanSettings, config: EngineConfig) -> "PlanRequest":
     if settings.dtype != "auto":
         dtypes[0] = getattr(torch, settings.dtype)
     sizes = [Sizes.of_spec(spec, dtype) for spec, dtype in zip(specs, dtypes, strict=True)]
-    pair = (specs[0], specs[-1])
-    check_pair(*pair, (None, None))
+    check_pair(specs[0], specs[-1], (None, None))
+    identities = [_identity(name, revision) for name, revision in zip(names, (settings.revision, None), strict=False)]
+    pair = (identities[0], identities[-1])
     acceptance = assume(settings.acceptance, pair, (names[0].lower(), names[-1].lower()), settings.temperature)
     draft = sizes[1] if len(sizes) > 1 else None
     return PlanRequest(
@@ -196,6 +197,16 @@ def _request(settings: PlanSettings, config: EngineConfig) -> "PlanRequest":
         tokens=settings.max_new_tokens,
         seed=settings.seed,
     )
+
+
+def _identity(model: str, revision: str | None) -> str:
+    """Of the checkpoint of a model, where it lies on this machine; empty where it does not."""
+    from offload_rt.weights.checkpoint import locate, open_checkpoint
+
+    try:
+        return open_checkpoint(locate(model, revision, offline=True)).identity
+    except OffloadError:
+        return ""
 
 
 def _print(

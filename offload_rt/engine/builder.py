@@ -27,8 +27,8 @@ from offload_rt.offload.placement import MemoryBudget, Plan
 from offload_rt.offload.streamer import LayerSources
 from offload_rt.offload.tier import done_ahead, read_parallel
 from offload_rt.speculate.draft_model import ROWS_PER_NODE, DraftModel, draft_rows
-from offload_rt.speculate.pair_stats import DraftParts, PairStats, load_pair_stats
-from offload_rt.speculate.protocols import Drafter, DraftLimits
+from offload_rt.speculate.pair_stats import PairStats
+from offload_rt.speculate.protocols import Drafter, DraftLimits, DraftParts
 from offload_rt.speculate.select import Drafting, warm_up
 from offload_rt.system.machine import MachineProfile, cards, memory_free, memory_limit
 from offload_rt.system.trace import Trace
@@ -210,9 +210,9 @@ def _open_drafter(
     model, pair_stats = None, PairStats()
     if draft is not None:
         model = DraftModel(draft, runner.spec.vocab_size, limits.n_levels, trace)
-        pair_stats = load_pair_stats(runner.spec, draft.spec)
+        pair_stats = PairStats.load(engine_plan.checkpoint.identity, drafting.draft.identity)
     parts = DraftParts(limits, cost, drafting.child_sampling, model, pair_stats)
-    return drafting.module.open_drafter(parts), cost
+    return drafting.type.open(parts), cost
 
 
 class _Meter:

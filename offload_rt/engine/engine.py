@@ -101,7 +101,7 @@ class Engine:
 
     def close(self) -> None:
         """Keep what was learned, end all transfers and release the weights."""
-        # self.drafter.save()
+        self.drafter.save()
         self._closes.close()
 
     def _admit(self) -> None:
@@ -115,7 +115,7 @@ class Engine:
     def _release(self, one: RunningSequence) -> None:
         self._running.remove(one)
         self.runner.free_cache(one.cache)
-        # self.drafter.end(one.sequence)
+        self.drafter.end(one.sequence)
 
     def _shrink(self, going: list[RunningSequence]) -> None:
         if all(one.n_nodes == 1 for one in going) and not self.runner.shrink_chunks():
@@ -182,17 +182,17 @@ class Engine:
         """Verify a tree by the logits (n, vocabulary) of its nodes; returns the tokens that the sequence took."""
         sequence = one.sequence
         n_lacking = len(sequence.tokens) - 1 - self.runner.n_committed(one.cache)
-        verdict = self._rule.verify(
-            tree, probs(logits, sequence.sampling, _contexts(sequence, tree)), sequence.generator
-        )
-        self.drafter.learn(sequence, tree, verdict)
-        sequence.stats.add_tree(tree, verdict)
+        candidates = tree.candidates()
+        target = probs(logits[: tree.n_candidates], sequence.sampling, sequence.tokens, _paths(sequence, candidates))
+        verdict = self._rule.verify(candidates, target, sequence.generator)
+        self.drafter.learn(sequence, tree, verdict, top_tokens(logits, self.drafter.n_predicted))
+        sequence.stats.add_tree(candidates, verdict)
         self.runner.commit(one.cache, [*range(n_lacking + 1), *(n_lacking + node for node in verdict.path)])
         return len(sequence.extend([*tree.path_to(verdict.path[-1] if verdict.path else 0), verdict.bonus]))
 
 
-def _contexts(sequence: Sequence, tree: DraftTree) -> list[list[int]]:
-    """Per node the tokens a penalty looks back on: the sequence and the node's own path."""
+def _paths(sequence: Sequence, tree: DraftTree) -> list[list[int]]:
+    """Per node its own path, which a penalty looks back on beside the sequence's tokens."""
     if sequence.sampling.repetition_penalty == 1.0:
         return []
-    return [sequence.tokens + tree.path_to(node) for node in range(len(tree.topology))]
+    return [tree.path_to(node) for node in range(len(tree.topology))]

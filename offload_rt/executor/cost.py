@@ -1,5 +1,6 @@
 """What passes cost: the cost model with the machine's profile, corrected by the passes that were made."""
 
+from copy import copy
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +18,13 @@ class CostEstimator:
 
     def __init__(self, profile: MachineProfile, moved: PassBytes) -> None:
         self.profile, self._moved = profile, moved
-        self._slack, self.level_s, self._level_is_fixed = 1.0, _LEVEL_S, False
+        self._slack, self.level_s, self._learns = 1.0, _LEVEL_S, True
+
+    def fixed(self, level_s: float) -> "CostEstimator":
+        """One that predicts as this one does now, with `level_s` seconds for a level of the draft, and learns nothing."""
+        found = copy(self)
+        found.level_s, found._learns = level_s, False
+        return found
 
     def seconds(self, n_rows: np.ndarray, context: int, draft_s: np.ndarray | float = 0.0) -> np.ndarray:
         """Seconds of a step for each number of rows in its pass, after `context` tokens and `draft_s` seconds of drafting."""
@@ -28,6 +35,8 @@ class CostEstimator:
 
         link_gbps  rate of the link while it was busy; 0 if nothing was streamed
         """
+        if not self._learns:
+            return
         if link_gbps:
             links = tuple(
                 (tier, _towards(rate, link_gbps) if self._is_only_link(tier) else rate)
@@ -39,12 +48,8 @@ class CostEstimator:
 
     def drafted(self, n_levels: int, seconds: float) -> None:
         """Learn from a draft that computed `n_levels` levels in `seconds`."""
-        if n_levels > 0 and not self._level_is_fixed:
+        if n_levels > 0 and self._learns:
             self.level_s = _towards(self.level_s, seconds / n_levels)
-
-    def fix_level(self, seconds: float) -> None:
-        """Assume that a level of the draft takes `seconds`, whatever is measured from now on."""
-        self.level_s, self._level_is_fixed = seconds, True
 
     def _is_only_link(self, tier: str) -> bool:
         return [name for name, nbytes in self._moved.streamed if nbytes] == [tier]

@@ -1,6 +1,6 @@
 """Verification of a drafted tree on the device of the target's distributions."""
 
-from typing import Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,14 +12,25 @@ from offload_rt.ops import extension
 _MOST_LEVELS = 1024
 
 
-class Candidates(Protocol):
-    """A drafted tree without its distributions; the arrays are those of `residual_kernels.Candidates`."""
+class Candidates(NamedTuple):
+    """A drafted tree as the kernels read it.
+
+    starts, children      the children of node v in the order of their verification: children[starts[v] : starts[v + 1]]
+    tokens                (n,) int64
+    is_sampled            (n,) bool
+    row_of, draft_probs   the draft's distribution after node v is draft_probs[row_of[v]]
+    sums                  (rows,) of each distribution, filled in when first needed, negative until then
+    independent           sampled siblings were drawn with replacement
+    n_levels              of the tree, the root's included
+    """
 
     starts: np.ndarray
     children: np.ndarray
     tokens: np.ndarray
     is_sampled: np.ndarray
     row_of: np.ndarray
+    draft_probs: np.ndarray
+    sums: np.ndarray
     independent: bool
     n_levels: int
 

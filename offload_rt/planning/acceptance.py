@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from offload_rt.errors import SettingsError
-from offload_rt.models.architecture import Architecture
-from offload_rt.speculate.pair_stats import PairStats, load_pair_stats
+from offload_rt.speculate.pair_stats import PairStats
 from offload_rt.tree.choose import N_RANKS, Acceptance
 
 _SEQUOIA = "Sequoia (arXiv 2402.12374)"
@@ -68,10 +67,11 @@ def power_law(b: float) -> np.ndarray:
     return left[:-1] - left[1:]
 
 
-def assume(name: str, pair: tuple[Architecture, Architecture], names: tuple[str, str], temperature: float) -> Assumed:
+def assume(name: str, pair: tuple[str, str], names: tuple[str, str], temperature: float) -> Assumed:
     """The acceptance of a pair of models.
 
     name   "auto", "measured", "guess", a preset's, or probabilities by rank like "0.8,0.1,0.05"
+    pair   identities of the checkpoints; empty where there is none
     names  by which the user calls the models
     Raises SettingsError for a name that is none of these, and for "measured" where nothing was.
     """
@@ -85,7 +85,7 @@ def assume(name: str, pair: tuple[Architecture, Architecture], names: tuple[str,
             f"--acceptance {name!r} is not known", have=", ".join(("auto", "measured", "guess", *presets)),
             change='use one of these, or probabilities by rank like "0.8,0.1,0.05"',
         )  # fmt: skip
-    learned = _learned(load_pair_stats(*pair), temperature) if name != "guess" else None
+    learned = _learned(PairStats.load(*pair), temperature) if name != "guess" else None
     if learned is not None:
         return learned
     if name == "measured":
@@ -101,11 +101,12 @@ def assume(name: str, pair: tuple[Architecture, Architecture], names: tuple[str,
 
 def _learned(pair_stats: PairStats, temperature: float) -> Assumed | None:
     """What was learned of trees of a chosen shape, or of grown ones; None where nothing was at this temperature."""
-    keys = [key for key in pair_stats.acceptance if key.endswith(f" {temperature:.1f}")]
-    for key in sorted(keys, key=lambda key: -pair_stats.acceptance[key].tried[0]):
-        if pair_stats.acceptance[key].tried[0] >= 1:
-            return Assumed(pair_stats.acceptance[key].by_rank(), f"measured on this machine, of {key.split()[0]} trees")
-    return None
+    known = [(key.split(), one.acceptance) for key, one in pair_stats.estimates.items()]
+    found = [(acceptance, kind) for (kind, at), acceptance in known if at == f"{temperature:.1f}"]
+    acceptance, kind = max(found, key=lambda one: one[0].tries[0], default=(Acceptance(), ""))
+    if acceptance.tries[0] < 1:
+        return None
+    return Assumed(acceptance.by_rank(), f"measured on this machine, of {kind} trees")
 
 
 def _parsed(text: str) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Which tokens the children of a node carry: the most probable ones, sampled ones, or both."""
+"""Which tokens the children of a node carry: the most probable ones, or sampled ones."""
 
 import torch
 from torch import Generator, Tensor
@@ -8,7 +8,7 @@ _LOG_ZERO = -200.0
 
 
 def probs_of(logits: Tensor, temperature: float) -> Tensor:
-    """The draft's distribution (rows, vocabulary) float32, without the denormal numbers that the rules could not divide by."""
+    """The draft's distributions (rows, vocabulary) float32, without the denormal numbers that a rule cannot divide by."""
     # The best logit becomes 0 first: then a temperature close to 0 can overflow only downwards, to probability 0.
     logits = logits - logits.amax(-1, keepdim=True)
     probs = torch.softmax(logits / max(temperature, torch.finfo(logits.dtype).tiny), -1)
@@ -20,21 +20,21 @@ def top(probs: Tensor, n: int) -> Tensor:
     return probs.topk(n, dim=-1).indices
 
 
-def without_replacement(probs: Tensor, n: int, generator: Generator, struck: Tensor | None = None) -> Tensor:
-    """Draw n different tokens for each distribution, by an exponential race (Vieira 2014; Chen et al. 2024).
+def without_replacement(probs: Tensor, n: int, generator: Generator, excluded: Tensor | None = None) -> Tensor:
+    """Draw n different tokens from each distribution, by an exponential race (Vieira 2014; Chen et al. 2024).
 
     probs     (rows, vocabulary) float32
-    struck  (rows, vocabulary) bool: tokens that are not drawn
-    Returns (rows, n); where a distribution is used up, the rest is drawn uniformly from the tokens that are left.
+    excluded  (rows, vocabulary) bool: tokens that are not drawn
+    Returns (rows, n); where a distribution is used up, the rest is drawn uniformly from the other tokens.
     """
     # Exponential noise of float32 can be 0, whose logarithm would win every race.
     noise = torch.empty_like(probs).exponential_(generator=generator).clamp_min_(torch.finfo(probs.dtype).tiny)
     keys = probs.log().clamp_min_(_LOG_ZERO).sub_(noise.log_())
-    if struck is not None:
-        keys.masked_fill_(struck, -torch.inf)
+    if excluded is not None:
+        keys.masked_fill_(excluded, -torch.inf)
     return keys.topk(n, dim=-1).indices
 
 
 def independent(probs: Tensor, n: int, generator: Generator) -> Tensor:
-    """Draw n tokens for each distribution, each from the whole of it: (rows, n)."""
+    """Draw n tokens from each distribution, each from the whole of it: (rows, n)."""
     return torch.multinomial(probs, n, replacement=True, generator=generator)

@@ -19,11 +19,11 @@ ROWS_PER_NODE = 2
 
 
 class DraftState:
-    """What the draft has computed for one sequence: its tokens, and nodes of a tree below the last of them.
+    """What the draft has computed for one sequence: its tokens, and rows of a tree below the last of them.
 
-    A node here is a row of the draft's cache; leaves that need no logits have none. Row 0 is the root.
+    A row here is a row of the draft's cache; leaves that need no logits have none. Row 0 is the root.
 
-    vocab_size  of the draft: it takes a token that only the target has for its own last one
+    vocab_size  of the draft: it reads a token that only the target has as its own last one
     generator   of the device, by which children are drawn
     """
 
@@ -37,7 +37,7 @@ class DraftState:
 
     def start(self, tokens: list[int], n_prompt: int) -> None:
         """Begin a tree below the last of `tokens`, keeping the rows that an earlier tree has of them."""
-        self._finish_tree(tokens)
+        self._commit_path(tokens)
         n_kept = self._runner.rewind(self.cache, self._known(tokens[:-1]))
         self.lacking, self.n_prompt = tokens[n_kept:-1], n_prompt
         self.tokens, self.parents, self.n_done = [tokens[-1]], [-1], 0
@@ -63,8 +63,8 @@ class DraftState:
             self.lacking = []
         self.n_done = len(self.tokens)
 
-    def _finish_tree(self, tokens: list[int]) -> None:
-        """Commit the rows of the tree along which the sequence has gone on."""
+    def _commit_path(self, tokens: list[int]) -> None:
+        """Commit the rows of the earlier tree along which the sequence has gone on."""
         n = self._runner.n_committed(self.cache)
         if self.n_done == 0 or n >= len(tokens) - 1 or tokens[n] != self.tokens[0]:
             return
@@ -106,21 +106,24 @@ class DraftModel:
         self._states: dict[Sequence, DraftState] = {}
 
     def start(self, sequence: Sequence, n_nodes: int, is_alone: bool) -> DraftState:
-        """A growth at the end of a sequence; where the draft's context is shorter, of as much of it as fits.
+        """Begin a tree at the end of a sequence; where the draft's context is shorter, it sees as much as fits.
 
         is_alone  no other sequence is drafted for
         """
-        state = self._states.get(sequence)
-        if state is None:
-            for ended in [one for one in self._states if one.finish_reason is not None]:
-                self._runner.free_cache(self._states.pop(ended).cache)
+        if sequence not in self._states:
             cache = self._runner.new_cache(draft_rows(sequence.longest, n_nodes), is_alone)
             generator = generator_on(self._runner.device, sequence.generator)
-            state = DraftState(self._runner, cache, self._runner.spec.vocab_size, generator)
-            self._states[sequence] = state
+            self._states[sequence] = DraftState(self._runner, cache, self._runner.spec.vocab_size, generator)
+        state = self._states[sequence]
         first = _window_start(len(sequence.tokens), self._limit)
         state.start(sequence.tokens[first:], max(sequence.n_prompt - first, 1))
         return state
+
+    def end(self, sequence: Sequence) -> None:
+        """Release the cache of a sequence."""
+        state = self._states.pop(sequence, None)
+        if state is not None:
+            self._runner.free_cache(state.cache)
 
     def grow(self, builders: Several[TreeBuilder]) -> int:
         """Let all tree builders grow to their end, a level or round of all of them in each pass; returns the passes made.

@@ -57,18 +57,16 @@ class MatchRates:
 
     def observe(self, match: Match, next_tokens: list[int]) -> None:
         """What came after a match."""
-        n_right = 0
-        while n_right < min(len(match.tokens), len(next_tokens)) and match.tokens[n_right] == next_tokens[n_right]:
-            n_right += 1
-        n_tried = n_right + (n_right < min(len(match.tokens), len(next_tokens)))
+        pairs = list(zip(match.tokens, next_tokens, strict=False))
+        n_right = next((i for i, (copied, token) in enumerate(pairs) if copied != token), len(pairs))
         self._right[match.n_equal] += n_right
-        self._tried[match.n_equal] += n_tried
+        self._tried[match.n_equal] += min(n_right + 1, len(pairs))
 
 
 def append_ngram(tree: DraftTree, tokens: tuple[int, ...], n_nodes: int) -> DraftTree:
-    """Add a copied continuation below the root as deterministic nodes, as far as it is not there and `n_nodes` allow.
+    """Add a copied continuation below the root as deterministic nodes, where it is not there yet and `n_nodes` allow.
 
-    It follows deterministic nodes only. Beside sampled children its first token is excluded from their sampling.
+    It follows deterministic nodes only: beside sampled children, the caller has excluded its first token from sampling.
     """
     parents, all_tokens = tree.topology.parents.tolist(), tree.tokens.tolist()
     n_before, node = len(parents), 0
@@ -82,14 +80,11 @@ def append_ngram(tree: DraftTree, tokens: tuple[int, ...], n_nodes: int) -> Draf
             parents.append(node)
             all_tokens.append(token)
         node = child
-    n_new = len(parents) - n_before
+    n_new, sampled = len(parents) - n_before, tree.sampled
     if n_new == 0:
         return tree
-    sampled = tree.sampled
     if sampled is not None:
-        is_sampled, row_of = (
-            np.pad(sampled.is_sampled, (0, n_new)),
-            np.pad(sampled.row_of, (0, n_new), constant_values=-1),
-        )
+        is_sampled = np.pad(sampled.is_sampled, (0, n_new))
+        row_of = np.pad(sampled.row_of, (0, n_new), constant_values=-1)
         sampled = replace(sampled, is_sampled=is_sampled, row_of=row_of)
     return replace(tree, topology=Topology(np.array(parents)), tokens=torch.tensor(all_tokens), sampled=sampled)

@@ -1,21 +1,26 @@
-"""What every drafter and every verification rule offers."""
+"""What every drafter and every verification rule offers; each file of draft/ and verify/ holds one."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as Several
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from offload_rt.executor.cost import CostEstimator
 from offload_rt.executor.sequence import Sequence
-from offload_rt.tree.topology import DraftTree, Verdict
+from offload_rt.sampling import TopTokens
+from offload_rt.speculate.draft_model import DraftModel
+from offload_rt.speculate.pair_stats import PairStats
+from offload_rt.tree.topology import DraftTree, Topology, Verdict
 
 
 @dataclass(frozen=True)
 class DraftLimits:
     """How large trees may become.
 
-    n_nodes      of all trees of a pass together, roots included
+    n_nodes      of all trees of a pass together, roots and rows that are never verified included
     n_levels     of one tree, the root's included
     fixed_size   trees have `n_nodes` wherever there is room, whatever that costs; and so `fixed_depth`
     """
@@ -27,19 +32,73 @@ class DraftLimits:
 
 
 class Drafter(Protocol):
-    """A function of the tokens, and of what was learned from verdicts: right for any sequence it is handed."""
+    """Proposes trees, and learns from what becomes of them; right for any sequence it is handed.
+
+    n_predicted  how many of the target's most probable tokens `learn` is shown at every node; 0: none
+    """
 
     limits: DraftLimits
+    n_predicted: int = 0
 
     def propose(self, sequences: Several[Sequence], n_nodes: int) -> list[DraftTree]:
-        """One tree of at most `n_nodes` nodes for each sequence; the root is its last token."""
+        """One tree of at most `n_nodes` nodes for each sequence; the root is its last token.
 
-    def learn(self, sequence: Sequence, tree: DraftTree, verdict: Verdict) -> None:
-        """What became of the tree it proposed last."""
+        No node, verified or not, is deeper than the tokens the sequence has left, less the bonus.
+        """
+
+    def learn(self, sequence: Sequence, tree: DraftTree, verdict: Verdict, predicted: TopTokens | None) -> None:
+        """What became of the tree it proposed last; the sequence has not taken the accepted tokens yet.
+
+        predicted  by the target after every node of the tree, rejected and unverified ones too; None for n_predicted = 0
+        """
+
+    def end(self, sequence: Sequence) -> None:
+        """The sequence has ended or was aborted: release what is held for it."""
+
+    def save(self) -> None:
+        """Keep what was learned for later runs."""
 
 
 class VerificationRule(Protocol):
     """How a tree is verified."""
 
+    @property
+    def child_sampling(self) -> str | None:
+        """How siblings are to be drawn: "without_replacement" or "independent"; None: it takes any tree."""
+
     def verify(self, tree: DraftTree, target: Tensor, generator: torch.Generator) -> Verdict:
         """What to accept, given the target's distribution (n, vocabulary) after each node."""
+
+
+@dataclass(frozen=True)
+class DraftParts:
+    """What a drafter is built from.
+
+    child_sampling  by which the rule wants children drawn
+    model           None for drafters that need none
+    shape           of every tree, in level order, instead of one chosen for the machine; None to choose
+    """
+
+    limits: DraftLimits
+    cost: CostEstimator
+    child_sampling: str
+    model: DraftModel | None = None
+    pair_stats: PairStats = field(default_factory=PairStats)
+    shape: Topology | None = None
+
+
+@dataclass(frozen=True)
+class DrafterType:
+    """A drafter as it can be chosen.
+
+    needs_model       a draft model
+    gives_draft_probs its children are drawn from distributions that it states, above temperature 0
+    best_rule         a name in verify/
+    default_sizes     of its trees: they are tried in turn until one fits into memory
+    """
+
+    open: Callable[[DraftParts], Drafter]
+    needs_model: bool
+    gives_draft_probs: bool
+    best_rule: str
+    default_sizes: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Verification by residuals: rules that weigh the draft's probabilities against the target's."""
+"""Verification by residuals: rules that weigh the draft's distributions against the target's."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from offload_rt import ops
+from offload_rt.ops import Candidates
 from offload_rt.sampling import draw
-from offload_rt.speculate.residual_kernels import Candidates, verify_bottom_up
+from offload_rt.speculate.residual_kernels import verify_bottom_up
 from offload_rt.tree.topology import DraftTree, Verdict
 
 Kernel = Callable[[Candidates, np.ndarray, np.ndarray, np.ndarray], tuple[int, np.ndarray]]
@@ -17,74 +18,75 @@ Kernel = Callable[[Candidates, np.ndarray, np.ndarray, np.ndarray], tuple[int, n
 
 @dataclass(frozen=True)
 class Decision:
-    """Where a rule stops, and the chances it had.
+    """Where a rule stops, and the acceptance probabilities it went by.
 
-    end   the last node accepted, 0 for none below the root
-    probs   (vocabulary,): the distribution of the bonus
-    odds  (n,): the chance with which each node was accepted when it was tried, NaN where it was not tried
+    end         the last node accepted, 0 for none below the root
+    probs       (vocabulary,): the distribution of the bonus
+    acceptance  (n,): the probability with which each node was accepted when it was tried, NaN where it was not tried
     """
 
     end: int
     probs: Tensor
-    odds: np.ndarray
+    acceptance: np.ndarray
 
 
-def decide(kernel: Kernel, tree: DraftTree, target: Tensor, uniforms: Tensor) -> Decision:
-    """Run a rule's kernel.
+@dataclass(frozen=True)
+class ResidualRule:
+    """A rule that subtracts from the target's distribution those of rejected children.
 
-    target    (n, vocabulary) float32 or float64
-    uniforms  (n,) float64 in [0, 1): a node that is tried is accepted where its number is below its odds
+    kernel          of `residual_kernels`
+    child_sampling  by which siblings have to be drawn
     """
-    odds = np.full(len(tree.topology), np.nan)
-    draft_probs = _draft_probs_of(tree, target).cpu().numpy()
-    end, probs = kernel(_candidates(tree, draft_probs), target.numpy(), uniforms.numpy(), odds)
-    return Decision(int(end), torch.from_numpy(probs), odds)
+
+    kernel: Kernel
+    child_sampling: str
+
+    def verify(self, tree: DraftTree, target: Tensor, generator: torch.Generator) -> Verdict:
+        """What to accept, given the target's distribution (n, vocabulary) after each node, with fresh noise for each."""
+        uniforms = torch.rand(len(tree.topology), dtype=torch.float64, generator=generator)
+        if ops.can_verify(target, tree.topology.n_levels):
+            noise = torch.cat((uniforms, torch.rand(1, dtype=torch.float64, generator=generator)))
+            probs = draft_probs(tree, target).to(target.device)
+            end, bonus = ops.verify(candidates(tree), probs, target, noise, self.kernel is verify_bottom_up)
+            return Verdict(tuple(tree.topology.path_to(end)), bonus)
+        decision = self.decide(tree, target.cpu(), uniforms)
+        return Verdict(tuple(tree.topology.path_to(decision.end)), draw(decision.probs, generator))
+
+    def decide(self, tree: DraftTree, target: Tensor, uniforms: Tensor) -> Decision:
+        """Verify with given noise.
+
+        target    (n, vocabulary) float32 or float64, on the CPU
+        uniforms  (n,) float64 in [0, 1): a node that is tried is accepted where its number is below its acceptance
+        """
+        acceptance = np.full(len(tree.topology), np.nan)
+        numbered = candidates(tree, draft_probs(tree, target).cpu().numpy())
+        end, probs = self.kernel(numbered, target.numpy(), uniforms.numpy(), acceptance)
+        return Decision(int(end), torch.from_numpy(probs), acceptance)
 
 
-def verdict_of(kernel: Kernel, tree: DraftTree, target: Tensor, generator: torch.Generator) -> Verdict:
-    """The verdict with fresh noise for every node."""
-    uniforms = torch.rand(len(tree.topology), dtype=torch.float64, generator=generator)
-    if ops.can_verify(target, _n_levels(tree)):
-        noise = torch.cat((uniforms, torch.rand(1, dtype=torch.float64, generator=generator)))
-        draft_probs = _draft_probs_of(tree, target).to(target.device)
-        end, bonus = ops.verify(_candidates(tree, _NO_PROBS), draft_probs, target, noise, kernel is verify_bottom_up)
-        return Verdict(tuple(tree.topology.path_to(end)), bonus)
-    decision = decide(kernel, tree, target.cpu(), uniforms)
-    return Verdict(tuple(tree.topology.path_to(decision.end)), draw(decision.probs, generator))
-
-
-# In place of distributions that stay where they are.
+# In place of distributions that stay on the device.
 _NO_PROBS = np.zeros((0, 0), dtype=np.float32)
 
 
-def _n_levels(tree: DraftTree) -> int:
-    return int(tree.topology.depths.max()) + 1
-
-
-def _draft_probs_of(tree: DraftTree, target: Tensor) -> Tensor:
+def draft_probs(tree: DraftTree, target: Tensor) -> Tensor:
     """The draft's distributions, (rows, vocabulary)."""
     return target.new_empty((0, target.shape[1])) if tree.sampled is None else tree.sampled.draft_probs
 
 
-def _candidates(tree: DraftTree, draft_probs: np.ndarray) -> Candidates:
-    parents, n = tree.topology.parents, len(tree.topology)
-    sampled = tree.sampled
-    if sampled is None:
-        is_sampled, row_of, independent = np.zeros(n, dtype=np.bool_), np.full(n, -1), False
-    else:
-        is_sampled, row_of, independent = sampled.is_sampled, sampled.row_of, sampled.independent
-    order = np.lexsort((np.arange(n), ~is_sampled, parents))[
-        1:
-    ]  # by parent, the drawn first; the root stands before all
-    starts = np.searchsorted(parents[order], np.arange(n + 1))
+def candidates(tree: DraftTree, draft_probs: np.ndarray = _NO_PROBS) -> Candidates:
+    """The tree as the kernels read it."""
+    parents, n, sampled = tree.topology.parents, len(tree.topology), tree.sampled
+    is_sampled = np.zeros(n, dtype=np.bool_) if sampled is None else sampled.is_sampled
+    # By parent, the sampled first; the root stands before all.
+    order = np.lexsort((np.arange(n), ~is_sampled, parents))[1:]
     return Candidates(
-        starts=starts,
+        starts=np.searchsorted(parents[order], np.arange(n + 1)),
         children=order,
         tokens=tree.tokens.cpu().numpy(),
         is_sampled=is_sampled,
-        row_of=row_of,
+        row_of=np.full(n, -1) if sampled is None else sampled.row_of,
         draft_probs=draft_probs,
         sums=np.full(len(draft_probs), -1.0),
-        independent=independent,
-        n_levels=_n_levels(tree),
+        independent=sampled is not None and sampled.independent,
+        n_levels=tree.topology.n_levels,
     )

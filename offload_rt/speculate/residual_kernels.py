@@ -1,10 +1,8 @@
-"""The kernels of the rules that weigh distributions: token by token from the root, and leaf to root.
+"""The kernels of residual verification: top down, token by token from the root, and bottom up, from the leaves.
 
-A node's residual is kept as `scale * rest`: striking out a deterministic child is then one entry and a new scale, whatever the
-size of the vocabulary; only a sampled child costs a pass over it. See the distributions of verification in docs/exactness.md.
+A node's residual is kept as `scale * rest`: rejecting a deterministic child then changes one entry and the scale, whatever
+the size of the vocabulary; only a rejected sampled child costs a pass over it. The method is in docs/exactness.md.
 """
-
-from typing import NamedTuple
 
 import numpy as np
 
@@ -12,37 +10,14 @@ from offload_rt.system.numba_cache import compiled
 
 # Partial sums of so many entries are added up in float64.
 _BLOCK = 1024
-# What is left of a distribution is added up anew where subtracting would leave mostly rounding.
+# A remainder below this is summed anew: subtracting would leave mostly rounding.
 _CANCELLED = 1e-4
-# The smallest normal float32: a draft's distribution has no smaller entries but 0, so less than that is nothing.
+# The smallest normal float32: a draft's distribution has no smaller entries but 0, so a smaller remainder is none.
 _TINY = 1.1754943508222875e-38
 
 
-class Candidates(NamedTuple):
-    """A drafted tree as the kernels read it.
-
-    starts, children  the children of node v in the order of their verification: children[starts[v] : starts[v + 1]]
-    tokens            (n,) int64
-    is_sampled             (n,) bool
-    row_of, draft_probs      the draft's distribution after node v is distributions[row_of[v]]
-    sums              (rows,) of each distribution, filled in when first needed, negative until then
-    independent       sampled siblings were drawn with replacement
-    n_levels          of the tree, the root's included
-    """
-
-    starts: np.ndarray
-    children: np.ndarray
-    tokens: np.ndarray
-    is_sampled: np.ndarray
-    row_of: np.ndarray
-    draft_probs: np.ndarray
-    sums: np.ndarray
-    independent: bool
-    n_levels: int
-
-
 @compiled(fastmath={"reassoc", "contract", "nsz"})
-def _block_sums(values):
+def _block_sums(values):  # type: ignore[no-untyped-def]  # numba infers the types
     total = 0.0
     for first in range(0, len(values), _BLOCK):
         part = values.dtype.type(0)
@@ -53,8 +28,8 @@ def _block_sums(values):
 
 
 @compiled(fastmath={"reassoc", "contract", "nsz"})
-def _subtract(rest, factor, probs, share, floor):
-    """rest <- max(factor * rest - share * distribution - floor, 0) in place; returns its sum."""
+def _subtract(rest, factor, probs, share, floor):  # type: ignore[no-untyped-def]  # numba infers the types
+    """rest <- max(factor * rest - share * probs - floor, 0) in place; returns its sum."""
     factor, share, floor = rest.dtype.type(factor), rest.dtype.type(share), rest.dtype.type(floor)
     total, zero = 0.0, rest.dtype.type(0)
     for first in range(0, len(rest), _BLOCK):
@@ -68,8 +43,8 @@ def _subtract(rest, factor, probs, share, floor):
 
 
 @compiled()
-def _mass_left(tree, node, i):
-    """Mass and number of the tokens that the i-th child of a node, a sampled one, was drawn from."""
+def _remainder(tree, node, i):  # type: ignore[no-untyped-def]  # numba infers the types
+    """Probability by the draft, and number, of the tokens that the i-th child of a node, a sampled one, was drawn from."""
     first, last = tree.starts[node], tree.starts[node + 1]
     row = tree.row_of[node]
     probs = tree.draft_probs[row]
@@ -88,29 +63,29 @@ def _mass_left(tree, node, i):
     if left < _CANCELLED:
         left = 0.0
         for token in range(len(probs)):
-            struck = False
+            is_excluded = False
             for j in range(first, last):
                 other = tree.children[j]
                 if (j < first + i or not tree.is_sampled[other]) and tree.tokens[other] == token:
-                    struck = True
-            if not struck:
+                    is_excluded = True
+            if not is_excluded:
                 left += probs[token]
     return left, len(probs) - n_taken
 
 
 @compiled()
-def _child_probs(tree, node, i):
+def _child_probs(tree, node, i):  # type: ignore[no-untyped-def]  # numba infers the types
     """The distribution of a sampled child as (share, floor): share * q + floor on the tokens it was drawn from."""
-    left, n_left = _mass_left(tree, node, i)
+    left, n_left = _remainder(tree, node, i)
     return (1.0 / left, 0.0) if left >= _TINY else (0.0, 1.0 / max(n_left, 1))
 
 
 @compiled()
-def _odds(tree, node, i, mass, rest):
-    """min(1, mass * rest / distribution) at the token of the i-th child; `mass` includes the scale of `rest`."""
+def _acceptance(tree, node, i, weight, rest):  # type: ignore[no-untyped-def]  # numba infers the types
+    """min(1, weight * rest / child's distribution) at the token of the i-th child; `weight` includes the scale of `rest`."""
     child = tree.children[tree.starts[node] + i]
     token = tree.tokens[child]
-    wanted = mass * rest[token]
+    wanted = weight * rest[token]
     if wanted <= 0.0:
         return 0.0
     probs = 1.0
@@ -121,57 +96,57 @@ def _odds(tree, node, i, mass, rest):
 
 
 @compiled()
-def _subtract_sampled(tree, node, i, mass, rest, share, floor):
-    """rest <- max(mass * rest - distribution of the i-th child, 0); returns its sum."""
+def _subtract_sampled(tree, node, i, weight, rest, share, floor):  # type: ignore[no-untyped-def]  # numba infers the types
+    """rest <- max(weight * rest - distribution of the i-th child, 0); returns its sum."""
     first = tree.starts[node]
     last = first if tree.independent else tree.starts[node + 1]
     kept = np.empty(last - first)
     for j in range(first, last):
         kept[j - first] = rest[tree.tokens[tree.children[j]]]
-    total = _subtract(rest, mass, tree.draft_probs[tree.row_of[node]], share, floor)
+    total = _subtract(rest, weight, tree.draft_probs[tree.row_of[node]], share, floor)
     for j in range(first, last):
         other = tree.children[j]
         token = tree.tokens[other]
         if j < first + i or not tree.is_sampled[other]:  # not among the tokens it was drawn from: nothing to subtract
-            total += mass * kept[j - first] - rest[token]
-            rest[token] = mass * kept[j - first]
+            total += weight * kept[j - first] - rest[token]
+            rest[token] = weight * kept[j - first]
     return total
 
 
 @compiled()
-def _reject(tree, node, i, mass, scale, rest):
-    """Strike the rejected i-th child of a node out of its residual.
+def _reject(tree, node, i, accept, scale, rest):  # type: ignore[no-untyped-def]  # numba infers the types
+    """Subtract the distribution of the rejected i-th child from a node's residual.
 
-    mass   with which the node was tried: the residual's distribution is weighed as mass * scale * rest
-    Returns the mass of what is left, and the new scale; 0 and 0 where nothing is left.
+    accept  the node's acceptance probability so far, by which its residual is weighed
+    Returns the sum of the new residual, and its scale; 0 and 0 where nothing is left.
     """
     child = tree.children[tree.starts[node] + i]
     if tree.is_sampled[child]:
         share, floor = _child_probs(tree, node, i)
-        left = _subtract_sampled(tree, node, i, mass * scale, rest, share, floor)
+        left = _subtract_sampled(tree, node, i, accept * scale, rest, share, floor)
         return (left, 1.0 / left) if left > 0.0 else (0.0, 0.0)
     kept = 1.0 - min(scale * rest[tree.tokens[child]], 1.0)
     rest[tree.tokens[child]] = 0
     if kept < _CANCELLED:
         kept = scale * _block_sums(rest)
-    return (mass * kept, scale / kept) if kept > 0.0 else (0.0, 0.0)
+    return (accept * kept, scale / kept) if kept > 0.0 else (0.0, 0.0)
 
 
 @compiled()
-def verify_top_down(tree, target, uniforms, odds):
-    """Token by token: accept a child, or strike it out and try the next (Miao et al. 2024; Chen et al. 2024).
+def verify_top_down(tree, target, uniforms, acceptance):  # type: ignore[no-untyped-def]  # numba infers the types
+    """Token by token: accept a child, or subtract its distribution and try the next (Miao et al. 2024; Chen et al. 2024).
 
-    target    (n, vocabulary)
-    uniforms  (n,) as `decide` takes them
-    odds      (n,) is written
+    target      (n, vocabulary)
+    uniforms    (n,) as `ResidualRule.decide` takes them
+    acceptance  (n,), written: the acceptance probability of each node that was tried
     Returns the last node accepted and the distribution of the bonus.
     """
     node, i, scale = 0, 0, 1.0
     rest = target[0].copy()
     while tree.starts[node] + i < tree.starts[node + 1]:
         child = tree.children[tree.starts[node] + i]
-        odds[child] = _odds(tree, node, i, scale, rest)
-        if uniforms[child] < odds[child]:
+        acceptance[child] = _acceptance(tree, node, i, scale, rest)
+        if uniforms[child] < acceptance[child]:
             node, i, scale = child, 0, 1.0
             rest[:] = target[child]
             continue
@@ -184,49 +159,45 @@ def verify_top_down(tree, target, uniforms, odds):
 
 
 @compiled()
-def verify_bottom_up(tree, target, uniforms, odds):
-    """Leaf to root (Weng et al. 2025): a node is tried after its subtree, with the mass which the subtree left it.
+def verify_bottom_up(tree, target, uniforms, acceptance):  # type: ignore[no-untyped-def]  # numba infers the types
+    """Leaf to root (Weng et al. 2025): a node is tried after its subtree, with the acceptance that the subtree left over.
 
     Arguments and result as of `verify_top_down`. Where the sibling with the larger subtree comes first, it was never found
     to accept less than `verify_top_down` in expectation; on a chain it is block verification.
     """
     nodes, at = np.zeros(tree.n_levels, np.int64), np.zeros(tree.n_levels, np.int64)
-    masses, scales = np.ones(tree.n_levels), np.ones(tree.n_levels)
+    accepts, scales = np.ones(tree.n_levels), np.ones(tree.n_levels)
     rests = np.empty((tree.n_levels, target.shape[1]), target.dtype)
     rests[0] = target[0]
     level = 0
     while True:
-        node, i, mass = nodes[level], at[level], masses[level]
+        node, i, accept = nodes[level], at[level], accepts[level]
         n_children = tree.starts[node + 1] - tree.starts[node]
         if i < n_children:
-            share = _odds(tree, node, i, mass * scales[level], rests[level])
+            below = _acceptance(tree, node, i, accept * scales[level], rests[level])
             at[level] += 1
-            if share > 0.0:
+            if below > 0.0:
                 level += 1
-                nodes[level], at[level], masses[level], scales[level] = (
-                    tree.children[tree.starts[node] + i],
-                    0,
-                    share,
-                    1.0,
-                )
-                if tree.starts[nodes[level]] < tree.starts[nodes[level] + 1]:  # a leaf strikes nothing out
+                nodes[level], at[level] = tree.children[tree.starts[node] + i], 0
+                accepts[level], scales[level] = below, 1.0
+                if tree.starts[nodes[level]] < tree.starts[nodes[level] + 1]:  # a leaf needs no residual
                     rests[level] = target[nodes[level]]
                 continue
         else:
-            odds[node] = mass
-            if level == 0 or uniforms[node] < mass:
+            acceptance[node] = accept
+            if level == 0 or uniforms[node] < accept:
                 break
             level -= 1
-            node, i, mass = nodes[level], at[level] - 1, masses[level]
+            node, i, accept = nodes[level], at[level] - 1, accepts[level]
             n_children = tree.starts[node + 1] - tree.starts[node]
-        # The child was rejected, and all below it. The mass only falls: a last child cannot save a node that is lost.
-        if level > 0 and i == n_children - 1 and uniforms[node] >= mass:
+        # The child was rejected, and all below it. Acceptance only falls: after the last child a lost node stays lost.
+        if level > 0 and i == n_children - 1 and uniforms[node] >= accept:
             continue
-        left, scales[level] = _reject(tree, node, i, mass, scales[level], rests[level])
+        left, scales[level] = _reject(tree, node, i, accept, scales[level], rests[level])
         if left > 0.0:
-            masses[level] = left / (left + (1.0 - mass))  # in this order: 1 - 1 is to be 0
+            accepts[level] = left / (left + (1.0 - accept))  # in this order: 1 - 1 is to be 0
         elif level > 0:
-            masses[level], at[level] = 0.0, n_children
+            accepts[level], at[level] = 0.0, n_children
         else:
             rests[0], scales[0] = target[0], 1.0
     if tree.starts[nodes[level]] == tree.starts[nodes[level] + 1]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,7 +10,7 @@ import torch
 from offload_rt.config import EngineConfig
 from offload_rt.errors import SettingsError
 from offload_rt.models.architecture import Architecture
-from offload_rt.speculate.protocols import DraftLimits, VerificationRule
+from offload_rt.speculate.protocols import DrafterType, DraftLimits, VerificationRule
 from offload_rt.system import registry
 from offload_rt.tree.topology import DraftTree, SampledNodes, Topology
 from offload_rt.weights.checkpoint import Checkpoint
@@ -21,34 +20,47 @@ if TYPE_CHECKING:  # it takes a second to load, and a plan needs none
 
 # Levels of a tree unless the setting says otherwise; deeper nodes are hardly ever reached.
 _N_LEVELS = 24
-# Tree sizes that are tried, the largest first, until the memory it takes is within this part of the budget.
-_SIZES = {True: (1024, 512, 256, 128, 64, 32, 16, 8), False: (32, 16, 8, 4, 1)}
+# Part of the memory budget that a default tree may take.
 _TREE_SHARE = 1 / 8
 
 
 @dataclass(frozen=True)
 class Drafting:
-    """A drafter's module, the rule its trees are verified by, and the draft model's checkpoint where it has one."""
+    """A drafter, the rule its trees are verified by, and the draft model's checkpoint where it has one."""
 
-    module: ModuleType
+    name: str
+    type: DrafterType
     rule: VerificationRule
-    child_sampling: str
     draft: Checkpoint | None = None
 
+    @property
+    def child_sampling(self) -> str:
+        """How the drafter is to draw siblings."""
+        return self.rule.child_sampling or "without_replacement"
+
     def limits(self, config: EngineConfig, extra: Callable[[int], int], budget: int, least: int) -> DraftLimits:
-        """How large trees may be: the settings, or what fits.
+        """How large trees may be: the settings, or the largest of the drafter's sizes that fits.
 
         extra   bytes that trees of so many nodes take beyond plain decoding
         budget  bytes on the device
         least   the smallest budget that would do without trees
         """
-        if config.drafter == "none":
-            return DraftLimits(1, 1)
-        n_levels = config.tree_depth or _N_LEVELS
-        sizes = _SIZES[self.module.NEEDS_MODEL]
-        room = min(budget * _TREE_SHARE, budget - least)
+        room, sizes = min(budget * _TREE_SHARE, budget - least), self.type.default_sizes
         n_nodes = config.tree_size or next((n for n in sizes if extra(n) <= room), sizes[-1])
+        n_levels = 1 if n_nodes == 1 else config.tree_depth or _N_LEVELS
         return DraftLimits(n_nodes, n_levels, config.tree_size is not None, config.tree_depth is not None)
+
+
+def drafter_type(name: str) -> DrafterType:
+    """The drafter of a name. Raises SettingsError if there is none."""
+    found: DrafterType = registry.find("speculate.draft", name).DRAFTER
+    return found
+
+
+def rule_of(name: str) -> VerificationRule:
+    """The verification rule of a name. Raises SettingsError if there is none."""
+    found: VerificationRule = registry.find("speculate.verify", name).RULE
+    return found
 
 
 def pick_drafter(config: EngineConfig) -> Drafting:
@@ -56,11 +68,9 @@ def pick_drafter(config: EngineConfig) -> Drafting:
     name = config.drafter
     if name == "auto":
         name = "ngram" if config.draft_model is None else "adaptive_tree"
-    module = registry.find("speculate.draft", name)
-    users = [
-        other for other in registry.names("speculate.draft") if registry.find("speculate.draft", other).NEEDS_MODEL
-    ]
-    if config.draft_model is not None and not module.NEEDS_MODEL:
+    chosen = drafter_type(name)
+    if config.draft_model is not None and not chosen.needs_model:
+        users = [other for other in registry.names("speculate.draft") if drafter_type(other).needs_model]
         raise SettingsError(
             f"--draft-model with --drafter {name}", need="a drafter that uses one", have=name,
             change=f"leave it out, or use --drafter {' or '.join(users)}",
@@ -68,15 +78,14 @@ def pick_drafter(config: EngineConfig) -> Drafting:
     if name == "none" and (config.tree_size or config.tree_depth):
         flag = "--tree-size" if config.tree_size else "--tree-depth"
         raise SettingsError(f"{flag} with --drafter none", need="a drafter of trees", change="leave one of them out")
-    if config.draft_model is None and module.NEEDS_MODEL:
+    if config.draft_model is None and chosen.needs_model:
         raise SettingsError(f"--drafter {name}", need="a draft model", change="give one by --draft-model")
-    rule = registry.find("speculate.verify", module.BEST_RULE if config.rule == "auto" else config.rule)
-    if rule.NEEDS_DRAFT_PROBS and not module.GIVES_DRAFT_PROBS:
+    rule = rule_of(chosen.best_rule if config.rule == "auto" else config.rule)
+    if rule.child_sampling is not None and not chosen.gives_draft_probs:
         raise SettingsError(
             f"--rule {config.rule}", need="a drafter that draws by probabilities", have=name, change="use --rule match"
         )
-    child_sampling = rule.CHILD_SAMPLING if rule.NEEDS_DRAFT_PROBS else "without_replacement"
-    return Drafting(module, rule, child_sampling)
+    return Drafting(name, chosen, rule)
 
 
 def check_pair(
@@ -90,16 +99,12 @@ def check_pair(
         if target.vocab_size != draft.vocab_size:
             raise _other_tokenizer(f"{draft.vocab_size} tokens", f"{target.vocab_size} tokens")
         return
-    of_target, of_draft = (_by_id(tokenizer) for tokenizer in (ours, theirs))
+    of_target, of_draft = ({i: text for text, i in one.get_vocab().items()} for one in (ours, theirs))
     for token in sorted({*of_target, *of_draft}):
         if of_target.get(token) != of_draft.get(token):
             have = repr(of_draft[token]) if token in of_draft else "no such token"
             need = repr(of_target[token]) if token in of_target else "no such token"
             raise _other_tokenizer(f"{have} for token {token}", f"{need}, as the target has")
-
-
-def _by_id(tokenizer: "PreTrainedTokenizerBase") -> dict[int, str]:
-    return {token: text for text, token in tokenizer.get_vocab().items()}
 
 
 def _other_tokenizer(have: str, need: str) -> SettingsError:

@@ -1,5 +1,6 @@
 """Trees of a shape that is fixed before the first token is drafted."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -9,10 +10,10 @@ from torch import Tensor
 
 from offload_rt.speculate import child_sampling
 from offload_rt.speculate.draft_model import DraftState
-from offload_rt.speculate.ngrams import append_ngram
+from offload_rt.tree.choose import Acceptance
 from offload_rt.tree.topology import DraftTree, SampledNodes, Topology
 
-# A copied token that is at least so probable to the draft stays among its sampled children, whose subtrees are worth more.
+# A copied token that is at least so probable to the draft is left to sampling, for sampled children have larger subtrees.
 _LIKELY = 0.2
 
 
@@ -37,7 +38,7 @@ class Shape:
         assert (np.diff(depths) >= 0).all(), "nodes are numbered level by level"
         has_children = np.zeros(len(topology), dtype=bool)
         has_children[topology.parents[1:]] = True
-        levels = [np.flatnonzero(depths == depth) for depth in range(int(depths.max()) + 1)]
+        levels = [np.flatnonzero(depths == depth) for depth in range(topology.n_levels)]
         row_of = np.where(has_children, np.cumsum(has_children) - 1, -1)
         return cls(topology, tuple(level[has_children[level]] for level in levels), tuple(levels[1:]), row_of)
 
@@ -45,22 +46,32 @@ class Shape:
 shape_of = lru_cache(maxsize=16)(Shape.of)
 
 
-class StaticTreeBuilder:
-    """A tree of a given shape, growing level by level.
+@dataclass(frozen=True)
+class StaticTree:
+    """A tree to grow.
 
-    child_sampling  how the children of a node get their tokens: "given" (the most probable), "without_replacement" or
-               "independent"
-    copied     tokens that once followed the sequence's last ones, to be appended on
+    expected        tokens of a pass over it
+    child_sampling  how the children of a node get their tokens: "deterministic" (the most probable), "without_replacement"
+                    or "independent"
+    temperature     at which the draft's distributions are taken
+    copied          tokens that once followed the sequence's last ones, to be appended
     """
 
-    def __init__(
-        self, state: DraftState, shape: Shape, child_sampling: str, temperature: float, copied: tuple[int, ...] = ()
-    ) -> None:
-        self.state, self._shape, self._temperature = state, shape, temperature
-        self._copied = copied if child_sampling != "independent" else ()
-        self._child_sampling = child_sampling if temperature > 0 else "given"
-        n = len(shape.topology)
-        self._tokens = np.zeros(n, dtype=np.int64)
+    topology: Topology
+    expected: float
+    child_sampling: str
+    temperature: float
+    copied: tuple[int, ...] = ()
+
+
+class StaticTreeBuilder:
+    """A tree of a given shape, growing level by level."""
+
+    def __init__(self, state: DraftState, plan: StaticTree, acceptance: Acceptance) -> None:
+        self.state, self._plan, self._acceptance = state, plan, acceptance
+        self.copied = plan.copied if plan.child_sampling != "independent" else ()
+        self._shape = shape_of(plan.topology)
+        self._tokens = np.zeros(len(plan.topology), dtype=np.int64)
         self._tokens[0] = state.tokens[0]
         self._level = 0
         self._draft_probs: list[Tensor] = []
@@ -69,45 +80,46 @@ class StaticTreeBuilder:
         """Give the next level its tokens; its inner nodes are computed next."""
         shape, topology, level = self._shape, self._shape.topology, self._level
         nodes = shape.below[level]
-        parents = topology.parents[nodes]
-        places = np.searchsorted(shape.inner[level], parents)
+        places = np.searchsorted(shape.inner[level], topology.parents[nodes])
         children = self._children(logits, int(np.bincount(places).max()))
         self._tokens[nodes] = children.cpu().numpy()[places, topology.ranks[nodes]]
         self._level += 1
         inner = shape.inner[level + 1]
         self.state.add(shape.row_of[topology.parents[inner]].tolist(), self._tokens[inner].tolist())
 
-    def tree(self, expected: float) -> DraftTree:
-        """The whole tree, once no row is left to compute."""
+    def tree(self, size: Callable[[np.ndarray], int]) -> DraftTree:
+        """The whole tree, once no row is left to compute; its size was chosen before."""
+        topology, sampled = self._shape.topology, None
+        if self._draft_probs:
+            is_sampled = np.arange(len(topology)) > 0
+            independent = self._plan.child_sampling == "independent"
+            sampled = SampledNodes(is_sampled, torch.cat(self._draft_probs), self._shape.row_of, independent)
+        return DraftTree(topology, torch.from_numpy(self._tokens), sampled, self._plan.expected)
+
+    def learn(self, path: list[int], after: list[int]) -> None:
+        """Count which children were accepted along the path, the root first."""
         topology = self._shape.topology
-        tokens = torch.from_numpy(self._tokens)
-        n = len(topology) + len(self._copied)
-        if self._child_sampling == "given":
-            return append_ngram(DraftTree(topology, tokens, expected=expected), self._copied, n)
-        is_sampled = np.ones(len(topology), dtype=bool)
-        is_sampled[0] = False
-        sampled = SampledNodes(
-            is_sampled, torch.cat(self._draft_probs), self._shape.row_of, self._child_sampling == "independent"
-        )
-        return append_ngram(DraftTree(topology, tokens, sampled, expected), self._copied, n)
+        for node, accepted in zip(path, [*path[1:], None], strict=True):
+            if max(node, accepted or 0) >= len(topology):
+                return  # along a copied continuation, which tells nothing of the draft
+            rank = None if accepted is None else int(topology.ranks[accepted])
+            self._acceptance.observe(len(topology.children[node]), rank)
 
     def _children(self, logits: Tensor, n: int) -> Tensor:
-        if self._child_sampling == "given":
+        if self._plan.child_sampling == "deterministic":
             return child_sampling.top(logits, n)
-        probs = child_sampling.probs_of(logits, self._temperature)
+        probs, generator = child_sampling.probs_of(logits, self._plan.temperature), self.state.generator
         self._draft_probs.append(probs)
-        struck = self._strike_copied(probs) if self._level == 0 and self._copied else None
-        generator = self.state.generator
-        if self._child_sampling == "independent":
+        if self._plan.child_sampling == "independent":
             return child_sampling.independent(probs, n, generator)
-        return child_sampling.without_replacement(probs, n, generator, struck)
+        excluded = self._exclude_copied(probs) if self._level == 0 and self.copied else None
+        return child_sampling.without_replacement(probs, n, generator, excluded)
 
-    def _strike_copied(self, probs: Tensor) -> Tensor | None:
-        """The copied token, excluded from the root's children; None, and nothing copied, where they may well have it."""
-        token = self._copied[0]
-        if probs[0, token] > _LIKELY:
-            self._copied = ()
+    def _exclude_copied(self, probs: Tensor) -> Tensor | None:
+        """The copied token, excluded from the root's sampled children; None, and nothing copied, where it is likely."""
+        if probs[0, self.copied[0]] > _LIKELY:
+            self.copied = ()
             return None
-        struck = torch.zeros_like(probs, dtype=torch.bool)
-        struck[:, token] = True
-        return struck
+        excluded = torch.zeros_like(probs, dtype=torch.bool)
+        excluded[:, self.copied[0]] = True
+        return excluded

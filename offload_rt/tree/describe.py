@@ -11,11 +11,11 @@ _WIDTH = 96
 
 
 def describe(topology: Topology) -> str:
-    """Size and levels of a tree, and for each level how many children its nodes have; long ones are cut.
+    """Size and levels of a tree, and for each level how many children its nodes have; long lines are cut.
 
     Families stand in the order of their parents, `|` between them; `.` is a leaf.
     """
-    n, n_levels = len(topology), int(topology.depths.max()) + 1
+    n, n_levels = len(topology), topology.n_levels
     if topology.is_chain:
         return "1 node" if n == 1 else f"chain of {n} nodes"
     n_children = np.array([len(children) for children in topology.children])
@@ -35,7 +35,8 @@ def describe(topology: Topology) -> str:
 def _families(topology: Topology, nodes: np.ndarray, n_children: np.ndarray) -> str:
     if not n_children[nodes].any():
         return "leaves"
-    families = groupby(sorted(nodes, key=lambda node: topology.parents[node]), key=lambda node: topology.parents[node])
+    parents = topology.parents
+    families = groupby(sorted(nodes, key=lambda node: parents[node]), key=lambda node: parents[node])
     return _cut(" | ".join(" ".join(str(n_children[node] or ".") for node in nodes) for _, nodes in families))
 
 

@@ -1,13 +1,11 @@
-"""Trees of drafted tokens: their shape, their tokens, and what a rule makes of them."""
+"""Trees of drafted tokens: their shape, their tokens, and what a verification rule accepts of them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
-
-from offload_rt import ops
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +45,11 @@ class Topology:
             depths.append(depths[parent] + 1)
         return np.array(depths)
 
+    @property
+    def n_levels(self) -> int:
+        """Levels, the root's included."""
+        return int(self.depths.max()) + 1
+
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
         """Per node its children, in order."""
@@ -64,7 +67,7 @@ class Topology:
         return ranks
 
     def path_to(self, node: int) -> list[int]:
-        """The nodes from below the root down to `node`, which the root's is empty of."""
+        """The nodes from below the root down to `node`; empty for the root."""
         path = []
         while node > 0:
             path.append(node)
@@ -79,28 +82,21 @@ class Topology:
 
     @cached_property
     def _last_in_run(self) -> np.ndarray:
-        """(n,) of each node the last ancestor in the run, itself counted."""
+        """(n,) the last ancestor of each node in the run, the node itself counted."""
         last = np.arange(len(self))
         for node, parent in enumerate(self.parents[self._n_run :].tolist(), self._n_run):
             last[node] = last[parent]
         return last
 
     def tree_rows(self, start: int, stop: int) -> tuple[int, np.ndarray]:
-        """What the nodes [start, stop) look at: all of the first so many nodes, and their ancestors in the tree rows behind.
+        """What the nodes [start, stop) attend to: a trunk that all of them see, and ancestors among the rows behind it.
 
-        Returns the number of nodes that all of them see, at most `start`, and the parents of the others up to `stop`
-        among themselves, below zero for a root. A prompt above a tree is among the former, so that no mask of its length
-        squared is ever made.
+        Returns the length of the trunk, at most `start`, and the parents of nodes [trunk, stop) counted from the trunk's
+        end, -1 for a root. A prompt above a tree is part of the trunk, so no mask of its length squared is ever made.
         """
         trunk = min(int(self._last_in_run[start:stop].min()) + 1, start)
-        # A node of an earlier part may hang from inside the trunk; none of these nodes looks at it.
+        # A node of an earlier part may hang from inside the trunk; none of these nodes attends to it.
         return trunk, np.maximum(self.parents[trunk:stop] - trunk, -1)
-
-    def visible(self, start: int, stop: int) -> Tensor:
-        """(stop - start, stop) bool: which of nodes [0, stop) the nodes [start, stop) may look at."""
-        trunk, parents = self.tree_rows(start, stop)
-        seen = ops.make_tree_mask(parents, start - trunk, trunk, torch.device("cpu")).dense()
-        return torch.ones(stop - start, stop, dtype=torch.bool) if seen is None else seen
 
     def after_chain(self, n: int) -> "Topology":
         """This tree below a chain of n nodes, whose last is the parent of the root."""
@@ -109,16 +105,16 @@ class Topology:
 
 @dataclass(frozen=True)
 class SampledNodes:
-    """How the sampled nodes of a tree were drawn. All other nodes are given: no chance decided which token they carry.
+    """How the sampled nodes of a tree were drawn. All other nodes are deterministic: no chance decided their tokens.
 
-    A sampled node's distribution is the draft's after its parent, without the tokens of its deterministic siblings and of
-    the siblings drawn before it; uniform over what is left where that is used up. Sampled siblings are verified first, in
-    their order, then the deterministic ones in theirs.
+    A sampled node's token was drawn from the draft's distribution after its parent, without the tokens of its
+    deterministic siblings and of the siblings drawn before it; uniformly over the other tokens where that leaves nothing.
+    Sampled siblings are verified first, in their order, then the deterministic ones in theirs.
 
     is_sampled   (n,) bool
     draft_probs  (rows, vocabulary) float32: the draft's distribution after each node with sampled children; none is denormal
     row_of       (n,) int64: the row of `draft_probs` that belongs to a node, -1 for none
-    independent  siblings were drawn with replacement, each from the whole distribution; then none of them is given
+    independent  siblings were drawn with replacement, each from the whole distribution; then none is deterministic
     """
 
     is_sampled: np.ndarray
@@ -129,24 +125,48 @@ class SampledNodes:
 
 @dataclass(frozen=True)
 class DraftTree:
-    """Candidate continuations of a sequence.
+    """Candidate continuations of a sequence, and rows that are computed beside them.
 
-    tokens    (n,) int64; tokens[0] is the last token of the sequence
-    sampled     how the sampled nodes were drawn; None where all nodes are given
-    expected  tokens the drafter expects of the pass, the bonus included
+    tokens        (n,) int64; tokens[0] is the last token of the sequence
+    sampled       how the sampled nodes were drawn; None where all nodes are deterministic
+    expected      tokens the drafter expects of the pass, the bonus included
+    n_unverified  the last so many nodes are computed, so that the drafter sees what the target predicts there, and are
+                  never verified nor committed
     """
 
     topology: Topology
     tokens: Tensor
     sampled: SampledNodes | None = None
     expected: float = 1.0
+    n_unverified: int = 0
 
     def __post_init__(self) -> None:
         assert self.tokens.shape == (len(self.topology),), "one token a node"
+        assert 0 <= self.n_unverified < len(self.topology), "the root is verified"
+
+    @classmethod
+    def root_only(cls, token: int) -> "DraftTree":
+        """A tree of the last token alone: plain decoding."""
+        return cls(Topology.chain(1), torch.tensor([token]))
+
+    @property
+    def n_candidates(self) -> int:
+        """The first so many nodes are verified."""
+        return len(self.topology) - self.n_unverified
+
+    def candidates(self) -> "DraftTree":
+        """The tree that is verified: the first `n_candidates` nodes."""
+        if self.n_unverified == 0:
+            return self
+        n, sampled = self.n_candidates, self.sampled
+        if sampled is not None:
+            sampled = replace(sampled, is_sampled=sampled.is_sampled[:n], row_of=sampled.row_of[:n])
+        return DraftTree(Topology(self.topology.parents[:n]), self.tokens[:n], sampled, self.expected)
 
     def path_to(self, node: int) -> list[int]:
         """Tokens from below the root down to `node`."""
-        return self.tokens[self.topology.path_to(node)].tolist()
+        tokens: list[int] = self.tokens[self.topology.path_to(node)].tolist()
+        return tokens
 
 
 @dataclass(frozen=True)
@@ -154,7 +174,7 @@ class Verdict:
     """What a rule accepts of a tree.
 
     path   nodes, the first a child of the root, each the child of the one before
-    bonus  the token that follows the path, from the target's own distribution, or what the refused children left of it
+    bonus  the token after the path, drawn from the target's distribution, or from its residual after rejected children
     """
 
     path: tuple[int, ...]

@@ -1,12 +1,5 @@
-"""Trees of the tokens that the draft thinks most probable, grown anew for each step."""
+"""Trees of the tokens that the draft thinks most probable, grown anew for each step; none is sampled."""
 
-from offload_rt.speculate.tree_drafter import DraftParts, TreeDrafter
+from offload_rt.speculate.tree_drafter import tree_drafter
 
-NEEDS_MODEL = True
-GIVES_DRAFT_PROBS = False
-BEST_RULE = "match"
-
-
-def open_drafter(parts: DraftParts) -> TreeDrafter:
-    """No token is drawn, at any temperature."""
-    return TreeDrafter(parts, at_zero="dynamic", above="dynamic")
+DRAFTER = tree_drafter(dynamic_at_zero=True, dynamic_above=True)

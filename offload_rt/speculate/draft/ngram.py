@@ -6,45 +6,42 @@ import numpy as np
 import torch
 
 from offload_rt.executor.sequence import Sequence
+from offload_rt.sampling import TopTokens
 from offload_rt.speculate.ngrams import Match, MatchRates, find_matches
-from offload_rt.speculate.pair_stats import DraftParts
+from offload_rt.speculate.protocols import Drafter, DrafterType, DraftParts
 from offload_rt.tree.choose import best_prefix
 from offload_rt.tree.topology import DraftTree, Topology, Verdict
 
-NEEDS_MODEL = False
-GIVES_DRAFT_PROBS = False
-BEST_RULE = "match"
+_SIZES = (32, 16, 8, 4, 1)
 
 
-def open_drafter(parts: DraftParts) -> "Drafter":
-    """The drafter of this file."""
-    return Drafter(parts)
-
-
-class Drafter:
-    """A tree of what followed the longest matches, as large as it is worth."""
+class PromptLookup(Drafter):
+    """A tree of what followed the longest matches, as large as it pays."""
 
     def __init__(self, parts: DraftParts) -> None:
         self.limits, self._cost = parts.limits, parts.cost
         self._rates = MatchRates()
-        self._best: dict[int, Match] = {}
+        self._best: dict[Sequence, Match] = {}
 
     def propose(self, sequences: Several[Sequence], n_nodes: int) -> list[DraftTree]:
         """One tree for each sequence."""
         self._best.clear()
         return [self._tree(sequence, n_nodes, len(sequences)) for sequence in sequences]
 
-    def learn(self, sequence: Sequence, tree: DraftTree, verdict: Verdict) -> None:
+    def learn(self, sequence: Sequence, tree: DraftTree, verdict: Verdict, predicted: TopTokens | None) -> None:
         """Keep count of how often a copied token was right."""
-        match = self._best.get(id(sequence))
-        if match is not None:
+        if match := self._best.get(sequence):
             self._rates.observe(match, [*tree.tokens[list(verdict.path)].tolist(), verdict.bonus])
+
+    def end(self, sequence: Sequence) -> None:
+        """Forget its match."""
+        self._best.pop(sequence, None)
 
     def _tree(self, sequence: Sequence, n_nodes: int, n_sequences: int) -> DraftTree:
         n_levels = min(self.limits.n_levels, sequence.n_left)
         matches = find_matches(sequence.tokens, n_levels - 1) if n_nodes > 1 else []
         if matches:
-            self._best[id(sequence)] = matches[0]
+            self._best[sequence] = matches[0]
         nodes = self._nodes(matches)
         chances = np.array([chance for _, chance in nodes.values()])
         order = np.argsort(-chances, kind="stable")[: n_nodes - 1]
@@ -69,10 +66,13 @@ class Drafter:
 
 def _tree_of(root: int, paths: list[tuple[int, ...]], chosen: np.ndarray, expected: float) -> DraftTree:
     """The tree of the chosen paths, in which every path's beginning was chosen before it."""
-    at = {(): 0}
+    at: dict[tuple[int, ...], int] = {(): 0}
     parents, tokens = [-1], [root]
     for i in chosen:
         at[paths[i]] = len(parents)
         parents.append(at[paths[i][:-1]])
         tokens.append(paths[i][-1])
     return DraftTree(Topology(np.array(parents)), torch.tensor(tokens), expected=expected)
+
+
+DRAFTER = DrafterType(PromptLookup, needs_model=False, gives_draft_probs=False, best_rule="match", default_sizes=_SIZES)

@@ -3,28 +3,19 @@
 from collections.abc import Sequence as Several
 
 from offload_rt.executor.sequence import Sequence
-from offload_rt.speculate.pair_stats import DraftParts, root_only
-from offload_rt.speculate.protocols import DraftLimits
-from offload_rt.tree.topology import DraftTree, Verdict
-
-NEEDS_MODEL = False
-GIVES_DRAFT_PROBS = False
-BEST_RULE = "match"
+from offload_rt.speculate.protocols import Drafter, DrafterType, DraftLimits, DraftParts
+from offload_rt.tree.topology import DraftTree
 
 
-def open_drafter(parts: DraftParts) -> "Drafter":
-    """The drafter of this file; it needs no parts."""
-    return Drafter()
-
-
-class Drafter:
+class PlainDecoding(Drafter):
     """Proposes nothing beyond the last token."""
 
-    limits = DraftLimits(n_nodes=1, n_levels=1)
+    def __init__(self, parts: DraftParts) -> None:
+        self.limits = DraftLimits(n_nodes=1, n_levels=1)
 
     def propose(self, sequences: Several[Sequence], n_nodes: int) -> list[DraftTree]:
         """One tree of one node for each sequence."""
-        return [root_only(sequence) for sequence in sequences]
+        return [DraftTree.root_only(sequence.tokens[-1]) for sequence in sequences]
 
-    def learn(self, sequence: Sequence, tree: DraftTree, verdict: Verdict) -> None:
-        """There is nothing to learn."""
+
+DRAFTER = DrafterType(PlainDecoding, needs_model=False, gives_draft_probs=False, best_rule="match", default_sizes=(1,))
