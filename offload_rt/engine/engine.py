@@ -15,7 +15,7 @@ from offload_rt.executor.cost import CostEstimator
 from offload_rt.executor.runner import Runner, Step
 from offload_rt.executor.sequence import Sequence
 from offload_rt.executor.stats import PassTimes
-from offload_rt.sampling import probs
+from offload_rt.sampling import probs, top_tokens
 from offload_rt.speculate.protocols import Drafter, VerificationRule
 from offload_rt.system.trace import DRAFT, VERIFY, Trace
 from offload_rt.tree.topology import DraftTree
