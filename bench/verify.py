@@ -19,7 +19,7 @@ from offload_rt.speculate import child_sampling
 from offload_rt.speculate.static_builder import Shape
 from offload_rt.system import registry
 from offload_rt.tree.choose import Acceptance
-from offload_rt.tree.search import best_tree
+from offload_rt.tree.search import search
 from offload_rt.tree.topology import DraftTree, SampledNodes
 
 _SHARPNESS, _DISAGREEMENT, _LEVELS = 3.5, 1.0, 18
@@ -27,7 +27,7 @@ _SHARPNESS, _DISAGREEMENT, _LEVELS = 3.5, 1.0, 18
 
 def drawn_tree(n_nodes: int, vocabulary: int, probs: str, generator: torch.Generator) -> tuple[DraftTree, torch.Tensor]:
     """A tree as a draft draws it by a child distribution, and the target's logits (n, vocabulary) after each node."""
-    topology, _ = best_tree(Acceptance().by_rank(), n_nodes, _LEVELS)
+    topology = search(Acceptance().by_rank(), n_nodes, _LEVELS).topology(n_nodes, _LEVELS)
     shape = Shape.of(topology)
     logits = _SHARPNESS * torch.randn(len(topology), vocabulary, generator=generator)
     inner = np.flatnonzero(shape.row_of >= 0)
