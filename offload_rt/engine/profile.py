@@ -15,22 +15,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offload_rt.executor.runner import Placing, Runner, Step
+from offload_rt.executor.runner import Runner, Step
 from offload_rt.kv.cache import KVCache
-from offload_rt.models.spec import ModelSpec
-from offload_rt.offload.device import DeviceTier
 from offload_rt.offload.disk import DiskTier, ReadSettings
 from offload_rt.offload.pinning import pin, unpin
-from offload_rt.offload.stream_threads import ThreadStreamer
-from offload_rt.offload.streamer import LayerSources, LayerView
+from offload_rt.offload.streamer import LayerView
 from offload_rt.offload.tier import Tier, read_parallel
 from offload_rt.system.files import read_cached, write_cached
 from offload_rt.system.machine import ComputeTimes, MachineProfile, PassBytes
-from offload_rt.system.trace import Trace
 from offload_rt.tree.topology import Topology
-from offload_rt.weights.formats import dense
 from offload_rt.weights.header import TensorRecord
-from offload_rt.weights.layout import PackedLayer, host_block, packed_layout
+from offload_rt.weights.layout import host_block
 
 _CACHE, _VERSION = "disk.json", 1
 _CANDIDATES = (ReadSettings(1 << 20, 4), ReadSettings(4 << 20, 2), ReadSettings(512 << 10, 8), ReadSettings(2 << 20, 4))
@@ -195,28 +190,6 @@ def compute_times(runner: Runner, n_rows: int, max_context: int) -> ComputeTimes
         far = [_seconds_of_a_pass(runner, block, cache, width, contexts[1]) for width in (widths[0], widths[-1])]
     more = np.interp(widths, (widths[0], widths[-1]), (far[0] - short[0], far[1] - short[-1]))
     return ComputeTimes(widths, contexts, (tuple(short), tuple((np.array(short) + np.maximum(more, 0)).tolist())))
-
-
-def times_of_shape(spec: ModelSpec, place: Placing, n_rows: int, max_context: int) -> ComputeTimes:
-    """`compute_times` of a model that is not at hand, by one layer and a head of random numbers."""
-    image = _random_image(spec.layer_tensors(), place)
-    non_layer = _random_image(spec.non_layer_tensors(), place)
-    resident = DeviceTier()
-    for i in range(spec.n_layers):
-        resident.put(i, image)
-    trace = Trace(on=False)
-    # All layers are resident, so no thread starts, and any device will do.
-    streamer = ThreadStreamer(LayerSources(resident, (None,) * spec.n_layers, 0), trace)
-    view = dense.View(non_layer.layout, non_layer.block, place.dtype)
-    return compute_times(Runner(spec, streamer, view, dense.View, place, trace), n_rows, max_context)
-
-
-def _random_image(tensors: Sequence[tuple[str, tuple[int, ...]]], place: Placing) -> PackedLayer:
-    layout = packed_layout((name, shape, place.dtype) for name, shape in tensors)
-    block = torch.empty(layout.nbytes, dtype=torch.uint8, device=place.device)
-    for view in layout.views(block).values():
-        view.normal_(std=0.02)
-    return PackedLayer(block, layout)
 
 
 @torch.inference_mode()

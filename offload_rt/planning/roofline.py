@@ -1,5 +1,6 @@
-"""What computing takes on a card that is not at hand: the longer of reading and multiplying, from its published rates."""
+"""What computing takes: the longer of reading and multiplying, by published rates or by products that were timed."""
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,11 +27,13 @@ class Roof:
     flops      operations a second in matrix products
     bandwidth  bytes a second of its memory
     launch_s   seconds a layer takes at least
+    products   (rows, seconds for each weight that they are multiplied with), ascending; empty: not measured
     """
 
     flops: float
     bandwidth: float
     launch_s: float
+    products: tuple[tuple[int, float], ...] = ()
 
     @classmethod
     def of(cls, card: Card) -> "Roof":
@@ -41,27 +44,30 @@ class Roof:
         """Of so many operations on so many bytes."""
         return max(flops / self.flops, nbytes / self.bandwidth)
 
+    def product_s(self, n_weights: int, n_rows: int, itemsize: int) -> float:
+        """Seconds of multiplying so many rows with so many weights."""
+        if self.products and n_rows <= self.products[-1][0]:
+            widths, seconds = zip(*self.products, strict=True)
+            return n_weights * float(np.interp(n_rows, widths, seconds))
+        return self.seconds(2 * n_rows * n_weights, n_weights * itemsize)
+
     def layer_s(self, spec: ModelSpec, n_rows: int, context: int, itemsize: int) -> float:
         """Seconds of one layer on so many rows that look back on so many tokens, and of their attention."""
-        n_weights = sum(int(np.prod(shape)) for _, shape in spec.layer_tensors())
-        products = self.seconds(2 * n_rows * n_weights, n_weights * itemsize)
         n_keys = context + n_rows
         width, kv_width = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
         attention = self.seconds(4 * n_rows * n_keys * width, 2 * n_keys * kv_width * itemsize)
-        return max(products + attention, self.launch_s)
+        return max(self.product_s(_layer_weights(spec), n_rows, itemsize) + attention, self.launch_s)
 
     def head_s(self, spec: ModelSpec, n_rows: int, itemsize: int) -> float:
         """Seconds of the head on so many rows."""
-        n_weights = spec.vocab_size * spec.hidden_size
-        return self.seconds(2 * n_rows * n_weights, n_weights * itemsize)
+        return self.product_s(spec.vocab_size * spec.hidden_size, n_rows, itemsize)
 
     def compute_times(self, spec: ModelSpec, dtype: torch.dtype) -> ComputeTimes:
-        """Seconds of all layers and the head by width and context, where measuring would give them."""
-        itemsize = dtype.itemsize
+        """Seconds of all layers and the head by width and context."""
 
         def seconds(n_rows: int, context: int) -> float:
-            layers = spec.n_layers * self.layer_s(spec, n_rows, context, itemsize)
-            return layers + self.head_s(spec, n_rows, itemsize)
+            layers = spec.n_layers * self.layer_s(spec, n_rows, context, dtype.itemsize)
+            return layers + self.head_s(spec, n_rows, dtype.itemsize)
 
         table = tuple(tuple(seconds(n_rows, context) for n_rows in _WIDTHS) for context in _CONTEXTS)
         return ComputeTimes(_WIDTHS, _CONTEXTS, table)
@@ -69,6 +75,9 @@ class Roof:
 
 def head_share(spec: ModelSpec) -> float:
     """The head's part of a pass, by its part of the weights that are multiplied with."""
-    layers = spec.n_layers * sum(int(np.prod(shape)) for _, shape in spec.layer_tensors())
     head = spec.vocab_size * spec.hidden_size
-    return head / (layers + head)
+    return head / (spec.n_layers * _layer_weights(spec) + head)
+
+
+def _layer_weights(spec: ModelSpec) -> int:
+    return sum(math.prod(shape) for _, shape in spec.layer_tensors())
