@@ -188,7 +188,7 @@ def first_token() -> dict[str, object]:
         imports.append(run_json(["-c", IMPORTS]).seconds)
         run = [
             "-m",
-            "offload_rt.cli.run",
+            "offload_rt.run",
             "--model",
             "models/demo-target",
             "--prompt",

@@ -1,10 +1,8 @@
-"""Frozen settings. The command line is generated from their fields; an unknown key is refused."""
+"""Frozen settings, checked when they are made. The flags of the command line are their fields."""
 
-import argparse
 import re
-from dataclasses import MISSING, Field, dataclass, field, fields
-from difflib import get_close_matches
-from typing import Any, NoReturn, TypeVar
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
 
 from offload_rt.errors import SettingsError
 
@@ -12,8 +10,6 @@ _UNITS = {
     "": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40,
 }  # fmt: skip
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*((?:[kmgt]i?)?)b?\s*", re.IGNORECASE)
-
-Settings = TypeVar("Settings")
 
 
 def parse_size(text: str | int) -> int:
@@ -147,46 +143,3 @@ def _check_choices(settings: Any) -> None:
 def flag_of(name: str) -> str:
     """The command-line flag of a field: `max_model_len` is `--max-model-len`."""
     return "--" + name.replace("_", "-")
-
-
-class Parser(argparse.ArgumentParser):
-    """The flags of a program, of which one that is wrong raises SettingsError: a sentence, not a page."""
-
-    def __init__(self, program: str, description: str) -> None:
-        super().__init__(prog=program, description=description, allow_abbrev=False)
-
-    def error(self, message: str) -> NoReturn:
-        """Raises SettingsError with what argparse says, and the flag that may have been meant."""
-        wrong = message.removeprefix("unrecognized arguments: ")
-        flag = wrong.split()[0].split("=")[0] if wrong != message else ""
-        close = get_close_matches(flag, self._option_string_actions, n=1)
-        raise SettingsError(message, change=f"did you mean {close[0]}?" if close else f"see {self.prog} --help")
-
-
-def add_flags(parser: argparse.ArgumentParser, cls: type) -> None:
-    """One flag for each field of a settings class."""
-    for item in fields(cls):
-        _add_flag(parser, item)
-
-
-def _add_flag(parser: argparse.ArgumentParser, item: Field) -> None:
-    flag, text = flag_of(item.name), item.metadata["help"]
-    if isinstance(item.default, bool):
-        parser.add_argument(flag, action="store_true", help=text)
-    elif isinstance(item.default, tuple):
-        parser.add_argument(flag, action="append", metavar="TEXT", help=text)
-    else:
-        parser.add_argument(
-            flag,
-            default=None if item.default is MISSING else item.default,
-            required=item.default is MISSING,
-            type=item.metadata["parse"],
-            choices=item.metadata["choices"] or None,
-            help=text,
-        )
-
-
-def from_flags(cls: type[Settings], namespace: argparse.Namespace) -> Settings:
-    """Build settings from parsed flags. Raises SettingsError as the class's own checks do."""
-    values = {item.name: getattr(namespace, item.name) for item in fields(cls)}
-    return cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items() if v is not None})

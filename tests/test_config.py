@@ -8,17 +8,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from offload_rt.cli.calibrate import CalibrateSettings
+from offload_rt.cli.flags import Parser, from_flags
 from offload_rt.cli.run import RunSettings
-from offload_rt.config import (
-    EngineConfig,
-    Parser,
-    SamplingParams,
-    add_flags,
-    flag_of,
-    format_size,
-    from_flags,
-    parse_size,
-)
+from offload_rt.config import EngineConfig, SamplingParams, flag_of, format_size, parse_size
 from offload_rt.errors import OffloadError, PromptError, SettingsError
 
 # Whose flags stand on one line.
@@ -113,8 +105,7 @@ def test_there_is_an_example_of_every_field_and_it_is_not_the_default(cls: type)
 
 
 def _parsed(cls: type, arguments: list[str]) -> Any:
-    parser = Parser("test", "flags")
-    add_flags(parser, cls)
+    parser = Parser("test", "flags", cls)
     return from_flags(cls, parser.parse_args(arguments))
 
 
@@ -133,8 +124,7 @@ def test_every_field_has_a_flag_that_sets_it_and_nothing_else(cls: type, name: s
 
 @pytest.mark.parametrize("cls", CLASSES)
 def test_flags_are_the_names_in_kebab_case_and_all_have_help(cls: type) -> None:
-    parser = Parser("test", "flags")
-    add_flags(parser, cls)
+    parser = Parser("test", "flags", cls)
     actions = {action.option_strings[0]: action for action in parser._actions if action.dest != "help"}
     assert sorted(actions) == sorted("--" + item.name.replace("_", "-") for item in fields(cls))
     assert all(action.help for action in actions.values())

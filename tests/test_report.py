@@ -180,7 +180,7 @@ def test_a_hand_made_timeline_becomes_a_picture_and_a_text(tmp_path: Path, capsy
     path = written(tmp_path / "t.json")
     assert report.main([str(path)]) == 0
     out = capsys.readouterr().out
-    assert "link was busy 73.7%" in out and "stood still 26.3%, slots full" in out
+    assert "link was busy 73.7%" in out and "was idle 26.3%, slots full" in out
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
 
 

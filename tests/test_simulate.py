@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from offload_rt.offload.placement import MemoryBudget, Plan, ReservedMemory, place_layers
 from offload_rt.planning.acceptance import PRESETS, power_law
-from offload_rt.planning.simulate import Costs, StreamSchedule, Work, draw_tokens, generate, simulate
+from offload_rt.planning.simulate import Costs, StreamSchedule, Work, generate, simulate
 from offload_rt.system.machine import ComputeTimes, MachineProfile, pass_time
 from offload_rt.tree.search import expected_tokens, search
 from offload_rt.tree.topology import Topology
@@ -37,7 +37,6 @@ def test_a_pass_that_waits_for_nothing_takes_what_it_computes() -> None:
     schedule = StreamSchedule.of(plan_of(12, 5), LINKS)
     timeline = simulate(schedule, [Work(0.5, 60.0, 2.0)] * 6)
     assert timeline.pass_s == pytest.approx(62.5)
-    assert timeline.waited_s[1:] == pytest.approx(0.0, abs=1e-9)
     resident = StreamSchedule.of(plan_of(12, 12), LINKS)
     assert resident.links == ()
     assert steady(resident, Work(0.5, 60.0, 2.0)) == pytest.approx(62.5)
@@ -47,8 +46,6 @@ def test_the_first_layer_cannot_be_computed_before_it_has_arrived() -> None:
     schedule = StreamSchedule.of(plan_of(3, 2), LINKS)
     timeline = simulate(schedule, [Work(0.0, 3e-9, 0.0)])
     assert timeline.ends[0] == pytest.approx(3 * 0.5)
-    assert timeline.waited_s[0] == pytest.approx(3 * 0.5)
-    assert timeline.busy_s["disk"] == pytest.approx(3 * 0.5)
 
 
 @pytest.mark.parametrize(("n_slots", "expected"), [(2, 1.0), (3, 0.5), (4, 0.0)])
@@ -85,7 +82,7 @@ def test_what_comes_from_the_disk_crosses_the_link_of_the_card_as_well() -> None
     assert steady(StreamSchedule.of(plan, links), Work(0.0, 0.1, 0.0)) == pytest.approx(n_streamed * 0.5, rel=0.02)
 
 
-def test_drag_slows_the_device_while_bytes_come_in() -> None:
+def test_contention_slows_the_device_while_bytes_come_in() -> None:
     schedule = StreamSchedule((("disk",),) * 4, (LAYER,) * 4, (("disk", 2.0),), 3, contention=0.1)
     # 2 s of link and 10 s of computing, of which the 2 s go by at 1 / 1.2 of the speed.
     assert steady(schedule, Work(0.0, 10.0, 0.0)) == pytest.approx(10.0 + 2.0 * (1 - 1 / 1.2))
@@ -127,31 +124,20 @@ def test_more_memory_is_never_slower(n: int, host: int, compute_s: float, draft_
     assert seconds(4, 0) <= seconds(3, 0) + 1e-6
 
 
-def test_paths_are_as_long_as_the_tree_is_expected_to_yield() -> None:
-    acceptance = np.array([0.6, 0.2, 0.1])
-    topology = search(acceptance, 24, 6).topology(24, 6)
-    rng = np.random.default_rng(0)
-    is_sampled = [draw_tokens(topology, acceptance, rng) for _ in range(4000)]
-    assert np.mean(is_sampled) == pytest.approx(expected_tokens(topology, acceptance), rel=0.03)
-    assert max(is_sampled) <= 6 and min(is_sampled) == 1
-
-
-def test_generation_by_draws_is_as_fast_as_by_expectation() -> None:
+def test_passes_cost_what_their_context_costs() -> None:
     acceptance = np.array([0.6, 0.2, 0.1])
     topology = search(acceptance, 24, 6).topology(24, 6)
     target = ComputeTimes((1, 64), (0, 4096), ((0.1, 1.0), (0.2, 2.0)))
     costs = Costs(target, ComputeTimes((1,), (0,), ((0.02,),)), head=0.05, fixed_s=0.01)
-    schedule = StreamSchedule.of(plan_of(12, 5), LINKS)
-    expected = generate(schedule, costs, (topology, acceptance), (100, 1100))
-    is_sampled = generate(schedule, costs, (topology, acceptance), (100, 1100), np.random.default_rng(1))
-    assert is_sampled.seconds_per_token == pytest.approx(expected.seconds_per_token, rel=0.05)
-    assert expected.works[-1].layers_s > expected.works[0].layers_s  # the context has grown
-    assert expected.works[0].draft_s == pytest.approx(0.02 * topology.depths.max())
+    run = generate(StreamSchedule.of(plan_of(12, 5), LINKS), costs, (topology, acceptance), (100, 1100))
+    assert run.tokens_per_pass == expected_tokens(topology, acceptance)
+    assert 1000 <= len(run.works) * run.tokens_per_pass < 1000 + run.tokens_per_pass
+    assert run.seconds_per_token == pytest.approx(run.pass_s / run.tokens_per_pass)
+    assert run.works[-1].layers_s > run.works[0].layers_s  # the context has grown
+    assert run.works[0].draft_s == pytest.approx(0.02 * topology.depths.max())
     whole = float(target.at(np.array([len(topology)]), 100)[0])
-    assert expected.works[0].layers_s == pytest.approx(0.95 * whole)
-    assert expected.works[0].after_s == pytest.approx(0.05 * whole + 0.01)
-    for run in (expected, is_sampled):
-        assert 1000 <= run.tokens.sum() < 1006  # no pass goes beyond the span
+    assert run.works[0].layers_s == pytest.approx(0.95 * whole)
+    assert run.works[0].after_s == pytest.approx(0.05 * whole + 0.01)
 
 
 def test_a_tree_of_one_node_drafts_nothing_and_gives_one_token() -> None:
@@ -162,6 +148,6 @@ def test_a_tree_of_one_node_drafts_nothing_and_gives_one_token() -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.name)
-def test_a_preset_yields_what_was_published(preset) -> None:
+def test_a_preset_gives_what_was_published(preset) -> None:
     table = search(power_law(preset.power), preset.n_nodes, preset.n_levels)
     assert table.expected(preset.n_nodes, preset.n_levels) == pytest.approx(preset.tokens_per_pass, abs=0.005)

@@ -1,7 +1,7 @@
-"""`python -m offload_rt.calibrate`: measure at leisure what a pair of models does on this machine, and keep it.
+"""`offload-rt calibrate`: measure what a pair of models does on this machine, and keep it for later runs.
 
-It generates from a few prompts to learn how often the draft is right, times passes of every width, and prints what each
-size and depth of tree would cost for a token. Later runs start from what was measured.
+It generates from a few prompts to learn how often the draft is right, times passes of several widths, and prints what a
+token would cost with trees of each size and depth.
 """
 
 import json
@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
-from offload_rt.cli.process import exit_code, run_program
-from offload_rt.config import EngineConfig, Parser, SamplingParams, add_flags, check_positive, from_flags, setting
+from offload_rt.cli.flags import Parser, from_flags
+from offload_rt.cli.picture import check_picture, panels, save
+from offload_rt.cli.process import exit_code
+from offload_rt.config import EngineConfig, SamplingParams, check_positive, setting
 from offload_rt.errors import PromptError, SettingsError
 
 if TYPE_CHECKING:
@@ -21,11 +24,17 @@ if TYPE_CHECKING:
 
 _SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024)
 _DEPTHS = (2, 4, 6, 8, 12, 16, 24)
+_PROMPTS = (
+    "def read_lines(path, encoding='utf-8'):\n",
+    "class Queue:\n    def __init__(self, maxsize=0):\n",
+    "import os\nimport sys\n\n\ndef main(argv=None):\n",
+    "    def _check_closed(self):\n        if self.closed:\n",
+)
 
 
 @dataclass(frozen=True)
 class CalibrateSettings:
-    """What to learn from, and where to draw it."""
+    """What to learn from, and how to show it."""
 
     prompt_file: str | None = setting(None, "text whose paragraphs are continued; default: a few lines of program text")
     temperature: float = setting(0.0, "at which acceptance is learned", parse=float)
@@ -48,31 +57,22 @@ class Findings:
     best        size and levels of the cheapest, and its seconds per token
     """
 
-    acceptance: np.ndarray
-    widths: np.ndarray
-    pass_s: np.ndarray
-    compute_s: np.ndarray
+    acceptance: NDArray[np.float64]
+    widths: NDArray[np.int64]
+    pass_s: NDArray[np.float64]
+    compute_s: NDArray[np.float64]
     link_s: float
     level_s: float
     sizes: tuple[int, ...]
     depths: tuple[int, ...]
-    cost: np.ndarray
+    cost: NDArray[np.float64]
     best: tuple[int, int, float]
-
-
-PROMPTS = (
-    "def read_lines(path, encoding='utf-8'):\n",
-    "class Queue:\n    def __init__(self, maxsize=0):\n",
-    "import os\nimport sys\n\n\ndef main(argv=None):\n",
-    "    def _check_closed(self):\n        if self.closed:\n",
-)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns its exit code."""
-    parser = Parser("python -m offload_rt.calibrate", __doc__.split("\n\n")[0])
-    for cls in (EngineConfig, CalibrateSettings):
-        add_flags(parser, cls)
+    text = "Measure what a pair of models does on this machine, and keep it for later runs."
+    parser = Parser("offload-rt calibrate", text, EngineConfig, CalibrateSettings)
 
     def work() -> None:
         flags = parser.parse_args(arguments)
@@ -89,18 +89,16 @@ def _calibrate(settings: CalibrateSettings, config: EngineConfig) -> None:
             "calibrate", need="trees of several nodes", have="--tree-size 1", change="raise --tree-size"
         )
     if settings.plot is not None:
-        from offload_rt.cli.format import check_plot
-
-        check_plot(settings.plot)
+        check_picture("--plot", settings.plot)
+    prompts = _prompts(settings.prompt_file)
     from offload_rt.cli.format import quiet_libraries
     from offload_rt.llm import LLM
 
     quiet_libraries()
-    prompts = _prompts(settings.prompt_file)
     if config.drafter != "static_tree":
         with LLM.from_config(config) as llm:
             _generate(llm, settings, prompts)
-    # The table is of trees of one shape: only of these is it known beforehand what they yield.
+    # The table is of trees of one shape: only of these is the expected number of tokens known beforehand.
     with LLM.from_config(replace(config, drafter="static_tree", rule="auto")) as llm:
         _generate(llm, settings, prompts)
         findings = _find(llm, settings.temperature, settings.tokens)
@@ -128,7 +126,7 @@ def _generate(llm: "LLM", settings: CalibrateSettings, prompts: list[str]) -> No
 
 def _prompts(path: str | None) -> list[str]:
     if path is None:
-        return list(PROMPTS)
+        return list(_PROMPTS)
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -145,21 +143,23 @@ def _find(llm: "LLM", temperature: float, context: int) -> Findings:
     from offload_rt.tree.search import search
 
     drafter, cost, limits = llm.engine.drafter, llm.engine.cost, llm.engine_plan.limits
-    assert isinstance(drafter, TreeDrafter), "a static tree"
+    assert isinstance(drafter, TreeDrafter) and cost.profile.compute is not None, (
+        "a static_tree engine measures its passes"
+    )
     acceptance = drafter.estimates_at(temperature).acceptance.by_rank()
     table = search(acceptance, limits.n_nodes, limits.n_levels).values
     sizes = tuple(n for n in _SIZES if n <= limits.n_nodes)
     depths = tuple(n for n in _DEPTHS if n <= limits.n_levels)
     seconds = cost.seconds(np.array(sizes)[:, None], context, cost.level_s * (np.array(depths) - 1))
-    every = sizes_up_to(limits.n_nodes)
+    widths = sizes_up_to(limits.n_nodes)
     draft_s = cost.level_s * np.arange(limits.n_levels)
-    choice = choose(table, every, cost.seconds(every[:, None], context, draft_s))
+    choice = choose(table, widths, cost.seconds(widths[:, None], context, draft_s))
     streamed = [nbytes / cost.profile.link(tier) / 1e9 for tier, nbytes in llm.plan.pass_bytes.streamed if nbytes]
     return Findings(
         acceptance=acceptance,
-        widths=every,
-        pass_s=cost.seconds(every, context),
-        compute_s=cost.profile.compute.at(every, context),
+        widths=widths,
+        pass_s=cost.seconds(widths, context),
+        compute_s=cost.profile.compute.at(widths, context),
         link_s=max(streamed, default=0.0),
         level_s=cost.level_s,
         sizes=sizes,
@@ -195,14 +195,7 @@ def _print_table(findings: Findings) -> None:
 
 
 def _draw(findings: Findings, path: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    from offload_rt.cli.format import save_figure
-
-    figure, (ranks, passes, cost) = pyplot.subplots(1, 3, figsize=(15, 4.5), layout="constrained")
+    figure, ((ranks, passes, cost),) = panels(1, 3, (15, 4.5))
     ranks.bar(np.arange(1, 17), findings.acceptance[:16], color="tab:blue")
     ranks.set(title="acceptance by rank", xlabel="rank among siblings", ylabel="probability", yscale="log")
     passes.plot(findings.widths, findings.pass_s, label="pass, predicted", color="tab:blue")
@@ -218,8 +211,4 @@ def _draw(findings: Findings, path: str) -> None:
     cost.plot([n_nodes], [seconds], "*", ms=14, color="black", label=f"best: {n_nodes} nodes, {n_levels} levels")
     cost.set(title="seconds per token", xlabel="nodes of the tree", ylabel="seconds", xscale="log", ylim=(0, None))
     cost.legend(fontsize="small")
-    save_figure(figure, Path(path), dpi=120)
-
-
-if __name__ == "__main__":
-    sys.exit(run_program(main))
+    save(figure, path)

@@ -1,10 +1,7 @@
-"""What a person sees: the loading bar, the plan as a table, the closing report. All of it goes to stderr or where asked."""
+"""The loading bar, a plan as a table, and the closing report of a run."""
 
-import io
 import os
 import time
-from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -12,14 +9,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 from rich.table import Table
 
 from offload_rt.config import format_size
-from offload_rt.errors import SettingsError
 from offload_rt.offload.placement import Plan
-from offload_rt.system.files import write_atomically
 from offload_rt.system.machine import MachineProfile, PassBytes, pass_time
 
 if TYPE_CHECKING:  # these take seconds to load, and a plan needs none of them
-    from matplotlib.figure import Figure
-
     from offload_rt.engine.builder import EnginePlan
     from offload_rt.llm import Stats
 
@@ -33,19 +26,16 @@ class LoadingBar:
         columns = (TextColumn("loading"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeElapsedColumn())
         self._console = console
         # In a log file a bar is noise: one line at the end says the same.
-        # Drawn by the one who calls, for a thread of the bar's own is waited for in ways that an interrupt can break.
+        # The caller draws it: an interrupt can break the wait for a thread of the bar's own.
         self._bar = Progress(*columns, console=console, disable=not console.is_terminal, auto_refresh=False)
         self._task = self._bar.add_task("loading", total=None)
-        self._started: float | None = None
-        self._drawn = 0.0
+        self._started = self._drawn = 0.0
 
     def __enter__(self) -> "LoadingBar":
         self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
     def __call__(self, done: int, total: int) -> None:
@@ -58,60 +48,51 @@ class LoadingBar:
             self._bar.update(self._task, completed=done, total=total, refresh=True)
         if done >= total and not self._console.is_terminal:
             seconds = now - self._started
-            self._console.print(
-                f"loaded {total / 1e9:.2f} GB in {seconds:.2f} s{_rate(total, seconds)}", highlight=False
-            )
-
-
-def _rate(nbytes: int, seconds: float) -> str:
-    """`", 1.50 GB/s"`; nothing where all came at once."""
-    return f", {nbytes / seconds / 1e9:.2f} GB/s" if seconds else ""
+            rate = f", {total / seconds / 1e9:.2f} GB/s" if seconds else ""
+            self._console.print(f"loaded {total / 1e9:.2f} GB in {seconds:.2f} s{rate}", highlight=False)
 
 
 def plan_table(engine_plan: "EnginePlan", profile: MachineProfile) -> Table:
     """What lies where, what a pass moves, and what it should cost."""
     plan = engine_plan.plan
-    title = f"{engine_plan.checkpoint.directory} on {engine_plan.device.type}, {engine_plan.dtype}".replace(
-        "torch.", ""
-    )
+    title = f"{engine_plan.checkpoint.directory} on {engine_plan.device.type}, {engine_plan.dtype}"
     table = placement_table(title, plan, engine_plan.cache_rows)
     for tier, nbytes in plan.pass_bytes.streamed:
         if nbytes:
-            table.add_row(
-                f"bytes per pass at {profile.link(tier):.2f} GB/s (measured)", f"{tier} to device", format_size(nbytes)
-            )
-    seconds = pass_time(profile, plan.pass_bytes)
+            rate = f"bytes per pass at {profile.link(tier):.2f} GB/s (measured)"
+            table.add_row(rate, f"{tier} to device", format_size(nbytes))
     token = "token" if engine_plan.limits.n_nodes == 1 else "pass of a token"
     table.add_row(
-        f"predicted, weights read at {profile.memory_gbps:.1f} GB/s", profile.source, f"{seconds:.3f} s per {token}"
+        f"predicted, weights read at {profile.memory_gbps:.1f} GB/s",
+        profile.source,
+        f"{pass_time(profile, plan.pass_bytes):.3f} s per {token}",
     )
     return table
 
 
 def placement_table(title: str, plan: Plan, cache_rows: int) -> Table:
     """What lies where."""
-    table = Table(title=title)
+    table = Table(title=title.replace("torch.", ""))
     table.add_column("what")
     table.add_column("where")
     table.add_column("size", justify="right")
-    table.add_row("embedding, last norm, head", "device", format_size(plan.reserved.non_layer))
-    table.add_row(f"cache of {cache_rows} tokens", "device", format_size(plan.reserved.cache))
-    table.add_row("activations", "device", format_size(plan.reserved.scratch))
-    if plan.reserved.draft:
-        table.add_row("draft model, its cache and distributions", "device", format_size(plan.reserved.draft))
-    if plan.reserved.libraries:
-        table.add_row("left to libraries", "device", format_size(plan.reserved.libraries))
-    if plan.n_slots:
-        table.add_row(f"{plan.n_slots} slots", "device", format_size(plan.n_slots * plan.slot_nbytes))
+    reserved = plan.reserved
+    on_device = {
+        "embedding, last norm, head": reserved.non_layer,
+        f"cache of {cache_rows} tokens": reserved.cache,
+        "activations": reserved.scratch,
+        "draft model, its cache and distributions": reserved.draft,
+        "left to libraries": reserved.libraries,
+        f"{plan.n_slots} slots": plan.n_slots * plan.slot_nbytes,
+    }
+    for what, nbytes in on_device.items():
+        if nbytes:
+            table.add_row(what, "device", format_size(nbytes))
     for tier in ("device", "host", "disk"):
         if plan.count(tier):
             table.add_row(f"{plan.count(tier)} of {len(plan.tiers)} layers", tier, format_size(plan.on(tier)))
-    table.add_row(
-        "used of the budget",
-        "device",
-        f"{format_size(plan.device_nbytes)} of {format_size(plan.budget.device)}",
-        end_section=True,
-    )
+    used = f"{format_size(plan.device_nbytes)} of {format_size(plan.budget.device)}"
+    table.add_row("used of the budget", "device", used, end_section=True)
     return table
 
 
@@ -121,7 +102,7 @@ def quiet_libraries() -> None:
     from transformers.utils import logging
 
     if "TRANSFORMERS_VERBOSITY" not in os.environ:
-        logging.set_verbosity_error()
+        logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # transformers says no types here
 
 
 def print_table(table: Table) -> None:
@@ -166,26 +147,3 @@ def _link_line(stats: "Stats", moved: PassBytes) -> str:
         f"{streamed / 1e9:.2f} GB per pass at {stats.link_gbps:.2f} GB/s, link busy {stats.link_busy:.0%} of the time; "
         f"floor at this rate {floor:.3f} s per token"
     )
-
-
-def save_figure(figure: "Figure", path: Path, dpi: int) -> None:
-    """Write a picture as PNG, whole or not at all, and be done with it. Raises OSError."""
-    from matplotlib import pyplot
-
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=dpi)
-    pyplot.close(figure)
-    write_atomically(path, picture.getvalue())
-
-
-def check_plot(path: str) -> None:
-    """Raises SettingsError where a picture cannot be drawn, or not be written to this file."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise SettingsError(
-            "--plot", need="matplotlib", have="none", change="pip install 'offload-rt[plot]'"
-        ) from error
-    folder = Path(path).resolve().parent
-    if not folder.is_dir():
-        raise SettingsError(f"--plot {path}", need="a folder that exists", have=f"no {folder}", change="make it")

@@ -1,28 +1,18 @@
-"""`python -m offload_rt.plan`: what a model would take on a machine, from its config alone.
+"""`offload-rt plan`: what a model would take on a machine, from its config alone.
 
-The loop's own placement and choice of tree run on a virtual clock. For a card that is named no weight is read; for the
-machine it stands on (`--gpu this`), a few layers tell the rate of its disk where `--disk` does not. Without a draft model it
-is plain decoding that is planned.
+The engine's own placement and choice of tree run on a virtual clock. No weight is read, except that with `--gpu this` a few
+layers give the rate of the disk where `--disk` does not. Without a draft model plain decoding is planned.
 """
 
 import json
 import re
-import sys
 from dataclasses import MISSING, asdict, dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload_rt.cli.process import exit_code, run_program
-from offload_rt.config import (
-    EngineConfig,
-    Parser,
-    SamplingParams,
-    add_flags,
-    format_size,
-    from_flags,
-    parse_size,
-    setting,
-)
+from offload_rt.cli.flags import Parser, from_flags
+from offload_rt.cli.picture import check_picture, panels, save
+from offload_rt.cli.process import exit_code
+from offload_rt.config import EngineConfig, SamplingParams, format_size, parse_size, setting
 from offload_rt.errors import OffloadError, SettingsError
 from offload_rt.planning.hardware import CARDS, Card, find_card
 
@@ -57,14 +47,13 @@ class PlanSettings:
     max_model_len: int | None = setting(None, "most tokens of prompt and answer together, as for a run", parse=int)
     tree_size: int | None = setting(None, "nodes of the trees; default: chosen by what passes cost", parse=int)
     tree_depth: int | None = setting(None, "levels of the trees; default: chosen", parse=int)
-    temperature: float = setting(0.0, "at which tokens are drawn", parse=float)
+    temperature: float = setting(0.0, "at which tokens are sampled", parse=float)
     acceptance: str = setting(
         "auto", "how often the draft is right: measured (on this machine), a preset's name, guess, or probabilities by rank; "
         "auto: the first of measured, a preset of this pair, guess",
     )  # fmt: skip
     context: int = setting(128, "tokens before the first pass", parse=int)
     max_new_tokens: int = setting(128, "tokens that are generated", parse=int)
-    seed: int | None = setting(None, "draw how long each accepted path is; default: as long as expected", parse=int)
     sweep: str | None = setting(None, "draw the curve over this", choices=_SWEEPS)
     plot: str | None = setting(None, "file for a picture of the curve, PNG; needs matplotlib")
     json: bool = setting(False, "print one JSON object instead of tables")
@@ -72,21 +61,24 @@ class PlanSettings:
     offline: bool = setting(False, "use only what the hub cache already holds")
 
     def __post_init__(self) -> None:
-        SamplingParams(temperature=self.temperature, max_new_tokens=self.max_new_tokens, seed=self.seed)
+        SamplingParams(temperature=self.temperature, max_new_tokens=self.max_new_tokens)
         if self.context < 1:
             raise SettingsError(f"--context is {self.context}", need="at least 1", change="raise --context")
         if self.plot is not None and self.sweep is None:
             raise SettingsError("--plot", need="a curve to draw", change=f"give --sweep {' or '.join(_SWEEPS)}")
         if self.link is not None and self.gpu == "this":
             raise SettingsError("--link", need="a card that is not here", have="--gpu this", change="name a card")
-
         if self.draft_model is None and (self.tree_size or self.tree_depth):
             flag = "--tree-size" if self.tree_size else "--tree-depth"
             raise SettingsError(flag, need="a draft model", change="give one by --draft-model")
 
+    @property
+    def title(self) -> str:
+        """The models by name."""
+        return self.model if self.draft_model is None else f"{self.model} with {self.draft_model}"
+
     def engine(self) -> EngineConfig:
         """The settings of the engine that is planned."""
-        drafter = "none" if self.draft_model is None else "static_tree"
         return EngineConfig(
             model=self.model,
             draft_model=self.draft_model,
@@ -94,7 +86,7 @@ class PlanSettings:
             device_memory=self.device_memory,
             host_memory=self.ram if self.gpu == "this" else None,
             max_model_len=self.max_model_len,
-            drafter=drafter,
+            drafter="none" if self.draft_model is None else "static_tree",
             tree_size=self.tree_size,
             tree_depth=self.tree_depth,
         )
@@ -114,20 +106,31 @@ def parse_rate(text: str, flag: str) -> float:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns its exit code."""
-    parser = Parser("python -m offload_rt.plan", __doc__.split("\n\n")[0])
-    add_flags(parser, PlanSettings)
+    parser = Parser("offload-rt plan", "What a model would take on a machine, from its config alone.", PlanSettings)
     return exit_code(lambda: _plan(from_flags(PlanSettings, parser.parse_args(arguments))))
 
 
-def _plan(settings: PlanSettings) -> None:
-    # Not at the top: a wrong flag is told before the seconds that torch takes to load.
-    if settings.plot is not None:
-        from offload_rt.cli.format import check_plot
+@dataclass(frozen=True)
+class _Prediction:
+    """A question and its answer.
 
-        check_plot(settings.plot)
+    curve  None where none was asked for
+    """
+
+    settings: PlanSettings
+    request: "PlanRequest"
+    machine: "Machine"
+    forecast: "Forecast"
+    curve: "Sweep | None"
+
+
+def _plan(settings: PlanSettings) -> None:
+    if settings.plot is not None:
+        check_picture("--plot", settings.plot)
     card = None if settings.gpu == "this" else find_card(settings.gpu)
     config = settings.engine()
     machine = None if card is None else _with_card(settings, config, card)
+    # Not at the top: a wrong flag is told before the seconds that torch takes to load.
     from offload_rt.planning.forecast import predict
     from offload_rt.planning.sweep import sweep
 
@@ -138,24 +141,25 @@ def _plan(settings: PlanSettings) -> None:
         machine = this_machine(config, None if settings.disk is None else parse_rate(settings.disk, "--disk"))
     forecast = predict(request, machine)
     curve = None if settings.sweep is None else sweep(settings.sweep, request, machine)
+    found = _Prediction(settings, request, machine, forecast, curve)
     if settings.json:
-        print(json.dumps(_as_json(settings, request, machine, forecast, curve)))
+        print(json.dumps(_as_json(found)))
     else:
-        _print(settings, request, machine, forecast, curve)
-    if settings.plot is not None:
+        _print(found)
+    if settings.plot is not None and curve is not None:
         _draw(settings, curve, machine)
 
 
 def _with_card(settings: PlanSettings, config: EngineConfig, card: Card) -> "Machine":
     disk, ram = parse_rate(settings.disk or _DISK, "--disk"), parse_size(settings.ram or _RAM)
     link = None if settings.link is None else parse_rate(settings.link, "--link")
-    from offload_rt.planning.forecast import Machine
-
     if config.device_nbytes is not None and config.device_nbytes > card.memory_nbytes:
         raise SettingsError(
             f"--device-memory {settings.device_memory}", need=f"at most the card's {format_size(card.memory_nbytes)}",
             change="lower --device-memory",
         )  # fmt: skip
+    from offload_rt.planning.forecast import Machine
+
     machine = Machine.with_card(card, ram, disk, config.device_nbytes, link)
     defaults = (("--ram", settings.ram, _RAM), ("--disk", settings.disk, _DISK))
     assumed = tuple(f"{flag} was not given: {default} is assumed" for flag, given, default in defaults if given is None)
@@ -185,17 +189,14 @@ def _request(settings: PlanSettings, config: EngineConfig) -> "PlanRequest":
     check_pair(specs[0], specs[-1], (None, None))
     identities = [_identity(name, revision) for name, revision in zip(names, (settings.revision, None), strict=False)]
     pair = (identities[0], identities[-1])
-    acceptance = assume(settings.acceptance, pair, (names[0].lower(), names[-1].lower()), settings.temperature)
-    draft = sizes[1] if len(sizes) > 1 else None
     return PlanRequest(
         config=config,
         drafting=pick_drafter(config),
-        models=(sizes[0], draft),
+        models=(sizes[0], sizes[1] if len(sizes) > 1 else None),
         dtype=dtypes[0],
-        acceptance=acceptance,
+        acceptance=assume(settings.acceptance, pair, (names[0].lower(), names[-1].lower()), settings.temperature),
         context=settings.context,
         tokens=settings.max_new_tokens,
-        seed=settings.seed,
     )
 
 
@@ -209,24 +210,22 @@ def _identity(model: str, revision: str | None) -> str:
         return ""
 
 
-def _print(
-    settings: PlanSettings, request: "PlanRequest", machine: "Machine", forecast: "Forecast", curve: "Sweep | None"
-) -> None:
+def _print(found: _Prediction) -> None:
     from offload_rt.cli.format import placement_table, print_table
 
-    with_draft = f" with {settings.draft_model}" if settings.draft_model else ""
-    title = f"{settings.model}{with_draft} on {machine.title}, {request.dtype}".replace("torch.", "")
-    table = placement_table(title, forecast.plan_memory.plan, forecast.plan_memory.cache_rows)
+    forecast, machine = found.forecast, found.machine
+    title = f"{found.settings.title} on {machine.title}, {found.request.dtype}"
+    table = placement_table(title, forecast.memory_plan.plan, forecast.memory_plan.cache_rows)
     for name, rate in machine.links:
         if name in forecast.link_s:
             nbytes = forecast.link_s[name] * rate * 1e9
             table.add_row(f"bytes per pass at {rate:.2f} GB/s", f"{name} link", format_size(nbytes))
     table.add_row("predicted", machine.title, f"{forecast.seconds_per_token:.3f} s per token")
     print_table(table)
-    for line in _lines(request, machine, forecast):
+    for line in _lines(found.request, machine, forecast):
         print(line)
-    if curve is not None:
-        print(_curve(curve))
+    if found.curve is not None:
+        print(_curve(found.curve))
 
 
 def _lines(request: "PlanRequest", machine: "Machine", forecast: "Forecast") -> list[str]:
@@ -236,7 +235,7 @@ def _lines(request: "PlanRequest", machine: "Machine", forecast: "Forecast") -> 
     if n_nodes > 1:
         lines = [
             f"trees of {n_nodes} nodes on {n_levels} levels give {forecast.tokens_per_pass:.2f} tokens a pass of "
-            f"{forecast.run.pass_s:.3f} s (closed form {forecast.closed_s:.3f} s), {forecast.draft_s:.3f} s of it drafting",
+            f"{forecast.run.pass_s:.3f} s, {forecast.draft_s:.3f} s of it drafting",
             f"plain decoding takes {plain_s:.3f} s per token: {plain_s / forecast.seconds_per_token:.2f} times faster",
             *lines,
             f"acceptance: {request.acceptance.source}",
@@ -259,29 +258,25 @@ def _curve(curve: "Sweep") -> str:
     return "\n".join(lines)
 
 
-def _as_json(
-    settings: PlanSettings, request: "PlanRequest", machine: "Machine", forecast: "Forecast", curve: "Sweep | None"
-) -> dict[str, Any]:
-    points = None
-    if curve is not None:
-        points = [
-            {"x": point.x, **(_figures(point.forecast) if point.forecast is not None else {})} for point in curve.points
-        ]
+def _as_json(found: _Prediction) -> dict[str, Any]:
+    request, machine, forecast, curve = found.request, found.machine, found.forecast, found.curve
     return {
-        "model": settings.model,
-        "draft_model": settings.draft_model,
+        "model": found.settings.model,
+        "draft_model": found.settings.draft_model,
         "machine": machine.title,
         "links": dict(machine.links),
         "sources": machine.sources,
         "acceptance": {"by_rank": request.acceptance.by_rank.tolist(), "source": request.acceptance.source},
-        "plan": asdict(forecast.plan_memory.plan),
-        "max_model_len": forecast.plan_memory.max_model_len,
+        "plan": asdict(forecast.memory_plan.plan),
+        "max_model_len": forecast.memory_plan.max_model_len,
         **_figures(forecast),
-        "sweep": None if curve is None else {"over": curve.what, "points": points},
+        "sweep": curve and {"over": curve.what, "points": [{"x": p.x, **_figures(p.forecast)} for p in curve.points]},
     }
 
 
-def _figures(forecast: "Forecast") -> dict[str, Any]:
+def _figures(forecast: "Forecast | None") -> dict[str, Any]:
+    if forecast is None:
+        return {}
     return {
         "predicted_seconds_per_token": forecast.seconds_per_token,
         "predicted_plain_seconds_per_token": forecast.plain.seconds_per_token,
@@ -289,7 +284,6 @@ def _figures(forecast: "Forecast") -> dict[str, Any]:
         "tree_nodes": len(forecast.topology),
         "tree_levels": int(forecast.topology.depths.max()) + 1,
         "pass_seconds": forecast.run.pass_s,
-        "closed_form_pass_seconds": forecast.closed_s,
         "draft_seconds": forecast.draft_s,
         "compute_seconds": forecast.compute_s,
         "link_seconds": forecast.link_s,
@@ -298,26 +292,13 @@ def _figures(forecast: "Forecast") -> dict[str, Any]:
 
 
 def _draw(settings: PlanSettings, curve: "Sweep", machine: "Machine") -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    from offload_rt.cli.format import save_figure
-
+    figure, ((axes,),) = panels(1, 1, (8, 4.5))
     there = [(point.x, point.forecast) for point in curve.points if point.forecast is not None]
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     xs = [x for x, _ in there]
     axes.plot(xs, [one.seconds_per_token for _, one in there], marker="o", label="chosen trees")
     axes.plot(xs, [one.plain.seconds_per_token for _, one in there], marker=".", ls="--", label="plain decoding")
-    with_draft = f" with {settings.draft_model}" if settings.draft_model else ""
-    axes.set(title=f"{settings.model}{with_draft} on {machine.title}", xlabel=curve.what, ylabel="seconds per token")
-    axes.set_yscale("log")
+    axes.set(title=f"{settings.title} on {machine.title}", xlabel=curve.what, ylabel="seconds per token", yscale="log")
     if settings.sweep in ("tree", "context"):
         axes.set_xscale("log", base=2)
     axes.legend()
-    save_figure(figure, Path(settings.plot), dpi=120)
-
-
-if __name__ == "__main__":
-    sys.exit(run_program(main))
+    save(figure, str(settings.plot))

@@ -1,4 +1,4 @@
-"""`python -m offload_rt.run`: generate from a checkpoint larger than its memory budget.
+"""`offload-rt run`: generate from a checkpoint larger than its memory budget.
 
 Text goes to stdout as it is produced; progress and the report go to stderr. Exit codes: 0 done, 2 the user's input or
 settings, 3 the machine could not (memory, disk, driver), 130 interrupted.
@@ -7,12 +7,14 @@ settings, 3 the machine could not (memory, disk, driver), 130 interrupted.
 import json
 import sys
 from dataclasses import asdict, dataclass
+from io import TextIOWrapper
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from offload_rt.cli.process import INTERRUPTED, exit_code, run_program
-from offload_rt.config import EngineConfig, Parser, SamplingParams, add_flags, from_flags, setting
+from offload_rt.cli.flags import Parser, from_flags
+from offload_rt.cli.process import INTERRUPTED, exit_code
+from offload_rt.config import EngineConfig, SamplingParams, setting
 from offload_rt.errors import PromptError
 
 if TYPE_CHECKING:
@@ -48,10 +50,10 @@ class RunSettings:
 
 @dataclass
 class _Progress:
-    """What has come out so far, for the case that the run ends early.
+    """The output so far, for a run that ends early.
 
     as_json  it is printed as one object at the end, not as it comes
-    is_told  all that there will be is on stdout
+    is_told  all of it is on stdout
     """
 
     as_json: bool = False
@@ -71,24 +73,25 @@ class _Progress:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns its exit code."""
-    # Where the terminal's coding has no such character, a mark stands for it: the run is worth more than the character.
-    sys.stdout.reconfigure(errors="replace")
+    # A character that stdout's encoding lacks is replaced: the run matters more than the character.
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     so_far = _Progress()
+    parser = Parser(
+        "offload-rt run",
+        "Generate from a model larger than the memory of its device.",
+        EngineConfig,
+        RunSettings,
+        SamplingParams,
+    )
 
     def work() -> None:
-        flags = _parser().parse_args(arguments)
+        flags = parser.parse_args(arguments)
         so_far.as_json = flags.json and not flags.plan
         settings, config = from_flags(RunSettings, flags), from_flags(EngineConfig, flags)
         _run(settings, config, from_flags(SamplingParams, flags), so_far)
 
     return exit_code(work, so_far.tell_rest)
-
-
-def _parser() -> Parser:
-    parser = Parser("python -m offload_rt.run", "Generate from a model larger than the memory of its device.")
-    for cls in (EngineConfig, RunSettings, SamplingParams):
-        add_flags(parser, cls)
-    return parser
 
 
 def _run(settings: RunSettings, config: EngineConfig, params: SamplingParams, so_far: _Progress) -> None:
@@ -101,9 +104,9 @@ def _run(settings: RunSettings, config: EngineConfig, params: SamplingParams, so
     from offload_rt.tree.describe import describe
 
     quiet_libraries()
-    prompt = None if settings.plan else _prompt(settings)
     if settings.plan:
         return _print_plan(config, settings.json)
+    prompt = _prompt(settings)
     console = Console(stderr=True, quiet=settings.quiet)
     trace = Trace(on=settings.trace is not None)
     if settings.trace is not None:
@@ -138,30 +141,32 @@ def _generate(llm: "LLM", ids: list[int], params: SamplingParams, so_far: _Progr
     if not so_far.as_json:
         print(flush=True)
         so_far.is_told = True
+    assert piece.output is not None, "the last piece has the whole"
     return piece.output
 
 
 def _prompt(settings: RunSettings) -> str:
-    if settings.prompt is not None:
-        if not settings.prompt.isascii() and any("\ud800" <= character <= "\udfff" for character in settings.prompt):
-            raise PromptError("--prompt is not UTF-8 text", change="convert it")
-        return settings.prompt
+    if settings.prompt is None:
+        name, raw = f"--prompt-file {settings.prompt_file}", _read_prompt(str(settings.prompt_file))
+    else:
+        name, raw = "--prompt", settings.prompt.encode("utf-8", "surrogatepass")
     try:
-        with sys.stdin.buffer if settings.prompt_file == "-" else Path(settings.prompt_file).open("rb") as file:
-            raw = file.read(_MOST_PROMPT + 1)
-        if len(raw) > _MOST_PROMPT:
-            raise PromptError(
-                f"--prompt-file {settings.prompt_file} is too long",
-                need=f"at most {_MOST_PROMPT} bytes",
-                change="shorten it",
-            )
         return raw.decode("utf-8")
-    except OSError as error:
-        raise PromptError(
-            f"--prompt-file {settings.prompt_file}: {error.strerror}", change="give a file that can be read"
-        ) from error
     except UnicodeDecodeError as error:
-        raise PromptError(f"--prompt-file {settings.prompt_file} is not UTF-8 text", change="convert it") from error
+        raise PromptError(f"{name} is not UTF-8 text", change="convert it") from error
+
+
+def _read_prompt(path: str) -> bytes:
+    try:
+        with sys.stdin.buffer if path == "-" else Path(path).open("rb") as file:
+            raw = file.read(_MOST_PROMPT + 1)
+    except OSError as error:
+        raise PromptError(f"--prompt-file {path}: {error.strerror}", change="give a file that can be read") from error
+    if len(raw) > _MOST_PROMPT:
+        raise PromptError(
+            f"--prompt-file {path} is too long", need=f"at most {_MOST_PROMPT} bytes", change="shorten it"
+        )
+    return raw
 
 
 def _print_plan(config: EngineConfig, as_json: bool) -> None:
@@ -174,22 +179,13 @@ def _print_plan(config: EngineConfig, as_json: bool) -> None:
         engine_plan = llm.engine_plan
         n_layers = engine_plan.checkpoint.spec.n_layers
         measured = profile.profile(engine_plan.disk, n_layers, engine_plan.dtype, engine_plan.device)
-    if as_json:
-        seconds = pass_time(measured, engine_plan.plan.pass_bytes)
-        print(
-            json.dumps(
-                {"plan": asdict(engine_plan.plan), "profile": asdict(measured), "predicted_seconds_per_token": seconds}
-            )
-        )
-    else:
-        print_table(plan_table(engine_plan, measured))
+    if not as_json:
+        return print_table(plan_table(engine_plan, measured))
+    seconds = pass_time(measured, engine_plan.plan.pass_bytes)
+    found = {"plan": asdict(engine_plan.plan), "profile": asdict(measured), "predicted_seconds_per_token": seconds}
+    print(json.dumps(found))
 
 
 def _print_json(text: str, token_ids: list[int], finish_reason: str, stats: dict[str, Any] | None) -> None:
-    print(
-        json.dumps({"text": text, "token_ids": token_ids, "finish_reason": finish_reason, "stats": stats}), flush=True
-    )
-
-
-if __name__ == "__main__":
-    sys.exit(run_program(main))
+    found = {"text": text, "token_ids": token_ids, "finish_reason": finish_reason, "stats": stats}
+    print(json.dumps(found), flush=True)

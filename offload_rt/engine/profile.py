@@ -6,7 +6,6 @@ import platform
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -16,21 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offload_rt.executor.runner import Placing, Runner, Step
-from offload_rt.models.architecture import Architecture, TensorShape
-from offload_rt.offload.device import DeviceTier
+from offload_rt.executor.runner import Runner, Step
 from offload_rt.offload.disk import DiskTier, ReadSettings
 from offload_rt.offload.pinning import pin, unpin
-from offload_rt.offload.stream_threads import ThreadStreamer
-from offload_rt.offload.streamer import LayerSources, LayerView
+from offload_rt.offload.streamer import LayerView
 from offload_rt.offload.tier import Tier, read_parallel
 from offload_rt.system.files import read_cached, write_cached
 from offload_rt.system.machine import ComputeTimes, MachineProfile, PassBytes
-from offload_rt.system.trace import Trace
 from offload_rt.tree.topology import Topology
-from offload_rt.weights.formats import StoredTensor, format_of
 from offload_rt.weights.header import TensorRecord
-from offload_rt.weights.layout import PackedLayer, host_block, packed_layout
+from offload_rt.weights.layout import host_block
 
 _CACHE, _VERSION = "disk.json", 1
 _CANDIDATES = (ReadSettings(1 << 20, 4), ReadSettings(4 << 20, 2), ReadSettings(512 << 10, 8), ReadSettings(2 << 20, 4))
@@ -194,33 +188,6 @@ def compute_times(runner: Runner, n_rows: int, max_context: int) -> ComputeTimes
     runner.free_cache(cache)
     more = np.interp(widths, (widths[0], widths[-1]), (far[0] - short[0], far[1] - short[-1]))
     return ComputeTimes(widths, contexts, (tuple(short), tuple((np.array(short) + np.maximum(more, 0)).tolist())))
-
-
-def times_of_shape(spec: Architecture, place: Placing, n_rows: int, max_context: int) -> ComputeTimes:
-    """`compute_times` of an unquantised model that is not at hand, by layers and a head of random numbers."""
-    weight_format = format_of(None)
-
-    @cache
-    def random_image(tensors: tuple[TensorShape, ...]) -> PackedLayer:
-        return _random_image([one for tensor in tensors for one in weight_format.stored(*tensor, place.dtype)], place)
-
-    non_layer = random_image(spec.non_layer_tensors())
-    resident = DeviceTier()
-    for i in range(spec.n_layers):
-        resident.put(i, random_image(spec.layer_tensors(i)))
-    trace = Trace(on=False)
-    # All layers are resident, so no thread starts, and any device will do.
-    streamer = ThreadStreamer(LayerSources(resident, (None,) * spec.n_layers, 0), trace)
-    view = weight_format.view(non_layer.layout, non_layer.block, place.dtype)
-    return compute_times(Runner(spec, streamer, view, weight_format, place, trace), n_rows, max_context)
-
-
-def _random_image(tensors: Sequence[StoredTensor], place: Placing) -> PackedLayer:
-    layout = packed_layout((name, shape, dtype or place.dtype) for name, shape, dtype in tensors)
-    block = torch.empty(layout.nbytes, dtype=torch.uint8, device=place.device)
-    for view in layout.views(block).values():
-        view.normal_(std=0.02)
-    return PackedLayer(block, layout)
 
 
 @torch.inference_mode()

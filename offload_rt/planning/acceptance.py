@@ -91,7 +91,7 @@ def assume(name: str, pair: tuple[str, str], names: tuple[str, str], temperature
     if name == "measured":
         raise SettingsError(
             "--acceptance measured", need="a pair that was run on this machine", have="none of these models",
-            change="run python -m offload_rt.calibrate with them, or use --acceptance auto",
+            change="run offload-rt calibrate with them, or use --acceptance auto",
         )  # fmt: skip
     for preset in PRESETS if name == "auto" else ():
         if preset.pair == names and preset.temperature == temperature:
@@ -116,8 +116,8 @@ def _parsed(text: str) -> np.ndarray:
         raise SettingsError(
             f"--acceptance {text!r} is no list of probabilities", change='write it like "0.8,0.1,0.05"'
         ) from error
-    if len(given) > N_RANKS or not (np.isfinite(given) & (given >= 0)).all() or given.sum() > 1:
-        raise SettingsError(
-            f"--acceptance {text!r}", need=f"up to {N_RANKS} probabilities that sum to 1 at most", change="lower them"
-        )
+    is_descending = bool((np.diff(given) <= 0).all())
+    if len(given) > N_RANKS or not (np.isfinite(given) & (given >= 0)).all() or given.sum() > 1 or not is_descending:
+        need = f"up to {N_RANKS} probabilities, descending, that sum to 1 at most"
+        raise SettingsError(f"--acceptance {text!r}", need=need, change='write them like "0.8,0.1,0.05"')
     return np.pad(given, (0, N_RANKS - len(given)))

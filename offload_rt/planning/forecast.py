@@ -1,4 +1,4 @@
-"""What a model would do on a machine: the loop's own placement and choice of tree, run on the simulator's virtual clock."""
+"""What a model would do on a machine: the engine's own placement and choice of tree, run on the simulator's virtual clock."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from offload_rt.planning.roofline import Roof, head_share
 from offload_rt.planning.simulate import Costs, Generation, StreamSchedule, generate
 from offload_rt.speculate.protocols import DraftLimits
 from offload_rt.speculate.select import Drafting
-from offload_rt.system.machine import ComputeTimes, MachineProfile, pass_time
+from offload_rt.system.machine import ComputeTimes, MachineProfile
 from offload_rt.tree.choose import choose, sizes_up_to
 from offload_rt.tree.search import search
 from offload_rt.tree.topology import Topology
@@ -35,11 +35,11 @@ _OF_PRODUCTS = 1.5
 class Machine:
     """A machine to plan for.
 
-    budget  bytes that may be used
-    links    ("disk", GB/s) and ("host", GB/s)
-    compute  seconds of a model's passes, by its spec and dtype
-    contention     see `StreamSchedule`
-    sources  where its figures are from, a sentence each
+    budget      bytes that may be used
+    links       ("disk", GB/s) and ("host", GB/s)
+    compute     seconds of a model's passes, by its spec and dtype
+    contention  see `StreamSchedule`
+    sources     where its figures are from, a sentence each
     """
 
     title: str
@@ -81,7 +81,6 @@ class PlanRequest:
     models   the target and the draft model
     context  tokens before the first pass
     tokens   that are generated
-    seed     by which the length of each accepted path is drawn; None: all are as long as expected
     """
 
     config: EngineConfig
@@ -91,7 +90,6 @@ class PlanRequest:
     acceptance: Assumed
     context: int
     tokens: int
-    seed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -101,17 +99,15 @@ class Forecast:
     topology   of the trees; one node for plain decoding
     run        on the virtual clock, with trees
     plain      on the virtual clock, without
-    closed_s   seconds of a pass by the cost model's closed form
     link_s     seconds for which a pass keeps each link busy
     draft_s    seconds of drafting a tree, compute_s of layers and head
     bound      what a pass waits for, in words
     """
 
-    plan_memory: MemoryPlan
+    memory_plan: MemoryPlan
     topology: Topology
     run: Generation
     plain: Generation
-    closed_s: float
     link_s: dict[str, float]
     draft_s: float
     compute_s: float
@@ -119,8 +115,8 @@ class Forecast:
 
     @property
     def tokens_per_pass(self) -> float:
-        """Of the passes on the virtual clock."""
-        return float(self.run.tokens.mean())
+        """As expected of these trees."""
+        return self.run.tokens_per_pass
 
     @property
     def seconds_per_token(self) -> float:
@@ -141,24 +137,19 @@ def predict(request: PlanRequest, machine: Machine) -> Forecast:
     profile = MachineProfile(machine.title, False, machine.links, 1.0, machine.fixed_s, costs.target)
     moved = fitted.plan.pass_bytes
     topology = _tree(request, fitted.limits, costs, CostEstimator(profile, moved))
-    span = (request.context, request.context + request.tokens)
-    by_rank = request.acceptance.by_rank
-    rng = None if request.seed is None else np.random.default_rng(request.seed)
-    run = generate(schedule, costs, (topology, by_rank), span, rng)
-    alone = generate(schedule, costs, (Topology.chain(1), by_rank), (request.context, request.context + 1))
-    draft_s = costs.draft_s(topology, request.context)
-    compute_s = float(costs.target.at(np.array([len(topology)]), request.context)[0])
+    by_rank, context = request.acceptance.by_rank, request.context
+    draft_s = costs.draft_s(topology, context)
+    one_row_s, compute_s = costs.target.at(np.array([1, len(topology)]), context).tolist()
     link_s = {name: nbytes / profile.link(name) / 1e9 for name, nbytes in moved.streamed if nbytes}
     return Forecast(
-        plan_memory=fitted,
+        memory_plan=fitted,
         topology=topology,
-        run=run,
-        plain=alone,
-        closed_s=pass_time(profile, moved, len(topology), request.context, draft_s),
+        run=generate(schedule, costs, (topology, by_rank), (context, context + request.tokens)),
+        plain=generate(schedule, costs, (Topology.chain(1), by_rank), (context, context + 1)),
         link_s=link_s,
         draft_s=draft_s,
         compute_s=compute_s,
-        bound=_bound(link_s, draft_s, compute_s, compute_s / float(costs.target.at(np.array([1]), request.context)[0])),
+        bound=_bound(link_s, draft_s, compute_s, compute_s / one_row_s),
     )
 
 
@@ -199,6 +190,6 @@ def _bound(link_s: dict[str, float], draft_s: float, compute_s: float, widening:
     links = {f"the {'host-to-card link' if name == 'host' else 'disk'}": seconds for name, seconds in link_s.items()}
     device = f"drafting and the device's {of_device}" if draft_s > compute_s / 4 else f"the device's {of_device}"
     shares = {**links, device: draft_s + compute_s}
-    first, *others = sorted(shares, key=shares.get, reverse=True)
+    first, *others = sorted(shares, key=lambda name: shares[name], reverse=True)
     rest = ", ".join(f"{name} {shares[name]:.2f} s" for name in others)
     return f"{first}: busy {shares[first]:.2f} s a pass" + (f" ({rest})" if rest else "")

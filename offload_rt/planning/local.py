@@ -1,5 +1,6 @@
 """The machine that this runs on, measured, as one to plan for."""
 
+import time
 from functools import cache
 from pathlib import Path
 
@@ -9,19 +10,19 @@ from offload_rt.config import EngineConfig
 from offload_rt.engine import profile
 from offload_rt.engine.builder import memory_budget, pick_device
 from offload_rt.errors import OffloadError, SettingsError
-from offload_rt.executor.runner import Placing
 from offload_rt.models.architecture import Architecture
 from offload_rt.offload.disk import DiskTier
 from offload_rt.planning.forecast import Machine
+from offload_rt.planning.roofline import Roof
 from offload_rt.system.machine import ComputeTimes
 from offload_rt.weights.checkpoint import open_checkpoint
 
-# Rows and context up to which passes are timed.
-_N_ROWS, _CONTEXT = 1024, 2048
+# A matrix of 64 MiB in bfloat16 (more than caches hold) is multiplied with so many rows, until that has taken so long.
+_SHAPE, _WIDTHS, _PATIENCE_S = (8192, 4096), (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024), 0.5
 
 
 def this_machine(config: EngineConfig, disk_gbps: float | None) -> Machine:
-    """What this machine does, by a layer of random numbers of each model that is asked for.
+    """What this machine does, by products of a matrix of random numbers in the dtype of each model.
 
     disk_gbps  GB/s of the disk; None: measured, where the model is a directory with its weights
     Raises SettingsError where the disk's rate is neither given nor to be measured.
@@ -29,22 +30,46 @@ def this_machine(config: EngineConfig, disk_gbps: float | None) -> Machine:
     device = pick_device(config.device)
     if device.type == "cpu" and config.host_memory is not None:
         raise SettingsError("--ram is for memory beside a GPU", change="on a CPU, set --device-memory alone")
-    told = "the disk: given"
+    source = "the disk: given"
     if disk_gbps is None:
-        disk_gbps, told = _disk_gbps(config.model), "the disk: measured with the model's own files"
+        disk_gbps, source = _disk_gbps(config.model), "the disk: measured with the model's own files"
     host_gbps = profile.upload_gbps(device) if device.type == "cuda" else 1.0
+    roof = cache(lambda dtype: measure_roof(dtype, device))
 
-    @cache
     def compute(spec: Architecture, dtype: torch.dtype) -> ComputeTimes:
-        return profile.times_of_shape(spec, Placing(device, dtype), _N_ROWS, min(_CONTEXT, spec.max_positions))
+        return roof(dtype).compute_times(spec, dtype)
 
     return Machine(
         title=f"this machine, {device.type}",
         budget=memory_budget(config, device),
         links=(("disk", disk_gbps), ("host", host_gbps)),
         compute=compute,
-        sources=("computing: measured with layers of random numbers", told),
+        sources=("computing: from products of a matrix of random numbers, timed", source),
     )
+
+
+@torch.inference_mode()
+def measure_roof(dtype: torch.dtype, device: torch.device) -> Roof:
+    """Time products of one matrix with more and more rows; takes a second or two, whatever the model."""
+    matrix = torch.randn(_SHAPE, device=device).to(dtype)
+    products: list[tuple[int, float]] = []
+    started = time.perf_counter()
+    for n_rows in _WIDTHS:
+        rows = torch.randn(n_rows, _SHAPE[1], device=device).to(dtype)
+        seconds = min(_timed_product(rows, matrix) for _ in range(3))
+        products.append((n_rows, max(seconds / matrix.numel(), products[-1][1] if products else 0.0)))
+        if time.perf_counter() - started > _PATIENCE_S:
+            break
+    n_rows, seconds = products[-1]
+    return Roof(2 * n_rows / seconds, dtype.itemsize / products[0][1], 0.0, tuple(products))
+
+
+def _timed_product(rows: torch.Tensor, matrix: torch.Tensor) -> float:
+    started = time.perf_counter()
+    torch.nn.functional.linear(rows, matrix)
+    if matrix.is_cuda:
+        torch.cuda.synchronize(matrix.device)
+    return time.perf_counter() - started
 
 
 def _disk_gbps(model: str) -> float:

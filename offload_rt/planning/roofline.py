@@ -1,8 +1,9 @@
-"""What computing takes on a card that is not at hand: the longer of reading and multiplying, from its published rates."""
+"""What computing takes: the longer of reading and multiplying, by published rates or by products that were timed."""
 
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from offload_rt.models.architecture import Architecture
@@ -26,11 +27,13 @@ class Roof:
     flops      operations a second in matrix products
     bandwidth  bytes a second of its memory
     launch_s   seconds a layer takes at least
+    products   (rows, seconds for each weight that they are multiplied with), ascending; empty: not measured
     """
 
     flops: float
     bandwidth: float
     launch_s: float
+    products: tuple[tuple[int, float], ...] = ()
 
     @classmethod
     def of(cls, card: Card) -> "Roof":
@@ -41,32 +44,37 @@ class Roof:
         """Of so many operations on so many bytes."""
         return max(flops / self.flops, nbytes / self.bandwidth)
 
+    def product_s(self, n_weights: int, n_rows: int, itemsize: int) -> float:
+        """Seconds of multiplying so many rows with so many weights."""
+        if self.products and n_rows <= self.products[-1][0]:
+            widths, seconds = zip(*self.products, strict=True)
+            return n_weights * float(np.interp(n_rows, widths, seconds))
+        return self.seconds(2 * n_rows * n_weights, n_weights * itemsize)
+
     def layer_s(self, spec: Architecture, n_rows: int, context: int, itemsize: int, i: int = 0) -> float:
         """Seconds of layer i on so many rows that look back on so many tokens, and of their attention."""
-        flops = spec.flops(i, n_rows, 0)
-        products = self.seconds(flops, layer_weights(spec, i) * itemsize)
+        n_weights = layer_weights(spec, i)
         kv_nbytes = (context + n_rows) * spec.kv_nbytes(itemsize) / spec.n_layers
-        attention = self.seconds(spec.flops(i, n_rows, context) - flops, kv_nbytes)
-        return max(products + attention, self.launch_s)
+        attention = self.seconds(spec.flops(i, n_rows, context) - 2 * n_rows * n_weights, kv_nbytes)
+        return max(self.product_s(n_weights, n_rows, itemsize) + attention, self.launch_s)
 
     def head_s(self, spec: Architecture, n_rows: int, itemsize: int) -> float:
         """Seconds of the head on so many rows."""
-        n_weights = spec.vocab_size * spec.hidden_size
-        return self.seconds(2 * n_rows * n_weights, n_weights * itemsize)
+        return self.product_s(spec.vocab_size * spec.hidden_size, n_rows, itemsize)
 
     def compute_times(self, spec: Architecture, dtype: torch.dtype) -> ComputeTimes:
-        """Seconds of all layers and the head by width and context, where measuring would give them."""
-        itemsize = dtype.itemsize
-        alike: dict[
-            object, list[int]
-        ] = {}  # asked for once each: the table has a hundred entries, a model as many layers
+        """Seconds of all layers and the head by width and context."""
+        # Layers that are alike are asked for once: the table has a hundred entries, a model as many layers.
+        alike: dict[object, list[int]] = {}
         for i in range(spec.n_layers):
             kind = (spec.layer_tensors(i), spec.flops(i, 1, 0), spec.flops(i, 1, _CONTEXTS[-1]))
             alike.setdefault(kind, []).append(i)
 
         def seconds(n_rows: int, context: int) -> float:
-            layers = (len(same) * self.layer_s(spec, n_rows, context, itemsize, same[0]) for same in alike.values())
-            return sum(layers) + self.head_s(spec, n_rows, itemsize)
+            layers = (
+                len(same) * self.layer_s(spec, n_rows, context, dtype.itemsize, same[0]) for same in alike.values()
+            )
+            return sum(layers) + self.head_s(spec, n_rows, dtype.itemsize)
 
         table = tuple(tuple(seconds(n_rows, context) for n_rows in _WIDTHS) for context in _CONTEXTS)
         return ComputeTimes(_WIDTHS, _CONTEXTS, table)

@@ -1,16 +1,17 @@
 """The loop on a virtual clock: links, slots, layers and drafting as events, for machines that are not at hand.
 
-It moves no byte and computes no number. What it takes over from the real loop are the rules by which one thing waits for
-another: a link carries one layer at a time, in the order of the sweep, and on into the next pass; a layer may start to arrive
-when a slot is free, and a slot is free when the layer that was in it has been computed; with a card, a layer from the disk
-crosses the disk's link into a pinned slot and then the host's; the device drafts, computes the layers in order, and ends with
-the head.
+It moves no byte and computes no number. It keeps the rules by which one thing waits for another in the engine: a link carries
+one layer at a time, in the order of the sweep, and on into the next pass; a layer may start to arrive when a slot is free, and
+a slot is free when the layer that was in it has been computed; with a card, a layer from the disk crosses the disk's link into
+a pinned slot and then the host's; the device drafts, computes the layers in order, and ends with the head.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from offload_rt.offload.placement import Plan
 from offload_rt.system.machine import ComputeTimes
@@ -25,12 +26,12 @@ _N_SETTLING = 2
 class StreamSchedule:
     """How layers reach the device.
 
-    paths    per layer the links it crosses, in order; none where it is resident. All paths end with the same link
-    nbytes   per layer
-    links    name and GB/s of each link, in the order in which they are crossed
-    n_slots  blocks at the end of each link
-    contention     part of the device's speed that is lost for each GB/s that comes in: copies take memory traffic, or a core
-    ahead    whether layers of the next pass come in before it begins; Sequoia's own engine waits
+    paths       per layer the links it crosses, in order; none where it is resident. All paths end with the same link
+    nbytes      per layer
+    links       name and GB/s of each link, in the order in which they are crossed
+    n_slots     blocks at the end of each link
+    contention  part of the device's speed that is lost for each GB/s that comes in: copies take memory traffic, or a core
+    ahead       whether layers of the next pass come in before it begins; Sequoia's own engine waits
     """
 
     paths: tuple[tuple[str, ...], ...]
@@ -60,19 +61,12 @@ class Work:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What became of some passes, seconds of the virtual clock.
+    """When each of some passes was through, (n_passes,) seconds of the virtual clock."""
 
-    ends      (n_passes,) when each pass was through
-    waited_s  (n_passes,) in which the device stood still because a layer had not arrived
-    busy_s    per link, until the last pass was through
-    """
-
-    ends: np.ndarray
-    waited_s: np.ndarray
-    busy_s: dict[str, float]
+    ends: NDArray[np.float64]
 
     @property
-    def pass_s(self) -> np.ndarray:
+    def pass_s(self) -> NDArray[np.float64]:
         """Seconds of each pass once the slots have settled; of all, where there are hardly more."""
         seconds = np.diff(self.ends, prepend=0.0)
         return seconds[_N_SETTLING:] if len(seconds) > _N_SETTLING else seconds
@@ -86,11 +80,11 @@ class _Link:
     """
 
     def __init__(self, name: str, gbps: float, schedule: StreamSchedule) -> None:
-        self.name, self.rate = name, gbps * 1e9
+        self.rate = gbps * 1e9
         self.layers = [i for i, path in enumerate(schedule.paths) if name in path]
         self.place = {layer: j for j, layer in enumerate(self.layers)}
         self.n_started = self.n_ended = self.n_freed = 0
-        self.left = self.busy_s = 0.0
+        self.left = 0.0
 
     @property
     def is_busy(self) -> bool:
@@ -111,7 +105,7 @@ class _Device:
         self._works, self._n_layers = works, n_layers
         self.n_pass, self.job = 0, -1
         self.is_busy = False
-        self.left = self.waited_s = 0.0
+        self.left = 0.0
 
     @property
     def is_through(self) -> bool:
@@ -143,15 +137,13 @@ class _Simulation:
         self.now = 0.0
 
     def run(self) -> Timeline:
-        ends, waited = [], []
+        ends = []
         while not self.device.is_through:
             self._start()
             self._advance()
             if self._end():
                 ends.append(self.now)
-                waited.append(self.device.waited_s)
-        busy = {link.name: link.busy_s for link in self.links}
-        return Timeline(np.array(ends), np.diff(np.array(waited), prepend=0.0), busy)
+        return Timeline(np.array(ends))
 
     def _start(self) -> None:
         """Let everything begin that waits for nothing more."""
@@ -193,11 +185,8 @@ class _Simulation:
         for link in self.links:
             if link.is_busy:
                 link.left -= step * link.rate
-                link.busy_s += step
         if self.device.is_busy:
             self.device.left -= step * speed
-        else:
-            self.device.waited_s += step
 
     def _end(self) -> bool:
         """End what has come to its end; returns whether a pass is through."""
@@ -254,60 +243,35 @@ class Costs:
 class Generation:
     """A text that was generated on the virtual clock, after its prompt.
 
-    tokens  (n_passes,) that each pass gave
-    works   of each pass
+    tokens_per_pass  as expected of its tree
+    works            of each pass
     """
 
-    tokens: np.ndarray
+    tokens_per_pass: float
     works: tuple[Work, ...]
     timeline: Timeline
-
-    @property
-    def seconds_per_token(self) -> float:
-        """Once the slots have settled."""
-        n = len(self.timeline.pass_s)
-        return float(self.timeline.pass_s.sum() / self.tokens[-n:].sum())
 
     @property
     def pass_s(self) -> float:
         """Mean seconds of a pass once the slots have settled."""
         return float(self.timeline.pass_s.mean())
 
+    @property
+    def seconds_per_token(self) -> float:
+        """Once the slots have settled."""
+        return self.pass_s / self.tokens_per_pass
+
 
 def generate(
-    schedule: StreamSchedule,
-    costs: Costs,
-    tree: tuple[Topology, np.ndarray],
-    span: tuple[int, int],
-    rng: np.random.Generator | None = None,
+    schedule: StreamSchedule, costs: Costs, tree: tuple[Topology, NDArray[np.float64]], span: tuple[int, int]
 ) -> Generation:
-    """Generate with a tree of a fixed shape at each pass.
+    """Generate with a tree of a fixed shape at each pass, each giving as many tokens as expected.
 
     tree  its shape, and the acceptance of its nodes by rank, (ranks,)
     span  tokens before the first pass, and after the last
-    rng   draws how long each accepted path is; None: all are as long as expected
     """
-    topology, acceptance = tree
     first, last = span
-    expected = expected_tokens(topology, acceptance)
-    tokens, works, context = [], [], float(first)
-    while context < last or len(works) <= _N_SETTLING:
-        works.append(costs.work(topology, int(context)))
-        tokens.append(expected if rng is None else draw_tokens(topology, acceptance, rng))
-        context += tokens[-1]
-    return Generation(np.array(tokens), tuple(works), simulate(schedule, works))
-
-
-def draw_tokens(topology: Topology, acceptance: np.ndarray, rng: np.random.Generator) -> int:
-    """Tokens of one pass: an accepted path, drawn, and the bonus token.
-
-    acceptance  (ranks,) of which at most one child is accepted
-    """
-    node, n = 0, 1
-    bounds = np.cumsum(acceptance)
-    while len(children := topology.children[node]):
-        rank = int(np.searchsorted(bounds, rng.random(), side="right"))
-        if rank >= len(children):
-            break
-        node, n = children[rank], n + 1
-    return n
+    tokens = expected_tokens(*tree)
+    n_passes = max(math.ceil((last - first) / tokens), _N_SETTLING + 1)
+    works = tuple(costs.work(tree[0], int(first + i * tokens)) for i in range(n_passes))
+    return Generation(tokens, works, simulate(schedule, works))

@@ -11,12 +11,15 @@ from offload_rt.tree.topology import Topology
 class TreeTable:
     """The best trees for every number of nodes and of levels; levels count the root's.
 
-    acceptance  (ranks,) float64: probability that the child of a rank is accepted, given that its parent was
-    values      (n_nodes + 1, max_levels + 1) float64: expected tokens of the best tree of at most so many; row and
-                column 0 are 0
+    chances  (m,) float64: probability that the verifier takes a node of the largest tree, the root first, in level order
+    parents  (m,) int64: of these nodes, depths  (m,) int64
+    values   (n_nodes + 1, max_levels + 1) float64: expected tokens of the best tree of at most so many; row and
+             column 0 are 0
     """
 
-    acceptance: np.ndarray
+    chances: np.ndarray
+    parents: np.ndarray
+    depths: np.ndarray
     values: np.ndarray
 
     def topology(self, n: int, levels: int) -> Topology:
@@ -24,50 +27,65 @@ class TreeTable:
 
         Siblings are adjacent and in the order of their ranks, families in the order of their parents.
         """
-        from offload_rt.tree.search_kernel import branched
+        self._check(n, levels)
+        chances = np.where(self.depths < levels, self.chances, 0.0)
+        nodes = _largest(chances, n)
+        nodes = nodes[chances[nodes] > 0]
+        return Topology(np.searchsorted(nodes, self.parents[nodes]) - (self.parents[nodes] < 0))
 
-        assert 1 <= n < self.values.shape[0] and 1 <= levels < self.values.shape[1], "past what was searched"
-        parents, budgets, start = [-1], [n], 0
-        for level in range(levels - 1):
-            first, start, asked, budgets = start, len(parents), budgets, []
-            if not asked:
-                break
-            below = self.values[: max(asked) + 1, levels - level - 1]
-            values = branched(below, self.acceptance)
-            for node, budget in enumerate(asked, first):
-                shares = _shares(values, below, self.acceptance, budget)
-                parents += [node] * len(shares)
-                budgets += shares
-        return Topology(np.array(parents, dtype=np.int64))
+    def _check(self, n: int, levels: int) -> None:
+        n_nodes, max_levels = self.values.shape[0] - 1, self.values.shape[1] - 1
+        assert 1 <= n <= n_nodes and 1 <= levels <= max_levels, "past what was searched"
 
 
 def search(acceptance: np.ndarray, n_nodes: int, max_levels: int) -> TreeTable:
-    """The best trees of up to so many nodes and levels, the root's level counted; `acceptance` as of `TreeTable`."""
-    from offload_rt.tree.search_kernel import branched
+    """The best trees of up to so many nodes and levels, the root's level counted.
 
+    acceptance  (ranks,) float64, descending: probability that the verifier takes the child of a rank, given that its
+                parent was taken
+
+    A node is taken with the product of the acceptances on its path, which is at most its parent's and its elder
+    sibling's. So the n most probable nodes are a tree, and no tree of n nodes has more expected tokens; Sequoia's
+    dynamic programme, which also serves acceptances in another order, finds the same values.
+    """
     assert n_nodes >= 1 and max_levels >= 1, "a tree has a root"
-    assert acceptance.ndim == 1 and len(acceptance) > 0, "acceptance is (ranks,)"
-    assert ((acceptance >= 0) & (acceptance <= 1)).all(), "acceptance is a probability"
+    _check_acceptance(acceptance)
+    assert (np.diff(acceptance) <= 0).all(), "acceptance is descending"
+    chances, parents, first = [np.ones(1)], [np.array([-1])], 0
+    for _ in range(1, max_levels):
+        of_children = np.outer(chances[-1], acceptance).ravel()
+        kept = _largest(of_children, n_nodes)
+        parents.append(first + kept // len(acceptance))
+        first += len(chances[-1])
+        chances.append(of_children[kept])
     values = np.zeros((max_levels + 1, n_nodes + 1))
-    values[1, 1:] = 1
-    for levels in range(2, max_levels + 1):
-        values[levels] = branched(values[levels - 1], acceptance).max(axis=0)
-    return TreeTable(acceptance, values.T)
+    best = np.zeros(0)
+    for level, of_level in enumerate(chances, 1):
+        best = -np.sort(-np.concatenate((best, of_level)))[:n_nodes]
+        values[level, 1 : len(best) + 1] = np.cumsum(best)
+        values[level, len(best) + 1 :] = values[level, len(best)]
+    depths = np.repeat(np.arange(max_levels), [len(of_level) for of_level in chances])
+    return TreeTable(np.concatenate(chances), np.concatenate(parents), depths, values.T)
 
 
 def expected_tokens(topology: Topology, acceptance: np.ndarray) -> float:
-    """Tokens a pass over this tree is expected to give; children past the last rank are never accepted."""
-    by_rank = np.pad(acceptance, (0, len(topology)))
-    accepted = np.ones(len(topology))
+    """Tokens a pass over this tree is expected to give; children past the last rank are never taken.
+
+    acceptance  (ranks,) float64: of the child of each rank
+    """
+    _check_acceptance(acceptance)
+    acceptance = np.pad(acceptance, (0, max(int(topology.ranks.max()) + 1 - len(acceptance), 0)))
+    taken = np.ones(len(topology))
     for node in range(1, len(topology)):
-        accepted[node] = accepted[topology.parents[node]] * by_rank[topology.ranks[node]]
-    return float(accepted.sum())
+        taken[node] = taken[topology.parents[node]] * acceptance[topology.ranks[node]]
+    return float(taken.sum())
 
 
-def _shares(values: np.ndarray, below: np.ndarray, row: np.ndarray, n: int) -> list[int]:
-    """How many of n nodes the subtree of each child gets; arguments as of `branched`, whose choices are made once more."""
-    shares = []
-    for b in range(int(values[:, n].argmax()), 0, -1):
-        shares.append(1 + int((values[b - 1, n - 1 : b - 1 : -1] + row[b - 1] * below[1 : n - b + 1]).argmax()))
-        n -= shares[-1]
-    return shares[::-1]
+def _largest(chances: np.ndarray, n: int) -> np.ndarray:
+    """(up to n,) the nodes of the largest chances, ascending; of equal ones the first."""
+    return np.sort(np.argsort(-chances, kind="stable")[:n])
+
+
+def _check_acceptance(acceptance: np.ndarray) -> None:
+    assert acceptance.ndim == 1 and acceptance.size > 0, "acceptance is (ranks,)"
+    assert ((acceptance >= 0) & (acceptance <= 1)).all(), "acceptance is a probability"

@@ -1,0 +1,38 @@
+"""The console script `offload-rt`: a verb, and the flags of that verb."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from offload_rt.cli.flags import Parser
+from offload_rt.cli.process import exit_code, run_program
+
+VERBS = {
+    "run": "generate from a model larger than the memory of its device",
+    "plan": "predict what a model would take on a machine, from its config alone",
+    "calibrate": "measure a pair of models on this machine, for later runs",
+    "report": "draw the timeline that `offload-rt run --trace` wrote",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a verb; returns its exit code."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if given and given[0] in VERBS:
+        code: int = import_module(f"offload_rt.cli.{given[0]}").main(given[1:])
+        return code
+    parser = Parser("offload-rt", "Run a language model larger than the memory of its device, exactly.")
+    verbs = parser.add_subparsers(metavar="VERB", required=True, parser_class=argparse.ArgumentParser)
+    for name, text in VERBS.items():
+        verbs.add_parser(name, help=text)
+
+    def refuse() -> None:
+        parser.parse_args(given)
+
+    return exit_code(refuse)
+
+
+def script() -> int:
+    """The console script as the whole of a process; returns its exit code."""
+    return run_program(main)
