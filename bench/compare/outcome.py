@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean, median
+from typing import Any
 
 from bench.compare import contract
 from bench.compare.contract import Job, Report
@@ -98,9 +99,21 @@ class Row:
     parted: tuple[Parting, ...] | None = None
     versions: dict[str, str] | None = None
 
+    @property
+    def drafts(self) -> bool:
+        """Whether it drafts tokens: only such systems are compared with one another."""
+        return contract.find(self.name).DRAFTS
+
     def entry(self) -> dict[str, object]:
         """For the JSON line."""
         return {name: value for name, value in asdict(self).items() if value is not None}
+
+    @classmethod
+    def of(cls, entry: Mapping[str, Any]) -> "Row":
+        """Read what `entry` made."""
+        spreads = {name: Spread(**entry[name]) for name in ("seconds_per_token", "first_token_s") if name in entry}
+        parted = {"parted": tuple(Parting(**one) for one in entry["parted"])} if "parted" in entry else {}
+        return cls(**entry | spreads | parted)
 
 
 def rows(
@@ -109,7 +122,7 @@ def rows(
     reasons: Mapping[str, str],
     gbps: Mapping[str, Sequence[float]],
 ) -> list[Row]:
-    """One for each peer, the fastest first, those without figures last."""
+    """One for each peer: those without figures last, those with a draft behind those without, the faster first."""
     reference = [run.token_ids for run in runs.get(REFERENCE, ())]
     found = [
         Row(name, contract.find(name).TITLE, reason=reasons[name])
@@ -117,7 +130,11 @@ def rows(
         else _row(name, runs[name], gbps, reference)
         for name in peers
     ]
-    return sorted(found, key=lambda row: row.seconds_per_token.median if row.seconds_per_token else float("inf"))
+    return sorted(found, key=lambda row: (row.reason is not None, row.drafts, _median(row)))
+
+
+def _median(row: Row) -> float:
+    return row.seconds_per_token.median if row.seconds_per_token else math.inf
 
 
 def _row(name: str, runs: Sequence[Run], gbps: Mapping[str, Sequence[float]], reference: list[list[int]]) -> Row:

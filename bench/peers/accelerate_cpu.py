@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from bench.compare.contract import Job, Supply
 from bench.compare.transformers import TransformersPeer, layer_nbytes, nbytes
 
-TITLE, PACKAGES = "Accelerate, CPU offload", ("transformers", "accelerate")
+TITLE, PACKAGES, DRAFTS = "Accelerate, CPU offload", ("transformers", "accelerate"), False
 
 
 def unfit() -> str | None:

@@ -8,7 +8,7 @@ import torch
 from bench.compare import deepspeed
 from bench.compare.contract import Job
 
-TITLE, PACKAGES = "DeepSpeed ZeRO-Inference, CPU", deepspeed.PACKAGES
+TITLE, PACKAGES, DRAFTS = "DeepSpeed ZeRO-Inference, CPU", deepspeed.PACKAGES, False
 
 
 def unfit() -> str | None:

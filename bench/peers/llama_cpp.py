@@ -9,7 +9,7 @@ import torch
 
 from bench.compare.contract import Answer, Job, Supply
 
-TITLE, PACKAGES = "llama.cpp", ("llama_cpp",)
+TITLE, PACKAGES, DRAFTS = "llama.cpp", ("llama_cpp",), False
 
 
 def unfit() -> str | None:

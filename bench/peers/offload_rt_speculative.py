@@ -4,7 +4,7 @@ from bench.compare.contract import Job
 from bench.compare.offload_rt import OffloadPeer
 from offload_rt import LLM
 
-TITLE, PACKAGES = "offload_rt, speculative", ()
+TITLE, PACKAGES, DRAFTS = "offload_rt, speculative", (), True
 
 
 def unfit() -> str | None:

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 from bench.compare.contract import Job, Supply
 from bench.compare.transformers import TransformersPeer, nbytes
 
-TITLE, PACKAGES = "transformers, resident, assisted", ("transformers",)
+TITLE, PACKAGES, DRAFTS = "transformers, resident, assisted", ("transformers",), True
 
 
 def unfit() -> str | None:

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 from bench.compare.contract import Job, Supply
 from bench.compare.transformers import TransformersPeer, nbytes
 
-TITLE, PACKAGES = "transformers, resident", ("transformers",)
+TITLE, PACKAGES, DRAFTS = "transformers, resident", ("transformers",), False
 
 
 def unfit() -> str | None:
