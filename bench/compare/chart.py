@@ -1,6 +1,6 @@
 """The comparison as a picture: a dot for each system, its floor beside it.
 
-python -m bench.compare.chart docs/compare.png draws it again from the last line of bench/results/compare.jsonl.
+`python -m bench.compare.chart docs/compare.png` prints and draws the last line of bench/results/compare.jsonl again.
 """
 
 import argparse
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.compare.outcome import Row
+from bench.compare.outcome import Row, table
 from bench.measure import ROOT
 from offload_rt.config import format_size
 
@@ -101,13 +101,15 @@ def _kind(row: Row) -> str:
 
 
 def main() -> None:
-    """Draw what was recorded last."""
+    """Print and draw what was recorded last."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("picture", type=Path, help="PNG to write")
     parser.add_argument("--results", type=Path, default=_RESULTS, help="lines of JSON; the last one is drawn")
     flags = parser.parse_args()
     told = json.loads(flags.results.read_text(encoding="utf-8").splitlines()[-1])
-    draw([Row.of(entry) for entry in told["rows"]], caption(told), flags.picture)
+    rows = [Row.of(entry) for entry in told["rows"]]
+    print(table(rows))
+    draw(rows, caption(told), flags.picture)
 
 
 if __name__ == "__main__":
