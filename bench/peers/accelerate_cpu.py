@@ -19,7 +19,7 @@ def unfit() -> str | None:
 
 def load(job: Job) -> TransformersPeer:
     """All weights in CPU memory; on a GPU pinned, and whole layers resident as far as the budget goes."""
-    from accelerate import cpu_offload  # not at the top: the title of a peer is told where it is not installed
+    from accelerate import cpu_offload  # not at the top: the title is needed where it is not installed
 
     model = AutoModelForCausalLM.from_pretrained(job.model, dtype="auto")
     if not torch.cuda.is_available():
