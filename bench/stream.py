@@ -1,8 +1,8 @@
 """Does streaming a checkpoint four times larger than its memory cost more than reading it?
 
 `python -m bench.stream` measures, interleaved: a pass of one token against its floor (the same bytes by the same direct reads
-and nothing else); peak memory against the budget; seconds per token against Accelerate's disk offload, both plain and cold; overlap
-over a link of a set speed; the time to the first token of a small resident model. The last line is one JSON object.
+and nothing else); peak memory against the budget; seconds per token against Accelerate's disk offload, both plain and cold;
+overlap over a link of a set speed; the time to the first token of a small resident model. The last line is one JSON object.
 """
 
 import argparse

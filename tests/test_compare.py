@@ -1,6 +1,7 @@
 """The comparison of systems: what its figures are made of, peers that fail, and one run of two real ones."""
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -152,6 +153,13 @@ def test_a_process_that_hangs_is_ended_with_all_it_started(tmp_path: Path) -> No
     with pytest.raises(RuntimeError, match="took longer than 5 s"):
         run_json(["-c", code], timeout_s=5)
     assert is_soon_over(int(told.read_text()))
+
+
+def test_no_benchmark_imports_the_scripts() -> None:
+    sources = {path: path.read_text(encoding="utf-8") for path in (ROOT / "bench").rglob("*.py")}
+    scripts = "|".join(["scripts", *(path.stem for path in (ROOT / "scripts").glob("*.py") if path.stem != "compare")])
+    pattern = re.compile(rf"^\s*(from|import) ({scripts})\b", re.MULTILINE)
+    assert [path.name for path, text in sources.items() if pattern.search(text)] == []
 
 
 def test_a_process_that_fails_says_why() -> None:
