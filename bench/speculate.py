@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from statistics import mean, median
+from unittest import mock
 
 import numpy as np
 import torch
@@ -222,15 +223,8 @@ def _summary(temperature: float, runs: Sequence[Stats], plain_s: float) -> Chose
 @contextmanager
 def no_pair_stats() -> Iterator[None]:
     """With an empty cache folder: statistics of earlier runs are not used, those of this run are not kept."""
-    kept = os.environ.get("XDG_CACHE_HOME")
-    with tempfile.TemporaryDirectory() as empty:
-        os.environ["XDG_CACHE_HOME"] = empty
-        try:
-            yield
-        finally:
-            del os.environ["XDG_CACHE_HOME"]
-            if kept is not None:
-                os.environ["XDG_CACHE_HOME"] = kept
+    with tempfile.TemporaryDirectory() as empty, mock.patch.dict(os.environ, {"XDG_CACHE_HOME": empty}):
+        yield
 
 
 def main() -> None:

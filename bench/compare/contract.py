@@ -116,4 +116,6 @@ def find(name: str) -> ModuleType:
 def refusal(peer: ModuleType) -> str | None:
     """Why a peer cannot run here; None where it can."""
     missing = [name for name in peer.PACKAGES if find_spec(name) is None]
-    return f"not installed: {', '.join(missing)}" if missing else peer.unfit()
+    if missing:
+        return f"not installed: {', '.join(missing)}"
+    return peer.unfit() if hasattr(peer, "unfit") else None

@@ -12,11 +12,6 @@ from bench.compare.transformers import TransformersPeer, layer_nbytes, nbytes
 TITLE, PACKAGES, DRAFTS = "Accelerate, CPU offload", ("transformers", "accelerate"), False
 
 
-def unfit() -> str | None:
-    """It runs anywhere."""
-    return None
-
-
 def load(job: Job) -> TransformersPeer:
     """All weights in CPU memory; on a GPU pinned, and whole layers resident as far as the budget goes."""
     from accelerate import cpu_offload  # not at the top: the title is needed where it is not installed

@@ -15,11 +15,6 @@ from bench.compare.transformers import TransformersPeer, layer_nbytes
 TITLE, PACKAGES, DRAFTS = "Accelerate, disk offload", ("transformers", "accelerate"), False
 
 
-def unfit() -> str | None:
-    """It runs anywhere."""
-    return None
-
-
 def load(job: Job) -> TransformersPeer:
     """As many layers resident as the others have."""
     return offloaded(job, job.n_resident)

@@ -13,11 +13,6 @@ from bench.peers import accelerate_disk
 TITLE, PACKAGES, DRAFTS = "Accelerate, disk offload, assisted", accelerate_disk.PACKAGES, True
 
 
-def unfit() -> str | None:
-    """It runs anywhere."""
-    return None
-
-
 def load(job: Job) -> TransformersPeer:
     """The number of drafted tokens follows the draft's confidence, as is transformers' default."""
     draft = AutoModelForCausalLM.from_pretrained(job.draft, dtype="auto")

@@ -11,11 +11,6 @@ from bench.compare.contract import Job
 TITLE, PACKAGES, DRAFTS = "DeepSpeed ZeRO-Inference, CPU", deepspeed.PACKAGES, False
 
 
-def unfit() -> str | None:
-    """It needs a compiler for its extensions, if anything."""
-    return None
-
-
 def load(job: Job) -> deepspeed.DeepSpeedPeer:
     """Pinned where there is a GPU to copy to."""
     has_gpu = torch.cuda.is_available()

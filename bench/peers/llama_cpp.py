@@ -12,11 +12,6 @@ from bench.compare.contract import Answer, Job, Supply
 TITLE, PACKAGES, DRAFTS = "llama.cpp", ("llama_cpp",), False
 
 
-def unfit() -> str | None:
-    """It runs anywhere."""
-    return None
-
-
 class LlamaCppPeer:
     """A model that llama.cpp has loaded."""
 

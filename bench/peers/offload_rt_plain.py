@@ -7,11 +7,6 @@ from offload_rt import LLM
 TITLE, PACKAGES, DRAFTS = "offload_rt, plain", (), False
 
 
-def unfit() -> str | None:
-    """It runs anywhere."""
-    return None
-
-
 def load(job: Job) -> OffloadPeer:
     """Nothing is set but the budget and the length."""
     return OffloadPeer(LLM(str(job.model), device_memory=job.budget, max_model_len=job.max_len, drafter="none"))

@@ -7,11 +7,6 @@ from offload_rt import LLM
 TITLE, PACKAGES, DRAFTS = "offload_rt, speculative", (), True
 
 
-def unfit() -> str | None:
-    """It runs anywhere."""
-    return None
-
-
 def load(job: Job) -> OffloadPeer:
     """Nothing is set but the budget and the length; the draft and its trees are paid from the same budget."""
     draft = str(job.draft)

@@ -9,11 +9,6 @@ from bench.compare.transformers import TransformersPeer, nbytes
 TITLE, PACKAGES, DRAFTS = "transformers, resident, assisted", ("transformers",), True
 
 
-def unfit() -> str | None:
-    """It runs anywhere, if both models fit."""
-    return None
-
-
 def load(job: Job) -> TransformersPeer:
     """All weights on the device; the number of drafted tokens follows the draft's confidence, as is the default."""
     device = "cuda" if torch.cuda.is_available() else "cpu"

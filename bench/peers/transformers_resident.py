@@ -9,11 +9,6 @@ from bench.compare.transformers import TransformersPeer, nbytes
 TITLE, PACKAGES, DRAFTS = "transformers, resident", ("transformers",), False
 
 
-def unfit() -> str | None:
-    """It runs anywhere, if the model fits."""
-    return None
-
-
 def load(job: Job) -> TransformersPeer:
     """All weights on the device, whatever the budget."""
     model = AutoModelForCausalLM.from_pretrained(job.model, dtype="auto")
