@@ -1,8 +1,8 @@
-"""What takes the time of a pass on a CPU, and how fast is torch's attention beside other ways to attend?
+"""What takes the time of a pass on a CPU, and is torch's attention the fastest there?
 
     python -m bench.compute [--size 2100MB] [--rows 176] [--context 300]
 
-The pass is one over a tree, with all layers resident, by torch's profiler. Ways to attend are interleaved.
+The pass is one over a tree with all layers resident, under torch's profiler. Implementations of attention are interleaved.
 """
 
 import argparse
@@ -32,7 +32,7 @@ _OTHER_HEADS = ((32, 8, 64), (32, 32, 64))
 
 
 def shares(llm: LLM, topology: Topology, context: int) -> dict[str, float]:
-    """Of the time that torch's ops take in some passes, what falls to each kind."""
+    """Share of each kind of op in the time of some passes."""
     llm.time_passes(topology, context, 1)
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         llm.time_passes(topology, context, _N_PASSES)
@@ -44,7 +44,7 @@ def shares(llm: LLM, topology: Topology, context: int) -> dict[str, float]:
 
 
 def by_products(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
-    """Two products with a softmax between them, heads of a group as rows of one; scores are rounded to the type of `q`."""
+    """Two products and a softmax, with the heads of a group as rows of one; scores are rounded to the dtype of `q`."""
     n, n_groups, head_dim = q.shape[0], k.shape[0], q.shape[2]
     rows = q.view(n, n_groups, -1, head_dim).permute(1, 2, 0, 3).reshape(n_groups, -1, head_dim)
     scores = torch.bmm(rows * scale, k.transpose(1, 2)).view(n_groups, -1, n, k.shape[1])
@@ -54,7 +54,7 @@ def by_products(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) 
 
 
 def interleaved_ms(ways: dict[str, Callable[[], Tensor]]) -> dict[str, Spread]:
-    """Milliseconds of each way, one after the other in turn."""
+    """Milliseconds of each implementation, interleaved."""
     found: defaultdict[str, list[float]] = defaultdict(list)
     for i in range(_N_ROUNDS + 1):
         for name, attend in ways.items():
@@ -66,7 +66,7 @@ def interleaved_ms(ways: dict[str, Callable[[], Tensor]]) -> dict[str, Spread]:
 
 
 def attention_ms(heads: tuple[int, int, int], n_rows: int, n_keys: int) -> dict[str, Spread]:
-    """Of ways to attend in bfloat16: with a mask, or for one row that looks everywhere.
+    """Milliseconds of implementations of attention in bfloat16, with a mask, or for one row that sees all keys.
 
     heads  query heads, heads of keys, columns of each
     """

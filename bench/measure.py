@@ -1,4 +1,4 @@
-"""What every benchmark says: the machine it ran on, medians with their spread, one JSON line at the end."""
+"""What all benchmarks share: the machine in a line, spreads, models of a size, other processes."""
 
 import json
 import math
@@ -48,16 +48,16 @@ def machine() -> str:
 
 
 def commit() -> str:
-    """The commit that was measured, marked if the tree had changes; OFFLOAD_RT_COMMIT says it where git cannot."""
-    if said := os.environ.get("OFFLOAD_RT_COMMIT"):
-        return said
+    """The commit of the tree, marked if there are changes; without git, what OFFLOAD_RT_COMMIT says."""
+    if given := os.environ.get("OFFLOAD_RT_COMMIT"):
+        return given
     try:
-        told = subprocess.run(
+        done = subprocess.run(
             ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
         )
     except OSError:  # there is no git
         return UNKNOWN
-    return told.stdout.strip() or UNKNOWN
+    return done.stdout.strip() or UNKNOWN
 
 
 def expanded_model(size: str) -> Path:
@@ -78,7 +78,7 @@ def drop_from_page_cache(directory: Path) -> None:
 
 @dataclass(frozen=True)
 class ProcessRun:
-    """A process that ended well: the object on its last line of stdout, its wall time, its peak resident memory in bytes."""
+    """A process that succeeded: the object on its last line of stdout, its wall time, its peak resident memory in bytes."""
 
     result: dict[str, Any]
     seconds: float
@@ -89,7 +89,7 @@ def run_json(arguments: Sequence[str], timeout_s: float = math.inf) -> ProcessRu
     """Run `python <arguments>` in the repository. Raises RuntimeError, with the last line of its errors, if it fails."""
     started, peak = time.perf_counter(), 0
     with TemporaryFile("w+") as out, TemporaryFile("w+") as errors:
-        # Files, not pipes: whoever writes more than a pipe holds would wait for a reader.
+        # Files, not pipes: a process that fills a pipe waits for a reader.
         command = [sys.executable, *arguments]
         with family(subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=errors)) as process:
             while process.poll() is None:
@@ -97,16 +97,16 @@ def run_json(arguments: Sequence[str], timeout_s: float = math.inf) -> ProcessRu
                 if time.perf_counter() - started > timeout_s:
                     raise RuntimeError(f"took longer than {timeout_s:.0f} s")
                 time.sleep(0.005)
-        told, said = (lines_of(file) for file in (out, errors))
+        printed, complaints = (lines_of(file) for file in (out, errors))
     if process.returncode:
-        reason = said[-1] if said else "without a word"
+        reason = complaints[-1] if complaints else "nothing on stderr"
         raise RuntimeError(f"{' '.join(arguments[:3])} failed with exit code {process.returncode}: {reason}")
-    return ProcessRun(json.loads(told[-1]) if told else {}, time.perf_counter() - started, peak)
+    return ProcessRun(json.loads(printed[-1]) if printed else {}, time.perf_counter() - started, peak)
 
 
 @contextmanager
 def family(process: subprocess.Popen) -> Iterator[subprocess.Popen]:
-    """A process that, where it has not ended by the end, is killed with all that it started, compilers too."""
+    """Give a process; at the end, kill it with all that it started if it still runs."""
     try:
         yield process
     finally:
@@ -123,7 +123,7 @@ def lines_of(file: IO[str]) -> list[str]:
 
 
 def _high_water(pid: int) -> int:
-    """Peak resident memory of a process so far. (What wait4 tells begins with the parent's own, before the exec.)"""
+    """Peak resident memory of a process so far. (wait4 counts the parent's from before the exec, too.)"""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Ways of decoding that are compared at equal size: shapes of trees, who drafts them, and how they are verified."""
+"""Ways of decoding, compared at equal size: shapes of trees, drafters, and verification rules."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ def k_ary(n: int, k: int = 3) -> Topology:
 
 
 def chains(n: int, length: int = 8) -> Topology:
-    """As many chains of a length as there is room for, side by side, in level order: the trees of SpecInfer."""
+    """As many chains of a length as fit, side by side, in level order: the trees of SpecInfer."""
     n_chains = (n - 1) // length
     first = np.arange(n_chains * length) - n_chains + 1
     return Topology(np.concatenate(([-1], np.maximum(first, 0))))
@@ -69,7 +69,7 @@ METHODS = (
     Method("Sequoia tree + traversal", "static_tree", "traversal"),
     Method("dynamic", "dynamic_tree"),
 )
-# Which is expected to yield more: (better, worse).
+# Which is expected to give more tokens per pass: (better, worse).
 PAIRS = (
     ("Sequoia", "chain"),
     ("Sequoia", "SpecInfer chains"),

@@ -1,10 +1,10 @@
-"""How far from what came of a text's trees was what the run expected of them, and would other weights have been nearer?
+"""How far is the number of tokens that a run expects of its trees from the number it gets?
 
     python -m bench.predictions [--prompts 24] [--nodes 160]
 
-The demo pair, resident, generates from held-out prompts with trees of one size; what was expected of each tree and what came
-of it is kept, and corrected again (`ExpectedTokensBias`) with each weight and memory. A figure is the mean error of the tokens
-that were expected of a text in all, as a share of those that came. The last line is one JSON object.
+The resident demo pair generates from held-out prompts with trees of one size. Expected and accepted tokens of every tree are
+recorded, and corrected again (`ExpectedTokensBias`) with each weight and memory. A figure is the error of the tokens expected
+of a whole text, as a share of its tokens, averaged over the texts. The last line is one JSON object.
 """
 
 import argparse
@@ -27,12 +27,12 @@ from offload_rt.tree.choose import ExpectedTokensBias
 TEMPERATURES = (0.0, 0.6, 1.0)
 WEIGHTS, MEMORIES = (10.0, 30.0, 100.0), (0.95, 0.97, 0.98, 0.998)
 
-# Of one text: of each pass, the tokens that were expected before any correction, and those that came.
+# Of one text: of each pass, the tokens expected before any correction, and those it gave.
 Text = list[tuple[float, int]]
 
 
 def texts(llm: LLM, prompts: Sequence[list[int]], n_new: int, temperature: float) -> list[Text]:
-    """What each pass was expected to yield and did."""
+    """Expected and actual tokens of each pass of each prompt."""
     found: list[Text] = []
     observe = ExpectedTokensBias.observe
 
@@ -48,14 +48,14 @@ def texts(llm: LLM, prompts: Sequence[list[int]], n_new: int, temperature: float
 
 
 def error(found: Sequence[Text], known: ExpectedTokensBias) -> float:
-    """Of the tokens expected of a text, corrected pass by pass by what came of those before; the mean over the texts."""
+    """Mean relative error of the tokens expected of a text, each pass corrected by the ones before it."""
     errors = []
     for text in found:
-        promised = 0.0
+        total = 0.0
         for expected, got in text:
-            promised += known.corrected(expected)
+            total += known.corrected(expected)
             known.observe(expected, got)
-        errors.append(abs(promised / sum(got for _, got in text) - 1))
+        errors.append(abs(total / sum(got for _, got in text) - 1))
     return mean(errors)
 
 
@@ -68,7 +68,7 @@ def main() -> None:
     flags = parser.parse_args()
     print(f"{machine()}; commit {commit()}; error at T = {', '.join(map(str, TEMPERATURES))}")
     with TemporaryDirectory() as folder:
-        os.environ["XDG_CACHE_HOME"] = folder  # nothing known of the pair from earlier runs
+        os.environ["XDG_CACHE_HOME"] = folder  # no statistics of the pair from earlier runs
         prompts = held_out_prompts(AutoTokenizer.from_pretrained(TARGET), flags.prompts)
         with LLM(TARGET, DRAFT, device="cpu", tree_size=flags.nodes, max_model_len=512) as llm:
             found = [texts(llm, prompts, flags.tokens, temperature) for temperature in TEMPERATURES]

@@ -1,4 +1,4 @@
-"""Prompts that no model of the demonstration pair was trained on."""
+"""Prompts from text that the demonstration pair was not trained on."""
 
 import re
 import sysconfig

@@ -1,4 +1,4 @@
-"""Does the simulator say what a pass takes?
+"""Does the simulator predict the time of a pass?
 
     python -m bench.simulate [--size 2100MB] [--seconds 420]
 
@@ -48,9 +48,9 @@ from offload_rt.weights.layout import host_block
 
 RESULTS = ROOT / "bench/results/simulate.jsonl"
 CONTEXT, N_PASSES = 64, 2
-# At which the contention is measured: no width of the settings'.
+# Rows at which the contention is measured; none of the settings has as many.
 CONTENTION_ROWS = 64
-# Others on the same cores make a pass take several times as long: a round in which they had more than this is repeated.
+# Other programs on the same cores make a pass several times slower: a round in which they had a larger share is repeated.
 _LITTLE, _N_PAIRS = 0.06, 4
 
 
@@ -149,7 +149,7 @@ class Bench:
         return median(seconds[1 : 1 + N_PASSES]), plan.on("disk") / seconds[-1] / 1e9
 
     def sample(self, setting: Setting, tries: int) -> Sample:
-        """A round; again where others had more than a little of the cores, and at last the quietest of these."""
+        """A round, repeated while other programs have a large share of the cores; returns the quietest."""
         samples = []
         for _ in range(tries):
             quiet = Quiet()
@@ -167,10 +167,7 @@ class Bench:
         return float(times.at(np.array([setting.n_rows]), CONTEXT)[0])
 
     def _contention(self, gbps: float) -> float:
-        """Part of the speed that is lost for each GB/s that comes in: the quickest passes with and without copies beside them.
-
-        Measured once for each rate.
-        """
+        """Share of the speed lost per GB/s that arrives, from the fastest passes with and without copies beside them."""
         if gbps not in self._contentions:
             alone, together = zip(*(self._with_and_without(gbps) for _ in range(_N_PAIRS)), strict=True)
             self._contentions[gbps] = max(min(together) / min(alone) - 1, 0.0) / gbps
@@ -207,7 +204,7 @@ class Bench:
 
 
 class Quiet:
-    """Watches how much of the cores other programs have."""
+    """Measures the share of the cores that other programs have."""
 
     def __init__(self) -> None:
         self._started, self._busy, self._own = time.perf_counter(), _busy_s(), time.process_time()
@@ -220,7 +217,7 @@ class Quiet:
 
 def _busy_s() -> float:
     times = psutil.cpu_times()
-    # Programs that let others go first take what would be idle, and next to nothing else.
+    # Niced programs are left out: they take little but idle time.
     return times.user + times.system + times.irq + times.softirq + times.steal
 
 
@@ -339,8 +336,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="2100MB")
     parser.add_argument("--seconds", type=float, default=420.0, help="of measuring passes")
-    # Two threads of a product wait for each other: beside other programs, even such as let others go first, a layer of 32 rows
-    # was measured to take 30 times as long. The simulator is asked the same questions with one.
+    # Threads of a product wait for each other: beside niced programs, two threads took 30 times as long for 32 rows.
     parser.add_argument("--threads", type=int, default=1, help="that compute")
     parser.add_argument("--tries", type=int, default=2, help="of a round in which others had part of the cores")
     parser.add_argument("--parts", nargs="+", choices=("passes", "published"), default=["passes", "published"])

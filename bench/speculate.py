@@ -1,11 +1,10 @@
-"""How many tokens does a pass yield, by which trees and rules, and how much faster is a streamed model for it?
+"""How many tokens does a pass give, by which trees and rules, and how much faster is a streamed model?
 
     python -m bench.speculate [--size 2100MB] [--prompts 12] [--timed-prompts 8]
 
-Part "count": tokens per pass of all methods at equal size on the same held-out prompts. The expanded model computes the same
-function as the small one, so this is counted on the small one. Part "steps": a step of each method on the expanded model,
-streamed from the disk within a quarter of its size, and so the seconds of a token. Part "chosen": whole generations with
-nothing configured, plain passes interleaved.
+Part "count": tokens per pass of all methods at equal size on the same held-out prompts, counted on the small model, which
+computes the same function as the expanded one. Part "steps": seconds of a step of each method on the expanded model, streamed
+from the disk in a quarter of its size. Part "chosen": whole generations with nothing configured, plain passes interleaved.
 """
 
 import argparse
@@ -18,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from statistics import mean, median
+from unittest import mock
 
 import numpy as np
 import torch
@@ -34,13 +34,13 @@ from offload_rt.llm import Stats
 
 TEMPERATURES = (0.0, 0.6, 1.0)
 _ASSISTED = "transformers, assisted"
-# Prompts by which a pair of models becomes known at a temperature before any is timed, and passes timed of each method.
+# Prompts at each temperature before timing starts, from which statistics of the pair are learned; passes timed of each method.
 _N_FIRST, _N_STEPS = 2, 8
 
 
 @dataclass(frozen=True)
 class Counted:
-    """Tokens per pass of a method at a temperature, one figure a prompt."""
+    """Tokens per pass of a method at a temperature, one per prompt."""
 
     method: str
     temperature: float
@@ -102,7 +102,7 @@ def assisted(prompts: list[list[int]], n_new: int) -> Iterator[Counted]:
 
 
 def paired_p(better: Counted, worse: Counted, n_flips: int = 20_000) -> float:
-    """One-sided chance of so large a mean difference if signs were random (a paired permutation test)."""
+    """One-sided p-value of a paired permutation test of the mean difference."""
     differences = np.array(better.tokens_per_pass) - np.array(worse.tokens_per_pass)
     signs = np.random.default_rng(0).choice((-1.0, 1.0), size=(n_flips, len(differences)))
     return float((np.abs(differences) * signs).mean(1).__ge__(differences.mean() - 1e-12).mean())
@@ -110,7 +110,7 @@ def paired_p(better: Counted, worse: Counted, n_flips: int = 20_000) -> float:
 
 @dataclass(frozen=True)
 class Shares:
-    """Of the seconds of some runs: in which the link was busy; in which layers were computed; of drafting, of verifying."""
+    """Shares of the time of some runs: link busy, layers computed, drafting, verifying."""
 
     link: float
     compute: float
@@ -119,7 +119,7 @@ class Shares:
 
     @classmethod
     def of(cls, runs: Sequence[Stats]) -> "Shares":
-        """Of all of these together."""
+        """Of all these runs together."""
         seconds = sum(run.seconds for run in runs)
         draft, verify, waited = (
             sum(getattr(run, name) for run in runs) / seconds
@@ -131,7 +131,7 @@ class Shares:
 
 @dataclass(frozen=True)
 class Timed:
-    """Steps on the expanded model; seconds of a token follow from tokens per pass."""
+    """Steps on the expanded model, with the tokens per pass that were counted."""
 
     method: str
     temperature: float
@@ -202,7 +202,7 @@ def chosen(size: str, prompts: list[list[int]], n_new: int) -> Iterator[Chosen]:
 def _summary(temperature: float, runs: Sequence[Stats], plain_s: float) -> Chosen:
     n_passes = np.array([run.n_passes - 1 for run in runs])
     tokens = n_passes @ np.array([run.measured_tokens_per_pass for run in runs])
-    promised = n_passes @ np.array([run.predicted_tokens_per_pass for run in runs])
+    expected = n_passes @ np.array([run.predicted_tokens_per_pass for run in runs])
     seconds = n_passes @ np.array([run.measured_seconds_per_token * run.measured_tokens_per_pass for run in runs])
     predicted_s = n_passes @ np.array([run.predicted_seconds_per_token * run.predicted_tokens_per_pass for run in runs])
     return Chosen(
@@ -212,8 +212,8 @@ def _summary(temperature: float, runs: Sequence[Stats], plain_s: float) -> Chose
         step_s=seconds / n_passes.sum(),
         tokens_per_pass=tokens / n_passes.sum(),
         shares=Shares.of(runs),
-        predicted_seconds_per_token=predicted_s / promised,
-        predicted_tokens_per_pass=promised / n_passes.sum(),
+        predicted_seconds_per_token=predicted_s / expected,
+        predicted_tokens_per_pass=expected / n_passes.sum(),
         nodes=mean(run.nodes_per_tree for run in runs),
         levels=mean(run.levels_per_tree for run in runs),
         faster_by_prompt=tuple(plain_s / run.measured_seconds_per_token for run in runs),
@@ -222,16 +222,9 @@ def _summary(temperature: float, runs: Sequence[Stats], plain_s: float) -> Chose
 
 @contextmanager
 def no_pair_stats() -> Iterator[None]:
-    """Nothing that earlier runs learned of the pair, and nothing kept of this one."""
-    kept = os.environ.get("XDG_CACHE_HOME")
-    with tempfile.TemporaryDirectory() as empty:
-        os.environ["XDG_CACHE_HOME"] = empty
-        try:
-            yield
-        finally:
-            del os.environ["XDG_CACHE_HOME"]
-            if kept is not None:
-                os.environ["XDG_CACHE_HOME"] = kept
+    """With an empty cache folder: statistics of earlier runs are not used, those of this run are not kept."""
+    with tempfile.TemporaryDirectory() as empty, mock.patch.dict(os.environ, {"XDG_CACHE_HOME": empty}):
+        yield
 
 
 def main() -> None:
@@ -255,7 +248,7 @@ def main() -> None:
     result: dict[str, object] = {"bench": "speculate", "machine": machine(), "commit": commit(), **vars(flags)}
     with no_pair_stats():
         if {"count", "steps"} & {*flags.parts}:
-            counted = _told(console, itertools.chain(
+            counted = _printed(console, itertools.chain(
                 count(flags.nodes, prompts[: flags.prompts], flags.new_tokens, methods),
                 assisted(prompts[: flags.prompts], flags.new_tokens),
             ))  # fmt: skip
@@ -272,7 +265,7 @@ def main() -> None:
     print(json.dumps(result))
 
 
-def _told(console: Console, counted: Iterator[Counted]) -> list[Counted]:
+def _printed(console: Console, counted: Iterator[Counted]) -> list[Counted]:
     found = []
     for one in counted:
         console.print(f"{one.method:26} T={one.temperature}: {one.mean:.2f} tokens per pass", highlight=False)
@@ -281,7 +274,7 @@ def _told(console: Console, counted: Iterator[Counted]) -> list[Counted]:
 
 
 def _compare(console: Console, counted: Sequence[Counted]) -> list[tuple[str, str, float, float, float]]:
-    """Per pair and temperature the ratio of tokens per pass, and the chance of it."""
+    """By pair and temperature, the ratio of tokens per pass and its p-value."""
     found = {(one.method, one.temperature): one for one in counted}
     tests = []
     for (better, worse), temperature in itertools.product(PAIRS, TEMPERATURES):

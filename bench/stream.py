@@ -1,9 +1,8 @@
 """Does streaming a checkpoint four times larger than its memory cost more than reading it?
 
-`python -m bench.stream` asks, in one run and interleaved: the time of a pass of one token against the floor (the same bytes
-by the same direct reads, and nothing else); peak memory against the budget; seconds per token against Accelerate's disk
-offload, both cold; overlap over a link of a set speed; and how long a small resident model takes to its first token. The
-last line is one JSON object.
+`python -m bench.stream` measures, interleaved: a pass of one token against its floor (the same bytes by the same direct reads
+and nothing else); peak memory against the budget; seconds per token against Accelerate's disk offload, both plain and cold;
+overlap over a link of a set speed; the time to the first token of a small resident model. The last line is one JSON object.
 """
 
 import argparse
@@ -32,8 +31,8 @@ from offload_rt.offload.streamer import LayerSources, Streamer
 from offload_rt.system.trace import Trace
 from offload_rt.tree.topology import Topology
 
-PASSES = 3  # in each measurement; the circle is full before and after, so each moves exactly its own bytes
-# What a run imports of torch and transformers: the classes of the latter are loaded when they are named.
+PASSES = 3  # in each measurement; all slots are full before and after, so each moves exactly its own bytes
+# What a run imports; transformers loads a class when it is named.
 IMPORTS = (
     "import torch; from transformers import AutoTokenizer, LlamaConfig; import offload_rt.llm, offload_rt.cli.format"
 )
@@ -186,18 +185,8 @@ def first_token() -> dict[str, object]:
     imports, runs = [], []
     for _ in range(5):
         imports.append(run_json(["-c", IMPORTS]).seconds)
-        run = [
-            "-m",
-            "offload_rt.run",
-            "--model",
-            "models/demo-target",
-            "--prompt",
-            "import",
-            "--max-new-tokens",
-            "1",
-            "--json",
-        ]
-        runs.append(run_json(run).seconds)
+        flags = ["--model", "models/demo-target", "--prompt", "import", "--max-new-tokens", "1", "--json"]
+        runs.append(run_json(["-m", "offload_rt.run", *flags]).seconds)
     beyond = Spread.of([run - base for run, base in zip(runs, imports, strict=True)])
     print("\n## Start to first token, small resident model")
     print(f"imports {Spread.of(imports)} s; beyond imports {beyond} s")

@@ -1,10 +1,10 @@
-"""What does it cost to keep the timeline of a run?
+"""What does tracing cost?
 
     python -m bench.trace [--size 2100MB] [--rounds 9]
 
-The same generation with tracing on and off, in turn, by one loaded model: resident, where nothing hides the cost, and streamed
-within a quarter of its size. Greedy, so both compute the same. Beside the ratio, pair by pair, stands what no noise of a disk
-can hide: the spans of a pass, at what one takes by itself, as a share of the pass. The last line is one JSON object.
+One loaded model generates the same greedy text with tracing on and off in turn: resident, where nothing hides the cost, and
+streamed in a quarter of its size. The ratio is taken pair by pair. The spans of a pass times the duration of one, as a share of
+the pass, is free of the disk's noise. The last line is one JSON object.
 """
 
 import argparse
@@ -26,12 +26,12 @@ from offload_rt.cli import report
 from offload_rt.config import EngineConfig, parse_size
 from offload_rt.system.trace import COMPUTE, Trace
 
-# A resident pass takes a hundredth of a streamed one, and so many more of them are timed.
+# A resident pass takes a hundredth of a streamed one: more of them are timed.
 _RESIDENT_ROUNDS = 5
 
 
 def cost(config: EngineConfig, prompt: list[int], n_new: int, rounds: int) -> dict[str, object]:
-    """Seconds of a pass with and without, their ratio pair by pair, spans of a pass, and the share of it they take."""
+    """Seconds of a pass with and without tracing, their ratio pair by pair, spans of a pass, and their share of it."""
     trace = Trace(on=True)
     seconds: dict[bool, list[float]] = {True: [], False: []}
     with LLM.from_config(config, trace) as llm:
@@ -50,12 +50,12 @@ def cost(config: EngineConfig, prompt: list[int], n_new: int, rounds: int) -> di
         n_spans = len(report.read(path)) / n_passes
     pairs = [a / b for a, b in zip(seconds[True], seconds[False], strict=True)]
     on, off = Spread.of(seconds[True]), Spread.of(seconds[False])
-    told = {"with_s": asdict(on), "without_s": asdict(off), "pairs": asdict(Spread.of(pairs))}
-    return told | {"spans_per_pass": n_spans, "share": n_spans * span_s() / off.median}
+    times = {"with_s": asdict(on), "without_s": asdict(off), "pairs": asdict(Spread.of(pairs))}
+    return times | {"spans_per_pass": n_spans, "share": n_spans * span_s() / off.median}
 
 
 def span_s(n: int = 4_000, n_times: int = 9) -> float:
-    """Seconds that a span takes by itself, the median of several times so many."""
+    """Seconds of one span: the median of `n_times` measurements of `n` spans."""
     trace, moments = Trace(), [time.perf_counter()]
     for _ in range(n_times):
         for i in range(n):

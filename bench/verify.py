@@ -1,9 +1,9 @@
-"""How long does a rule take over a large tree, beyond the softmax that makes the target's distributions?
+"""How long does verification of a large tree take, beside the softmax that makes the target's distributions?
 
     python -m bench.verify [--nodes 768] [--vocabulary 32000]
 
-The distributions are random, as sharp as a language model's, and the draft's are the target's with noise, so that about as much
-is accepted as of real pairs. The floor beside each rule is the softmax of the same logits, interleaved.
+The distributions are random and as sharp as a language model's. The draft's are the target's with noise, such that about as
+much is accepted as with real pairs. Each rule is interleaved with the softmax of the same logits.
 """
 
 import argparse

@@ -1,12 +1,12 @@
-"""How long does a token take of the same checkpoint, prompts and machine, in one system and another?
+"""How long does a token take in other systems: the same checkpoint, prompts and machine?
 
 python -m scripts.compare [--size 2100MB] [--rounds 4] [--tokens 48] [--chart docs/compare.png]
 
-Every peer (a file of `scripts/peers`) runs in a process of its own, with the settings an expert would choose, and answers one
-prompt a round; the rounds go through all peers in turn, each from another one on, so that a disk or a core that is slow for a
-while is slow for all. Warming up is not counted. Where weights come from the disk they are cold in every pass. Beside each
-figure stands its floor: the bytes that a pass has to move, at the best rate measured between the rounds when nothing else is
-done. Greedy tokens are compared with those of the resident model. The last line is one JSON object.
+Every peer (a file of `bench/peers`) runs in a process of its own with the settings an expert would choose, and answers one
+prompt a round. The order of the peers rotates from round to round, so that a slow disk or core is slow for all. Warming up is
+not counted. Weights that come from the disk are cold in every pass. The floor of a figure is the bytes that a pass moves at the
+best rate measured between the rounds. Greedy tokens are compared with those of the resident model. Systems that draft are
+compared with systems that draft, plain ones with plain ones. The last line is one JSON object.
 """
 
 import argparse
@@ -17,28 +17,28 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 from unittest import mock
 
 from transformers import AutoTokenizer
 
 from bench.compare import contract, outcome
-from bench.compare.chart import draw
+from bench.compare.chart import caption, draw
 from bench.compare.contract import Job
 from bench.compare.outcome import Row, Run, run_peer
-from bench.measure import ROOT, commit, drop_from_page_cache, expanded_model, machine, run_json
+from bench.measure import ROOT, Spread, commit, drop_from_page_cache, expanded_model, machine, run_json
 from bench.prompts import held_out_prompts
 from offload_rt.config import format_size, parse_size
 
 _DRAFT, _BUILD = ROOT / "models/demo-draft", ROOT / "build"
 _PROMPT_TOKENS, _LEAST_MAX_LEN = 64, 256
-# The classes of transformers are loaded when they are named.
+OURS = ("offload_rt_plain", "offload_rt_speculative")
+# transformers loads a class when it is named.
 IMPORTS = "import torch; from transformers import AutoTokenizer, LlamaForCausalLM; import offload_rt.llm"
 
 
 @dataclass(frozen=True)
 class Course:
-    """What is asked of all peers.
+    """What all peers are asked.
 
     prompts    one for each round; warm_up comes before each
     timeout_s  of one process
@@ -53,11 +53,11 @@ class Course:
 
 @dataclass
 class Results:
-    """What was found so far.
+    """What was measured so far.
 
-    gbps     per source of weights one rate a round
-    runs     per peer one a round
-    reasons  why a peer has no figures
+    gbps     rates by source of weights, one a round
+    runs     by peer, one a round
+    reasons  by peer, why it has no figures
     """
 
     gbps: dict[str, list[float]]
@@ -73,7 +73,7 @@ def measure_floor(course: Course) -> tuple[dict[str, float], int]:
 
 
 def run_all(course: Course, peers: Sequence[str]) -> Results:
-    """All rounds of all peers; a peer that fails has a reason from then on, and no figures."""
+    """All rounds of all peers. A peer that fails is not run again and has a reason instead of figures."""
     reasons = {name: contract.refusal(contract.find(name)) for name in peers}
     found = Results({}, {name: [] for name in peers}, {name: why for name, why in reasons.items() if why})
     for i in range(len(course.prompts)):
@@ -101,10 +101,10 @@ def _take_turn(name: str, course: Course, i: int, found: Results) -> None:
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """A folder for what the peers write. What offload_rt keeps between runs begins empty; compiled extensions stay."""
+    """A folder for the peers' files, with an empty cache for offload_rt. Compiled extensions are kept."""
     _BUILD.mkdir(exist_ok=True)
     for lock in (_BUILD / "torch-extensions").glob("*/lock"):
-        lock.unlink()  # of a compilation that was killed: the next would wait for its end for ever
+        lock.unlink()  # left by a killed compilation; the next one would wait for it forever
     with tempfile.TemporaryDirectory(dir=_BUILD, prefix="compare-") as folder:
         changes = {"XDG_CACHE_HOME": folder, "TORCH_EXTENSIONS_DIR": str(_BUILD / "torch-extensions")}
         changes |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -118,9 +118,9 @@ def main() -> None:
     model = (flags.model or expanded_model(flags.size)).resolve()
     nbytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
     budget = flags.budget or nbytes // 4
-    about = f"{model.name}: {format_size(nbytes)} of weights, budget {format_size(budget)}"
     measured = commit()  # now, not at the end: the tree may change meanwhile
-    print(f"{machine()}\n{about}; {flags.rounds} prompts, {flags.tokens} tokens each; commit {measured}\n", flush=True)
+    about = f"{model.name}: {format_size(nbytes)} of weights, budget {format_size(budget)}; commit {measured}"
+    print(f"{machine()}\n{about}; {flags.rounds} prompts, {flags.tokens} tokens each\n", flush=True)
     prompts = held_out_prompts(AutoTokenizer.from_pretrained(model), flags.rounds + 1, _PROMPT_TOKENS)
     with scratch() as folder:
         max_len = max(_PROMPT_TOKENS + flags.tokens, _LEAST_MAX_LEN)
@@ -130,12 +130,13 @@ def main() -> None:
         reference = [run.token_ids for run in found.runs.get(outcome.REFERENCE, ())]
         rows = outcome.rows(flags.peers, found.runs, found.reasons, found.gbps)
         rows = outcome.with_margins(rows, model, prompts[1:], reference)
-    _tell(rows, found, imports)
-    if flags.chart:
-        draw(rows, _caption(about, found), flags.chart)
     said = {"bench": "compare", "machine": machine(), "commit": measured, "model": model.name, "model_bytes": nbytes}
     said |= {"budget_bytes": budget, "rounds": flags.rounds, "tokens": flags.tokens, "imports_bytes": imports}
-    print(json.dumps(said | {"gbps": found.gbps, "rows": [row.entry() for row in rows], "ratios": ratios(found)}))
+    said |= {"gbps": found.gbps, "rows": [row.entry() for row in rows], "ratios": ratios(found)}
+    _print(rows, found, imports)
+    if flags.chart:
+        draw(rows, caption(said), flags.chart)
+    print(json.dumps(said))
 
 
 def _flags() -> argparse.Namespace:
@@ -152,29 +153,32 @@ def _flags() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def ratios(found: Results) -> dict[str, list[float]]:
-    """How many times faster the speculative offload_rt is than each other peer, round by round: the same prompt each time."""
-    ours = found.runs.get("offload_rt_speculative", [])
+def ratios(found: Results) -> dict[str, dict[str, list[float]]]:
+    """How many times as fast each offload_rt is as each peer of its kind, round by round: the same prompt each time.
+
+    Of its kind: that draft as well, or do not as well; and that finished all rounds.
+    """
+    n_rounds = max(map(len, found.runs.values()), default=0)
+    speeds = {name: [1 / run.seconds_per_token for run in runs] for name, runs in found.runs.items()}
+    kinds = {name: contract.find(name).DRAFTS for name, runs in found.runs.items() if len(runs) == n_rounds > 0}
     return {
-        name: [run.seconds_per_token / mine.seconds_per_token for run, mine in zip(runs, ours, strict=True)]
-        for name, runs in found.runs.items()
-        if ours and len(runs) == len(ours) and name != "offload_rt_speculative"
+        ours: {
+            name: [mine / theirs for mine, theirs in zip(speeds[ours], speeds[name], strict=True)]
+            for name, drafts in kinds.items()
+            if drafts == kinds[ours] and name != ours
+        }
+        for ours in OURS
+        if ours in kinds
     }
 
 
-def _tell(rows: Sequence[Row], found: Results, imports: int) -> None:
+def _print(rows: Sequence[Row], found: Results, imports: int) -> None:
     rates = ", ".join(f"{source} {min(rates):.2f} to {max(rates):.2f} GB/s" for source, rates in found.gbps.items())
-    print(f"\n{outcome.table(rows)}\n\nrates measured between the rounds: {rates}; a floor is of the best")
-    print(
-        f"peaks include what importing torch and transformers takes, {format_size(imports)}, and file pages a peer maps"
-    )
-    for name, values in ratios(found).items():
-        spread = f"{median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
-        print(f"offload_rt, speculative, is {spread} times as fast as {contract.find(name).TITLE}")
-
-
-def _caption(about: str, found: Results) -> str:
-    return f"{about} where weights are offloaded; disk up to {max(found.gbps['disk']):.2f} GB/s\n{machine()}"
+    print(f"\n{outcome.table(rows)}\n\nrates measured between the rounds: {rates}; a floor is at the best")
+    print(f"peaks include the imports of torch and transformers, {format_size(imports)}, and file pages a peer maps")
+    for ours, others in ratios(found).items():
+        for name, values in others.items():
+            print(f"{contract.find(ours).TITLE}: {Spread.of(values)} times as fast as {contract.find(name).TITLE}")
 
 
 if __name__ == "__main__":

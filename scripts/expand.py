@@ -1,9 +1,8 @@
 """Write a checkpoint of a larger Llama shape that computes the same function as a small one.
 
-The small model's weights stand in the large ones; what cannot change the output is filled with random values of
-ordinary size, so that bytes, work and compressibility are those of a real model of that shape. Where the large width
-is a multiple of the small one and the large head 1, 4 or 16 small ones, weights are only copied and scaled by powers of
-two.
+The large weights contain the small ones. Values that cannot change the output are random and of ordinary size, so that
+bytes, work and compressibility are those of a real model of that shape. If the large width is a multiple of the small one
+and the large head has 1, 4 or 16 times its dimensions, weights are only copied and scaled by powers of two.
 """
 
 import argparse
@@ -63,7 +62,7 @@ def companions(directory: Path) -> list[Path]:
 
 
 def is_there(out: Path, recipe: dict[str, Any], source: Path) -> bool:
-    """Whether `out` holds this very expansion, whole; an older one of the same recipe may be replaced.
+    """Whether `out` holds this expansion completely; an older one of the same recipe may be replaced.
 
     Raises SettingsError if it holds anything else.
     """
@@ -84,7 +83,7 @@ def is_there(out: Path, recipe: dict[str, Any], source: Path) -> bool:
 
 
 def write(expansion: Expansion, source: Checkpoint, config: dict[str, Any], recipe: dict[str, Any], out: Path) -> None:
-    """Write all files to a directory beside `out` and rename it; on any failure nothing of it stays."""
+    """Write all files to a directory beside `out` and rename it; a failure leaves nothing."""
     target, itemsize = spec_of(config), DTYPES[recipe["dtype"]].itemsize
     files = shards(target, itemsize, recipe["shard_nbytes"])
     _check_disk(out.parent, sum(piece.nbytes(itemsize) for file in files for piece in file))
@@ -123,7 +122,7 @@ def _write_weights(expansion: Expansion, files: list[list[Piece]], itemsize: int
             save_file(tensors, directory / name, metadata={"format": "pt"})
         except SafetensorError as error:
             raise OffloadError(f"{name} could not be written ({error})", change="give another --out") from error
-        del tensors  # else the next shard is made while this one is still held
+        del tensors  # before the next shard is made
         _sync(directory / name)
         where |= dict.fromkeys((piece.name for piece in file), name)
         elapsed_s = time.monotonic() - begun

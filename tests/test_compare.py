@@ -1,6 +1,7 @@
 """The comparison of systems: what its figures are made of, peers that fail, and one run of two real ones."""
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,10 +9,10 @@ import pytest
 from checkpoints import speaking_checkpoint
 from processes import is_soon_over
 
-from bench.compare import contract, outcome
+from bench.compare import chart, contract, outcome
 from bench.compare.contract import Answer, Job, Report, Supply
-from bench.compare.outcome import Parting, Run
-from bench.measure import run_json
+from bench.compare.outcome import Parting, Row, Run
+from bench.measure import ROOT, run_json
 from scripts import compare
 
 PEERS = contract.names()
@@ -40,7 +41,7 @@ def test_where_answers_part(one: list[int], other: list[int], where: int | None)
     assert outcome.parting(one, other) == where
 
 
-def test_rows_have_their_floor_and_stand_in_the_order_of_their_speed() -> None:
+def test_rows_have_a_floor_and_are_sorted_by_kind_then_speed() -> None:
     fast, slow = [(1.0, 1), (2.0, 3)], [(1.0, 1), (2.0, 2), (3.0, 3)]
     runs = {
         "transformers_resident": [run_of([1, 2, 3], slow, "memory")],
@@ -49,14 +50,15 @@ def test_rows_have_their_floor_and_stand_in_the_order_of_their_speed() -> None:
     }
     gbps = {"disk": [1.0, 2.0, 3.0], "memory": [10.0]}
     found = outcome.rows(list(runs), runs, {"vllm_prefetch": "not installed: vllm"}, gbps)
-    assert [row.name for row in found] == ["offload_rt_speculative", "transformers_resident", "vllm_prefetch"]
-    assert found[0].floor_s == pytest.approx(1 / 3 / 2)  # 1 GB at 3 GB/s at best, for two tokens a pass
-    assert found[1].floor_s == pytest.approx(0.1)
-    assert found[0].parted == (Parting(0, 2),) and found[1].parted == ()
-    told = outcome.table(found).splitlines()
-    assert "parts at token 3 of prompt 1" in told[2] and "2.67 GB" not in told[2]
-    assert "did not run: not installed: vllm" in told[4]
-    json.dumps([row.entry() for row in found])
+    plain, drafted, missing = found
+    assert (drafted.name, missing.name) == ("offload_rt_speculative", "vllm_prefetch")  # faster, but of another kind
+    assert drafted.floor_s == pytest.approx(1 / 3 / 2)  # 1 GB at 3 GB/s at best, for two tokens a pass
+    assert plain.floor_s == pytest.approx(0.1)
+    assert drafted.parted == (Parting(0, 2),) and plain.parted == ()
+    lines = outcome.table(found).splitlines()
+    assert "parts at token 3 of prompt 1" in lines[3] and "2.67 GB" not in lines[3]
+    assert "did not run: not installed: vllm" in lines[4]
+    assert [Row.of(json.loads(json.dumps(row.entry()))) for row in found] == found
 
 
 def test_a_job_and_a_report_survive_the_way_to_another_process(tmp_path: Path) -> None:
@@ -109,7 +111,26 @@ def test_rounds_begin_with_another_peer_each_time(tmp_path: Path, monkeypatch: p
     peers = ["offload_rt_plain", "offload_rt_speculative", "transformers_resident"]
     found = compare.run_all(compare.Course(job, [[1], [2]], [3], 4, 1.0), peers)
     assert turns == [([[1]], name) for name in peers] + [([[2]], name) for name in (*peers[1:], peers[0])]
-    assert compare.ratios(found) == {"offload_rt_plain": [1.0, 1.0], "transformers_resident": [1.0, 1.0]}
+    of_its_kind = {"offload_rt_plain": {"transformers_resident": [1.0, 1.0]}, "offload_rt_speculative": {}}
+    assert compare.ratios(found) == of_its_kind
+
+
+def test_systems_that_draft_are_compared_with_their_kind(tmp_path: Path) -> None:
+    slow, fast = run_of([1, 2], [(1.0, 1), (3.0, 2)]), run_of([1, 2], [(1.0, 1), (2.0, 2)])
+    runs = {
+        "offload_rt_plain": [fast], "offload_rt_speculative": [fast], "accelerate_disk": [slow],
+        "accelerate_disk_assisted": [slow], "transformers_resident": [],
+    }  # fmt: skip
+    assert compare.ratios(compare.Results({}, runs, {})) == {
+        "offload_rt_plain": {"accelerate_disk": [2.0]},
+        "offload_rt_speculative": {"accelerate_disk_assisted": [2.0]},
+    }
+
+
+def test_the_recorded_comparison_can_be_drawn_again(tmp_path: Path) -> None:
+    told = json.loads((ROOT / "bench/results/compare.jsonl").read_text().splitlines()[-1])
+    chart.draw([Row.of(entry) for entry in told["rows"]], chart.caption(told), tmp_path / "chart.png")
+    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_two_systems_give_the_same_tokens_in_processes_of_their_own(tmp_path: Path) -> None:
@@ -132,6 +153,13 @@ def test_a_process_that_hangs_is_ended_with_all_it_started(tmp_path: Path) -> No
     with pytest.raises(RuntimeError, match="took longer than 5 s"):
         run_json(["-c", code], timeout_s=5)
     assert is_soon_over(int(told.read_text()))
+
+
+def test_no_benchmark_imports_the_scripts() -> None:
+    sources = {path: path.read_text(encoding="utf-8") for path in (ROOT / "bench").rglob("*.py")}
+    scripts = "|".join(["scripts", *(path.stem for path in (ROOT / "scripts").glob("*.py") if path.stem != "compare")])
+    pattern = re.compile(rf"^\s*(from|import) ({scripts})\b", re.MULTILINE)
+    assert [path.name for path, text in sources.items() if pattern.search(text)] == []
 
 
 def test_a_process_that_fails_says_why() -> None:

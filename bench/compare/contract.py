@@ -15,7 +15,7 @@ class Job:
     """What all peers are given alike.
 
     budget      bytes of device memory for those that offload; on a CPU, of memory
-    n_resident  layers that fit into the budget beside everything else, where a peer is told rather than decides
+    n_resident  layers that fit into the budget beside everything else, for peers that do not decide it themselves
     max_len     most tokens of prompt and answer together
     scratch     folder for files of its own
     """
@@ -54,9 +54,9 @@ class Supply:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of a prompt.
+    """The continuation of a prompt.
 
-    arrivals  (seconds since the call, new tokens by then) after each pass; what makes caches cold is not counted
+    arrivals  (seconds since the call, new tokens by then) after each pass, without the time for making caches cold
     """
 
     token_ids: list[int]
@@ -72,7 +72,7 @@ class Peer(Protocol):
         """Continue a prompt greedily by at most n tokens."""
 
     def close(self) -> None:
-        """End what runs beside the answers."""
+        """Stop threads and processes."""
 
 
 @dataclass(frozen=True)
@@ -116,4 +116,6 @@ def find(name: str) -> ModuleType:
 def refusal(peer: ModuleType) -> str | None:
     """Why a peer cannot run here; None where it can."""
     missing = [name for name in peer.PACKAGES if find_spec(name) is None]
-    return f"not installed: {', '.join(missing)}" if missing else peer.unfit()
+    if missing:
+        return f"not installed: {', '.join(missing)}"
+    return peer.unfit() if hasattr(peer, "unfit") else None

@@ -15,7 +15,7 @@ _ALONE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517", "RANK": "0", "LOCA
 class DeepSpeedPeer(TransformersPeer):
     """A transformers model whose parameters an engine of DeepSpeed gathers.
 
-    settings  the `HfDeepSpeedConfig`: transformers forgets ZeRO-3 once nobody keeps it alive
+    settings  the `HfDeepSpeedConfig`, which must stay alive for transformers to use ZeRO-3
     """
 
     def __init__(self, engine: object, supply: Supply, settings: object) -> None:
@@ -36,7 +36,7 @@ def open_engine(job: Job, offload: dict[str, object], source: str) -> DeepSpeedP
     os.environ.update(_ALONE)
     if not torch.cuda.is_available():
         os.environ["DS_ACCELERATOR"] = "cpu"
-    # Not at the top: what stands above decides which accelerator it finds, and where it builds its extensions.
+    # Not at the top: it reads the environment variables above when it is imported.
     import deepspeed
     from transformers.integrations import HfDeepSpeedConfig
 

@@ -1,4 +1,4 @@
-"""How fast weights can come on this machine, whoever asks: what stands beside every figure as its floor.
+"""How fast weights can arrive on this machine: the floor of every figure.
 
 `python -m bench.compare.floor --job JSON` prints GB/s for each source of a `Supply`, and how many layers fit the budget.
 """

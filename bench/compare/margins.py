@@ -1,7 +1,7 @@
-"""How close a call each greedy token was: where two systems part, whether it was over nothing.
+"""How close the best two logits are at each greedy token, for the places where two systems part.
 
-`python -m bench.compare.margins --model DIR --prompt JSON --tokens JSON` prints, for each token of an answer, by how much its
-logit is above that of the runner-up, in float32 and by the resident model.
+`python -m bench.compare.margins --model DIR --prompt JSON --tokens JSON` prints, for each token of an answer, the distance of
+the best two logits of the resident model in float32.
 """
 
 import argparse

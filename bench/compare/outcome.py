@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean, median
+from typing import Any
 
 from bench.compare import contract
 from bench.compare.contract import Job, Report
@@ -35,13 +36,13 @@ class Run:
 
     @property
     def seconds_per_token(self) -> float:
-        """Of all tokens after those of the first pass, which is the prompt's; of all where one pass brought them."""
+        """Of the tokens after the first pass, which is the prompt's; of all tokens if there was one pass."""
         (first_s, first_n), (last_s, last_n) = self.arrivals[0], self.arrivals[-1]
         return (last_s - first_s) / (last_n - first_n) if last_n > first_n else last_s / last_n
 
     @property
     def tokens_per_pass(self) -> float:
-        """After the first pass; of it where it brought all."""
+        """After the first pass; of the first if there was one."""
         first_n, last_n = self.arrivals[0][1], self.arrivals[-1][1]
         return (last_n - first_n) / (len(self.arrivals) - 1) if last_n > first_n else last_n
 
@@ -52,15 +53,15 @@ def run_peer(
     """Let one peer answer in a process of its own. Raises RuntimeError with its last words if it fails."""
     asked = {"prompts": prompts, "warm-up": warm_up, "tokens": n_tokens}
     flags = [part for flag, value in asked.items() for part in (f"--{flag}", json.dumps(value))]
-    told = run_json(["-m", "bench.peers", name, "--job", job.text(), *flags], timeout_s)
-    return Run(Report.of(told.result), told.peak_rss)
+    done = run_json(["-m", "bench.peers", name, "--job", job.text(), *flags], timeout_s)
+    return Run(Report.of(done.result), done.peak_rss)
 
 
 @dataclass(frozen=True)
 class Parting:
     """A prompt and the token, counted from 0, at which an answer leaves the reference's.
 
-    margin  by which the reference's logit is above the runner-up's, in float32; None where it was not asked for
+    margin  distance of the best two logits in float32; None if it was not measured
     """
 
     prompt: int
@@ -74,7 +75,7 @@ class Parting:
 
 @dataclass(frozen=True)
 class Row:
-    """What is told of a peer.
+    """The figures of a peer.
 
     reason      why there are no figures; all else but the title is None then
     source      where the weights come from in each pass, as `Supply` has it
@@ -98,9 +99,21 @@ class Row:
     parted: tuple[Parting, ...] | None = None
     versions: dict[str, str] | None = None
 
+    @property
+    def drafts(self) -> bool:
+        """Whether it drafts tokens: only such systems are compared with one another."""
+        return contract.find(self.name).DRAFTS
+
     def entry(self) -> dict[str, object]:
         """For the JSON line."""
         return {name: value for name, value in asdict(self).items() if value is not None}
+
+    @classmethod
+    def of(cls, entry: Mapping[str, Any]) -> "Row":
+        """Read what `entry` made."""
+        spreads = {name: Spread(**entry[name]) for name in ("seconds_per_token", "first_token_s") if name in entry}
+        parted = {"parted": tuple(Parting(**one) for one in entry["parted"])} if "parted" in entry else {}
+        return cls(**entry | spreads | parted)
 
 
 def rows(
@@ -109,7 +122,7 @@ def rows(
     reasons: Mapping[str, str],
     gbps: Mapping[str, Sequence[float]],
 ) -> list[Row]:
-    """One for each peer, the fastest first, those without figures last."""
+    """One for each peer: those without figures last, those with a draft behind those without, the faster first."""
     reference = [run.token_ids for run in runs.get(REFERENCE, ())]
     found = [
         Row(name, contract.find(name).TITLE, reason=reasons[name])
@@ -117,7 +130,11 @@ def rows(
         else _row(name, runs[name], gbps, reference)
         for name in peers
     ]
-    return sorted(found, key=lambda row: row.seconds_per_token.median if row.seconds_per_token else float("inf"))
+    return sorted(found, key=lambda row: (row.reason is not None, row.drafts, _median(row)))
+
+
+def _median(row: Row) -> float:
+    return row.seconds_per_token.median if row.seconds_per_token else math.inf
 
 
 def _row(name: str, runs: Sequence[Run], gbps: Mapping[str, Sequence[float]], reference: list[list[int]]) -> Row:
@@ -128,7 +145,7 @@ def _row(name: str, runs: Sequence[Run], gbps: Mapping[str, Sequence[float]], re
         contract.find(name).TITLE,
         source=supply.source,
         seconds_per_token=Spread.of([run.seconds_per_token for run in runs]),
-        # A disk is not as fast in every round: what it could do in one, no figure of another is below.
+        # A disk's rate changes from round to round; at its best rate, no round's figure is below the floor.
         floor_s=supply.pass_bytes / (max(gbps[supply.source]) * 1e9) / per_pass,
         first_token_s=Spread.of([run.arrivals[0][0] for run in runs]),
         tokens_per_pass=per_pass,
@@ -148,7 +165,7 @@ def _row(name: str, runs: Sequence[Run], gbps: Mapping[str, Sequence[float]], re
 def with_margins(
     found: Sequence[Row], model: Path, prompts: Sequence[list[int]], answers: Sequence[list[int]]
 ) -> list[Row]:
-    """The rows, with how close a call it was wherever tokens part; `answers` are the reference's."""
+    """The rows, with the distance of the best two logits wherever tokens part; `answers` are the reference's."""
     parted = {one.prompt for row in found for one in row.parted or ()}
     asked = {i: {"prompt": prompts[i], "tokens": answers[i]} for i in parted}
     margins = {

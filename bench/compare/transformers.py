@@ -1,4 +1,4 @@
-"""What the peers that run a transformers model share: generating while the clock stops for making caches cold."""
+"""What the peers that run a transformers model share: the clock stops while caches are made cold."""
 
 import time
 from pathlib import Path
@@ -13,7 +13,7 @@ from bench.measure import drop_from_page_cache
 
 
 class _Arrivals(BaseStreamer):
-    """Notes when tokens come.
+    """Records when tokens arrive.
 
     cold  a checkpoint to be made cold after each pass, outside the time measured; None where no pass reads a disk
     """
@@ -63,7 +63,7 @@ class TransformersPeer:
         return Answer(out[0, len(prompt) :].tolist(), arrivals.arrivals)
 
     def close(self) -> None:
-        """Nothing runs beside the answers."""
+        """There is nothing to stop."""
 
 
 def nbytes(model: PreTrainedModel) -> int:

@@ -1,9 +1,8 @@
 """Runs everything that needs a card: `python -m bench.gpu [--minutes 9] [--section NAME ...] [--again]`.
 
-Each section is a process of its own and leaves `bench/results/gpu/<section>.json`, with device, driver and commit. A section
-whose result is there for this commit is not run again, so a run that ended early is resumed by the same command. What a section
-had found when its time was over, or when it failed, is kept with the reason. Where the tree lies without its .git, say the
-commit by OFFLOAD_RT_COMMIT.
+Each section is a process of its own and writes `bench/results/gpu/<section>.json`, with device, driver and commit. A section
+whose result exists for this commit is skipped, so the same command resumes a run that ended early. If a section fails or its
+time is over, its results up to then are kept with the reason. Without a .git folder, set OFFLOAD_RT_COMMIT.
 """
 
 import argparse
@@ -24,7 +23,7 @@ RESULTS = ROOT / "bench/results/gpu"
 
 
 def main() -> int:
-    """Run what is missing, as far as the time goes."""
+    """Run the sections without results while there is time."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=9, help="no section begins that would not end in this time")
     parser.add_argument("--section", nargs="+", choices=SECTIONS, default=SECTIONS)
@@ -76,7 +75,7 @@ def _run(sections: tuple[str, ...], until: float, again: bool, results: Path) ->
 
 
 def _build_kernels() -> None:
-    """Unless they are newer than their sources."""
+    """Build the kernels if a source is newer."""
     sources = (ROOT / "csrc").iterdir()
     built = extension.LIBRARY.stat().st_mtime if extension.LIBRARY.exists() else 0.0
     if built < max(path.stat().st_mtime for path in sources):
@@ -91,7 +90,7 @@ def _is_measured(path: Path, now: str) -> bool:
 
 
 def run_section(command: list[str], seconds: float) -> dict[str, object]:
-    """The last object that a section printed, which grows as it goes, and why there is no more, if there should be."""
+    """The last object that a section printed, and the reason if it failed. Sections print again whenever they know more."""
     reason = ""
     with TemporaryFile("w+") as out, TemporaryFile("w+") as errors:
         with family(subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=errors)) as process:
@@ -101,15 +100,15 @@ def run_section(command: list[str], seconds: float) -> dict[str, object]:
                 reason = f"took more than {seconds:.0f} s"
             else:
                 reason = "; ".join(lines_of(errors)[-6:]) or f"exit code {code}" if code else ""
-        told = [found for line in lines_of(out) if (found := _parsed(line))]
-    result = {"result": told[-1]} if told else {}
-    if not reason and not told:
+        printed = [found for line in lines_of(out) if (found := _parsed(line))]
+    result = {"result": printed[-1]} if printed else {}
+    if not reason and not printed:
         reason = "it printed nothing"
     return result | ({"failed": reason} if reason else {})
 
 
 def _parsed(line: str) -> dict[str, object] | None:
-    """The object on a line; None for what libraries print."""
+    """The object on a line; None if a library printed it."""
     try:
         found = json.loads(line)
     except ValueError:
@@ -121,11 +120,11 @@ def device() -> dict[str, str]:
     """The card, its driver, and torch."""
     import torch
 
-    told = subprocess.run(
+    done = subprocess.run(
         ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    return {"device": told.stdout.strip() or torch.cuda.get_device_name(), "torch": torch.__version__}
+    return {"device": done.stdout.strip() or torch.cuda.get_device_name(), "torch": torch.__version__}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How long does attention of a tree take, against a dense mask, against no mask at all, and against FlexAttention?"""
+"""How long does tree attention take, beside a dense mask, no mask, and FlexAttention?"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -18,7 +18,7 @@ N_NODES = (768, 1, 64, 256, 2048)
 
 
 def measure() -> Iterator[dict[str, object]]:
-    """Seconds of each, by tree size; the sizes that matter most come first."""
+    """Seconds of each, by tree size; the sizes of the README come first."""
     found: dict[str, object] = {}
     for n in N_NODES:
         works, broken = _that_work(_works(n))
@@ -27,13 +27,13 @@ def measure() -> Iterator[dict[str, object]]:
 
 
 def _that_work(works: dict[str, Callable[[], object]]) -> tuple[dict[str, Callable[[], object]], dict[str, object]]:
-    """Those that can be called, and why the others cannot: a compiler may be missing, or a kernel for this mask."""
+    """Those that run, and why the others do not: a compiler may be missing, or a kernel for this mask."""
     broken: dict[str, object] = {}
     for name, work in works.items():
         try:
             work()
             torch.cuda.synchronize()
-        except Exception as error:  # of a compiler anything may come
+        except Exception as error:  # a compiler may raise anything
             broken[name] = {"failed": " ".join(str(error).split())[:300]}
     return {name: work for name, work in works.items() if name not in broken}, broken
 

@@ -1,4 +1,4 @@
-"""Does every op of csrc/ give what its reference gives, does none touch memory that is not its own, and a whole model?"""
+"""Are the ops of csrc/ and a whole model right on a card, and does the memory checker find anything?"""
 
 import os
 import shutil
@@ -10,12 +10,12 @@ from bench.measure import ROOT
 
 EXPECTED_S = 180
 _KERNELS = "tests/test_kernels.py"
-# Of these, what runs on a card; the rest of them is for a machine without one.
+# Test files and the tests in them that need a card.
 _ON_CARD = ((_KERNELS, "card"), ("tests/test_contracts_stream.py", "real"), ("tests/test_card.py", "real"))
 
 
 def measure() -> Iterator[dict[str, object]]:
-    """What pytest says of the tests that run on a card, and the memory checker of the kernels' own."""
+    """The last lines of pytest for the tests that need a card, and of the memory checker for the kernels' tests."""
     found: dict[str, object] = {}
     for path, those in _ON_CARD:
         found[path] = _last_lines([sys.executable, "-m", "pytest", "-q", "-rs", path, "-k", those])
@@ -24,12 +24,12 @@ def measure() -> Iterator[dict[str, object]]:
     if checker is None:
         yield found | {"memory checker": "not installed"}
         return
-    # torch's own allocator would hand out parts of large blocks, of which the checker sees only the ends; captures need it.
+    # Without torch's caching allocator, or the checker sees only the ends of its large blocks. Captures need it.
     pytest = [sys.executable, "-m", "pytest", "-q", _KERNELS, "-k", "card and not captured"]
-    told = _last_lines(
+    checked = _last_lines(
         [checker, "--tool", "memcheck", "--error-exitcode", "1", *pytest], PYTORCH_NO_CUDA_MEMORY_CACHING="1"
     )
-    yield found | {"memory checker": told}
+    yield found | {"memory checker": checked}
 
 
 def _last_lines(command: list[str], **surroundings: str) -> str:

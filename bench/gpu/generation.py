@@ -27,7 +27,7 @@ class Shapes:
 
 
 def measure(shapes: Shapes = Shapes()) -> Iterator[dict[str, object]]:
-    """Whole generations of some prompts after one by which the pair becomes known, plain passes between them."""
+    """Generations of some prompts, plain passes between them. The first prompt only fills the statistics of the pair."""
     target, draft = written(TARGET, shapes.target), written(DRAFT, shapes.draft)
     room = {"device": "cuda", "dtype": "bfloat16", "device_memory": shapes.device_memory, "max_model_len": 512}
     prompts = held_out_prompts(AutoTokenizer.from_pretrained(TARGET), shapes.n_prompts + 1)
@@ -40,7 +40,7 @@ def measure(shapes: Shapes = Shapes()) -> Iterator[dict[str, object]]:
 
 
 def _growing(llm: LLM, prompts: list[list[int]], temperature: float, n_new: int) -> Iterator[dict[str, object]]:
-    """What is known after each prompt but the first."""
+    """The figures after each prompt but the first."""
     runs, plain = [], []
     for i, prompt in enumerate(prompts):
         params = SamplingParams(max_new_tokens=n_new, temperature=temperature, seed=i)

@@ -1,4 +1,4 @@
-"""Models that fit on the card as a whole: tokens per second plain and by trees, and a level of a draft against its bytes."""
+"""Models that fit on the card: seconds per token plain and with trees, and a draft's level against reading its weights."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

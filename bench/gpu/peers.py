@@ -21,16 +21,13 @@ N_LAYERS, BUDGET, N_TOKENS = 80, "24GiB", 3
 
 
 def measure() -> Iterator[dict[str, object]]:
-    """Seconds per token of each, or why there are none.
-
-    For Accelerate all layers share one block of the host, which is the same bytes over the link.
-    """
+    """Seconds per token of each, or why it failed. With Accelerate, all layers share one block of the host."""
     torch.cuda.set_per_process_memory_fraction(parse_size(BUDGET) / torch.cuda.mem_get_info(CARD)[1], CARD)
     found: dict[str, object] = {}
     for name, peer in (("accelerate", _accelerate), ("deepspeed", _deepspeed)):
         try:
             found[name] = peer()
-        except Exception as error:  # of a peer anything may come
+        except Exception as error:  # a peer may raise anything
             found[name] = {"failed": " ".join(str(error).split())[:300]}
         yield found
         gc.collect()
@@ -44,7 +41,7 @@ def _config() -> LlamaConfig:
 
 
 def _shared_weights(config: LlamaConfig) -> dict[str, torch.Tensor]:
-    """The weights of all layers, those of each being those of the one that changes nothing, pinned once."""
+    """The weights of all layers, each being the one that changes nothing, pinned once."""
     from safetensors import safe_open
 
     checkpoint = open_checkpoint(written(TARGET, "llama-2-70b"))
@@ -78,7 +75,7 @@ def _accelerate() -> dict[str, object]:
 
 
 def _deepspeed() -> dict[str, object]:
-    """ZeRO-Inference keeps a pinned copy of every parameter: of as many layers as the host has room for, and scaled."""
+    """ZeRO-Inference pins a copy of every parameter: measured with as many layers as the host holds, and scaled."""
     import deepspeed
     from transformers.integrations import HfDeepSpeedConfig
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -131,4 +128,4 @@ def _seconds_per_token(model: LlamaForCausalLM) -> float:
             ids, attention_mask=torch.ones_like(ids), min_new_tokens=N_TOKENS + 1, max_new_tokens=N_TOKENS + 1,
             do_sample=False, pad_token_id=0, streamer=Clock(),
         )  # fmt: skip
-    return median(after - before for before, after in pairwise(moments[1:]))  # the prompt comes first
+    return median(after - before for before, after in pairwise(moments[1:]))  # the first is the prompt's

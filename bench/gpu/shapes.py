@@ -23,7 +23,7 @@ _MARGIN = 1 << 30
 
 
 def written(source: Path, shape: str, *sizes: str) -> Path:
-    """A checkpoint of a shape with the source's own layers and one that changes nothing, in memory where that has room.
+    """A checkpoint of a shape with the source's own layers and one that changes nothing, in /dev/shm if it fits there.
 
     shape  a name that `scripts/expand.py --like` knows
     sizes  further flags of `scripts/expand.py`
@@ -41,7 +41,7 @@ def written(source: Path, shape: str, *sizes: str) -> Path:
 
 
 def repeated(checkpoint: Checkpoint, n_layers: int) -> Checkpoint:
-    """The same function with more layers: the last one, which changes nothing, stands between the others again and again."""
+    """The same function with more layers: the last one, which changes nothing, is repeated between the others."""
     if n_layers == len(checkpoint.layers):
         return checkpoint
     own, filler = checkpoint.layers[:-1], checkpoint.layers[-1]
@@ -63,7 +63,7 @@ def random_tree(n: int, reach: int = 40) -> Topology:
 def opened(target: Path, n_layers: int, draft: tuple[Path, int] | None = None, **settings: object) -> Iterator[LLM]:
     """An LLM over a repeated target and, if one is given, a repeated draft with its number of layers.
 
-    Layers of the host that are the same lie there once, so it has room for all of them whatever their number.
+    Repeated layers are held once by the host, so all of them fit.
     """
     deep = {target: n_layers} | ({draft[0]: draft[1]} if draft else {})
     pair = {"draft_model": str(draft[0])} if draft else {}
@@ -76,7 +76,7 @@ def opened(target: Path, n_layers: int, draft: tuple[Path, int] | None = None, *
 
 
 def plan_of(llm: LLM) -> dict[str, object]:
-    """Where its layers lie. Raises RuntimeError where some would come from the disk: the figures are those of the link."""
+    """Where its layers lie. Raises RuntimeError if some come from the disk, as the figures are for the link to the card."""
     plan = llm.plan
     if plan.count("disk"):
         raise RuntimeError(f"{plan.count('disk')} layers lie on the disk")

@@ -11,7 +11,7 @@ EXPECTED_S = 150
 
 @dataclass(frozen=True)
 class Shapes:
-    """What is measured; a test makes it small. The sizes with a target of their own come first."""
+    """What is measured; a test makes it small. The sizes of the README come first."""
 
     target: str = "llama-2-70b"
     n_layers: int = 80
@@ -20,7 +20,7 @@ class Shapes:
 
 
 def measure(shapes: Shapes = Shapes()) -> Iterator[dict[str, object]]:
-    """Pass times at every size, the rate of the link taken before each, so that each has its own floor."""
+    """Pass times at every size, each with the rate of the link measured just before."""
     room = {"device": "cuda", "dtype": "bfloat16", "device_memory": shapes.device_memory, "max_model_len": 512}
     limits = {"drafter": "ngram", "tree_size": max(shapes.n_nodes)}
     with opened(written(TARGET, shapes.target), shapes.n_layers, **limits, **room) as llm:

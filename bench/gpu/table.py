@@ -1,4 +1,4 @@
-"""The README's table of what was measured on a card, made from the result files and from nothing else."""
+"""The README's table of what was measured on a card, made from the result files alone."""
 
 import json
 from collections.abc import Callable
@@ -11,7 +11,7 @@ _MISSING = "not measured yet"
 
 
 def table(results: Path) -> str:
-    """Markdown: a row for each target, with its figure or the word that there is none."""
+    """Markdown: a row for each target, with its figure or why there is none."""
     found = {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("*.json"))}
     devices = sorted(
         {f"{entry['device']}, torch {entry['torch']}, commit {entry['commit']}" for entry in found.values()}
@@ -22,7 +22,7 @@ def table(results: Path) -> str:
 
 
 def written_into(text: str, made: str) -> str:
-    """A text with what stands between the marks replaced. Raises ValueError if it has no marks."""
+    """The text with the part between the marks replaced. Raises ValueError without marks."""
     before, rest = text.split(BEGIN, 1)
     _, after = rest.split(END, 1)
     return f"{before}{BEGIN}\n{made}\n{END}{after}"
@@ -78,7 +78,7 @@ def _onchip(result: Any) -> str:
 
 
 def _correctness(result: Any) -> str:
-    return "; ".join(f"{name}: {told}" for name, told in result.items()).replace("|", "/")
+    return "; ".join(f"{name}: {verdict}" for name, verdict in result.items()).replace("|", "/")
 
 
 def _peers(result: Any) -> str:

@@ -8,13 +8,12 @@ from bench.measure import Spread
 
 CARD = torch.device("cuda", 0)
 
-
-# Calls between two events: what it costs to launch the first is lost among so many.
+# Calls between two events, so that the cost of launching the first does not count.
 _N_CALLS = 20
 
 
 def seconds(work: Callable[[], object], repeats: int = 10, warm_up: int = 3) -> Spread:
-    """Of one call on the card, as the mean of some in a row, over so many rows after some that do not count."""
+    """Seconds of one call on the card: the mean of several in a row, `repeats` times after `warm_up` times."""
     taken = []
     for i in range(warm_up + repeats):
         started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -29,7 +28,7 @@ def seconds(work: Callable[[], object], repeats: int = 10, warm_up: int = 3) -> 
 
 
 def in_turn(works: dict[str, Callable[[], object]], rounds: int = 5) -> dict[str, Spread]:
-    """Of each of several, interleaved."""
+    """Seconds of several, interleaved."""
     taken: dict[str, list[float]] = {name: [] for name in works}
     for work in works.values():
         seconds(work, repeats=1, warm_up=1)

@@ -9,17 +9,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from bench.compare.contract import Job, Supply
 from bench.compare.transformers import TransformersPeer, layer_nbytes, nbytes
 
-TITLE, PACKAGES = "Accelerate, CPU offload", ("transformers", "accelerate")
-
-
-def unfit() -> str | None:
-    """It runs anywhere."""
-    return None
+TITLE, PACKAGES, DRAFTS = "Accelerate, CPU offload", ("transformers", "accelerate"), False
 
 
 def load(job: Job) -> TransformersPeer:
     """All weights in CPU memory; on a GPU pinned, and whole layers resident as far as the budget goes."""
-    from accelerate import cpu_offload  # not at the top: the title of a peer is told where it is not installed
+    from accelerate import cpu_offload  # not at the top: the title is needed where it is not installed
 
     model = AutoModelForCausalLM.from_pretrained(job.model, dtype="auto")
     if not torch.cuda.is_available():

@@ -7,26 +7,26 @@ import json
 import tempfile
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from bench.compare.contract import Job, Supply
 from bench.compare.transformers import TransformersPeer, layer_nbytes
 
-TITLE, PACKAGES = "Accelerate, disk offload", ("transformers", "accelerate")
-
-
-def unfit() -> str | None:
-    """It runs anywhere."""
-    return None
+TITLE, PACKAGES, DRAFTS = "Accelerate, disk offload", ("transformers", "accelerate"), False
 
 
 def load(job: Job) -> TransformersPeer:
-    """As many layers resident as the others have, the rest on the disk, in one device map: no `.dat` copies are written."""
+    """As many layers resident as the others have."""
+    return offloaded(job, job.n_resident)
+
+
+def offloaded(job: Job, n_resident: int, draft: PreTrainedModel | None = None) -> TransformersPeer:
+    """The first layers resident and the rest on the disk, in one device map: no `.dat` copies are written."""
     n_layers = json.loads((job.model / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"]
     here = 0 if torch.cuda.is_available() else "cpu"
-    where = {f"model.layers.{i}": here if i < job.n_resident else "disk" for i in range(n_layers)}
+    where = {f"model.layers.{i}": here if i < n_resident else "disk" for i in range(n_layers)}
     where |= dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), here)
     folder = tempfile.mkdtemp(dir=job.scratch)
     model = AutoModelForCausalLM.from_pretrained(job.model, device_map=where, offload_folder=folder, dtype="auto")
-    moved = (n_layers - job.n_resident) * layer_nbytes(model)
-    return TransformersPeer(model, Supply("disk", moved), cold=job.model)
+    supply = Supply("disk", (n_layers - n_resident) * layer_nbytes(model))
+    return TransformersPeer(model, supply, cold=job.model, assistant=draft)

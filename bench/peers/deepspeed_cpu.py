@@ -8,12 +8,7 @@ import torch
 from bench.compare import deepspeed
 from bench.compare.contract import Job
 
-TITLE, PACKAGES = "DeepSpeed ZeRO-Inference, CPU", deepspeed.PACKAGES
-
-
-def unfit() -> str | None:
-    """It needs a compiler for its extensions, if anything."""
-    return None
+TITLE, PACKAGES, DRAFTS = "DeepSpeed ZeRO-Inference, CPU", deepspeed.PACKAGES, False
 
 
 def load(job: Job) -> deepspeed.DeepSpeedPeer:

@@ -10,7 +10,7 @@ from transformers import AutoConfig
 from bench.compare import deepspeed
 from bench.compare.contract import Job
 
-TITLE, PACKAGES = "DeepSpeed ZeRO-Inference, NVMe", deepspeed.PACKAGES
+TITLE, PACKAGES, DRAFTS = "DeepSpeed ZeRO-Inference, NVMe", deepspeed.PACKAGES, False
 
 
 def unfit() -> str | None:

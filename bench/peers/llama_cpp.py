@@ -9,12 +9,7 @@ import torch
 
 from bench.compare.contract import Answer, Job, Supply
 
-TITLE, PACKAGES = "llama.cpp", ("llama_cpp",)
-
-
-def unfit() -> str | None:
-    """It runs anywhere."""
-    return None
+TITLE, PACKAGES, DRAFTS = "llama.cpp", ("llama_cpp",), False
 
 
 class LlamaCppPeer:

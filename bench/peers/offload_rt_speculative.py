@@ -4,12 +4,7 @@ from bench.compare.contract import Job
 from bench.compare.offload_rt import OffloadPeer
 from offload_rt import LLM
 
-TITLE, PACKAGES = "offload_rt, speculative", ()
-
-
-def unfit() -> str | None:
-    """It runs anywhere."""
-    return None
+TITLE, PACKAGES, DRAFTS = "offload_rt, speculative", (), True
 
 
 def load(job: Job) -> OffloadPeer:

@@ -6,12 +6,7 @@ from transformers import AutoModelForCausalLM
 from bench.compare.contract import Job, Supply
 from bench.compare.transformers import TransformersPeer, nbytes
 
-TITLE, PACKAGES = "transformers, resident, assisted", ("transformers",)
-
-
-def unfit() -> str | None:
-    """It runs anywhere, if both models fit."""
-    return None
+TITLE, PACKAGES, DRAFTS = "transformers, resident, assisted", ("transformers",), True
 
 
 def load(job: Job) -> TransformersPeer:

@@ -6,12 +6,7 @@ from transformers import AutoModelForCausalLM
 from bench.compare.contract import Job, Supply
 from bench.compare.transformers import TransformersPeer, nbytes
 
-TITLE, PACKAGES = "transformers, resident", ("transformers",)
-
-
-def unfit() -> str | None:
-    """It runs anywhere, if the model fits."""
-    return None
+TITLE, PACKAGES, DRAFTS = "transformers, resident", ("transformers",), False
 
 
 def load(job: Job) -> TransformersPeer:

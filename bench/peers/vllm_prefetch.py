@@ -8,7 +8,7 @@ import torch
 
 from bench.compare.contract import Answer, Job, Supply
 
-TITLE, PACKAGES = "vLLM, prefetch offloader", ("vllm",)
+TITLE, PACKAGES, DRAFTS = "vLLM, prefetch offloader", ("vllm",), False
 # The largest group of layers of which some are streamed: large enough for any share, small enough to spread them evenly.
 _MOST_IN_GROUP = 8
 
