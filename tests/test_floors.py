@@ -44,7 +44,7 @@ def tree_of(path: Path) -> ast.Module:
 def imported(path: Path) -> Iterator[tuple[int, str]]:
     """Line and full name of everything a file imports, wherever in it the import stands."""
     package = ("offload_rt", *path.relative_to(ROOT).parts[:-1])
-    for node in ast.verify_top_down(tree_of(path)):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -115,7 +115,7 @@ _DANGEROUS_CALLS = {"torch.load", "torch.save", "torch.jit.load", "numpy.load", 
 def dangers(path: Path) -> list[str]:
     found = [f"{path.name}:{line} {name}" for line, name in imported(path) if name.split(".")[0] in _DANGEROUS]
     found += [f"{path.name}:{line} {name}" for line, name in imported(path) if name in _DANGEROUS_CALLS]
-    for node in ast.verify_top_down(tree_of(path)):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Call):
             if ast.unparse(node.func) in _DANGEROUS_CALLS:
                 found.append(f"{path.name}:{node.lineno} {ast.unparse(node.func)}")
@@ -150,7 +150,7 @@ def test_text_files_say_how_they_are_coded() -> None:
     """What a locale would decide is decided here: every file opened as text names its coding."""
     unnamed = []
     for path in MODULES:
-        for node in ast.verify_top_down(tree_of(path)):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 is_text = node.func.attr in ("read_text", "write_text")
                 if is_text and not any(keyword.arg == "encoding" for keyword in node.keywords):

@@ -208,7 +208,7 @@ def _open_drafter(
         machine = profile.pass_profile(runner, moved, (limits.n_nodes, engine_plan.max_model_len))
     cost = CostEstimator(machine, moved)
     model, pair_stats = None, PairStats()
-    if draft is not None:
+    if draft is not None and drafting.draft is not None:
         model = DraftModel(draft, runner.spec.vocab_size, limits.n_levels, trace)
         pair_stats = PairStats.load(engine_plan.checkpoint.identity, drafting.draft.identity)
     parts = DraftParts(limits, cost, drafting.child_sampling, model, pair_stats)

@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
@@ -69,7 +69,7 @@ def read_parallel(reads: Sequence[Read], n_parallel: int, progress: Progress | N
             is_over.set()  # also where Ctrl-C came: nobody may go on writing into a block that its owner gives up
 
 
-def done_ahead(works: Iterable[Callable[[], _T]], name: str) -> Iterator[_T]:
+def done_ahead(works: Iterable[Callable[[], _T]], name: str) -> Generator[_T, None, None]:
     """The results of some works in their order, each done in a thread while the one before it is used.
 
     Raises what a work raised in its turn. Holds no result that it has given away; once closed, leaves no work under way.

@@ -2,19 +2,12 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from offload_rt.errors import CheckpointError, PromptError
 
 if TYPE_CHECKING:  # it takes a third of a second to load, and a plan needs none
     from transformers import PreTrainedTokenizerBase
-
-
-class Decoder(Protocol):
-    """The part of a tokenizer that turns ids into text."""
-
-    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
-        """The text of ids."""
 
 
 class TextStream:
@@ -25,8 +18,8 @@ class TextStream:
     never become a character it raises with byte-fallback tokenizers, and holds back whole characters with all.
     """
 
-    def __init__(self, decoder: Decoder, prompt: Sequence[int], stop: Sequence[str]) -> None:
-        self._decoder, self._stop = decoder, tuple(stop)
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", prompt: Sequence[int], stop: Sequence[str]) -> None:
+        self._tokenizer, self._stop = tokenizer, tuple(stop)
         # The window begins a few tokens back, so that the first new token is not taken for the beginning of a text.
         self._window, self._n_new = list(prompt[-6:]), 0
         self._n_known = len(self._decoded().rstrip("\ufffd"))
@@ -61,7 +54,7 @@ class TextStream:
         return self.text[start : self._n_taken]
 
     def _decoded(self) -> str:
-        return self._decoder.decode(self._window, skip_special_tokens=True)
+        return str(self._tokenizer.decode(self._window, skip_special_tokens=True))
 
 
 def load_tokenizer(directory: Path) -> "PreTrainedTokenizerBase | None":
