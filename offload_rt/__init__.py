@@ -1,10 +1,17 @@
 """Run a language model larger than its device's memory, exactly, at the speed of the link."""
 
+import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from offload_rt.config import SamplingParams
     from offload_rt.llm import LLM, Output, Piece, Stats
+
+# How long the threads of a matrix product spin for each other before they sleep; read when torch loads. By default it is
+# milliseconds: beside a busy process they then take the cores from each other (`python -m bench.waiting`).
+if "torch" not in sys.modules and not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ):
+    os.environ["GOMP_SPINCOUNT"] = "1000"
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "Output", "Piece", "SamplingParams", "Stats"]
