@@ -3,6 +3,7 @@
 import io
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -88,6 +89,19 @@ def test_the_first_signal_interrupts_and_a_later_one_ends_the_process(
     assert ended == [INTERRUPTED]
     assert capfd.readouterr() == ("", "interrupted\n")
     assert signal.getsignal(number) == signal.SIG_DFL
+
+
+def test_an_interrupt_that_was_handled_does_not_end_the_process() -> None:
+    """An interrupt that passes through C, as in a string that is executed, makes Python end by SIGINT."""
+    program = """
+import signal
+from offload_rt.cli.process import exit_code, run_program
+signal.signal(signal.SIGINT, signal.default_int_handler)
+work = lambda: exec("signal.raise_signal(signal.SIGINT)")
+assert run_program(lambda: exit_code(work)) == 130
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "interrupted\n")
 
 
 def test_a_signal_that_is_ignored_stays_so() -> None:
