@@ -15,7 +15,7 @@ PROMPT ?= def read_lines(path, encoding="utf-8"):
 venv: .venv/installed .venv/kernels
 
 .venv/installed: setup.py pyproject.toml
-	$(PYTHON) -c "import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 13) else 'needs Python 3.11 or 3.12, has ' + sys.version.split()[0] + '; set PYTHON')"
+	$(PYTHON) -c "import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 14) else 'needs Python 3.11 to 3.13, has ' + sys.version.split()[0] + '; set PYTHON')"
 	$(PYTHON) -m venv .venv
 	$(PY) -m pip install --quiet --disable-pip-version-check -e ".[dev]"
 	touch $@
@@ -38,19 +38,20 @@ run: venv
 	$(PY) -m offload_rt.run $(ENGINE) --plan
 	$(PY) -m offload_rt.run $(ENGINE) --max-new-tokens $(TOKENS) --prompt '$(PROMPT)' --show-tree --baseline
 
-# Two processes: one core is idle in most tests of faults, which wait for programs to end.
+# Two processes, each with half of the files: one core is idle where a test waits for a program to end.
 test: venv
 	$(MAKE) --no-print-directory --jobs=2 test-faults test-rest
 
 test-faults:
-	$(PY) -m pytest tests/faults
+	$(PY) -m pytest tests/faults tests/test_c*.py
 
 test-rest:
-	$(PY) -m pytest --ignore tests/faults
+	$(PY) -m pytest --ignore tests/faults --ignore-glob 'tests/test_c*.py'
 
 lint: venv
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	$(PY) -m mypy offload_rt
 
 compare: .venv/compared
 	$(PY) -m scripts.compare --chart docs/compare.png

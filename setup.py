@@ -23,7 +23,9 @@ setup(
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    python_requires=">=3.11,<3.13",
+    # 3.14 was not tried.
+    python_requires=">=3.11,<3.14",
+    entry_points={"console_scripts": ["offload-rt = offload_rt.cli.main:script"]},
     packages=find_packages(include=["offload_rt", "offload_rt.*"]),
     package_data={"offload_rt.ops": ["_kernels.so"]},
     cmdclass={"build_ext": BuildKernels},
@@ -40,7 +42,7 @@ setup(
         "rich>=13.9,<16",
     ],
     extras_require={
-        "dev": ["pytest>=8.3,<10", "hypothesis>=6.120,<7", "ruff>=0.12,<1", "matplotlib>=3.9,<4"],
+        "dev": ["pytest>=8.3,<10", "hypothesis>=6.120,<7", "ruff>=0.12,<1", "mypy>=1.18,<3", "matplotlib>=3.9,<4"],
         # What `make compare` runs beside offload_rt, at the versions it was tried with.
         "compare": [TORCH, "accelerate>=1.15,<1.16", "deepspeed>=0.19.8,<0.20", "matplotlib>=3.9,<4"],
         "plot": ["matplotlib>=3.9,<4"],

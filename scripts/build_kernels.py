@@ -1,8 +1,9 @@
-"""Build the kernels of csrc/ into the package, where there is nvcc. One line says what was built, or why not.
+"""Build the kernels of csrc/ into the installed package, where there is nvcc. One line says what was built, or why not.
 
     python scripts/build_kernels.py
 
-Needs the torch it is to run with at hand, so it is run after an install and not within its isolated build. What ptxas said
+Run it from a clone by the Python that offload_rt is installed for: it needs the torch it is to run with at hand, which
+the isolated build of an install has not. Where offload_rt is not installed, it builds into the clone. What ptxas said
 is kept in build/kernels for scripts/check_kernels.py.
 """
 
@@ -19,7 +20,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "csrc"
 BUILD = ROOT / "build" / "kernels"
-LIBRARY = ROOT / "offload_rt" / "ops" / "_kernels.so"
+_INSTALLED = find_spec("offload_rt")
+PACKAGE = Path(_INSTALLED.origin).parent if _INSTALLED and _INSTALLED.origin else ROOT / "offload_rt"
+LIBRARY = PACKAGE / "ops" / "_kernels.so"
 ARCHITECTURES = ("80", "86", "89", "90")
 # The stable ABI of torch 2.11, the earliest that setup.py admits.
 TARGET_VERSION = "0x020b000000000000"

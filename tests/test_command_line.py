@@ -19,6 +19,7 @@ from checkpoints import BYTES, llama_config, llama_tensors, speaking_checkpoint,
 
 from offload_rt import LLM, SamplingParams, Stats
 from offload_rt.cli import calibrate, run
+from offload_rt.cli import main as cli_main
 from offload_rt.cli.calibrate import Findings
 from offload_rt.config import EngineConfig
 from offload_rt.tree.choose import N_RANKS
@@ -477,3 +478,34 @@ def test_no_file_is_left_open_after_a_refusal(line: Any, model: Path) -> None:
             "1",
         )
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+# The console script.
+
+
+def test_a_verb_gets_the_flags_behind_it(capfd: pytest.CaptureFixture[str], model: Path) -> None:
+    assert cli_main.main(["plan", "--model", str(model), "--gpu", "rtx4090", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["machine"] == "GeForce RTX 4090"
+    for verb in cli_main.VERBS:
+        with pytest.raises(SystemExit) as ended:
+            cli_main.main([verb, "--help"])
+        out = capfd.readouterr().out
+        assert ended.value.code == 0 and out.startswith(f"usage: offload-rt {verb} ")
+
+
+def test_the_script_names_its_verbs(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli_main.main(["--help"])
+    out = capfd.readouterr().out
+    assert ended.value.code == 0 and all(verb in out for verb in ("run", "plan", "calibrate", "report"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"), [(["rum"], "'run'"), ([], "VERB"), (["--model", "m", "run"], "VERB"), (["Run"], "'run'")]
+)
+def test_a_wrong_verb_is_one_sentence_and_exit_code_2(
+    arguments: list[str], word: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert cli_main.main(arguments) == 2
+    out, err = capfd.readouterr()
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and word in err

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Written by setup.py.
+# Written by scripts/build_kernels.py.
 LIBRARY = Path(__file__).with_name("_kernels.so")
 # The compute capability that the kernels need.
 LEAST_CAPABILITY = (8, 0)
