@@ -143,8 +143,9 @@ def pretended_card(monkeypatch: pytest.MonkeyPatch, nbytes: int = 4 << 30, pins:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (nbytes, nbytes))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(synchronize=lambda: None))
-    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device=None: 1.0)
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda fraction, device=None: None)
+    fractions = [1.0]
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device=None: fractions[-1])
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part, device=None: fractions.append(part))
     monkeypatch.setattr(builder, "CudaCapture", lambda: record)
     monkeypatch.setattr(extension, "serves", lambda tensor: False)
     monkeypatch.setattr(

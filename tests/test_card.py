@@ -13,7 +13,9 @@ from tiny import CASES, COMBINATIONS, Steady, feed, generate, prefill, prompt_of
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
 from offload_rt.engine import builder
+from offload_rt.offload.host import HostTier
 from offload_rt.speculate.pair_stats import PairStats
+from offload_rt.speculate.select import rule_of, warm_up
 
 
 @pytest.fixture(autouse=True)
@@ -95,6 +97,7 @@ def test_a_model_that_the_kernels_serve_strays_no_further_than_rounding_does(tmp
 def test_closing_lets_go_of_what_was_captured(zoo, card):
     """At once, not when Python looks for circles: it holds the weights."""
     pair = zoo.pair("llama", 0)
+    warm_up(rule_of("sequoia"))  # the compiler's own circles hold the frames of whoever called it
     gc.collect()
     gc.disable()
     try:
@@ -115,11 +118,22 @@ def test_closing_lets_go_of_the_memory_of_the_host(zoo, card):
     try:
         with card(), on_card(directory, drafter="none", device_memory=little(directory)) as llm:
             llm.generate(prompt_of(0), SamplingParams(max_new_tokens=4))
-            held = [weakref.ref(image.block) for image in llm.engine.host._images.values()]
+            tiers = {tier for tier in llm.engine.runner.streamer._sources.streamed if isinstance(tier, HostTier)}
+            held = [weakref.ref(image.block) for tier in tiers for image in tier._images.values()]
+            del tiers
         del llm
         assert held and not any(one() for one in held)
     finally:
         gc.enable()
+
+
+def test_the_cap_on_the_cards_memory_ends_with_the_engine(zoo, card):
+    directory = zoo.directory("llama", 0)
+    with card():
+        before = torch.cuda.get_per_process_memory_fraction()
+        with on_card(directory, drafter="none", device_memory=little(directory)):
+            assert torch.cuda.get_per_process_memory_fraction() < before
+        assert torch.cuda.get_per_process_memory_fraction() == before
 
 
 def logits_on(device, directory, dtype):

@@ -162,9 +162,8 @@ class Runner:
         self._graphs = GraphRunner(model, most, new_buffer, capture)
 
     def close(self) -> None:
-        """End all transfers, and drop the caches and what was captured, which holds the weights."""
+        """End all transfers, and drop what was captured, which holds the weights."""
         self._graphs = None
-        self._caches.clear()
         self.streamer.close()
 
     def _replay(self, step: Step) -> Tensor | None:
