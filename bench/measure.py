@@ -13,9 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryFile
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import psutil
+
+if TYPE_CHECKING:  # they take seconds to load
+    from offload_rt import LLM
+    from offload_rt.offload.device import DeviceTier
 
 ROOT = Path(__file__).resolve().parent.parent
 UNKNOWN = "unknown"
@@ -66,6 +70,17 @@ def expanded_model(size: str) -> Path:
     command = [sys.executable, "scripts/expand.py", "--source", "models/demo-target", "--out", str(out), "--size", size]
     subprocess.run(command, cwd=ROOT, check=True)
     return out
+
+
+def resident_layers(llm: "LLM") -> "DeviceTier":
+    """The layers of a model that is resident as a whole, where they lie."""
+    from offload_rt.offload.device import DeviceTier
+    from offload_rt.weights.layout import PackedLayer
+
+    tier = DeviceTier()
+    for view in llm.engine.runner.streamer.sweep():
+        tier.put(view.i, PackedLayer(view.data, view.layout))
+    return tier
 
 
 def drop_from_page_cache(directory: Path) -> None:

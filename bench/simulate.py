@@ -22,7 +22,7 @@ import numpy as np
 import psutil
 import torch
 
-from bench.measure import ROOT, commit, expanded_model, machine
+from bench.measure import ROOT, commit, expanded_model, machine, resident_layers
 from bench.paced import PacedTier
 from offload_rt import LLM
 from offload_rt.config import EngineConfig
@@ -111,7 +111,7 @@ class Bench:
     """A model of which all layers are in memory, some of them behind a link."""
 
     def __init__(self, llm: LLM) -> None:
-        self._like, self._source = llm.engine.runner, llm.engine.resident
+        self._like, self._source = llm.engine.runner, resident_layers(llm)
         self.spec = self._like.spec
         self._contentions: dict[float, float] = {}
         self.layer_nbytes = [self._source.layout(i).nbytes for i in range(self.spec.n_layers)]

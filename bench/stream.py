@@ -20,7 +20,8 @@ import torch
 
 from bench.compare.contract import Job
 from bench.compare.outcome import run_peer
-from bench.measure import Spread, commit, drop_from_page_cache, expanded_model, machine, run_json
+from bench.measure import Spread, commit, drop_from_page_cache, expanded_model, machine, resident_layers, run_json
+from bench.methods import DRAFT
 from bench.paced import PacedTier
 from offload_rt.config import SamplingParams, format_size, parse_size
 from offload_rt.executor.runner import Placing, Runner, Step
@@ -54,7 +55,7 @@ def pass_against_floor(settings: Settings) -> dict[str, object]:
     """Seconds of a one-token pass, and of a sweep that computes nothing, in turn."""
     floors, passes, busy = [], [], []
     with LLM(str(settings.model), device_memory=settings.budget, drafter="none") as llm:
-        streamer, plan = llm.engine.streamer, llm.plan
+        streamer, plan = llm.engine.runner.streamer, llm.plan
         params = SamplingParams(max_new_tokens=PASSES)
         for _ in range(settings.rounds + 1):
             floors.append(_timed_sweeps(streamer))
@@ -89,15 +90,35 @@ def _timed_sweeps(streamer: Streamer) -> float:
 
 
 def peak_memory(settings: Settings) -> dict[str, object]:
-    """Peak resident memory of a run on the command line, beyond what importing takes."""
-    imports = run_json(["-c", IMPORTS])
-    ids = ["--model", str(settings.model), "--device-memory", str(settings.budget), "--max-new-tokens", "3", "--json"]
-    run = run_json(["-m", "offload_rt.run", *ids, "--prompt", "def main():"])
-    above = run.peak_rss - imports.peak_rss
+    """Peak resident memory of runs on the command line, beyond what importing takes; those with trees run twice.
+
+    The first run of a machine compiles the kernels of verification, which takes more.
+    """
+    imports = run_json(["-c", IMPORTS]).peak_rss
+    flags = [
+        "--model",
+        str(settings.model),
+        "--device-memory",
+        str(settings.budget),
+        "--prompt",
+        "def main():",
+        "--json",
+    ]
+    trees = ["--draft-model", DRAFT, "--max-new-tokens", "32"]
+    runs = {
+        "plain": ["--drafter", "none", "--max-new-tokens", "3"],
+        "trees, T = 0": trees,
+        "trees, T = 0.6": [*trees, "--temperature", "0.6", "--seed", "1"],
+    }
     print("\n## Peak resident memory of the process")
-    print(f"importing torch and transformers  {format_size(imports.peak_rss)}")
-    print(f"the run beyond that               {format_size(above)}; budget {format_size(settings.budget)}")
-    return {"imports_bytes": imports.peak_rss, "beyond_imports_bytes": above, "budget_bytes": settings.budget}
+    print(f"importing torch and transformers  {format_size(imports)}; budget {format_size(settings.budget)}")
+    beyond = {}
+    for name, more in runs.items():
+        peaks = [run_json(["-m", "offload_rt.run", *flags, *more]).peak_rss - imports for _ in range(2)]
+        beyond[name] = peaks
+        over = (peaks[-1] - settings.budget) / 2**20
+        print(f"{name:32}  {', '.join(map(format_size, peaks))} beyond that: {over:+.0f} MiB of the budget")
+    return {"imports_bytes": imports, "beyond_imports_bytes": beyond, "budget_bytes": settings.budget}
 
 
 def against_accelerate(settings: Settings) -> dict[str, object] | None:
@@ -131,11 +152,8 @@ def paced_overlap(settings: Settings) -> dict[str, object]:
     n_layers, n_rows = 8, 384
     with LLM(str(settings.model)) as llm:  # all resident: the source of the paced link, and the compute to be hidden
         spec, runner = llm.engine.runner.spec, llm.engine.runner
-        images = [llm.engine.resident.image(i) for i in range(n_layers)]
-        source = DeviceTier()
-        for i, image in enumerate(images):
-            source.put(i, image)
-        moved = sum(image.layout.nbytes for image in images)
+        source = resident_layers(llm)
+        moved = sum(source.layout(i).nbytes for i in range(n_layers))
         resident = _Passes(runner, LayerSources(source, (None,) * n_layers, 0), n_rows)
         compute = Spread.of([resident.seconds() for _ in range(5)][1:]).median
         tier = PacedTier(source, moved / compute / 1e9)

@@ -35,7 +35,7 @@ def main() -> None:
 
 def _sweep_gbps(llm: LLM) -> float:
     """The rate of the streamed layers when nothing is computed: the same direct reads and nothing else."""
-    streamer, seconds = llm.engine.streamer, []
+    streamer, seconds = llm.engine.runner.streamer, []
     moved = llm.plan.streamed_nbytes
     for _ in range(_SWEEPS + 1):
         started = time.perf_counter()
