@@ -5,9 +5,9 @@
 Each setting is a process of its own, with its variables set before torch loads; settings take turns, and each does all the work
 beside 0, 1 and 2 processes that only count. A busy process has a session of its own, as one of another terminal has: Linux
 shares the cores between sessions first where sched_autogroup is on. Beside the milliseconds of a token stand those that a fair
-share of the cores explains: computing at that share, or the link's if they are more, as on quiet cores by default. Runs in which
-other processes took over a tenth of the cores are left out, or starred where there are no others. The last line is one JSON
-object.
+share of the cores explains: computing at that share, or the link's if they are more, as on quiet cores by default.
+Runs in which other processes took over a tenth of the cores are left out, or starred where there are no others.
+The last line is one JSON object.
 """
 
 import argparse
