@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import pytest
 import torch
 from pretended_card import CardTensor, pretended_card
-from tiny import CASES, COMBINATIONS, Steady, feed, generate, prefill, prompt_of, random_tree
+from tiny import CASES, Steady, feed, generate, prefill, prompt_of, random_tree
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
@@ -52,8 +52,13 @@ def little(directory):
         return unloaded.plan.reserved.total + 4 * unloaded.plan.slot_nbytes
 
 
-@pytest.mark.parametrize("where", ["device", "host", "disk", "unpinned"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        ("llama", "device"), ("qwen2-window", "device"), ("qwen3", "device"), ("llama", "host"), ("mistral", "host"),
+        ("qwen3-window", "disk"), ("qwen2", "disk"), ("llama-dynamic", "unpinned"),
+    ],
+)  # fmt: skip
 def test_greedy_tokens_are_transformers(zoo, card, name, where):
     directory = zoo.directory(name, 0)
     with card(pins=where != "unpinned"):
@@ -64,7 +69,13 @@ def test_greedy_tokens_are_transformers(zoo, card, name, where):
     assert got == zoo.greedy(name, 0)[:24]
 
 
-@pytest.mark.parametrize(("drafter", "rule"), COMBINATIONS)
+@pytest.mark.parametrize(
+    ("drafter", "rule"),
+    [
+        ("none", "match"), ("ngram", "match"), ("dynamic_tree", "match"), ("adaptive_tree", "traversal"),
+        ("static_tree", "sequoia"), ("static_tree", "specinfer"), ("static_tree", "match"),
+    ],
+)  # fmt: skip
 def test_every_drafter_and_rule(zoo, card, drafter, rule):
     """One prompt after the other, for what is captured for one ends with it; then two at once."""
     pair, size = zoo.pair("llama", 0), {} if drafter == "none" else {"tree_size": 24}
