@@ -8,7 +8,6 @@ from tiny import feed, open_llm, prefill, prompt_of, random_tree, runner_of
 
 from offload_rt import ops
 from offload_rt.errors import CapacityError
-from offload_rt.executor import runner as runner_module
 from offload_rt.kv.cache import ContiguousCache, KVBuffer, KVBytes, KVCache
 from offload_rt.tree.topology import Topology
 
@@ -59,7 +58,7 @@ def step(runner, cache, seed, generator):
 @pytest.mark.parametrize("chunk_rows", [512, 4])
 def test_kept_rows_are_those_of_a_fresh_prefill(runner, chunk_rows, monkeypatch):
     """Step after step, with everything that is not committed poisoned; the kept path may skip any of the rows."""
-    monkeypatch.setattr(runner_module, "CHUNK_ROWS", chunk_rows)
+    monkeypatch.setattr(runner, "_chunk_rows", chunk_rows)
     generator = torch.Generator().manual_seed(chunk_rows)
     id, tokens = runner.new_cache(CAPACITY), []
     cache = of(runner, id)
@@ -215,7 +214,7 @@ class TwoParts(KVCache):
 @pytest.mark.parametrize("chunk_rows", [512, 4])
 def test_a_cache_in_two_parts_gives_the_same_logits(runner, chunk_rows, monkeypatch):
     """Through the runner as it is: trees below lacking tokens, paths that skip rows, rewinds into both parts."""
-    monkeypatch.setattr(runner_module, "CHUNK_ROWS", chunk_rows)
+    monkeypatch.setattr(runner, "_chunk_rows", chunk_rows)
     caches = [runner.new_cache(CAPACITY)]
     monkeypatch.setattr(runner, "_kv", TwoParts)
     caches.append(runner.new_cache(CAPACITY))

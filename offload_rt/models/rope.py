@@ -79,7 +79,7 @@ def _check(config: PreTrainedConfig, parameters: dict[str, Any]) -> None:
             raise UnsupportedModelError(f"config.json: {name} is {value!r}", need="a number")
     if parameters.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise UnsupportedModelError("config.json: partial_rotary_factor other than 1 is not understood")
-    if config.head_dim % 2:
+    if config.head_dim < 2 or config.head_dim % 2:
         raise UnsupportedModelError(
-            f"config.json: head_dim is {config.head_dim}, and rotary embeddings need an even one"
+            f"config.json: head_dim is {config.head_dim}", need="an even number, for the rotation"
         )

@@ -10,19 +10,8 @@ from offload_rt.ops.tree_mask import TreeMask
 from offload_rt.ops.verification import Candidates, can_verify, verify
 
 __all__ = [
-    "Candidates",
-    "TreeMask",
-    "can_verify",
-    "commit_rows",
-    "goes_by_extent",
-    "make_tree_mask",
-    "merge",
-    "partial_attention",
-    "rms_norm",
-    "rotate",
-    "tree_attention",
-    "tree_masks",
-    "verify",
+    "Candidates", "TreeMask", "can_verify", "commit_rows", "goes_by_extent", "make_tree_mask", "merge",
+    "partial_attention", "rms_norm", "rotate", "tree_attention", "tree_masks", "verify",
 ]  # fmt: skip
 
 _HEAD_DIMS = (64, 96, 128)
