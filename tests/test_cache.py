@@ -34,15 +34,6 @@ def poison(cache):
         part[:, :, cache.n_committed :] = torch.nan
 
 
-def random_path(topology, generator):
-    """The rows of a path from the root to a random node."""
-    node, path = int(torch.randint(len(topology), (), generator=generator)), []
-    while node >= 0:
-        path.append(node)
-        node = int(topology.parents[node])
-    return path[::-1]
-
-
 def step(runner, cache, seed, generator):
     """Feed a random tree below a few tokens the cache lacks, keep a random path of it; returns the tokens kept."""
     n_lacking = int(torch.randint(4, (), generator=generator))
@@ -50,7 +41,8 @@ def step(runner, cache, seed, generator):
     tokens = prompt_of(seed, n_lacking + len(tree))
     logits = feed(runner, cache, tokens, tree.after_chain(n_lacking))
     assert logits.isfinite().all(), "a row that is not committed was read"
-    rows = [*range(n_lacking), *(n_lacking + node for node in random_path(tree, generator))]
+    node = int(torch.randint(len(tree), (), generator=generator))
+    rows = [*range(n_lacking), *(n_lacking + one for one in [0, *tree.path_to(node)])]
     runner.commit(cache, rows)
     return [tokens[row] for row in rows]
 
@@ -216,7 +208,7 @@ def test_a_cache_in_two_parts_gives_the_same_logits(runner, chunk_rows, monkeypa
     """Through the runner as it is: trees below lacking tokens, paths that skip rows, rewinds into both parts."""
     monkeypatch.setattr(runner, "_chunk_rows", chunk_rows)
     caches = [runner.new_cache(CAPACITY)]
-    monkeypatch.setattr(runner, "_kv", TwoParts)
+    monkeypatch.setattr(runner, "kv", TwoParts)
     caches.append(runner.new_cache(CAPACITY))
     tokens = []
     for seed in range(8):

@@ -16,7 +16,7 @@ from offload_rt.engine.scheduler import Scheduler
 from offload_rt.errors import CapacityError, DeviceError, SettingsError
 from offload_rt.executor.cost import CostEstimator
 from offload_rt.executor.cuda_graphs import CudaCapture, GraphShape
-from offload_rt.executor.runner import Placing, Runner
+from offload_rt.executor.runner import Runner
 from offload_rt.offload import stream_cuda, stream_threads
 from offload_rt.offload.device import DeviceTier
 from offload_rt.offload.disk import DiskTier
@@ -157,7 +157,7 @@ def _cap_device_memory(nbytes: int, device: torch.device, closes: ExitStack) -> 
 def _capture_passes(engine_plan: EnginePlan, runner: Runner, draft: Runner | None) -> None:
     """Let models that lie on the card as a whole compute by CUDA graphs."""
     capture, n_nodes = CudaCapture(), engine_plan.limits.n_nodes
-    if runner.is_resident:
+    if not runner.streamer.order:
         runner.use_graphs(GraphShape(n_nodes, engine_plan.cache_rows, n_nodes), capture)
     if draft is not None:
         n_keys = draft_rows(engine_plan.max_model_len, n_nodes)
@@ -228,10 +228,8 @@ class _Loader:
         streamed = tuple({"device": None, "host": self.host, "disk": disk}[name] for name in tiers)
         open_streamer = stream_cuda.open_streamer if is_cuda else stream_threads.open_streamer
         streamer = open_streamer(LayerSources(resident, streamed, n_slots), trace, self.device)
-        place = Placing(self.device, dtype)
-        return self.closes.enter_context(
-            closing(Runner(checkpoint.spec, streamer, non_layer, checkpoint.format, place, trace))
-        )
+        runner = Runner(checkpoint.spec, streamer, non_layer, checkpoint.format, self.device, dtype, trace)
+        return self.closes.enter_context(closing(runner))
 
     def _fill(
         self, to: dict[str, MemoryTier], disk: DiskTier, layers: list[tuple[str, tuple[TensorRecord, ...]]]

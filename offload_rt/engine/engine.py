@@ -162,17 +162,12 @@ class Engine:
         """Verify a tree by the logits (n, vocabulary) of its nodes; returns the tokens that the sequence took."""
         sequence = one.sequence
         n_lacking = len(sequence.tokens) - 1 - self.runner.n_committed(one.cache)
-        candidates = tree.candidates()
-        target = probs(logits[: tree.n_candidates], sequence.sampling, sequence.tokens, _paths(sequence, candidates))
+        candidates, paths = tree.candidates(), []
+        if sequence.sampling.repetition_penalty != 1.0:  # it looks back on each node's own path, too
+            paths = [candidates.path_to(node) for node in range(tree.n_candidates)]
+        target = probs(logits[: tree.n_candidates], sequence.sampling, sequence.tokens, paths)
         verdict = self.rule.verify(candidates, target, sequence.generator)
         self.drafter.learn(sequence, tree, verdict, top_tokens(logits, self.drafter.n_predicted))
         sequence.stats.add_tree(candidates, verdict)
         self.runner.commit(one.cache, [*range(n_lacking + 1), *(n_lacking + node for node in verdict.path)])
         return len(sequence.extend([*tree.path_to(verdict.path[-1] if verdict.path else 0), verdict.bonus]))
-
-
-def _paths(sequence: Sequence, tree: DraftTree) -> list[list[int]]:
-    """Per node its own path, which a penalty looks back on beside the sequence's tokens."""
-    if sequence.sampling.repetition_penalty == 1.0:
-        return []
-    return [tree.path_to(node) for node in range(len(tree.topology))]

@@ -103,7 +103,10 @@ def pass_profile(runner: Runner, moved: PassBytes, rows: tuple[int, int]) -> Mac
 
     rows  the most rows of a pass and the longest context
     """
-    key, known = _fingerprint(runner, rows), read_cached(_PASSES, _PASSES_VERSION)
+    machine = (platform.machine(), platform.processor(), os.cpu_count(), torch.get_num_threads(), torch.__version__)
+    model = (runner.spec, runner.format.name, runner.dtype, str(runner.device), rows)
+    key = hashlib.sha256(repr((*machine, *model)).encode()).hexdigest()[:24]
+    known = read_cached(_PASSES, _PASSES_VERSION)
     compute = _restore(known.get(key), *_grid(*rows))
     if compute is None or not _still_holds(runner, compute):
         compute = compute_times(runner, *rows)
@@ -115,20 +118,10 @@ def pass_profile(runner: Runner, moved: PassBytes, rows: tuple[int, int]) -> Mac
 
 
 def _arrival_gbps(runner: Runner, n_layers: int = 4) -> float:
-    """GB/s at which the first layers of a sweep come in while nothing is computed; all links together."""
-    if runner.device.type == "cuda":
-        return _arrival_on_card_gbps(runner, n_layers)
-    meter = runner.streamer.meter
-    nbytes, busy_s = meter.read()
-    with closing(runner.streamer.sweep()) as sweep:
-        for _ in zip(range(n_layers), sweep, strict=False):
-            pass
-    now_nbytes, now_busy_s = meter.read()
-    return max(now_nbytes - nbytes, 1) / max(now_busy_s - busy_s, 1e-9) / 1e9
+    """GB/s at which layers come in while nothing is computed, all links together.
 
-
-def _arrival_on_card_gbps(runner: Runner, n_layers: int) -> float:
-    """The same by the clock: a meter of events lags behind. The first few layers may have come in already."""
+    By the clock, for a meter of events lags behind on a card. The first few layers may have come in already.
+    """
     order, arrived = runner.streamer.order, []
     n_there = min(3, len(order) - 1)
     started = _now(runner)
@@ -206,12 +199,6 @@ def _seconds_of_a_pass(runner: Runner, block: LayerView, cache: int, width: int,
 def _now(runner: Runner) -> float:
     runner.finish()
     return time.perf_counter()
-
-
-def _fingerprint(runner: Runner, rows: tuple[int, int]) -> str:
-    parts = (platform.machine(), platform.processor(), os.cpu_count(), torch.get_num_threads(), torch.__version__)
-    model = (runner.spec, runner.format.name, runner.dtype, str(runner.device))
-    return hashlib.sha256(repr((*parts, *model, rows)).encode()).hexdigest()[:24]
 
 
 def _measure_settings(layers: Sequence[Sequence[TensorRecord]]) -> ReadSettings:

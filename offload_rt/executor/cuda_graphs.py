@@ -208,13 +208,11 @@ class GraphRunner:
     def _pass_of(self, buffer: KVBuffer, shape: GraphShape, logits: Tensor) -> GraphPass:
         """The pass of a shape, which becomes the most recently used one; the least recently used one goes."""
         passes = self._passes[buffer]
-        graph_pass = passes.pop(shape, None)
-        if graph_pass is None:
-            graph_pass = GraphPass(self._model, buffer, shape, logits)
-            if len(passes) == _MOST_KEPT:
-                del passes[next(iter(passes))]
-        passes[shape] = graph_pass
-        return graph_pass
+        known = passes.pop(shape, None)
+        passes[shape] = known or GraphPass(self._model, buffer, shape, logits)
+        if len(passes) > _MOST_KEPT:
+            del passes[next(iter(passes))]
+        return passes[shape]
 
 
 class CudaCapture:

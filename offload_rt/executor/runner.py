@@ -24,15 +24,6 @@ CHUNK_ROWS, _LEAST_CHUNK_ROWS = 512, 16
 
 
 @dataclass(frozen=True)
-class Placing:
-    """Where, in what dtype and with what kind of cache a model computes."""
-
-    device: torch.device
-    dtype: torch.dtype
-    kv: type[KVCache] = ContiguousCache
-
-
-@dataclass(frozen=True)
 class Step:
     """What one sequence asks of a pass.
 
@@ -101,22 +92,22 @@ class Chunk:
         return torch.cat(outs) if len(outs) > 1 else outs[0]
 
 
+@dataclass(eq=False, repr=False)
 class Runner:
     """Computes logits and owns the caches. Layers come from the streamer; embedding, last norm and head are resident."""
 
-    def __init__(
-        self,
-        spec: Architecture,
-        streamer: Streamer,
-        non_layer: LayerWeights,
-        weight_format: WeightFormat,
-        place: Placing,
-        trace: Trace,
-    ) -> None:
-        self.spec, self.streamer, self.dtype, self.device = spec, streamer, place.dtype, place.device
-        self.non_layer, self.format, self._trace = non_layer, weight_format, trace
-        self._chunk_rows = CHUNK_ROWS
-        self._kv, self._caches, self._ids = place.kv, dict[int, KVCache](), count()
+    spec: Architecture
+    streamer: Streamer
+    non_layer: LayerWeights
+    format: WeightFormat
+    device: torch.device
+    dtype: torch.dtype
+    trace: Trace
+    kv: type[KVCache] = ContiguousCache
+
+    def __post_init__(self) -> None:
+        self._chunk_rows, self._ids = CHUNK_ROWS, count()
+        self._caches: dict[int, KVCache] = {}
         self._graphs: GraphRunner | None = None
 
     @torch.inference_mode()
@@ -135,15 +126,10 @@ class Runner:
         chunks = self.chunks(steps)
         with closing(self.streamer.sweep()) as sweep:
             for block in sweep:
-                with self._trace.span(COMPUTE, f"layer {block.i}"):
+                with self.trace.span(COMPUTE, f"layer {block.i}"):
                     self.layer(block, hidden, chunks)
-        with self._trace.span(COMPUTE, "head"):
+        with self.trace.span(COMPUTE, "head"):
             return self.logits(hidden, steps)
-
-    @property
-    def is_resident(self) -> bool:
-        """Whether all layers lie on the device."""
-        return not self.streamer.order
 
     def finish(self) -> None:
         """Wait until the device has computed all that was enqueued; copies go on."""
@@ -152,7 +138,7 @@ class Runner:
 
     def use_graphs(self, most: GraphShape, capture: Capture) -> None:
         """From now on compute passes of one sequence by graphs, up to this shape; all layers must be resident."""
-        if self._kv is not ContiguousCache:
+        if self.kv is not ContiguousCache:
             return
         layers = [self.format.view(block.layout, block.data, self.dtype) for block in self.streamer.sweep()]
         model = ResidentModel(self.spec, layers, self.non_layer)
@@ -174,7 +160,7 @@ class Runner:
         whole = _Segment(step, cache, step.n_done, n_tokens, slice(0, step.n_rows), torch.device("cpu"))
         rows = torch.arange(shape.n_keys - step.n_rows, shape.n_keys)
         inputs = PassRows(step.tokens[step.n_done :], rows, self._row_inputs([whole]), whole.mask(window=None))
-        with self._trace.span(COMPUTE, "all layers"):
+        with self.trace.span(COMPUTE, "all layers"):
             return self._graphs.forward(cache.buffer, inputs)[step.n_rows - step.n_wanted :]
 
     def layer(self, block: LayerView, hidden: Tensor, chunks: Sequence[Chunk]) -> None:
@@ -195,7 +181,7 @@ class Runner:
         is_alone  no other sequence will run beside it: it reuses the graphs of the one before
         """
         buffer = self._graphs.reuse(capacity, is_alone and not self._caches) if self._graphs is not None else None
-        cache = ContiguousCache(buffer) if buffer else self._kv.empty(self.spec, capacity, self.dtype, self.device)
+        cache = ContiguousCache(buffer) if buffer else self.kv.empty(self.spec, capacity, self.dtype, self.device)
         id = next(self._ids)
         self._caches[id] = cache
         return id
