@@ -31,14 +31,13 @@ Prompt = str | Several[int]
 class Stats:
     """How a sequence was generated. It may have shared passes with others; seconds and bytes are those of whole passes.
 
-    seconds                      from the start of its first pass to the end of its last
-    draft_seconds                and so verify_seconds; wait_seconds are those in which no layer was there to compute
-    link_busy                    share of the seconds in which the link moved bytes
-    nodes_per_tree               mean size of the verified trees, roots included; and so levels_per_tree
-    acceptance_by_rank           how often the k-th child was accepted, of the times it was there and its parent reached
-    predicted_seconds_per_token  of the passes that computed no prompt, as predicted before each; None where there was none
-    measured_seconds_per_token   of the same passes; and so predicted_tokens_per_pass and measured_tokens_per_pass
-    tree_widths                  nodes on each level of the largest tree
+    seconds                  from the start of its first pass to the end of its last
+    wait_seconds             in which no layer was there to compute
+    link_busy                share of the seconds in which the link moved bytes
+    nodes_per_tree           mean size of the verified trees, roots included; and so levels_per_tree
+    acceptance_by_rank       how often the k-th child was accepted, of the times it was there and its parent reached
+    predicted_*, measured_*  of the passes that computed no prompt, predicted before each; None where there was none
+    tree_widths              nodes on each level of the largest tree
     """
 
     n_tokens: int

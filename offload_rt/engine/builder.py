@@ -62,9 +62,8 @@ class EnginePlan(MemoryPlan):
 def pick_device(name: str) -> torch.device:
     """The device of a setting. Raises DeviceError if it is cuda and there is none."""
     if name == "cuda" and not torch.cuda.is_available():
-        raise DeviceError(
-            "--device cuda", need="a CUDA device that torch can use", have=_why_no_card(), change="use --device cpu"
-        )
+        need = "a CUDA device that torch can use"
+        raise DeviceError("--device cuda", need=need, have=_why_no_card(), change="use --device cpu")
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
@@ -91,9 +90,8 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting
     """Decide where everything goes. Raises CapacityError if it cannot go anywhere."""
     device = pick_device(config.device)
     if device.type == "cpu" and config.host_memory is not None:
-        raise SettingsError(
-            "--host-memory is for pinned memory beside a GPU", change="on a CPU, set --device-memory alone"
-        )
+        problem = "--host-memory is for pinned memory beside a GPU"
+        raise SettingsError(problem, change="on a CPU, set --device-memory alone")
     dtype = _pick_dtype(config.dtype, checkpoint)
     budget = memory_budget(config, device)
     draft = None if drafting.draft is None else Sizes.of_checkpoint(drafting.draft, drafting.draft.dtype)
@@ -274,17 +272,13 @@ def memory_budget(config: EngineConfig, device: torch.device) -> MemoryBudget:
         return MemoryBudget(_within(config.device_nbytes, "--device-memory", spare, memory_limit()))
     torch.cuda.empty_cache()  # what an engine that was closed has left to torch is free as well
     on_card, all_of_card = torch.cuda.mem_get_info(device)
-    return MemoryBudget(
-        _within(config.device_nbytes, "--device-memory", less_margin(on_card), all_of_card),
-        _within(config.host_nbytes, "--host-memory", spare, memory_limit()),
-        LIBRARIES,
-        has_card=True,
-    )
+    of_card = _within(config.device_nbytes, "--device-memory", less_margin(on_card), all_of_card)
+    of_host = _within(config.host_nbytes, "--host-memory", spare, memory_limit())
+    return MemoryBudget(of_card, of_host, LIBRARIES, has_card=True)
 
 
 def _within(asked: int | None, flag: str, default: int, limit: int) -> int:
     if asked is not None and asked > limit:
-        raise CapacityError(
-            f"{flag} is more than there is", need=f"{asked} bytes", have=f"{limit}", change=f"lower {flag}"
-        )
+        need = f"{asked} bytes"
+        raise CapacityError(f"{flag} is more than there is", need=need, have=str(limit), change=f"lower {flag}")
     return default if asked is None else asked

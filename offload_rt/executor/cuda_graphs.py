@@ -95,11 +95,9 @@ class GraphInputs(PassRows):
 
 
 class GraphPass:
-    """One pass of a fixed shape over one KV buffer; inputs and logits stay at fixed addresses.
+    """One pass of a fixed shape over one KV buffer; to the layers it is the `PassContext`.
 
-    To the layers it is the `PassContext`.
-
-    logits  (>= shape.n_rows, vocabulary), written
+    logits  (>= shape.n_rows, vocabulary), written; at a fixed address as the inputs are
     """
 
     def __init__(self, model: ResidentModel, buffer: KVBuffer, shape: GraphShape, logits: Tensor) -> None:
@@ -127,8 +125,7 @@ class GraphPass:
     def compute(self) -> None:
         """Embedding, layers and head; writes the rows of the cache and the logits."""
         model, non_layer = self._model.spec, self._model.non_layer
-        # Masks of this computation's own: what the reference makes of one is part of what is captured.
-        self._masks = {}
+        self._masks = {}  # what the reference makes of a mask is part of what is captured
         hidden = model.embed(non_layer, self._inputs.ids)
         for i, weights in enumerate(self._model.layers):
             hidden = model.layer(i, weights, hidden, self)

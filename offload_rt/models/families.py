@@ -121,9 +121,8 @@ def _windows(config: Any) -> tuple[int | None, ...]:
 
 def _llama(config: LlamaConfig) -> NativeDecoder:
     # Both biases are off in every published Llama and on where the config says so.
-    return replace(
-        _native(config), qkv_bias=config.attention_bias, o_bias=config.attention_bias, mlp_bias=config.mlp_bias
-    )
+    bias = config.attention_bias
+    return replace(_native(config), qkv_bias=bias, o_bias=bias, mlp_bias=config.mlp_bias)
 
 
 def _mistral(config: MistralConfig) -> NativeDecoder:

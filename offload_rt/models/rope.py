@@ -38,9 +38,8 @@ class Rope:
         try:
             self._frequencies, self._scale = self._init(self._config, torch.device("cpu"))
         except Exception as error:  # transformers computes with whatever stands there and raises anything
-            raise UnsupportedModelError(
-                f"config.json: the rope settings are not understood: {' '.join(str(error).split())}"
-            ) from error
+            said = " ".join(str(error).split())
+            raise UnsupportedModelError(f"config.json: the rope settings are not understood: {said}") from error
         if not bool(self._frequencies.isfinite().all()):
             raise UnsupportedModelError("config.json: the rope settings give frequencies that are not numbers")
 
