@@ -409,7 +409,7 @@ def test_a_prompt_that_cannot_be_continued_is_refused_before_anything_runs(zoo, 
 
 # The distribution of sampled texts
 
-VOCABULARY, N_DRAWS = 5, 1000
+VOCABULARY, N_DRAWS = 5, 500
 
 
 @pytest.fixture(scope="module")

@@ -223,7 +223,8 @@ def open_llm(directory: Path, place: str = "resident", **settings: Any) -> LLM:
         settings = {name: value for name, value in settings.items() if name not in ("tree_size", "tree_depth")}
     with LLM.open(EngineConfig(str(directory), **settings)) as unloaded:
         plan = unloaded.plan
-    free = {"resident": len(plan.tiers) * plan.slot_nbytes, "disk": 2 * plan.slot_nbytes, "mixed": 5 * plan.slot_nbytes}
+    slot, layers = plan.slot_nbytes, sum(plan.layer_nbytes)
+    free = {"resident": len(plan.tiers) * slot, "disk": 2 * slot, "mixed": min(5 * slot, layers - 1)}
     llm = LLM(str(directory), device_memory=plan.reserved.total + free[place], **settings)
     assert set(llm.plan.tiers) == PLACES[place], llm.plan.tiers
     return llm
