@@ -28,7 +28,7 @@ from offload_rt import LLM
 from offload_rt.config import EngineConfig
 from offload_rt.engine.memory_plan import Sizes
 from offload_rt.engine.profile import compute_times
-from offload_rt.executor.runner import Placing, Runner, Step
+from offload_rt.executor.runner import Runner, Step
 from offload_rt.models.families import spec_of
 from offload_rt.offload.placement import MemoryBudget, Plan, ReservedMemory, place_layers
 from offload_rt.offload.stream_threads import ThreadStreamer
@@ -129,8 +129,8 @@ class Bench:
         plan, tier = self.plan(setting), PacedTier(self._source, setting.gbps)
         streamed = tuple(tier if name == "disk" else None for name in plan.tiers)
         streamer = ThreadStreamer(LayerSources(self._source, streamed, plan.n_slots), Trace(on=False))
-        where = Placing(self._like.device, self._like.dtype)
-        runner = Runner(self.spec, streamer, self._like.non_layer, self._like.format, where, Trace(on=False))
+        where = self._like.device, self._like.dtype
+        runner = Runner(self.spec, streamer, self._like.non_layer, self._like.format, *where, Trace(on=False))
         cache = runner.new_cache(CONTEXT + setting.n_rows)
         runner.assume_context(cache, CONTEXT)
         tokens = torch.arange(setting.n_rows) % self.spec.vocab_size

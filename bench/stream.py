@@ -24,7 +24,7 @@ from bench.measure import Spread, commit, drop_from_page_cache, expanded_model, 
 from bench.methods import DRAFT
 from bench.paced import PacedTier
 from offload_rt.config import SamplingParams, format_size, parse_size
-from offload_rt.executor.runner import Placing, Runner, Step
+from offload_rt.executor.runner import Runner, Step
 from offload_rt.llm import LLM
 from offload_rt.offload.device import DeviceTier
 from offload_rt.offload.stream_threads import ThreadStreamer
@@ -179,8 +179,8 @@ class _Passes:
 
     def __init__(self, like: Runner, sources: LayerSources, n_rows: int) -> None:
         self._streamer = ThreadStreamer(sources, Trace(on=False))
-        place = Placing(like.device, like.dtype)
-        self._runner = Runner(like.spec, self._streamer, like.non_layer, like.format, place, Trace(on=False))
+        place = like.device, like.dtype
+        self._runner = Runner(like.spec, self._streamer, like.non_layer, like.format, *place, Trace(on=False))
         self._n_rows = n_rows
 
     def seconds(self) -> float:

@@ -1,5 +1,6 @@
 """Frozen settings, checked when they are made. The flags of the command line are their fields."""
 
+import math
 import re
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
@@ -70,7 +71,11 @@ class EngineConfig:
     offline: bool = setting(False, "use only what the hub cache already holds")
 
     def __post_init__(self) -> None:
-        _check_choices(self)
+        for item in fields(self):
+            choices, value = item.metadata["choices"], getattr(self, item.name)
+            if choices and value not in choices:
+                need = "one of " + ", ".join(choices)
+                raise SettingsError(f"{flag_of(item.name)} is {value!r}", need=need, change="use one of these")
         for name in ("device_memory", "host_memory"):
             value = getattr(self, name)
             if value is not None:
@@ -106,21 +111,19 @@ class SamplingParams:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         object.__setattr__(self, "stop", tuple(self.stop))
-        _check_range("max_new_tokens", self.max_new_tokens, self.max_new_tokens >= 1, "at least 1")
-        _check_range("temperature", self.temperature, 0 <= self.temperature < float("inf"), "at least 0")
-        _check_range("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1")
-        _check_range("top_k", self.top_k, self.top_k >= 0, "at least 0")
-        _check_range("min_p", self.min_p, 0 <= self.min_p <= 1, "between 0 and 1")
-        _check_range(
-            "repetition_penalty", self.repetition_penalty, 0 < self.repetition_penalty < float("inf"), "above 0"
+        checks = (
+            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
+            ("temperature", 0 <= self.temperature < math.inf, "at least 0"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("top_k", self.top_k >= 0, "at least 0"),
+            ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
+            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "above 0"),
+            ("stop", all(self.stop), "texts that are not empty"),
+            ("seed", self.seed is None or 0 <= self.seed < 2**63, "between 0 and 2**63 - 1"),
         )
-        _check_range("stop", self.stop, all(self.stop), "texts that are not empty")
-        _check_range("seed", self.seed, self.seed is None or 0 <= self.seed < 2**63, "between 0 and 2**63 - 1")
-
-
-def _check_range(name: str, value: Any, holds: bool, need: str) -> None:
-    if not holds:
-        raise SettingsError(f"{name} is {value!r}", need=need, change=f"set {name} accordingly")
+        for name, holds, need in checks:
+            if not holds:
+                raise SettingsError(f"{name} is {getattr(self, name)!r}", need=need, change=f"set {name} accordingly")
 
 
 def check_positive(name: str, value: int | None) -> None:
@@ -129,15 +132,6 @@ def check_positive(name: str, value: int | None) -> None:
         raise SettingsError(f"{flag_of(name)} is {value!r}", need="a whole number", change="give one")
     if value is not None and value < 1:
         raise SettingsError(f"{flag_of(name)} is {value}", need="at least 1", change=f"raise {flag_of(name)}")
-
-
-def _check_choices(settings: Any) -> None:
-    for item in fields(settings):
-        choices, value = item.metadata.get("choices"), getattr(settings, item.name)
-        if choices and value not in choices:
-            raise SettingsError(
-                f"{flag_of(item.name)} is {value!r}", need="one of " + ", ".join(choices), change="use one of these"
-            )
 
 
 def flag_of(name: str) -> str:

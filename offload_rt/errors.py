@@ -7,24 +7,15 @@ import errno
 
 # How allocators, threads and the loader of libraries say that memory is out.
 _NO_MEMORY = (
-    "can't allocate memory",
-    "out of memory",
-    "can't start new thread",
-    "bad_alloc",
-    "failed to map segment",
+    "can't allocate memory", "out of memory", "can't start new thread", "bad_alloc", "failed to map segment",
     "Cannot allocate memory",
-)
+)  # fmt: skip
 # How the driver says that the card cannot be had. Its other errors ("an illegal memory access") are faults of this program.
 _NO_CARD = (
-    "CUDA-capable device",
-    "CUDA driver version is insufficient",
-    "CUDA driver initialization failed",
-    "CUDA error: initialization error",
-    "CUDA error: uncorrectable ECC error",
-    "CUDA error: unknown error",
-    "Found no NVIDIA driver",
-    "NVIDIA driver on your system is too old",
-)
+    "CUDA-capable device", "CUDA driver version is insufficient", "CUDA driver initialization failed",
+    "CUDA error: initialization error", "CUDA error: uncorrectable ECC error", "CUDA error: unknown error",
+    "Found no NVIDIA driver", "NVIDIA driver on your system is too old",
+)  # fmt: skip
 # Characters of a message; what a hostile file quotes in it may be megabytes.
 _LONGEST = 1000
 
@@ -99,19 +90,14 @@ def machine_error(error: BaseException) -> OffloadError:
     text = " ".join(str(error).split())
     full = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
     if full or (isinstance(error, RuntimeError | ImportError) and any(words in text for words in _NO_MEMORY)):
-        return DeviceError(
-            "out of memory", have=text[:200], change="lower --device-memory, --host-memory or --max-model-len"
-        )
+        change = "lower --device-memory, --host-memory or --max-model-len"
+        return DeviceError("out of memory", have=text[:200], change=change)
     if isinstance(error, RuntimeError) and any(words in text for words in _NO_CARD):
-        return DeviceError(
-            "the card cannot be used",
-            have=text[:200],
-            change="end what else uses it, see nvidia-smi, or use --device cpu",
-        )
+        change = "end what else uses it, see nvidia-smi, or use --device cpu"
+        return DeviceError("the card cannot be used", have=text[:200], change=change)
     if isinstance(error, OSError):
-        return DeviceError(
-            f"{error.filename or 'the machine'}: {error.strerror or text}", change="check the disk and its free space"
-        )
+        problem = f"{error.filename or 'the machine'}: {error.strerror or text}"
+        return DeviceError(problem, change="check the disk and its free space")
     if isinstance(error, ImportError) and "shared object" in text:
         return DeviceError("a library cannot be loaded", have=text, change="install it again, or raise ulimit -n")
     raise error

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from types import TracebackType
 
 import numpy as np
 import torch
@@ -32,14 +31,13 @@ Prompt = str | Several[int]
 class Stats:
     """How a sequence was generated. It may have shared passes with others; seconds and bytes are those of whole passes.
 
-    seconds                      from the start of its first pass to the end of its last
-    draft_seconds                and so verify_seconds; wait_seconds are those in which no layer was there to compute
-    link_busy                    share of the seconds in which the link moved bytes
-    nodes_per_tree               mean size of the verified trees, roots included; and so levels_per_tree
-    acceptance_by_rank           how often the k-th child was accepted, of the times it was there and its parent reached
-    predicted_seconds_per_token  of the passes that computed no prompt, as predicted before each; None where there was none
-    measured_seconds_per_token   of the same passes; and so predicted_tokens_per_pass and measured_tokens_per_pass
-    tree_widths                  nodes on each level of the largest tree
+    seconds                  from the start of its first pass to the end of its last
+    wait_seconds             in which no layer was there to compute
+    link_busy                share of the seconds in which the link moved bytes
+    nodes_per_tree           mean size of the verified trees, roots included; and so levels_per_tree
+    acceptance_by_rank       how often the k-th child was accepted, of the times it was there and its parent reached
+    predicted_*, measured_*  of the passes that computed no prompt, predicted before each; None where there was none
+    tree_widths              nodes on each level of the largest tree
     """
 
     n_tokens: int
@@ -110,8 +108,7 @@ class Output:
     def of(cls, sequence: Sequence) -> "Output":
         """Of a sequence that has ended."""
         ids, n, text = sequence.tokens, sequence.n_prompt, sequence.text.text if sequence.text else ""
-        reason = sequence.finish_reason or ""
-        return cls(ids[:n], ids[n:], text, reason, Stats.of(sequence), sequence.stats.topology)
+        return cls(ids[:n], ids[n:], text, sequence.finish_reason or "", Stats.of(sequence), sequence.stats.topology)
 
 
 @dataclass(frozen=True)
@@ -161,7 +158,7 @@ class LLM:
 
     @classmethod
     def from_config(cls, config: EngineConfig, trace: Trace | None = None, progress: Progress | None = None) -> "LLM":
-        """Open and load; see `open` and `load`."""
+        """`open` and `load`."""
         llm = cls.open(config)
         llm.load(trace, progress)
         return llm
@@ -182,22 +179,20 @@ class LLM:
         trace     collects the timeline
         progress  is told (bytes so far, bytes in all)
         """
-        # From here on the engine closes what the plan has opened; at the latest when the program ends, for threads that are
-        # still reading would be torn down with the interpreter.
-        self._closes.detach()
-        self._engine = engine = load(self.engine_plan, trace or Trace(on=False), progress)
-        self._closes = weakref.finalize(self, engine.close)
+        self._closes.detach()  # `load` closes what the plan has opened
+        self._engine = load(self.engine_plan, trace or Trace(on=False), progress)
+        # At the latest when the program ends: threads that still read would be torn down with the interpreter.
+        self._closes = weakref.finalize(self, self._engine.close)
 
     def _prepare(self, config: EngineConfig, drafting: Drafting | None = None) -> None:
         drafting = drafting or pick_drafter(config)
         directory = locate(config.model, config.revision, config.offline)
-        checkpoint = open_checkpoint(directory)
-        self._end_ids = end_ids(directory)
+        checkpoint, self._end_ids = open_checkpoint(directory), end_ids(directory)
         self.tokenizer = load_tokenizer(directory)
         if config.draft_model is not None:
-            place = locate(config.draft_model, None, config.offline)
-            draft = open_checkpoint(place)
-            check_pair(checkpoint.spec, draft.spec, (self.tokenizer, load_tokenizer(place)))
+            directory = locate(config.draft_model, None, config.offline)
+            draft = open_checkpoint(directory)
+            check_pair(checkpoint.spec, draft.spec, (self.tokenizer, load_tokenizer(directory)))
             drafting = replace(drafting, draft=draft)
         self.engine_plan = plan_engine(config, checkpoint, drafting)
         self._closes = weakref.finalize(self, self.engine_plan.disk.close)
@@ -222,9 +217,7 @@ class LLM:
     def __enter__(self) -> "LLM":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -272,10 +265,7 @@ class LLM:
             engine.abort(id)
 
     def time_plain(self, context: int, n_passes: int = 3) -> list[float]:
-        """Seconds of each of some passes of one token after `context` others: what plain decoding takes for a token.
-
-        context  of which no more is taken than `max_model_len` has room for
-        """
+        """Seconds of each of some passes of one token after `context` others, or as many as there is room for."""
         return self.time_passes(Topology.chain(1), min(context, self.max_model_len - 1), n_passes)
 
     def time_passes(self, topology: Topology, context: int, n_passes: int = 3) -> list[float]:
@@ -302,7 +292,18 @@ class LLM:
 
     def check_prompt(self, ids: Several[int]) -> None:
         """Raises PromptError or CapacityError for token ids that cannot be continued."""
-        _check_prompt(list(ids), self.engine_plan.checkpoint.spec.vocab_size, self.max_model_len)
+        if not ids:
+            raise PromptError("the prompt is empty", need="at least one token", change="give it some text")
+        vocab_size = self.engine_plan.checkpoint.spec.vocab_size
+        wrong = [token for token in ids if not 0 <= token < vocab_size]
+        if wrong:
+            need, change = f"ids from 0 to {vocab_size - 1}", "use this model's tokenizer"
+            raise PromptError(f"token id {wrong[0]} in the prompt", need=need, change=change)
+        if len(ids) >= self.max_model_len:
+            raise CapacityError(
+                "the prompt is too long", need=f"at most {self.max_model_len - 1} tokens, one fewer than --max-model-len",
+                have=str(len(ids)), change="shorten it, or raise --max-model-len and --device-memory",
+            )  # fmt: skip
 
     def _sequence(self, prompt: Prompt, params: SamplingParams) -> Sequence:
         ids = self.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
@@ -319,22 +320,3 @@ def _several(prompts: Prompt | Several[Prompt]) -> list[Prompt]:
         return [prompts]
     ids = [one for one in prompts if isinstance(one, int)]
     return [ids] if ids else [one for one in prompts if not isinstance(one, int)]
-
-
-def _check_prompt(ids: list[int], vocab_size: int, max_model_len: int) -> None:
-    if not ids:
-        raise PromptError("the prompt is empty", need="at least one token", change="give it some text")
-    wrong = [token for token in ids if not 0 <= token < vocab_size]
-    if wrong:
-        raise PromptError(
-            f"token id {wrong[0]} in the prompt",
-            need=f"ids from 0 to {vocab_size - 1}",
-            change="use this model's tokenizer",
-        )
-    if len(ids) >= max_model_len:
-        raise CapacityError(
-            "the prompt is too long",
-            need=f"at most {max_model_len - 1} tokens, one fewer than --max-model-len",
-            have=str(len(ids)),
-            change="shorten it, or raise --max-model-len and --device-memory",
-        )

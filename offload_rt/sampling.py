@@ -33,9 +33,8 @@ def probs(logits: Tensor, params: SamplingParams, tokens: Sequence[int], paths: 
         best[rows] = some.amax(-1, keepdim=True)
         result[rows] = _probs_of(some, best[rows], params)
     if not bool(best.isfinite().all()):
-        raise NumericsError(
-            "the model's logits are not all numbers", change="check the checkpoint, or try --dtype float32"
-        )
+        change = "check the checkpoint, or try --dtype float32"
+        raise NumericsError("the model's logits are not all numbers", change=change)
     return result
 
 

@@ -8,7 +8,6 @@ from tiny import feed, open_llm, prefill, prompt_of, random_tree, runner_of
 
 from offload_rt import ops
 from offload_rt.errors import CapacityError
-from offload_rt.executor import runner as runner_module
 from offload_rt.kv.cache import ContiguousCache, KVBuffer, KVBytes, KVCache
 from offload_rt.tree.topology import Topology
 
@@ -35,15 +34,6 @@ def poison(cache):
         part[:, :, cache.n_committed :] = torch.nan
 
 
-def random_path(topology, generator):
-    """The rows of a path from the root to a random node."""
-    node, path = int(torch.randint(len(topology), (), generator=generator)), []
-    while node >= 0:
-        path.append(node)
-        node = int(topology.parents[node])
-    return path[::-1]
-
-
 def step(runner, cache, seed, generator):
     """Feed a random tree below a few tokens the cache lacks, keep a random path of it; returns the tokens kept."""
     n_lacking = int(torch.randint(4, (), generator=generator))
@@ -51,7 +41,8 @@ def step(runner, cache, seed, generator):
     tokens = prompt_of(seed, n_lacking + len(tree))
     logits = feed(runner, cache, tokens, tree.after_chain(n_lacking))
     assert logits.isfinite().all(), "a row that is not committed was read"
-    rows = [*range(n_lacking), *(n_lacking + node for node in random_path(tree, generator))]
+    node = int(torch.randint(len(tree), (), generator=generator))
+    rows = [*range(n_lacking), *(n_lacking + one for one in [0, *tree.path_to(node)])]
     runner.commit(cache, rows)
     return [tokens[row] for row in rows]
 
@@ -59,7 +50,7 @@ def step(runner, cache, seed, generator):
 @pytest.mark.parametrize("chunk_rows", [512, 4])
 def test_kept_rows_are_those_of_a_fresh_prefill(runner, chunk_rows, monkeypatch):
     """Step after step, with everything that is not committed poisoned; the kept path may skip any of the rows."""
-    monkeypatch.setattr(runner_module, "CHUNK_ROWS", chunk_rows)
+    monkeypatch.setattr(runner, "_chunk_rows", chunk_rows)
     generator = torch.Generator().manual_seed(chunk_rows)
     id, tokens = runner.new_cache(CAPACITY), []
     cache = of(runner, id)
@@ -215,9 +206,9 @@ class TwoParts(KVCache):
 @pytest.mark.parametrize("chunk_rows", [512, 4])
 def test_a_cache_in_two_parts_gives_the_same_logits(runner, chunk_rows, monkeypatch):
     """Through the runner as it is: trees below lacking tokens, paths that skip rows, rewinds into both parts."""
-    monkeypatch.setattr(runner_module, "CHUNK_ROWS", chunk_rows)
+    monkeypatch.setattr(runner, "_chunk_rows", chunk_rows)
     caches = [runner.new_cache(CAPACITY)]
-    monkeypatch.setattr(runner, "_kv", TwoParts)
+    monkeypatch.setattr(runner, "kv", TwoParts)
     caches.append(runner.new_cache(CAPACITY))
     tokens = []
     for seed in range(8):

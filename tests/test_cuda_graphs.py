@@ -109,10 +109,8 @@ def test_sequences_that_run_alone_share_what_is_captured(zoo):
         assert buffer_of(runner, first) is not buffer_of(runner, second)
         for cache in (first, second):
             runner.free_cache(cache)
-        for capacity, is_alone in (
-            (300, True),
-            (100, False),
-        ):  # too long to share; beside others, which need the memory
+        # Too long to share; beside others, which need the memory.
+        for capacity, is_alone in ((300, True), (100, False)):
             shared = runner.new_cache(100, is_alone=True)
             feed(runner, shared, prompt_of(0, 8), random_tree(8, 0))
             runner.free_cache(shared)
@@ -153,17 +151,6 @@ def test_of_many_sizes_those_used_last_are_kept(zoo, monkeypatch):
         for n in (1, 2, 1, 4):
             feed(runner, cache, prompt_of(0, n), random_tree(n, 0))
         assert [shape.n_rows for shape in passes_of(runner, cache)] == [1, 4]
-
-
-@pytest.mark.parametrize(("heads", "groups"), [(8, 2), (4, 4), (6, 1)])
-def test_heads_of_a_group_as_rows_of_one_give_the_same(heads, groups):
-    generator = torch.Generator().manual_seed(heads)
-    q = torch.randn(5, heads, 16, generator=generator)
-    k, v = (torch.randn(groups, 11, 16, generator=generator) for _ in range(2))
-    visible = torch.rand(5, 11, generator=generator) < 0.5
-    visible[:, 0] = True
-    want = reference.tree_attention(q, k, v, visible, 0.3)
-    torch.testing.assert_close(reference.grouped_attention(q, k, v, visible, 0.3), want)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from texts import N_NEW, assert_distribution, exact_distribution, small_model
+from texts import N_NEW, assert_distribution, exact_distribution, run_together, small_model
 from tiny import (
     CASES,
     DYNAMIC,
@@ -21,6 +21,7 @@ from tiny import (
     open_llm,
     prompt_of,
     random_tree,
+    runner_of,
 )
 from transformers import LlamaForCausalLM
 
@@ -30,6 +31,7 @@ from offload_rt.config import EngineConfig
 from offload_rt.errors import CapacityError, PromptError, SettingsError
 from offload_rt.executor.sequence import Sequence
 from offload_rt.speculate.protocols import DraftLimits
+from offload_rt.speculate.verify.match import Match
 from offload_rt.tree.topology import DraftTree, Topology
 
 ROOT = Path(offload_rt.__file__).parent
@@ -39,7 +41,7 @@ SAMPLED = SamplingParams(
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", CASES)
 def test_greedy_tokens_are_transformers(zoo, name, seed, place):
     expected = zoo.greedy(name, seed)
@@ -144,10 +146,8 @@ def test_a_batch_that_does_not_fit_runs_as_there_is_room(zoo):
 
         def counted(steps):
             running.append({step.cache for step in steps})
-            assert (
-                sum(len(caches[step.cache].committed) + len(step.tokens) for step in steps)
-                <= llm.engine_plan.cache_rows
-            )
+            n_rows = sum(len(caches[step.cache].committed) + len(step.tokens) for step in steps)
+            assert n_rows <= llm.engine_plan.cache_rows
             return forward(steps)
 
         caches = llm.engine.runner._caches
@@ -156,9 +156,8 @@ def test_a_batch_that_does_not_fit_runs_as_there_is_room(zoo):
         assert not caches
     assert batch == solo
     assert 1 < max(map(len, running)) < len(prompts)
-    assert any(after - before and after & before for before, after in pairwise(running)), (
-        "nobody joined while others went on"
-    )
+    joined = [after - before and after & before for before, after in pairwise(running)]
+    assert any(joined), "nobody joined while others went on"
 
 
 @pytest.mark.parametrize("drafter", ["none", "adaptive_tree"])
@@ -168,7 +167,7 @@ def test_sequences_join_and_leave_a_running_batch(llama_pair, drafter):
     params = [SamplingParams(max_new_tokens=n) for n in (30, 12, 25, 40, 18)]
     if drafter == "none":  # with trees, other numbers of nodes spend the random numbers differently
         params[2] = SamplingParams(max_new_tokens=25, temperature=1.0, seed=3)
-    with open_llm(llama_pair.target, max_model_len=300, **llama_pair.settings(drafter)) as llm:
+    with open_llm(llama_pair.target, max_model_len=256, **llama_pair.settings(drafter)) as llm:
         solo = alone(llm, prompts, params)
         engine, caches = llm.engine, llm.engine.runner._caches
         joins = {0: [0], 3: [1, 2], 5: [3], 14: [4]}
@@ -186,12 +185,12 @@ def test_sequences_join_and_leave_a_running_batch(llama_pair, drafter):
     assert {i: tokens for i, tokens in got.items() if i != 3} == {i: solo[i][0] for i in (0, 1, 2, 4)}
     assert 0 < len(got[3]) < 40 and got[3] == solo[3][0][: len(got[3])]
     assert [sequences[i].stats.measured_tokens > 0 for i in range(5)] == [True] * 5
-    assert sum(sequences[1].stats.n_passes for _ in range(1)) <= 12
+    assert sequences[1].stats.n_passes <= 12
 
 
 def test_a_prompt_teaches_the_cost_model_nothing(zoo):
     """Passes that compute a prompt, of whichever sequence, are neither predicted nor learned from."""
-    with open_llm(zoo.directory("llama", 0), max_model_len=300) as llm:
+    with open_llm(zoo.directory("llama", 0), max_model_len=256) as llm:
         learned = []
         llm.engine.cost.passed = lambda n_rows, *_: learned.append(n_rows)
         first, second = (
@@ -384,10 +383,7 @@ def test_an_end_within_an_accepted_path_drops_the_rest(zoo):
     with open_llm(zoo.directory("llama", 0)) as llm:
         for limits, expected in (((64, {end}), text[: n + 1]), ((9, set()), text[:9])):
             sequence = Sequence(list(prompt), SamplingParams(limits[0]), 512, frozenset(limits[1]))
-            engine = engine_of(llm, Oracle())
-            engine.add(sequence)
-            while engine.step():
-                pass
+            run_together(runner_of(llm), Oracle(), Match(), [sequence], 65)
             assert (sequence.tokens[len(prompt) :], sequence.stats.n_passes) == (expected, 1)
 
 
@@ -413,7 +409,7 @@ def test_a_prompt_that_cannot_be_continued_is_refused_before_anything_runs(zoo, 
 
 # The distribution of sampled texts
 
-VOCABULARY, N_DRAWS = 5, 1000
+VOCABULARY, N_DRAWS = 5, 500
 
 
 @pytest.fixture(scope="module")
@@ -425,11 +421,7 @@ def small(tmp_path_factory):
     return model, path
 
 
-LAWS = {
-    "plain": {"temperature": 1.0},
-    "filtered": {"temperature": 1.3, "top_k": 4, "top_p": 0.93, "min_p": 0.04},
-    "penalty": {"temperature": 0.8, "repetition_penalty": 3.0},
-}
+ALL_AT_ONCE = {"temperature": 0.8, "top_k": 4, "top_p": 0.93, "min_p": 0.04, "repetition_penalty": 3.0}
 
 
 class FullTrees(Unlearning):
@@ -452,26 +444,18 @@ class FullTrees(Unlearning):
         return DraftTree(Topology(self._parents[:n]), tokens)
 
 
-@pytest.mark.parametrize(
-    ("probs", "trees"),
-    [("plain", False), ("filtered", False), ("penalty", False), ("filtered", True), ("penalty", True)],
-)
-def test_the_joint_distribution_of_sampled_tokens(small, probs, trees):
+@pytest.mark.parametrize("trees", [False, True])
+def test_the_joint_distribution_of_sampled_tokens(small, trees):
     """Two prompts side by side in batches, each row with a seed of its own, against exact enumeration."""
     model, path = small
     prompts = [[1], [2, 2]]
-    params = [SamplingParams(max_new_tokens=N_NEW, seed=seed, **LAWS[probs]) for seed in range(2 * N_DRAWS)]
+    params = [SamplingParams(max_new_tokens=N_NEW, seed=seed, **ALL_AT_ONCE) for seed in range(2 * N_DRAWS)]
     texts = []
     with open_llm(path, max_model_len=64) as llm:
         drafter = FullTrees() if trees else llm.engine.drafter
         for start in range(0, 2 * N_DRAWS, 500):
-            engine = engine_of(llm, drafter, n_nodes=500 * 31)
             batch = [Sequence(list(prompts[i % 2]), params[i], 17) for i in range(start, start + 500)]
-            for one in batch:
-                engine.add(one)
-            while engine.step():
-                pass
-            texts += [one.tokens[one.n_prompt :] for one in batch]
+            texts += run_together(runner_of(llm), drafter, Match(), batch, 31)
     for n, prompt in enumerate(prompts):
         assert_distribution(texts[n::2], exact_distribution(model, prompt, params[0]))
 

@@ -107,7 +107,11 @@ def decided_trees(independent):
 
 @pytest.mark.parametrize(
     "rule",
-    [name for name in registry.names("speculate.verify") if registry.find("speculate.verify", name).NEEDS_DRAFT_PROBS],
+    [
+        name
+        for name in registry.names("speculate.verify")
+        if registry.find("speculate.verify", name).RULE.child_sampling
+    ],
 )
 def test_a_rule_decides_the_same(served, monkeypatch, rule):
     """By the same noise, with the same bonus."""

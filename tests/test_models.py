@@ -36,14 +36,6 @@ from offload_rt.tree.topology import Topology
 ATOL = 2e-4
 
 
-def path_of(topology, node):
-    path = []
-    while node >= 0:
-        path.append(node)
-        node = int(topology.parents[node])
-    return path[::-1]
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_a_prompts_logits_are_transformers(zoo, name):
     tokens = prompt_of(0, 50)
@@ -68,7 +60,7 @@ def test_each_node_of_a_tree_sees_its_own_path(zoo, name, chunk_rows, monkeypatc
         cache = prefill(runner, committed, 64)
         got = feed(runner, cache, lacking + drafted, tree.after_chain(len(lacking)), n_wanted=len(tree))
     for node in range(len(tree)):
-        path = [drafted[one] for one in path_of(tree, node)]
+        path = [drafted[one] for one in [0, *tree.path_to(node)]]
         expected = logits_of(zoo.model(name, 0), committed + lacking + path)[-1]
         torch.testing.assert_close(got[node], expected, atol=ATOL, rtol=0)
 
@@ -152,7 +144,7 @@ def test_another_architecture_runs_wherever_its_layers_lie(post_norm, place):
         cache = prefill(runner, committed, 64)
         got = feed(runner, cache, lacking + drafted, tree.after_chain(len(lacking)), n_wanted=len(tree))
     for node in range(len(tree)):
-        path = [drafted[one] for one in path_of(tree, node)]
+        path = [drafted[one] for one in [0, *tree.path_to(node)]]
         expected = second_architecture.logits_of(model, tensors, committed + lacking + path)[-1]
         torch.testing.assert_close(got[node], expected, atol=ATOL, rtol=0)
 

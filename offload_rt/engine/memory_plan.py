@@ -5,7 +5,6 @@ It needs only the sizes of a model, so a machine can be planned for from a confi
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -37,10 +36,10 @@ _SHORTEST_CONTEXT = 256
 class Sizes:
     """What planning has to know of a model.
 
-    layer_nbytes  bytes of each layer's block
+    layer_nbytes      bytes of each layer's block
     non_layer_nbytes  bytes of the weights outside the layers
-    dtype         of the weights
-    view_nbytes   bytes that using the weights where they lie takes besides, such as a copy of a converted matrix
+    dtype             of the weights
+    view_nbytes       bytes that using the weights where they lie takes besides, such as a copy of a converted matrix
     """
 
     spec: Architecture
@@ -107,26 +106,25 @@ def plan_memory(
     Raises CapacityError if it cannot lie anywhere.
     """
     target, draft = models
-    spec = target.spec
+    limit, asked = target.spec.max_positions, config.max_model_len
+    if asked is not None and asked > limit:
+        raise CapacityError("--max-model-len", need=str(asked), have=f"a model of {limit} positions", change="lower it")
 
     def needed(max_len: int, n_nodes: int) -> ReservedMemory:
         return replace(reserved_memory(target, draft, dtype, max_len, n_nodes), libraries=budget.libraries)
 
-    shortest = config.max_model_len or min(_SHORTEST_CONTEXT, spec.max_positions)
+    shortest = asked or min(_SHORTEST_CONTEXT, limit)
     plain = needed(shortest, 1)
-    limits = drafting.limits(
-        config,
-        lambda n: needed(shortest, n).total - plain.total,
-        budget.device,
-        least_budget(target.layer_nbytes, plain),
-    )
-    max_len = _max_model_len(
-        config,
-        spec,
-        dtype.itemsize,
-        budget.device,
-        lambda n: least_budget(target.layer_nbytes, needed(n, limits.n_nodes)),
-    )
+    least_plain = least_budget(target.layer_nbytes, plain)
+    limits = drafting.limits(config, lambda n: needed(shortest, n).total - plain.total, budget.device, least_plain)
+
+    def least(max_len: int) -> int:
+        """The smallest budget that holds a context, which takes no more of it than its share."""
+        cache = ContiguousCache.nbytes(target.spec, max_len, dtype.itemsize).device
+        return max(least_budget(target.layer_nbytes, needed(max_len, limits.n_nodes)), int(cache / _CACHE_SHARE))
+
+    longer = range(shortest + 1, limit + 1) if asked is None else ()
+    max_len = shortest + bisect_right(longer, budget.device, key=least)
     plan = place_layers(target.layer_nbytes, needed(max_len, limits.n_nodes), budget)
     return MemoryPlan(plan, limits, max_len, _cache_rows(max_len, limits.n_nodes))
 
@@ -154,28 +152,6 @@ def _draft_nbytes(draft: Sizes, vocab_size: int, max_len: int, n_nodes: int) -> 
     draft_probs = n_nodes * vocab_size * 4 * 4
     scratch = draft.view_nbytes + draft.spec.scratch_nbytes(n_nodes, n_nodes, itemsize)
     return draft.nbytes + cache + scratch + draft_probs
-
-
-def _max_model_len(
-    config: EngineConfig, spec: Architecture, itemsize: int, budget: int, least: Callable[[int], int]
-) -> int:
-    """The setting, or the longest context whose cache takes its share of the budget and leaves room for the rest.
-
-    least  the smallest budget that would do for a context
-    """
-    limit, asked = spec.max_positions, config.max_model_len
-    if asked is not None and asked > limit:
-        raise CapacityError("--max-model-len", need=str(asked), have=f"a model of {limit} positions", change="lower it")
-    if asked is not None:
-        return asked
-    shortest = min(_SHORTEST_CONTEXT, limit)
-    lengths = range(shortest, limit + 1)
-
-    def needed(n: int) -> int:
-        return max(least(n), int(ContiguousCache.nbytes(spec, n, itemsize).device / _CACHE_SHARE))
-
-    fits = bisect_right(lengths, budget, key=needed)
-    return max(shortest, shortest + fits - 1)
 
 
 def _cache_rows(max_len: int, max_nodes: int) -> int:

@@ -5,15 +5,13 @@ import os
 import platform
 import time
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from offload_rt.executor.runner import Runner, Step
 from offload_rt.offload.disk import DiskTier, ReadSettings
@@ -29,7 +27,7 @@ from offload_rt.weights.layout import host_block
 _CACHE, _VERSION = "disk.json", 1
 _CANDIDATES = (ReadSettings(1 << 20, 4), ReadSettings(4 << 20, 2), ReadSettings(512 << 10, 8), ReadSettings(2 << 20, 4))
 _ROUNDS = 3
-_PASSES, _PASSES_VERSION, _REPEATS = "passes.json", 1, 2
+_PASSES, _PASSES_VERSION, _REPEATS = "passes.json", 2, 2
 # Of a pass; a cache that says anything else is damaged, and numbers of other sizes overflow in what follows from them.
 _SHORTEST_S, _LONGEST_S = 1e-9, 1e6
 # Remembered times are measured anew when they are off by this much.
@@ -40,12 +38,12 @@ _MARGIN = 1.05
 
 def read_settings(layers: Sequence[Sequence[TensorRecord]]) -> ReadSettings:
     """The best way to read these blocks, measured once for each disk and remembered."""
-    disk = _disk_of(layers[0][0].path)
+    disk = str(layers[0][0].path.stat().st_dev)
     known = read_cached(_CACHE, _VERSION)
     for settings in _CANDIDATES:  # anything else was not measured by this program
         if known.get(disk) == [settings.request_nbytes, settings.n_parallel]:
             return settings
-    best = _measure_settings(layers[: min(len(layers), 2)])
+    best = _measure_settings(layers[:2])
     write_cached(_CACHE, _VERSION, {**known, disk: [best.request_nbytes, best.n_parallel]})
     return best
 
@@ -54,10 +52,11 @@ def link_gbps(tier: Tier, n_layers: int, seconds: float = 0.5) -> float:
     """GB/s at which a tier delivers, reading whole blocks one after the other for about so long."""
     block = host_block(max(tier.layout(i).nbytes for i in range(n_layers)))
     started, nbytes, i = time.perf_counter(), 0, 0
-    while (elapsed := time.perf_counter() - started) < seconds or nbytes == 0:
+    while True:
         nbytes += read_parallel(tier.reads(i % n_layers, block), tier.n_parallel)
-        i += 1
-    return nbytes / elapsed / 1e9 if elapsed else nbytes / (time.perf_counter() - started) / 1e9
+        elapsed, i = time.perf_counter() - started, i + 1
+        if elapsed >= seconds:
+            return nbytes / elapsed / 1e9
 
 
 def memory_gbps(dtype: torch.dtype, device: torch.device, nbytes: int = 64 << 20) -> float:
@@ -104,13 +103,14 @@ def pass_profile(runner: Runner, moved: PassBytes, rows: tuple[int, int]) -> Mac
 
     rows  the most rows of a pass and the longest context
     """
-    key = _fingerprint(runner, rows)
+    machine = (platform.machine(), platform.processor(), os.cpu_count(), torch.get_num_threads(), torch.__version__)
+    model = (runner.spec, runner.format.name, runner.dtype, str(runner.device), rows)
+    key = hashlib.sha256(repr((*machine, *model)).encode()).hexdigest()[:24]
     known = read_cached(_PASSES, _PASSES_VERSION)
     compute = _restore(known.get(key), *_grid(*rows))
     if compute is None or not _still_holds(runner, compute):
         compute = compute_times(runner, *rows)
-        entry = {"widths": compute.widths, "contexts": compute.contexts, "seconds": compute.seconds}
-        write_cached(_PASSES, _PASSES_VERSION, {**known, key: entry})
+        write_cached(_PASSES, _PASSES_VERSION, {**known, key: compute.seconds})
     streamed = [tier for tier, nbytes in moved.streamed if nbytes]
     rate = _arrival_gbps(runner) if streamed else 0.0
     links = tuple((tier, rate) for tier in streamed)
@@ -118,20 +118,10 @@ def pass_profile(runner: Runner, moved: PassBytes, rows: tuple[int, int]) -> Mac
 
 
 def _arrival_gbps(runner: Runner, n_layers: int = 4) -> float:
-    """GB/s at which the first layers of a sweep come in while nothing is computed; all links together."""
-    if runner.device.type == "cuda":
-        return _arrival_on_card_gbps(runner, n_layers)
-    meter = runner.streamer.meter
-    nbytes, busy_s = meter.read()
-    with closing(runner.streamer.sweep()) as sweep:
-        for _ in zip(range(n_layers), sweep, strict=False):
-            pass
-    now_nbytes, now_busy_s = meter.read()
-    return max(now_nbytes - nbytes, 1) / max(now_busy_s - busy_s, 1e-9) / 1e9
+    """GB/s at which layers come in while nothing is computed, all links together.
 
-
-def _arrival_on_card_gbps(runner: Runner, n_layers: int) -> float:
-    """The same by the clock: a meter of events lags behind. The first few layers may have come in already."""
+    By the clock, for a meter of events lags behind on a card. The first few layers may have come in already.
+    """
     order, arrived = runner.streamer.order, []
     n_there = min(3, len(order) - 1)
     started = _now(runner)
@@ -146,12 +136,10 @@ def _arrival_on_card_gbps(runner: Runner, n_layers: int) -> float:
 
 
 def _restore(entry: Any, widths: tuple[int, ...], contexts: tuple[int, ...]) -> ComputeTimes | None:
-    """The times of a cache entry; None if there is none, or it is not one of these widths and contexts."""
+    """The times of a cache entry; None if there is none, or it cannot be times of these widths and contexts."""
     try:
-        seconds = np.array(entry["seconds"], dtype=np.float64)
-        if (entry["widths"], entry["contexts"]) != (list(widths), list(contexts)):
-            return None
-    except (KeyError, TypeError, ValueError, OverflowError):
+        seconds = np.array(entry, dtype=np.float64)
+    except (TypeError, ValueError, OverflowError):
         return None
     if seconds.shape != (len(contexts), len(widths)) or not ((seconds > _SHORTEST_S) & (seconds < _LONGEST_S)).all():
         return None
@@ -213,32 +201,15 @@ def _now(runner: Runner) -> float:
     return time.perf_counter()
 
 
-def _fingerprint(runner: Runner, rows: tuple[int, int]) -> str:
-    parts = (platform.machine(), platform.processor(), os.cpu_count(), torch.get_num_threads(), torch.__version__)
-    model = (runner.spec, runner.format.name, runner.dtype, str(runner.device))
-    return hashlib.sha256(repr((*parts, *model, rows)).encode()).hexdigest()[:24]
-
-
 def _measure_settings(layers: Sequence[Sequence[TensorRecord]]) -> ReadSettings:
-    tiers = [(settings, DiskTier(layers, settings)) for settings in _CANDIDATES]
-    block = host_block(max(tier.layout(i).nbytes for _, tier in tiers for i in range(len(layers))))
     rates: dict[ReadSettings, list[float]] = {settings: [] for settings in _CANDIDATES}
-    try:
+    with ExitStack() as closes:
+        tiers = {settings: closes.enter_context(closing(DiskTier(layers, settings))) for settings in _CANDIDATES}
+        block = host_block(max(tier.layout(i).nbytes for tier in tiers.values() for i in range(len(layers))))
         for _ in range(_ROUNDS):
-            for settings, tier in tiers:
-                rates[settings].append(_rate(tier, len(layers), block))
-    finally:
-        for _, tier in tiers:
-            tier.close()
+            for settings, tier in tiers.items():
+                started = time.perf_counter()
+                nbytes = sum(read_parallel(tier.reads(i, block), tier.n_parallel) for i in range(len(layers)))
+                rates[settings].append(nbytes / (time.perf_counter() - started))
     best = max(rates, key=lambda settings: median(rates[settings]))
     return best if median(rates[best]) > _MARGIN * median(rates[_CANDIDATES[0]]) else _CANDIDATES[0]
-
-
-def _rate(tier: DiskTier, n_layers: int, block: Tensor) -> float:
-    started = time.perf_counter()
-    nbytes = sum(read_parallel(tier.reads(i, block), tier.n_parallel) for i in range(n_layers))
-    return nbytes / (time.perf_counter() - started)
-
-
-def _disk_of(path: Path) -> str:
-    return str(os.stat(path).st_dev)

@@ -38,11 +38,11 @@ class CostEstimator:
         if not self._learns:
             return
         if link_gbps:
-            links = tuple(
-                (tier, _towards(rate, link_gbps) if self._is_only_link(tier) else rate)
-                for tier, rate in self.profile.link_gbps
-            )
-            self.profile = replace(self.profile, link_gbps=links)
+            streamed = [tier for tier, nbytes in self._moved.streamed if nbytes]
+            rates = dict(self.profile.link_gbps)
+            if len(streamed) == 1:  # of several links it is not known which one moved what
+                rates[streamed[0]] = _towards(rates[streamed[0]], link_gbps)
+            self.profile = replace(self.profile, link_gbps=tuple(rates.items()))
         predicted = pass_time(self.profile, self._moved, n_rows, context, draft_s)
         self._slack = _towards(self._slack, seconds / predicted)
 
@@ -50,9 +50,6 @@ class CostEstimator:
         """Learn from a draft that computed `n_levels` levels in `seconds`."""
         if n_levels > 0 and self._learns:
             self.level_s = _towards(self.level_s, seconds / n_levels)
-
-    def _is_only_link(self, tier: str) -> bool:
-        return [name for name, nbytes in self._moved.streamed if nbytes] == [tier]
 
 
 def _towards(old: float, new: float) -> float:

@@ -40,19 +40,27 @@ class GraphShape:
 
 
 @dataclass(frozen=True)
-class GraphInputs:
-    """What a pass of at most n rows reads, at fixed addresses.
+class PassRows:
+    """The n rows of one sequence in a pass.
 
     ids, rows   (n,) int64: tokens, and the rows of the cache that they are written to
     row_inputs  (n, ...) each, see `Architecture.row_inputs`
-    mask        what the rows look at; the content of its tensors changes from pass to pass
-    block       uint8, of which all these are views
+    mask        what the rows look at, without a window
     """
 
     ids: Tensor
     rows: Tensor
     row_inputs: tuple[Tensor, ...]
     mask: ops.TreeMask
+
+
+@dataclass(frozen=True)
+class GraphInputs(PassRows):
+    """Rows at fixed addresses, for passes of at most so many; what the mask's tensors hold changes from pass to pass.
+
+    block  uint8, of which all these are views
+    """
+
     block: Tensor
 
     @classmethod
@@ -69,7 +77,7 @@ class GraphInputs:
         mask = ops.TreeMask(bits, depths, key_depths, extent, shape.n_keys, is_exact=False)
         return cls(ids, rows, tuple(row_inputs), mask, block)
 
-    def fill(self, rows: "PassRows", spare: int) -> None:
+    def fill(self, rows: PassRows, spare: int) -> None:
         """Copy the rows of a pass into these inputs, which are on the host.
 
         Rows left over write to cache row `spare` and see what the first row sees: attention to nothing may give NaN.
@@ -86,27 +94,10 @@ class GraphInputs:
         mask.extent[:] = source.extent
 
 
-@dataclass(frozen=True)
-class PassRows:
-    """The rows of one sequence in a pass, on the host.
-
-    ids, rows   (n,) int64: tokens, and their rows in the cache
-    row_inputs  (n, ...) each, see `Architecture.row_inputs`
-    mask        what they look at, without a window
-    """
-
-    ids: Tensor
-    rows: Tensor
-    row_inputs: tuple[Tensor, ...]
-    mask: ops.TreeMask
-
-
 class GraphPass:
-    """One pass of a fixed shape over one KV buffer; inputs and logits stay at fixed addresses.
+    """One pass of a fixed shape over one KV buffer; to the layers it is the `PassContext`.
 
-    To the layers it is the `PassContext`.
-
-    logits  (>= shape.n_rows, vocabulary), written
+    logits  (>= shape.n_rows, vocabulary), written; at a fixed address as the inputs are
     """
 
     def __init__(self, model: ResidentModel, buffer: KVBuffer, shape: GraphShape, logits: Tensor) -> None:
@@ -134,8 +125,7 @@ class GraphPass:
     def compute(self) -> None:
         """Embedding, layers and head; writes the rows of the cache and the logits."""
         model, non_layer = self._model.spec, self._model.non_layer
-        # Masks of this computation's own: what the reference makes of one is part of what is captured.
-        self._masks = {}
+        self._masks = {}  # what the reference makes of a mask is part of what is captured
         hidden = model.embed(non_layer, self._inputs.ids)
         for i, weights in enumerate(self._model.layers):
             hidden = model.layer(i, weights, hidden, self)
@@ -143,9 +133,8 @@ class GraphPass:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None) -> Tensor:
         """See `PassContext.attend`."""
-        if window not in self._masks:
-            self._masks[window] = replace(self._inputs.mask, window=window)
-        return self._buffer.attend(layer, self._inputs.rows, q, k, v, self._masks[window], scale)
+        mask = self._masks.setdefault(window, replace(self._inputs.mask, window=window))
+        return self._buffer.attend(layer, self._inputs.rows, q, k, v, mask, scale)
 
 
 class GraphRunner:
@@ -210,20 +199,17 @@ class GraphRunner:
         if ops.goes_by_extent(buffer.keys):
             steps = 1 << (steps - 1).bit_length()
         n_keys = min(steps * _KEYS, buffer.capacity)
-        return GraphShape(
-            next(width for width in _WIDTHS if width >= n_rows), n_keys, min(n_keys, self._most.n_tree_rows)
-        )
+        width = next(width for width in _WIDTHS if width >= n_rows)
+        return GraphShape(width, n_keys, min(n_keys, self._most.n_tree_rows))
 
     def _pass_of(self, buffer: KVBuffer, shape: GraphShape, logits: Tensor) -> GraphPass:
         """The pass of a shape, which becomes the most recently used one; the least recently used one goes."""
         passes = self._passes[buffer]
-        graph_pass = passes.pop(shape, None)
-        if graph_pass is None:
-            graph_pass = GraphPass(self._model, buffer, shape, logits)
-            if len(passes) == _MOST_KEPT:
-                del passes[next(iter(passes))]
-        passes[shape] = graph_pass
-        return graph_pass
+        known = passes.pop(shape, None)
+        passes[shape] = known or GraphPass(self._model, buffer, shape, logits)
+        if len(passes) > _MOST_KEPT:
+            del passes[next(iter(passes))]
+        return passes[shape]
 
 
 class CudaCapture:

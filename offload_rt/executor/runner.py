@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import count
 
 import torch
@@ -21,15 +21,6 @@ from offload_rt.weights.formats import WeightFormat
 # Rows that go through a layer together. One pass over the weights serves a long prompt chunk by chunk, and activations stay
 # small. When memory runs out, chunks shrink down to the least.
 CHUNK_ROWS, _LEAST_CHUNK_ROWS = 512, 16
-
-
-@dataclass(frozen=True)
-class Placing:
-    """Where, in what dtype and with what kind of cache a model computes."""
-
-    device: torch.device
-    dtype: torch.dtype
-    kv: type[KVCache] = ContiguousCache
 
 
 @dataclass(frozen=True)
@@ -73,24 +64,22 @@ class _Segment:
         """(n,) int64 positions in the sequence."""
         return torch.from_numpy(self.step.topology.depths[self.start : self.stop]) + self.cache.n_committed
 
-    @cached_property
-    def _full_mask(self) -> ops.TreeMask:
-        trunk, parents = self.step.topology.tree_rows(self.start, self.stop)
-        return ops.make_tree_mask(parents, self.start - trunk, self.cache.n_committed + trunk, self.device)
-
     def mask(self, window: int | None) -> ops.TreeMask:
         """Which cached rows each row looks at."""
+        if not self.masks:
+            trunk, parents = self.step.topology.tree_rows(self.start, self.stop)
+            n_before = self.cache.n_committed + trunk
+            self.masks[None] = ops.make_tree_mask(parents, self.start - trunk, n_before, self.device)
         if window not in self.masks:
-            self.masks[window] = replace(self._full_mask, window=window)
+            self.masks[window] = replace(self.masks[None], window=window)
         return self.masks[window]
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows [first, last) of a pass; to the layers it is the `PassContext`."""
+    """Rows of a pass that go through a layer together; to the layers it is the `PassContext`."""
 
-    first: int
-    last: int
+    rows: slice
     segments: tuple[_Segment, ...]
     row_inputs: tuple[Tensor, ...]
 
@@ -103,22 +92,22 @@ class Chunk:
         return torch.cat(outs) if len(outs) > 1 else outs[0]
 
 
+@dataclass(eq=False, repr=False)
 class Runner:
     """Computes logits and owns the caches. Layers come from the streamer; embedding, last norm and head are resident."""
 
-    def __init__(
-        self,
-        spec: Architecture,
-        streamer: Streamer,
-        non_layer: LayerWeights,
-        weight_format: WeightFormat,
-        place: Placing,
-        trace: Trace,
-    ) -> None:
-        self.spec, self.streamer, self.dtype, self.device = spec, streamer, place.dtype, place.device
-        self.non_layer, self.format, self._trace = non_layer, weight_format, trace
-        self._chunk_rows = CHUNK_ROWS
-        self._kv, self._caches, self._ids = place.kv, dict[int, KVCache](), count()
+    spec: Architecture
+    streamer: Streamer
+    non_layer: LayerWeights
+    format: WeightFormat
+    device: torch.device
+    dtype: torch.dtype
+    trace: Trace
+    kv: type[KVCache] = ContiguousCache
+
+    def __post_init__(self) -> None:
+        self._chunk_rows, self._ids = CHUNK_ROWS, count()
+        self._caches: dict[int, KVCache] = {}
         self._graphs: GraphRunner | None = None
 
     @torch.inference_mode()
@@ -137,15 +126,10 @@ class Runner:
         chunks = self.chunks(steps)
         with closing(self.streamer.sweep()) as sweep:
             for block in sweep:
-                with self._trace.span(COMPUTE, f"layer {block.i}"):
+                with self.trace.span(COMPUTE, f"layer {block.i}"):
                     self.layer(block, hidden, chunks)
-        with self._trace.span(COMPUTE, "head"):
+        with self.trace.span(COMPUTE, "head"):
             return self.logits(hidden, steps)
-
-    @property
-    def is_resident(self) -> bool:
-        """Whether all layers lie on the device."""
-        return not self.streamer.order
 
     def finish(self) -> None:
         """Wait until the device has computed all that was enqueued; copies go on."""
@@ -154,7 +138,7 @@ class Runner:
 
     def use_graphs(self, most: GraphShape, capture: Capture) -> None:
         """From now on compute passes of one sequence by graphs, up to this shape; all layers must be resident."""
-        if self._kv is not ContiguousCache:
+        if self.kv is not ContiguousCache:
             return
         layers = [self.format.view(block.layout, block.data, self.dtype) for block in self.streamer.sweep()]
         model = ResidentModel(self.spec, layers, self.non_layer)
@@ -175,15 +159,14 @@ class Runner:
         whole = _Segment(step, cache, step.n_done, n_tokens, slice(0, step.n_rows), torch.device("cpu"))
         rows = torch.arange(shape.n_keys - step.n_rows, shape.n_keys)
         inputs = PassRows(step.tokens[step.n_done :], rows, self._row_inputs([whole]), whole.mask(window=None))
-        with self._trace.span(COMPUTE, "all layers"):
+        with self.trace.span(COMPUTE, "all layers"):
             return self._graphs.forward(cache.buffer, inputs)[step.n_rows - step.n_wanted :]
 
-    def layer(self, block: LayerView, hidden: Tensor, chunks: Sequence["Chunk"]) -> None:
+    def layer(self, block: LayerView, hidden: Tensor, chunks: Sequence[Chunk]) -> None:
         """One layer on all rows, in place: hidden (n, hidden_size)."""
         weights = self.format.view(block.layout, block.data, self.dtype)
         for chunk in chunks:
-            rows = slice(chunk.first, chunk.last)
-            hidden[rows] = self.spec.layer(block.i, weights, hidden[rows], chunk)
+            hidden[chunk.rows] = self.spec.layer(block.i, weights, hidden[chunk.rows], chunk)
 
     def shrink_chunks(self) -> bool:
         """Halve the rows that go through a layer together; returns whether they could be halved."""
@@ -197,7 +180,7 @@ class Runner:
         is_alone  no other sequence will run beside it: it reuses the graphs of the one before
         """
         buffer = self._graphs.reuse(capacity, is_alone and not self._caches) if self._graphs is not None else None
-        cache = ContiguousCache(buffer) if buffer else self._kv.empty(self.spec, capacity, self.dtype, self.device)
+        cache = ContiguousCache(buffer) if buffer else self.kv.empty(self.spec, capacity, self.dtype, self.device)
         id = next(self._ids)
         self._caches[id] = cache
         return id
@@ -230,36 +213,31 @@ class Runner:
 
     def chunks(self, steps: Sequence[Step]) -> list[Chunk]:
         """Cut the rows of all steps, one behind the other, into chunks."""
-        chunks: list[Chunk] = []
-        first, n_rows, segments = 0, 0, []
+        parts: list[list[_Segment]] = []
+        n_rows = 0
         for step in steps:
             start, cache = step.n_done, self._caches[step.cache]
             while start < len(step.tokens):
-                n = min(self._chunk_rows - n_rows, len(step.tokens) - start)
-                segments.append(_Segment(step, cache, start, start + n, slice(n_rows, n_rows + n), self.device))
+                at = n_rows % self._chunk_rows
+                if at == 0:
+                    parts.append([])
+                n = min(self._chunk_rows - at, len(step.tokens) - start)
+                parts[-1].append(_Segment(step, cache, start, start + n, slice(at, at + n), self.device))
                 start, n_rows = start + n, n_rows + n
-                if n_rows == self._chunk_rows:
-                    chunks.append(self._chunk(first, n_rows, segments))
-                    first, n_rows, segments = first + n_rows, 0, []
-        if segments:
-            chunks.append(self._chunk(first, n_rows, segments))
+        chunks = []
+        for first, segments in zip(range(0, n_rows, self._chunk_rows), parts, strict=True):
+            row_inputs = tuple(one.to(self.device) for one in self._row_inputs(segments))
+            chunks.append(Chunk(slice(first, first + segments[-1].rows.stop), tuple(segments), row_inputs))
         return chunks
-
-    def _chunk(self, first: int, n_rows: int, segments: list[_Segment]) -> Chunk:
-        row_inputs = tuple(one.to(self.device) for one in self._row_inputs(segments))
-        return Chunk(first, first + n_rows, tuple(segments), row_inputs)
 
     def _row_inputs(self, segments: list[_Segment]) -> tuple[Tensor, ...]:
         """What the architecture's layers need to know of all rows, on the host."""
-        positions = torch.cat([segment.positions() for segment in segments])
-        prompts = torch.cat(
-            [torch.full((segment.stop - segment.start,), segment.step.n_prompt) for segment in segments]
-        )
+        positions = torch.cat([one.positions() for one in segments])
+        prompts = torch.cat([torch.full((one.stop - one.start,), one.step.n_prompt) for one in segments])
         return self.spec.row_inputs(positions, torch.maximum(prompts, positions + 1), self.dtype)
 
     def logits(self, hidden: Tensor, steps: Sequence[Step]) -> list[Tensor]:
         """The head on the rows that each step wants: hidden (n, hidden_size) -> per step (n_wanted, vocabulary)."""
-        ends = torch.tensor([step.n_rows for step in steps]).cumsum(0).tolist()
-        wanted = torch.cat([hidden[end - step.n_wanted : end] for end, step in zip(ends, steps, strict=True)])
-        logits = self.spec.head(self.non_layer, wanted)
-        return list(torch.split(logits, [step.n_wanted for step in steps]))
+        parts = zip(steps, torch.split(hidden, [step.n_rows for step in steps]), strict=True)
+        wanted = torch.cat([rows[step.n_rows - step.n_wanted :] for step, rows in parts])
+        return list(torch.split(self.spec.head(self.non_layer, wanted), [step.n_wanted for step in steps]))

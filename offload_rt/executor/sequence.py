@@ -57,14 +57,10 @@ class Sequence:
         """Take tokens until one ends the sequence; returns those taken."""
         for n, token in enumerate(tokens, 1):
             self.tokens.append(token)
-            self.finish_reason = self._reason(token)
+            if token in self.end_ids or (self.text is not None and self.text.add(token)):
+                self.finish_reason = "stop"
+            elif self.n_left <= 0:
+                self.finish_reason = "length"
             if self.finish_reason:
                 return list(tokens[:n])
         return list(tokens)
-
-    def _reason(self, token: int) -> str | None:
-        is_end = token in self.end_ids
-        stopped = self.text is not None and not is_end and self.text.add(token)
-        if is_end or stopped:
-            return "stop"
-        return "length" if self.n_left <= 0 else None

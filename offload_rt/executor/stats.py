@@ -60,7 +60,7 @@ class SequenceStats:
         """Count what was accepted of a tree."""
         topology = tree.topology
         self.n_nodes += len(topology)
-        self.n_levels += int(topology.depths.max()) + 1
+        self.n_levels += topology.n_levels
         self.topology = max(topology, self.topology, key=len)
         for node, taken in zip((0, *verdict.path), (*verdict.path, None), strict=True):
             for rank in range(min(len(topology.children[node]), N_RANKS)):

@@ -36,12 +36,12 @@ class KVCache(ABC):
 
     @classmethod
     @abstractmethod
-    def empty(cls, spec: Architecture, capacity: int, dtype: torch.dtype, device: torch.device) -> Self:
+    def empty(cls, model: Architecture, capacity: int, dtype: torch.dtype, device: torch.device) -> Self:
         """A cache without tokens, with room for `capacity` rows."""
 
     @staticmethod
     @abstractmethod
-    def nbytes(spec: Architecture, n_rows: int, itemsize: int) -> KVBytes:
+    def nbytes(model: Architecture, n_rows: int, itemsize: int) -> KVBytes:
         """What caches of so many rows take, with elements of `itemsize` bytes."""
 
     @abstractmethod
@@ -72,12 +72,8 @@ class KVCache(ABC):
         """
         need = self.n_committed + len(tokens)
         if need > self.capacity:
-            raise CapacityError(
-                "the cache",
-                need=f"{need} rows",
-                have=str(self.capacity),
-                change="raise --max-model-len or lower --tree-size",
-            )
+            change = "raise --max-model-len or lower --tree-size"
+            raise CapacityError("the cache", need=f"{need} rows", have=str(self.capacity), change=change)
         self._pending = list(tokens)
 
     def commit(self, rows: Sequence[int]) -> None:
@@ -115,9 +111,9 @@ class KVBuffer:
     values: Tensor
 
     @classmethod
-    def empty(cls, spec: Architecture, capacity: int, dtype: torch.dtype, device: torch.device) -> "KVBuffer":
+    def empty(cls, model: Architecture, capacity: int, dtype: torch.dtype, device: torch.device) -> "KVBuffer":
         """Uninitialised memory."""
-        shape = (spec.n_layers, spec.n_kv_heads, capacity, spec.head_dim)
+        shape = (model.n_layers, model.n_kv_heads, capacity, model.head_dim)
         return cls(*(torch.empty(shape, dtype=dtype, device=device) for _ in range(2)))
 
     @property
@@ -143,14 +139,14 @@ class ContiguousCache(KVCache):
         self.buffer = buffer
 
     @classmethod
-    def empty(cls, spec: Architecture, capacity: int, dtype: torch.dtype, device: torch.device) -> Self:
+    def empty(cls, model: Architecture, capacity: int, dtype: torch.dtype, device: torch.device) -> Self:
         """A cache without tokens."""
-        return cls(KVBuffer.empty(spec, capacity, dtype, device))
+        return cls(KVBuffer.empty(model, capacity, dtype, device))
 
     @staticmethod
-    def nbytes(spec: Architecture, n_rows: int, itemsize: int) -> KVBytes:
+    def nbytes(model: Architecture, n_rows: int, itemsize: int) -> KVBytes:
         """All on the device."""
-        return KVBytes(device=n_rows * spec.kv_nbytes(itemsize))
+        return KVBytes(device=n_rows * model.kv_nbytes(itemsize))
 
     def attend(
         self, layer: int, start: int, q: Tensor, k: Tensor, v: Tensor, mask: ops.TreeMask, scale: float

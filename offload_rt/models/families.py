@@ -31,14 +31,15 @@ _DTYPES = (None, "bfloat16", "float16", "float32", "float64")
 
 @dataclass(frozen=True)
 class Family:
-    """A model_type, and how the architecture of a model follows from its parsed config.
+    """A model_type, and how a model follows from its parsed config.
 
+    architecture    as config.json names it
     required, keys  of its config.json, beyond those of every family
     """
 
     architecture: str
     config: type[PreTrainedConfig]
-    spec: Callable[[Any], Architecture]
+    build: Callable[[Any], Architecture]
     keys: frozenset[str]
     required: tuple[str, ...] = ()
 
@@ -60,7 +61,7 @@ def spec_of(raw: dict[str, Any]) -> Architecture:
         config = family.config(**{key: value for key, value in raw.items() if key not in ("auto_map", "model_type")})
     except Exception as error:  # transformers' strict configs raise a dozen unrelated classes for bad values
         raise UnsupportedModelError(f"config.json is not understood: {' '.join(str(error).split())}") from error
-    return family.spec(config)
+    return family.build(config)
 
 
 def _check_keys(raw: dict[str, Any], family: Family) -> None:
@@ -68,22 +69,29 @@ def _check_keys(raw: dict[str, Any], family: Family) -> None:
         if raw.get(key) is None:
             raise UnsupportedModelError(f"config.json: key {key!r} is missing")
     for key in _SIZES:
-        if type(raw.get(key)) is int and raw[key] > _MOST:
-            raise UnsupportedModelError(f"config.json: {key} is {raw[key]}", need=f"at most {_MOST}")
+        value = raw.get(key)
+        if value is not None and (type(value) is not int or not 1 <= value <= _MOST):
+            raise UnsupportedModelError(f"config.json: {key} is {value!r}", need=f"a whole number from 1 to {_MOST}")
     # Every config.json may carry what transformers writes for any model, generation defaults included.
     of_any = {**PreTrainedConfig().to_dict(), **GenerationConfig().to_dict()}  # type: ignore[no-untyped-call]  # theirs
     known = (_COMMON | family.keys | set(of_any)) - {"quantization_config"}
     for key in raw:
         if key not in known and not key.startswith("_"):
-            raise UnsupportedModelError(
-                f"config.json: key {key!r} is not understood for model_type {raw['model_type']!r}"
-            )
+            raise UnsupportedModelError(f"config.json: {key!r} is not understood for model_type {raw['model_type']!r}")
 
 
 def _native(config: Any) -> NativeDecoder:
     """The decoder of a parsed config, without the biases, head norms and windows that families have."""
     dtype_name = None if config.dtype is None else str(config.dtype).removeprefix("torch.")
-    _check_values(config, dtype_name)
+    eps, n_heads, n_kv_heads = config.rms_norm_eps, config.num_attention_heads, config.num_key_value_heads
+    for name, value, holds, need in (
+        ("dtype", dtype_name, dtype_name in _DTYPES, ", ".join(filter(None, _DTYPES))),
+        ("num_key_value_heads", n_kv_heads, n_heads % n_kv_heads == 0, f"a divisor of {n_heads} heads"),
+        ("hidden_act", config.hidden_act, config.hidden_act == "silu", "silu"),
+        ("rms_norm_eps", eps, isinstance(eps, float | int) and 0 <= eps < math.inf, "a number of at least 0"),
+    ):
+        if not holds:
+            raise UnsupportedModelError(f"config.json: {name} {value!r} is not supported", need=need)
     return NativeDecoder(
         family=config.model_type,
         dtype_name=dtype_name,
@@ -91,33 +99,15 @@ def _native(config: Any) -> NativeDecoder:
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
-        n_heads=config.num_attention_heads,
-        n_kv_heads=config.num_key_value_heads,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
         head_dim=config.head_dim,
         max_positions=config.max_position_embeddings,
-        eps=config.rms_norm_eps,
+        eps=eps,
         tied=config.tie_word_embeddings,
         windows=(None,) * config.num_hidden_layers,
         rope=Rope(config),
     )
-
-
-def _check_values(config: Any, dtype_name: str | None) -> None:
-    """Raises UnsupportedModelError for a value that the decoder cannot have."""
-    eps, n_heads, n_kv_heads = config.rms_norm_eps, config.num_attention_heads, config.num_key_value_heads
-    for name in _SIZES:
-        value = getattr(config, name)
-        if type(value) is not int or value < 1:
-            raise UnsupportedModelError(f"config.json: {name} is {value!r}", need="a whole number of at least 1")
-    checks = (
-        ("dtype", dtype_name, dtype_name in _DTYPES, ", ".join(filter(None, _DTYPES))),
-        ("num_key_value_heads", n_kv_heads, n_heads % n_kv_heads == 0, f"a divisor of {n_heads} heads"),
-        ("hidden_act", config.hidden_act, config.hidden_act == "silu", "silu"),
-        ("rms_norm_eps", eps, isinstance(eps, float | int) and 0 <= eps < math.inf, "a number of at least 0"),
-    )
-    for name, value, holds, need in checks:
-        if not holds:
-            raise UnsupportedModelError(f"config.json: {name} {value!r} is not supported", need=need)
 
 
 def _windows(config: Any) -> tuple[int | None, ...]:
@@ -131,9 +121,8 @@ def _windows(config: Any) -> tuple[int | None, ...]:
 
 def _llama(config: LlamaConfig) -> NativeDecoder:
     # Both biases are off in every published Llama and on where the config says so.
-    return replace(
-        _native(config), qkv_bias=config.attention_bias, o_bias=config.attention_bias, mlp_bias=config.mlp_bias
-    )
+    bias = config.attention_bias
+    return replace(_native(config), qkv_bias=bias, o_bias=bias, mlp_bias=config.mlp_bias)
 
 
 def _mistral(config: MistralConfig) -> NativeDecoder:

@@ -38,9 +38,8 @@ class Rope:
         try:
             self._frequencies, self._scale = self._init(self._config, torch.device("cpu"))
         except Exception as error:  # transformers computes with whatever stands there and raises anything
-            raise UnsupportedModelError(
-                f"config.json: the rope settings are not understood: {' '.join(str(error).split())}"
-            ) from error
+            said = " ".join(str(error).split())
+            raise UnsupportedModelError(f"config.json: the rope settings are not understood: {said}") from error
         if not bool(self._frequencies.isfinite().all()):
             raise UnsupportedModelError("config.json: the rope settings give frequencies that are not numbers")
 
@@ -79,7 +78,7 @@ def _check(config: PreTrainedConfig, parameters: dict[str, Any]) -> None:
             raise UnsupportedModelError(f"config.json: {name} is {value!r}", need="a number")
     if parameters.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise UnsupportedModelError("config.json: partial_rotary_factor other than 1 is not understood")
-    if config.head_dim % 2:
+    if config.head_dim < 2 or config.head_dim % 2:
         raise UnsupportedModelError(
-            f"config.json: head_dim is {config.head_dim}, and rotary embeddings need an even one"
+            f"config.json: head_dim is {config.head_dim}", need="an even number, for the rotation"
         )

@@ -10,19 +10,8 @@ from offload_rt.ops.tree_mask import TreeMask
 from offload_rt.ops.verification import Candidates, can_verify, verify
 
 __all__ = [
-    "Candidates",
-    "TreeMask",
-    "can_verify",
-    "commit_rows",
-    "goes_by_extent",
-    "make_tree_mask",
-    "merge",
-    "partial_attention",
-    "rms_norm",
-    "rotate",
-    "tree_attention",
-    "tree_masks",
-    "verify",
+    "Candidates", "TreeMask", "can_verify", "commit_rows", "goes_by_extent", "make_tree_mask", "merge",
+    "partial_attention", "rms_norm", "rotate", "tree_attention", "tree_masks", "verify",
 ]  # fmt: skip
 
 _HEAD_DIMS = (64, 96, 128)
@@ -31,29 +20,22 @@ _MOST_MASKED_ROWS = 6144
 _VECTOR_BYTES = 16
 
 
-def tree_attention(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask | Tensor | None, scale: float) -> Tensor:
+def tree_attention(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: float) -> Tensor:
     """Attention of the rows of a tree to the keys before it, to their ancestors and to themselves.
 
     q     (n, heads, head_dim)
     k, v  (kv_heads, mask.n_keys, head_dim), heads a multiple of kv_heads; finite numbers where there is no key
-    mask  a dense one, (n, n_keys) bool, or None for no mask is for the reference
     Returns (n, heads, head_dim).
     """
-    if not isinstance(mask, TreeMask):
-        return reference.tree_attention(q, k, v, mask, scale)
     if goes_by_extent(q):
-        return _by_kernel(q, k, v, mask, scale)[0]
+        return partial_attention(q, k, v, mask, scale)[0]
     return reference.tree_attention(q, k, v, mask.dense(), scale)
 
 
 def partial_attention(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: float) -> tuple[Tensor, Tensor]:
     """`tree_attention` to a part of the keys, and the log-sum-exp (n, heads) by which `merge` joins it with other parts."""
-    if goes_by_extent(q):
-        return _by_kernel(q, k, v, mask, scale)
-    return reference.partial_attention(q, k, v, mask.dense(), scale)
-
-
-def _by_kernel(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: float) -> tuple[Tensor, Tensor]:
+    if not goes_by_extent(q):
+        return reference.partial_attention(q, k, v, mask.dense(), scale)
     tensors = mask.bits, mask.depths, mask.key_depths, mask.extent
     out, lse = extension.kernels().tree_attention(q, k, v, *tensors, mask.window or 0, scale)
     return out, lse

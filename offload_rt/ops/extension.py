@@ -42,16 +42,9 @@ def describe(library: str) -> None:
     """Tell torch what the ops of a library return, without computing it."""
 
     def tree_attention(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        masks: Tensor,
-        depths: Tensor,
-        key_depths: Tensor,
-        extent: Tensor,
-        window: int,
-        scale: float,
-    ) -> tuple[Tensor, Tensor]:
+        q: Tensor, k: Tensor, v: Tensor, masks: Tensor, depths: Tensor, key_depths: Tensor, extent: Tensor,
+        window: int, scale: float,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
 
     def tree_masks(parents: Tensor) -> tuple[Tensor, Tensor]:

@@ -102,23 +102,15 @@ def tree_masks(parents: Tensor) -> tuple[Tensor, Tensor]:
     Returns (n, ceil(n / 32)) int32, where bit j % 32 of word j // 32 in row i says that row j is row i or an ancestor of it,
     and (n,) int32 depths, 0 at a root.
     """
-    above = parents.cpu().numpy()
-    n, n_run = len(above), _n_run(above)
+    n = len(parents)
     mask = np.zeros((n, (n + 31) // 32 * 32), dtype=np.bool_)
-    mask[:n_run, :n_run] = np.tri(n_run, dtype=np.bool_)
-    mask[n_run:, n_run:n] = np.eye(n - n_run, dtype=np.bool_)
-    for node, parent in enumerate(above[n_run:].tolist(), n_run):
+    for node, parent in enumerate(parents.tolist()):
         if parent >= 0:
-            mask[node] |= mask[parent]
+            mask[node] = mask[parent]
+        mask[node, node] = True
     bits = np.packbits(mask, axis=1, bitorder="little").view(np.int32)
     depths = mask.sum(1, dtype=np.int32) - 1
     return torch.from_numpy(bits).to(parents.device), torch.from_numpy(depths).to(parents.device)
-
-
-def _n_run(parents: np.ndarray) -> int:
-    """Rows before the first that is not the child of the one before it."""
-    breaks = np.flatnonzero(parents != np.arange(-1, len(parents) - 1))
-    return int(breaks[0]) if len(breaks) else len(parents)
 
 
 def commit_rows(keys: Tensor, values: Tensor, rows: Tensor, first: int) -> None:

@@ -54,8 +54,10 @@ def whole(drafted: list[str], line: Line, cache: Path) -> Iterator[tuple[int, st
 
 @pytest.mark.parametrize("place", ["/proc/nothing", "/dev/null", "\udcff"])
 def test_a_cache_folder_that_cannot_be_written_ends_no_run(
-    place: str, drafted: list[str], line: Line, whole: tuple[int, str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    place: str, drafted: list[str], line: Line, whole: tuple[int, str, str], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)  # where a name of any bytes may be a folder after all
     monkeypatch.setenv("XDG_CACHE_HOME", place)
     assert line(*drafted) == whole
 
@@ -118,10 +120,8 @@ def test_entries_that_are_odd_are_measured_again(
 
 @pytest.mark.parametrize("odd", ODD, ids=lambda odd: repr(odd)[:20])
 def test_an_odd_entry_restores_nothing(odd: Any) -> None:
-    entries = [{"widths": [1, 2], "contexts": [3, 4], "seconds": seconds} for seconds in (odd, [[1, odd], [1, 1]])]
-    for entry in (odd, *entries):
-        found = profile._restore(entry, (1, 2), (3, 4))
-        assert found is None or (odd == 1 and entry is entries[1])
+    assert profile._restore(odd, (1, 2), (3, 4)) is None
+    assert profile._restore([[1, odd], [1, 1]], (1, 2), (3, 4)) is None or odd == 1
 
 
 def test_writers_of_one_file_never_show_half_of_it(cache: Path) -> None:
