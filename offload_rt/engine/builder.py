@@ -19,9 +19,7 @@ from offload_rt.executor.cuda_graphs import CudaCapture, GraphShape
 from offload_rt.executor.runner import Placing, Runner
 from offload_rt.models.architecture import LayerWeights
 from offload_rt.offload import stream_cuda, stream_threads
-from offload_rt.offload.device import DeviceTier
 from offload_rt.offload.disk import DiskTier
-from offload_rt.offload.host import HostTier
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.offload.placement import MemoryBudget, Plan
 from offload_rt.offload.streamer import LayerSources
@@ -34,7 +32,7 @@ from offload_rt.system.machine import MachineProfile, cards, memory_free, memory
 from offload_rt.system.trace import Trace
 from offload_rt.weights.checkpoint import Checkpoint
 from offload_rt.weights.header import TensorRecord
-from offload_rt.weights.layout import PackedLayer, host_block, repack
+from offload_rt.weights.layout import PackedLayer, host_block, pack
 
 Progress = Callable[[int, int], None]
 
@@ -110,7 +108,7 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting
     try:
         target = replace(target, layer_nbytes=tuple(disk.layout(i).nbytes for i in range(spec.n_layers)))
         fitted = plan_memory(config, drafting, (target, draft), dtype, budget)
-        if fitted.plan.count("disk"):
+        if fitted.plan.tiers.count("disk"):
             disk = _tuned(disk, checkpoint)
     except BaseException:
         disk.close()
@@ -137,7 +135,7 @@ def load(engine_plan: EnginePlan, trace: Trace, progress: Progress | None = None
         if is_cuda:
             closes.callback(torch.cuda.empty_cache)
             _cap_device_memory(plan.budget.device, engine_plan.device, closes)
-        host, resident = HostTier(register=is_cuda), DeviceTier()
+        host, resident = MemoryTier(register=is_cuda), MemoryTier()
         closes.callback(host.close)
         closes.callback(resident.close)
         place = Placing(engine_plan.device, engine_plan.dtype)
@@ -186,7 +184,7 @@ def _runner(
 
 def _load_draft(engine_plan: EnginePlan, draft: Checkpoint, meter: "_Meter", trace: Trace) -> Runner:
     """The draft model, all of it on the device, in its own dtype."""
-    layers = DeviceTier()
+    layers = MemoryTier()
     with closing(DiskTier(draft.layers)) as disk:
         for i in range(draft.spec.n_layers):
             layers.put(i, _on(engine_plan.device, _read(disk, i, engine_plan.device, meter)))
@@ -270,7 +268,7 @@ def _read(disk: DiskTier, i: int, device: torch.device, meter: _Meter) -> Packed
     """Layer i in memory of the host: as it lies in the file where a CPU computes, packed for a GPU."""
     image = PackedLayer(host_block(disk.layout(i).nbytes), disk.layout(i))
     read_parallel(disk.reads(i, image.block), disk.n_parallel, meter)
-    return image if device.type == "cpu" else repack(image)
+    return image if device.type == "cpu" else pack(image.layout.views(image.block))
 
 
 def _on(device: torch.device, image: PackedLayer) -> PackedLayer:
