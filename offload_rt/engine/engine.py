@@ -183,7 +183,8 @@ class Engine:
         sequence = one.sequence
         n_lacking = len(sequence.tokens) - 1 - self.runner.n_committed(one.cache)
         candidates = tree.candidates()
-        target = probs(logits[: tree.n_candidates], sequence.sampling, sequence.tokens, _paths(sequence, candidates))
+        of_candidates = logits[: len(candidates.topology)]
+        target = probs(of_candidates, sequence.sampling, sequence.tokens, _paths(sequence, candidates))
         verdict = self._rule.verify(candidates, target, sequence.generator)
         self.drafter.learn(sequence, tree, verdict, top_tokens(logits, self.drafter.n_predicted))
         sequence.stats.add_tree(candidates, verdict)
