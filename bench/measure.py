@@ -19,7 +19,7 @@ import psutil
 
 if TYPE_CHECKING:  # they take seconds to load
     from offload_rt import LLM
-    from offload_rt.offload.device import DeviceTier
+    from offload_rt.offload.memory import MemoryTier
 
 ROOT = Path(__file__).resolve().parent.parent
 UNKNOWN = "unknown"
@@ -72,12 +72,12 @@ def expanded_model(size: str) -> Path:
     return out
 
 
-def resident_layers(llm: "LLM") -> "DeviceTier":
+def resident_layers(llm: "LLM") -> "MemoryTier":
     """The layers of a model that is resident as a whole, where they lie."""
-    from offload_rt.offload.device import DeviceTier
+    from offload_rt.offload.memory import MemoryTier
     from offload_rt.weights.layout import PackedLayer
 
-    tier = DeviceTier()
+    tier = MemoryTier()
     for view in llm.engine.runner.streamer.sweep():
         tier.put(view.i, PackedLayer(view.data, view.layout))
     return tier

@@ -251,7 +251,7 @@ def _compared(bench: Bench, setting: Setting, samples: list[Sample]) -> Compared
 
     return Compared(
         setting=setting,
-        n_resident=plan.count("device"),
+        n_resident=plan.tiers.count("device"),
         n_slots=plan.n_slots,
         measured_s=median(sample.pass_s for sample in samples),
         simulated_s=median(simulated(sample, sample.contention) for sample in samples),

@@ -26,7 +26,7 @@ from bench.paced import PacedTier
 from offload_rt.config import SamplingParams, format_size, parse_size
 from offload_rt.executor.runner import Runner, Step
 from offload_rt.llm import LLM
-from offload_rt.offload.device import DeviceTier
+from offload_rt.offload.memory import MemoryTier
 from offload_rt.offload.stream_threads import ThreadStreamer
 from offload_rt.offload.streamer import LayerSources, Streamer
 from offload_rt.system.trace import Trace
@@ -64,7 +64,7 @@ def pass_against_floor(settings: Settings) -> dict[str, object]:
             passes.append((time.perf_counter() - started) / output.stats.n_passes)
             busy.append(output.stats.link_busy)
         moved = plan.streamed_nbytes
-        n_resident, n_streamed = plan.count("device"), plan.count("disk")
+        n_resident, n_streamed = plan.tiers.count("device"), plan.tiers.count("disk")
     floors, passes, busy = floors[1:], passes[1:], busy[1:]  # the first round warms up
     ratio = Spread.of([one / floor for one, floor in zip(passes, floors, strict=True)])
     floor = Spread.of(floors)
@@ -127,7 +127,7 @@ def against_accelerate(settings: Settings) -> dict[str, object] | None:
         print('\n## Accelerate is not installed: pip install -e ".[compare]"')
         return None
     with LLM(str(settings.model), device_memory=settings.budget, drafter="none") as llm:
-        n_resident, max_len = llm.plan.count("device"), llm.max_model_len
+        n_resident, max_len = llm.plan.tiers.count("device"), llm.max_model_len
     seconds, answers = {_OURS: [], _THEIRS: []}, {_OURS: [], _THEIRS: []}
     with TemporaryDirectory() as scratch:
         job = Job(settings.model, settings.model, settings.budget, n_resident, max_len, Path(scratch))
@@ -157,8 +157,8 @@ def paced_overlap(settings: Settings) -> dict[str, object]:
         resident = _Passes(runner, LayerSources(source, (None,) * n_layers, 0), n_rows)
         compute = Spread.of([resident.seconds() for _ in range(5)][1:]).median
         tier = PacedTier(source, moved / compute / 1e9)
-        both = _Passes(runner, LayerSources(DeviceTier(), (tier,) * n_layers, 3), n_rows)
-        link_only = ThreadStreamer(LayerSources(DeviceTier(), (tier,) * n_layers, 3), Trace(on=False))
+        both = _Passes(runner, LayerSources(MemoryTier(), (tier,) * n_layers, 3), n_rows)
+        link_only = ThreadStreamer(LayerSources(MemoryTier(), (tier,) * n_layers, 3), Trace(on=False))
         ratios = []
         for _ in range(settings.rounds):
             longer = max(_timed_sweeps(link_only), resident.seconds())

@@ -36,7 +36,7 @@ def drawn_tree(n_nodes: int, vocabulary: int, probs: str, generator: torch.Gener
     draft_probs = torch.softmax(logits[inner] + noise, -1)
     counts = np.bincount(topology.parents[1:], minlength=len(topology))[inner]
     if probs == "independent":
-        children = child_sampling.independent(draft_probs, int(counts.max()), generator)
+        children = torch.multinomial(draft_probs, int(counts.max()), replacement=True, generator=generator)
     else:
         children = child_sampling.without_replacement(draft_probs, int(counts.max()), generator)
     tokens = torch.zeros(len(topology), dtype=torch.int64)

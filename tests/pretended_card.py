@@ -153,7 +153,7 @@ def pretended_card(monkeypatch: pytest.MonkeyPatch, nbytes: int = 4 << 30, pins:
         "cudart",
         lambda: SimpleNamespace(cudaHostRegister=lambda *_: 0 if pins else 1, cudaHostUnregister=lambda *_: 0),
     )
-    monkeypatch.setattr("offload_rt.offload.stream_cuda.CudaCopyDevice", lambda _: _Copies())
+    monkeypatch.setattr("offload_rt.offload.stream_cuda.CopyDevice", lambda _: _Copies())
     monkeypatch.setattr(torch, "Generator", _generator)
     # A tensor that wraps another cannot be one of inference.
     monkeypatch.setattr(torch._C, "_InferenceMode", lambda mode: torch.no_grad())

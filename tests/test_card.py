@@ -13,7 +13,7 @@ from tiny import CASES, Steady, feed, generate, prefill, prompt_of, random_tree
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
 from offload_rt.engine import builder
-from offload_rt.offload.host import HostTier
+from offload_rt.offload.memory import MemoryTier
 from offload_rt.speculate.pair_stats import PairStats
 from offload_rt.speculate.select import rule_of, warm_up
 
@@ -129,7 +129,7 @@ def test_closing_lets_go_of_the_memory_of_the_host(zoo, card):
     try:
         with card(), on_card(directory, drafter="none", device_memory=little(directory)) as llm:
             llm.generate(prompt_of(0), SamplingParams(max_new_tokens=4))
-            tiers = {tier for tier in llm.engine.runner.streamer._sources.streamed if isinstance(tier, HostTier)}
+            tiers = {tier for tier in llm.engine.runner.streamer._sources.streamed if isinstance(tier, MemoryTier)}
             held = [weakref.ref(image.block) for tier in tiers for image in tier._images.values()]
             del tiers
         del llm

@@ -43,7 +43,7 @@ DOWN, LAST = "model.layers.1.mlp.down_proj.weight", "model.layers.2.input_layern
 SHARD_1, SHARD_2 = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"
 
-FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @functools.cache
@@ -112,7 +112,7 @@ def test_auto_map_is_ignored_and_its_code_not_run(tmp_path: Path) -> None:
     _single(tmp_path, auto_map={"AutoModelForCausalLM": "evil.Model", "AutoConfig": "evil.Config"})
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     with LLM(str(tmp_path), device="cpu") as llm:
-        assert llm.plan.count("device") == 3
+        assert llm.plan.tiers.count("device") == 3
     assert not (tmp_path / "ran").exists()
 
 
@@ -594,12 +594,6 @@ def test_a_path_that_is_not_there_is_refused_without_asking_the_hub(
         locate(model)
 
 
-def test_a_file_given_for_a_directory_is_refused(tmp_path: Path) -> None:
-    path = _single(tmp_path) / "model.safetensors"
-    with pytest.raises(CheckpointError, match="is a file"):
-        locate(str(path))
-
-
 @pytest.mark.parametrize("model", ["org/name", "name", "not a hub id!"])
 def test_a_hub_id_that_is_not_cached_is_refused_offline(
     model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -608,10 +602,6 @@ def test_a_hub_id_that_is_not_cached_is_refused_offline(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match=model):
         locate(model, offline=True)
-
-
-def test_a_directory_is_taken_as_it_is(tmp_path: Path) -> None:
-    assert locate(str(tmp_path)) == tmp_path
 
 
 @pytest.mark.parametrize(

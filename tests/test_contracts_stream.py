@@ -24,9 +24,8 @@ from torch import Tensor
 
 from offload_rt.errors import LinkError
 from offload_rt.offload import stream_cuda, stream_threads
-from offload_rt.offload.device import DeviceTier
 from offload_rt.offload.disk import DiskTier, ReadSettings
-from offload_rt.offload.host import HostTier
+from offload_rt.offload.memory import MemoryTier
 from offload_rt.offload.stream_cuda import CudaStreamer
 from offload_rt.offload.streamer import LayerSources, LayerView, Streamer
 from offload_rt.offload.tier import Read, Tier
@@ -272,7 +271,7 @@ class Watched:
         return watched
 
 
-class _Pinned(HostTier):
+class _Pinned(MemoryTier):
     """Layers that a pretended device copies by itself."""
 
     def is_pinned(self, i: int) -> bool:
@@ -283,8 +282,8 @@ def build_sources(
     device: Host, kinds: Sequence[str], n_slots: int, files: Any, wrap: Callable[[Tier], Tier] = lambda tier: tier
 ) -> tuple[LayerSources, list[Tier]]:
     """Layers of which layer i lies in a tier of the kind `kinds[i]`; and the tiers that layers are streamed from."""
-    resident, host = DeviceTier(), HostTier(register=True) if isinstance(device, RealGPU) else _Pinned()
-    made: dict[str, Tier] = {"host": host, "unpinned": HostTier()}
+    resident, host = MemoryTier(), MemoryTier(register=True) if isinstance(device, RealGPU) else _Pinned()
+    made: dict[str, Tier] = {"host": host, "unpinned": MemoryTier()}
     for i, kind in enumerate(kinds):
         if kind == "device":
             resident.put(i, device.image(pack(_layers()[i])))
@@ -482,16 +481,6 @@ def test_a_sweep_given_up_half_way_leaves_the_next_one_whole(
                     b.device.look(block)
             b.check(range(n_taken))
             b.sweep()
-
-
-@pytest.mark.parametrize("n_sweeps", [0, 1, 2])
-@every_bench
-def test_closing_ends_all_threads_and_may_be_repeated(name: str, make: type[Host], n_sweeps: int, files: Any) -> None:
-    with bench(name, make, files) as b:
-        for _ in range(n_sweeps):
-            b.sweep()
-        b.streamer.close()
-        b.streamer.close()
 
 
 @every_bench

@@ -23,9 +23,8 @@ from torch import Tensor
 from bench.paced import PacedTier
 from offload_rt.errors import LinkError
 from offload_rt.offload import disk, pinning
-from offload_rt.offload.device import DeviceTier
 from offload_rt.offload.disk import DiskTier, ReadSettings
-from offload_rt.offload.host import HostTier
+from offload_rt.offload.memory import MemoryTier
 from offload_rt.offload.tier import Tier, done_ahead, read_parallel
 from offload_rt.weights.header import TensorRecord, read_header
 from offload_rt.weights.layout import host_block, pack
@@ -64,13 +63,13 @@ def make_tier(name: str, layers: Layers, directory: Path) -> Tier:
     """A tier that holds these layers, read from files or put in."""
     if name == "disk":
         return DiskTier(on_disk(directory, layers, n_files=2))
-    tier = HostTier(register=torch.cuda.is_available()) if name == "host" else DeviceTier()
+    tier = MemoryTier(register=torch.cuda.is_available())
     for i, layer in enumerate(layers):
         tier.put(i, pack(layer))
     return tier
 
 
-@pytest.fixture(params=["disk", "host", "device"])
+@pytest.fixture(params=["disk", "memory"])
 def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
     made = make_tier(request.param, some_layers(), tmp_path)
     yield made
@@ -364,7 +363,7 @@ def test_a_disk_tier_that_cannot_open_all_its_files_keeps_none(tmp_path: Path) -
 
 def test_a_paced_link_is_never_faster_than_it_is_set() -> None:
     layers = some_layers(2)
-    host = HostTier()
+    host = MemoryTier()
     for i, layer in enumerate(layers):
         host.put(i, pack(layer))
     nbytes = host.layout(0).nbytes + host.layout(1).nbytes

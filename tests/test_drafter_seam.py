@@ -54,8 +54,8 @@ class ToyLookahead(Drafter):
 
     def learn(self, sequence: Sequence, tree: DraftTree, verdict: Verdict, predicted: TopTokens | None) -> None:
         assert predicted is not None and predicted.tokens.shape == predicted.probs.shape == (len(tree.topology), 2)
-        assert max(verdict.path, default=0) < tree.n_candidates
-        rows = range(tree.n_candidates, len(tree.topology))
+        assert max(verdict.path, default=0) < len(tree.candidates().topology)
+        rows = range(len(tree.candidates().topology), len(tree.topology))
         self.after |= {int(tree.tokens[row]): predicted.tokens[row].tolist() for row in rows}
         self.guesses[sequence] = [int(predicted.tokens[row, 0]) for row in rows]
 
@@ -98,7 +98,7 @@ def test_predictions_of_rows_that_are_never_verified_become_accepted_tokens(tmp_
     assert output.stats.tokens_per_pass > 2
 
 
-@pytest.mark.parametrize("rule", ["match", "sequoia", "traversal"])
+@pytest.mark.parametrize("rule", ["match", "traversal"])
 def test_the_joint_distribution_with_rows_that_are_never_verified(tmp_path: Path, rule: str) -> None:
     pair = small_pair(tmp_path)
     with open_llm(pair.target, max_model_len=64) as llm:
@@ -132,8 +132,8 @@ def test_unverified_rows_reach_neither_the_rule_nor_the_sequence(zoo: Zoo, monke
         sequence = Sequence(prompt_of(0, 9), SamplingParams(20), 64)
         (text,) = run_together(runner, drafter, rule, [sequence], 12)
     assert text == generate(pair.model, prompt_of(0, 9), 20)
-    assert [len(tree.topology) for tree in rule.trees] == [tree.n_candidates for tree in proposed]
+    assert [len(tree.topology) for tree in rule.trees] == [len(tree.candidates().topology) for tree in proposed]
     assert sum(tree.n_unverified for tree in proposed) > 20
     for tree, seen in zip(proposed, rule.trees, strict=True):
-        assert torch.equal(seen.tokens, tree.tokens[: tree.n_candidates]) and seen.n_unverified == 0
+        assert torch.equal(seen.tokens, tree.tokens[: len(tree.candidates().topology)]) and seen.n_unverified == 0
     assert any(a == b for tree in rule.trees for a, b in pairwise(sorted(tree.tokens[1:].tolist()))), "equal siblings"

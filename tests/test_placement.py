@@ -68,7 +68,7 @@ def test_what_is_not_needed_for_slots_holds_layers(n: int, nbytes: int, need: Re
     assume(fits < n)
     plan = place_layers([nbytes] * n, need, MemoryBudget(need.total + fits * nbytes + nbytes // 2))
     assert plan.n_slots == min(3, fits)
-    assert plan.count("device") == fits - plan.n_slots
+    assert plan.tiers.count("device") == fits - plan.n_slots
 
 
 @given(layers=LAYERS, need=NEED, share=st.floats(0, 1), host=st.floats(0, 1.2))

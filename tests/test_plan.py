@@ -182,7 +182,7 @@ def test_the_tree_that_is_chosen_is_as_good_as_any_that_is_asked_for() -> None:
 def test_a_longer_context_takes_memory_and_time() -> None:
     points = sweep("context", request(), machine("l40")).points
     forecasts: list[Forecast] = [point.forecast for point in points if point.forecast is not None]
-    residents = [one.memory_plan.plan.count("device") for one in forecasts]
+    residents = [one.memory_plan.plan.tiers.count("device") for one in forecasts]
     assert points[0].x == 64 and residents == sorted(residents, reverse=True) and residents[-1] < residents[0]
     assert forecasts[-1].compute_s > forecasts[0].compute_s
     tight = sweep("context", request(), machine(device_memory=19 * 2**30)).points

@@ -69,7 +69,7 @@ def check_tree(table, acceptance, n, levels):
     assert len(topology) <= n and n_levels(tree) <= levels and widest(tree) <= len(acceptance)
     assert (np.diff(topology.parents) >= 0).all(), "level order, families together and in the order of their parents"
     assert (np.diff(topology.depths) >= 0).all()
-    assert table.expected(n, levels) == pytest.approx(expectation(tree, acceptance), rel=1e-12)
+    assert table.values[n, levels] == pytest.approx(expectation(tree, acceptance), rel=1e-12)
     assert expected_tokens(topology, acceptance) == pytest.approx(expectation(tree, acceptance), rel=1e-12)
 
 
@@ -93,14 +93,6 @@ def test_larger_trees_give_what_the_table_says(acceptance, n_nodes, max_levels):
     assert (np.diff(table.values, axis=1) >= 0).all(), "more levels never hurt"
 
 
-def test_one_rank_gives_a_chain_and_one_level_a_root():
-    table = search(np.array([0.7]), 9, 6)
-    for n in range(1, 10):
-        assert table.topology(n, 6).parents.tolist() == Topology.chain(min(n, 6)).parents.tolist()
-        assert len(table.topology(n, 1)) == 1 and table.values[n, 1] == 1
-    assert table.values[9, 6] == pytest.approx(sum(0.7**i for i in range(6)))
-
-
 def test_children_that_are_never_taken_are_left_out():
     assert len(search(np.zeros(4), 9, 5).topology(9, 5)) == 1
     assert search(np.array([0.5, 0.0, 0.0]), 4, 3).topology(4, 3).parents.tolist() == [-1, 0, 1]
@@ -109,23 +101,6 @@ def test_children_that_are_never_taken_are_left_out():
 def test_a_full_tree_is_not_exceeded():
     table = search(np.array([0.6, 0.3]), 50, 4)
     assert len(table.topology(50, 4)) == 15 and table.values[50, 4] == pytest.approx(sum(0.9**i for i in range(4)))
-
-
-@pytest.mark.parametrize("acceptance", [[], [[]], [[0.5]], [-0.1], [1.1], [np.nan], [np.inf], [0.1, 0.2]])
-def test_what_is_no_acceptance_is_refused(acceptance):
-    with pytest.raises(AssertionError):
-        search(np.array(acceptance, dtype=np.float64), 4, 3)
-
-
-def test_trees_past_what_was_searched_are_refused():
-    for n_nodes, max_levels in ((0, 3), (3, 0)):
-        with pytest.raises(AssertionError):
-            search(np.array([0.5]), n_nodes, max_levels)
-    table = search(np.array([0.5]), 4, 3)
-    for n, levels in ((0, 3), (5, 3), (4, 0), (4, 4)):
-        for ask in (table.expected, table.topology):
-            with pytest.raises(AssertionError):
-                ask(n, levels)
 
 
 def test_a_description_names_nodes_levels_and_children():
@@ -189,13 +164,12 @@ def test_the_choice_is_the_smallest_tree_that_is_nearly_the_best(seed: int, leas
     random = np.random.default_rng(seed)
     expected = 1.0 + np.sort(random.random((21, 6)) * 5, axis=0)
     sizes, seconds = sizes_up_to(20), 1.0 + np.sort(random.random((len(sizes_up_to(20)), 5)), axis=0)
-    choice = choose(expected, sizes, seconds, least_levels)
+    n_nodes, n_levels, per_token = choose(expected, sizes, seconds, least_levels)
     cost = {
         (int(n), level): seconds[row, level - 1] / expected[n, level]
         for row, n in enumerate(sizes)
         for level in range(least_levels, 6)
     }
     good = [n for (n, _), value in cost.items() if value <= 1.01 * min(cost.values())]
-    assert choice.n_nodes == min(good)
-    assert cost[choice.n_nodes, choice.n_levels] == min(value for (n, _), value in cost.items() if n == choice.n_nodes)
-    assert choice.tokens / choice.seconds == pytest.approx(1 / cost[choice.n_nodes, choice.n_levels])
+    assert n_nodes == min(good)
+    assert per_token == cost[n_nodes, n_levels] == min(value for (n, _), value in cost.items() if n == n_nodes)

@@ -78,9 +78,9 @@ def opened(target: Path, n_layers: int, draft: tuple[Path, int] | None = None, *
 def plan_of(llm: LLM) -> dict[str, object]:
     """Where its layers lie. Raises RuntimeError if some come from the disk, as the figures are for the link to the card."""
     plan = llm.plan
-    if plan.count("disk"):
-        raise RuntimeError(f"{plan.count('disk')} layers lie on the disk")
+    if plan.tiers.count("disk"):
+        raise RuntimeError(f"{plan.tiers.count('disk')} layers lie on the disk")
     return {
-        "resident_layers": plan.count("device"), "streamed_layers": plan.count("host"), "n_slots": plan.n_slots,
+        "resident_layers": plan.tiers.count("device"), "streamed_layers": plan.tiers.count("host"), "n_slots": plan.n_slots,
         "streamed_bytes": plan.on("host"), "notice": llm.engine.notice,
     }  # fmt: skip

@@ -153,7 +153,7 @@ def _find(llm: "LLM", temperature: float, context: int) -> Findings:
     seconds = cost.seconds(np.array(sizes)[:, None], context, cost.level_s * (np.array(depths) - 1))
     widths = sizes_up_to(limits.n_nodes)
     draft_s = cost.level_s * np.arange(limits.n_levels)
-    choice = choose(table, widths, cost.seconds(widths[:, None], context, draft_s))
+    best = choose(table, widths, cost.seconds(widths[:, None], context, draft_s))
     streamed = [nbytes / cost.profile.link(tier) / 1e9 for tier, nbytes in llm.plan.pass_bytes.streamed if nbytes]
     return Findings(
         acceptance=acceptance,
@@ -165,7 +165,7 @@ def _find(llm: "LLM", temperature: float, context: int) -> Findings:
         sizes=sizes,
         depths=depths,
         cost=seconds / table[np.ix_(sizes, depths)],
-        best=(choice.n_nodes, choice.n_levels, choice.seconds / choice.tokens),
+        best=best,
     )
 
 

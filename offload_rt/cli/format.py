@@ -89,8 +89,8 @@ def placement_table(title: str, plan: Plan, cache_rows: int) -> Table:
         if nbytes:
             table.add_row(what, "device", format_size(nbytes))
     for tier in ("device", "host", "disk"):
-        if plan.count(tier):
-            table.add_row(f"{plan.count(tier)} of {len(plan.tiers)} layers", tier, format_size(plan.on(tier)))
+        if plan.tiers.count(tier):
+            table.add_row(f"{plan.tiers.count(tier)} of {len(plan.tiers)} layers", tier, format_size(plan.on(tier)))
     used = f"{format_size(plan.device_nbytes)} of {format_size(plan.budget.device)}"
     table.add_row("used of the budget", "device", used, end_section=True)
     return table

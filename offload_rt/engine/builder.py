@@ -18,9 +18,7 @@ from offload_rt.executor.cost import CostEstimator
 from offload_rt.executor.cuda_graphs import CudaCapture, GraphShape
 from offload_rt.executor.runner import Runner
 from offload_rt.offload import stream_cuda, stream_threads
-from offload_rt.offload.device import DeviceTier
 from offload_rt.offload.disk import DiskTier
-from offload_rt.offload.host import HostTier
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.offload.placement import MemoryBudget
 from offload_rt.offload.streamer import LayerSources
@@ -33,7 +31,7 @@ from offload_rt.system.machine import MachineProfile, cards, memory_free, memory
 from offload_rt.system.trace import Trace
 from offload_rt.weights.checkpoint import Checkpoint
 from offload_rt.weights.header import TensorRecord
-from offload_rt.weights.layout import PackedLayer, host_block, repack
+from offload_rt.weights.layout import PackedLayer, host_block, pack
 
 Progress = Callable[[int, int], None]
 
@@ -100,7 +98,7 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting
         layer_nbytes = tuple(disk.layout(i).nbytes for i in range(checkpoint.spec.n_layers))
         target = replace(Sizes.of_checkpoint(checkpoint, dtype), layer_nbytes=layer_nbytes)
         memory = plan_memory(config, drafting, (target, draft), dtype, budget)
-        if memory.plan.count("disk"):
+        if memory.plan.tiers.count("disk"):
             settings = profile.read_settings(checkpoint.layers)
             disk.close()
             disk = DiskTier(checkpoint.layers, settings)
@@ -127,7 +125,7 @@ def load(engine_plan: EnginePlan, trace: Trace, progress: Progress | None = None
         if device.type == "cuda":
             closes.callback(torch.cuda.empty_cache)
             _cap_device_memory(plan.budget.device, device, closes)
-        host = closes.enter_context(closing(HostTier(register=device.type == "cuda")))
+        host = closes.enter_context(closing(MemoryTier(register=device.type == "cuda")))
         loader = _Loader(device, host, _Meter(n_bytes + (draft.nbytes if draft else 0), progress), closes)
         runner = loader.model(checkpoint, engine_plan.dtype, disk, plan.tiers, plan.n_slots, trace)
         draft_runner = None
@@ -203,7 +201,7 @@ class _Loader:
     """
 
     device: torch.device
-    host: HostTier
+    host: MemoryTier
     meter: _Meter
     closes: ExitStack
 
@@ -221,7 +219,7 @@ class _Loader:
         with closing(DiskTier([checkpoint.non_layer])) as files:
             image = self._on_device(self._read(files, 0))
         non_layer = checkpoint.format.view(image.layout, image.block, dtype)
-        resident = self.closes.enter_context(closing(DeviceTier()))
+        resident = self.closes.enter_context(closing(MemoryTier()))
         self._fill({"device": resident, "host": self.host}, disk, list(zip(tiers, checkpoint.layers, strict=True)))
         streamed = tuple({"device": None, "host": self.host, "disk": disk}[name] for name in tiers)
         open_streamer = stream_cuda.open_streamer if is_cuda else stream_threads.open_streamer
@@ -252,7 +250,7 @@ class _Loader:
         """Layer i in memory of the host: as it lies in the file where a CPU computes, packed for a GPU."""
         image = PackedLayer(host_block(disk.layout(i).nbytes), disk.layout(i))
         read_parallel(disk.reads(i, image.block), disk.n_parallel, self.meter)
-        return image if self.device.type == "cpu" else repack(image)
+        return image if self.device.type == "cpu" else pack(image.layout.views(image.block))
 
     def _on_device(self, image: PackedLayer) -> PackedLayer:
         return PackedLayer(image.block.to(self.device), image.layout)

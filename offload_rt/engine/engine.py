@@ -163,9 +163,10 @@ class Engine:
         sequence = one.sequence
         n_lacking = len(sequence.tokens) - 1 - self.runner.n_committed(one.cache)
         candidates, paths = tree.candidates(), []
+        n_candidates = len(candidates.topology)
         if sequence.sampling.repetition_penalty != 1.0:  # it looks back on each node's own path, too
-            paths = [candidates.path_to(node) for node in range(tree.n_candidates)]
-        target = probs(logits[: tree.n_candidates], sequence.sampling, sequence.tokens, paths)
+            paths = [candidates.path_to(node) for node in range(n_candidates)]
+        target = probs(logits[:n_candidates], sequence.sampling, sequence.tokens, paths)
         verdict = self.rule.verify(candidates, target, sequence.generator)
         self.drafter.learn(sequence, tree, verdict, top_tokens(logits, self.drafter.n_predicted))
         sequence.stats.add_tree(candidates, verdict)

@@ -1,60 +1,27 @@
 """What a streamer asks of a CUDA device, in one place, so that its logic can be tested against a device that is none."""
 
-from typing import Any, Protocol
-
 import torch
 from torch import Tensor
-
-Event = Any  # opaque to a streamer: torch.cuda.Event, or that of a device of a test
-
-
-class CopyDevice(Protocol):
-    """A device with a stream for copies beside the one for compute. Nothing here waits on the host but `wait`."""
-
-    def allocate(self, nbytes: int) -> Tensor:
-        """(nbytes,) uint8 on the device."""
-
-    def event(self) -> Event:
-        """An event that has not been recorded, which nothing waits for."""
-
-    def copy(self, target: Tensor, source: Tensor, after: Event) -> tuple[Event, Event]:
-        """Enqueue a copy on the copy stream behind `after`; returns events recorded before and after it."""
-
-    def compute_waits_for(self, event: Event) -> None:
-        """Whatever is computed from now on runs after `event`."""
-
-    def record_compute(self) -> Event:
-        """An event that comes after all that has been given to compute so far."""
-
-    def wait(self, event: Event) -> None:
-        """Hold the calling thread until `event` has happened."""
-
-    def seconds_between(self, start: Event, end: Event) -> float | None:
-        """Seconds from one event to another, negative if it came first; None while not both have happened."""
-
-    def synchronize(self) -> None:
-        """Hold the calling thread until all copies have ended."""
+from torch.cuda import Event
 
 
-class CudaCopyDevice:
-    """A CUDA device."""
+class CopyDevice:
+    """A CUDA device with a stream for copies beside the one for compute. Only `wait` and `synchronize` wait."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has no types there
 
     def allocate(self, nbytes: int) -> Tensor:
-        """(nbytes,) uint8 on the card."""
+        """(nbytes,) uint8 on the device."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
-    def event(self) -> torch.cuda.Event:
-        """An event that has not been recorded: waiting for it is no wait."""
-        return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # as above
+    def event(self) -> Event:
+        """An event that has not been recorded, which nothing waits for."""
+        return Event(enable_timing=True)  # type: ignore[no-untyped-call]  # as above
 
-    def copy(
-        self, target: Tensor, source: Tensor, after: torch.cuda.Event
-    ) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        """Enqueue a copy; see `CopyDevice`."""
+    def copy(self, target: Tensor, source: Tensor, after: Event) -> tuple[Event, Event]:
+        """Enqueue a copy on the copy stream behind `after`; returns events recorded before and after it."""
         before, done = self.event(), self.event()
         with torch.cuda.stream(self._copies):
             self._copies.wait_event(after)
@@ -63,22 +30,22 @@ class CudaCopyDevice:
             done.record(self._copies)
         return before, done
 
-    def compute_waits_for(self, event: torch.cuda.Event) -> None:
+    def compute_waits_for(self, event: Event) -> None:
         """Whatever is computed from now on runs after `event`."""
         torch.cuda.current_stream(self._device).wait_event(event)
 
-    def record_compute(self) -> torch.cuda.Event:
-        """An event behind all compute enqueued so far."""
+    def record_compute(self) -> Event:
+        """An event that comes after all that has been given to compute so far."""
         event = self.event()
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def wait(self, event: torch.cuda.Event) -> None:
+    def wait(self, event: Event) -> None:
         """Hold the calling thread until `event` has happened."""
         event.synchronize()
 
-    def seconds_between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float | None:
-        """Seconds between two recorded events; see `CopyDevice`."""
+    def seconds_between(self, start: Event, end: Event) -> float | None:
+        """Seconds from one event to another, negative if it came first; None while not both have happened."""
         have_happened = start.query() and end.query()  # type: ignore[no-untyped-call]  # as above
         return start.elapsed_time(end) / 1e3 if have_happened else None
 

@@ -1,9 +1,10 @@
-"""Blocks kept in memory: the shared part of the tiers that are memory."""
+"""Layers kept in memory: of the device, or of the host."""
 
 from functools import partial
 
 from torch import Tensor
 
+from offload_rt.offload.pinning import pin, unpin
 from offload_rt.offload.tier import Read
 from offload_rt.weights.layout import Layout, PackedLayer
 
@@ -11,20 +12,32 @@ _PART = 16 << 20  # bytes of one read; large enough that handing out parts costs
 
 
 class MemoryTier:
-    """Layers by number, read by copying."""
+    """Layers by number: those of the device are computed where they lie, those of the host are read by copying.
 
-    n_parallel = 1
+    register  pin the pages of each block with the CUDA driver as it is put, so that the device copies it by itself
+    """
 
-    def __init__(self) -> None:
+    n_parallel = 4  # copies at once, where the driver pins nothing and threads must bring the blocks into pinned slots
+
+    def __init__(self, register: bool = False) -> None:
+        self._register = register
         self._images: dict[int, PackedLayer] = {}
+        self._pinned: dict[int, PackedLayer] = {}  # by address: layers may share a block
 
     def put(self, i: int, image: PackedLayer) -> None:
-        """Keep a layer, without copying it."""
+        """Keep a layer, without copying it, pinned if that is asked for and the driver agrees."""
         self._images[i] = image
+        if self._register and not self.is_pinned(i) and pin(image.block):
+            self._pinned[image.block.data_ptr()] = image
 
     def is_pinned(self, i: int) -> bool:
-        """Whether a device can copy layer i by itself, without a thread that waits."""
-        return True
+        """Whether the device copies layer i by itself; not where the driver refused to pin it (WSL, limits)."""
+        return self.image(i).block.data_ptr() in self._pinned
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the driver was asked to pin a block and refused."""
+        return self._register and any(not self.is_pinned(i) for i in self._images)
 
     def image(self, i: int) -> PackedLayer:
         """The layer where it lies."""
@@ -41,7 +54,10 @@ class MemoryTier:
         return [partial(_copy, block[start : start + _PART], into[start : start + _PART]) for start in starts]
 
     def close(self) -> None:
-        """Release the blocks."""
+        """Unpin and release the blocks."""
+        for image in self._pinned.values():
+            unpin(image.block)
+        self._pinned.clear()
         self._images.clear()
 
 

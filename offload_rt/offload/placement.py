@@ -71,10 +71,6 @@ class Plan:
         """Bytes of the layers of a tier."""
         return sum(nbytes for name, nbytes in zip(self.tiers, self.layer_nbytes, strict=True) if name == tier)
 
-    def count(self, tier: str) -> int:
-        """Layers of a tier."""
-        return self.tiers.count(tier)
-
     @property
     def streamed_nbytes(self) -> int:
         """Bytes that a pass brings to the device."""

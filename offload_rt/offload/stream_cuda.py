@@ -9,8 +9,9 @@ from threading import Thread
 
 import torch
 from torch import Tensor
+from torch.cuda import Event
 
-from offload_rt.offload.copy_device import CopyDevice, CudaCopyDevice, Event
+from offload_rt.offload.copy_device import CopyDevice
 from offload_rt.offload.stream_threads import ThreadStreamer
 from offload_rt.offload.streamer import LayerSources, LayerView, Streamer
 from offload_rt.system.trace import LINK, Trace, slot_lane
@@ -40,8 +41,8 @@ class CudaStreamer(Streamer):
         super().__init__(sources, trace)
         self._device = device
         self._upstream = ThreadStreamer(sources.on_host(), trace, pinned=True)
-        n_slots = sources.n_slots if self.order else 0
-        self._slots = [device.allocate(sources.packed_slot_nbytes) for _ in range(n_slots)]
+        longest = max((sources.packed_layout(i).nbytes for i in self.order), default=0)
+        self._slots = [device.allocate(longest) for _ in range(sources.n_slots if self.order else 0)]
         self._free = [device.event() for _ in self._slots]  # after the last compute of each slot
         self._ready: deque[Event] = deque()  # of the copies that have been enqueued and not consumed
         self._is_feeding = False
@@ -99,7 +100,14 @@ class CudaStreamer(Streamer):
 
     def _work(self) -> None:
         """Enqueue copies whenever there is a slot, until closed; an error is for the caller of `sweep`."""
-        while self._may_feed():
+        while True:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._is_closed or (self._slots and not self._is_parked and self._error is None)
+                )
+                if self._is_closed:
+                    return
+                self._is_feeding = True
             error = None
             try:
                 self._feed_sweep()
@@ -108,15 +116,6 @@ class CudaStreamer(Streamer):
             with self._changed:
                 self._error, self._is_feeding = error, False
                 self._changed.notify_all()
-
-    def _may_feed(self) -> bool:
-        """Wait until there is something to copy, which counts as begun; False once the streamer is closed."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._is_closed or (self._slots and not self._is_parked and self._error is None)
-            )
-            self._is_feeding = not self._is_closed
-            return self._is_feeding
 
     def _feed_sweep(self) -> None:
         """Copy every streamed layer once, unless the streamer is parked or closed meanwhile."""
@@ -168,7 +167,9 @@ class CudaStreamer(Streamer):
                 break
             self._timings.popleft()
             self.meter.add(copy.nbytes, seconds)
-            self._note(copy, seconds)
+            if self._trace.on:
+                started = self._epoch_s + (self._device.seconds_between(self._epoch, copy.start) or 0.0)
+                self._trace.add(slot_lane(LINK, copy.slot), f"layer {copy.layer}", started, started + seconds)
         while self._waits:
             seconds = self._device.seconds_between(*self._waits[0])
             if seconds is None:
@@ -176,13 +177,7 @@ class CudaStreamer(Streamer):
             self._waits.popleft()
             self.meter.waited_s += max(seconds, 0.0)
 
-    def _note(self, copy: _Copy, seconds: float) -> None:
-        since_s = self._device.seconds_between(self._epoch, copy.start) if self._trace.on else None
-        if since_s is not None:
-            started = self._epoch_s + since_s
-            self._trace.add(slot_lane(LINK, copy.slot), f"layer {copy.layer}", started, started + seconds)
-
 
 def open_streamer(sources: LayerSources, trace: Trace, device: torch.device) -> CudaStreamer:
     """The streamer of a torch CUDA device."""
-    return CudaStreamer(sources, trace, CudaCopyDevice(device))
+    return CudaStreamer(sources, trace, CopyDevice(device))

@@ -40,8 +40,8 @@ class ThreadStreamer(Streamer):
         super().__init__(sources, trace)
         # Towards pinned memory it is the disk that is read, and the link comes after it.
         self._link = DISK if pinned else LINK
-        n_slots = sources.n_slots if self.order else 0
-        self._slots = [host_block(sources.slot_nbytes) for _ in range(n_slots)]
+        longest = max((sources.source(i).layout(i).nbytes for i in self.order), default=0)
+        self._slots = [host_block(longest) for _ in range(sources.n_slots if self.order else 0)]
         self._pinned = [slot for slot in self._slots if pinned and pin(slot)]
         self._fetches: deque[_Fetch] = deque()  # begun and not consumed; only the last one has parts that are not begun
         self._n_reading = 0
@@ -67,16 +67,18 @@ class ThreadStreamer(Streamer):
     def _arrive(self, i: int) -> LayerView:
         started = time.perf_counter()
         with self._changed:
-            self._changed.wait_for(lambda: self._error or self._is_closed or self._has_arrived())
+            self._changed.wait_for(
+                lambda: self._error or self._is_closed or (self._fetches and self._fetches[0].n_missing == 0)
+            )
             self._refuse_closed()
             if self._error is not None:
                 raise self._error
             slot = self._slots[self._fetches[0].slot]
-        self._note_wait(i, started)
+        ended = time.perf_counter()
+        self.meter.waited_s += ended - started
+        if ended - started > _LEAST_WAIT_S:
+            self._trace.add(WAIT, f"layer {i}", started, ended)
         return LayerView(i, self._sources.source(i).layout(i), slot)
-
-    def _has_arrived(self) -> bool:
-        return bool(self._fetches) and self._fetches[0].n_missing == 0
 
     def _release(self) -> None:
         with self._changed:
@@ -147,12 +149,6 @@ class ThreadStreamer(Streamer):
             # Whoever waits, waits for a whole layer, for an error or for the end of all reads.
             if fetch.n_missing == 0 or error is not None or self._n_reading == 0:
                 self._changed.notify_all()
-
-    def _note_wait(self, i: int, started: float) -> None:
-        ended = time.perf_counter()
-        self.meter.waited_s += ended - started
-        if ended - started > _LEAST_WAIT_S:
-            self._trace.add(WAIT, f"layer {i}", started, ended)
 
     def _note_standstill(self) -> None:
         """Say why nothing is read, where it is more than a hand-over from one request to the next."""

@@ -43,19 +43,9 @@ class LayerSources:
         assert tier is not None, f"layer {i} is resident"
         return tier
 
-    @property
-    def slot_nbytes(self) -> int:
-        """Bytes of a slot: it fits the longest block."""
-        return max((self.source(i).layout(i).nbytes for i in self.order), default=0)
-
     def packed_layout(self, i: int) -> Layout:
         """How layer i lies in a slot on a GPU: the same tensors in the same order, aligned for its kernels."""
         return packed_layout((entry.name, entry.shape, entry.dtype) for entry in self.source(i).layout(i).entries)
-
-    @property
-    def packed_slot_nbytes(self) -> int:
-        """Bytes of a slot on a GPU."""
-        return max((self.packed_layout(i).nbytes for i in self.order), default=0)
 
     def is_transient(self, i: int) -> bool:
         """Whether layer i comes to the device through a slot of the host: from the disk, or out of unpinned memory."""
@@ -107,7 +97,9 @@ class Streamer(ABC):
         sweep, is_whole = self._n_sweeps, False
         if self._is_parked or (self.order and self._n_consumed % len(self.order)):  # the last one did not end
             self._park()
-            self._resume()
+            with self._changed:
+                self._is_parked = False
+                self._changed.notify_all()
         try:
             for i, tier in enumerate(self._sources.streamed):
                 yield self._resident(i) if tier is None else self._arrive(i)
@@ -135,12 +127,6 @@ class Streamer(ABC):
     @abstractmethod
     def _park(self) -> None:
         """Wait for what is under way, forget what has come, and fetch nothing more; may be called again."""
-
-    def _resume(self) -> None:
-        """Fetch again, from the first layer on."""
-        with self._changed:
-            self._is_parked = False
-            self._changed.notify_all()
 
     def _resident(self, i: int) -> LayerView:
         image = self._sources.resident.image(i)

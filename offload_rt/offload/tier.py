@@ -43,28 +43,23 @@ def read_parallel(reads: Sequence[Read], n_parallel: int, progress: Progress | N
     progress  told the bytes of each read that has ended, from the thread that did it
     Leaves no read under way; starts none after an error.
     """
-    waiting, lock, is_over = iter(reads), threading.Lock(), threading.Event()
+    is_over = threading.Event()
 
-    def work() -> int:
-        moved = 0
-        while not is_over.is_set():
-            with lock:
-                part = next(waiting, None)
-            if part is None:
-                break
-            try:
-                nbytes = part()
-            except BaseException:
-                is_over.set()
-                raise
-            moved += nbytes
-            if progress:
-                progress(nbytes)
-        return moved
+    def work(read: Read) -> int:
+        if is_over.is_set():
+            return 0
+        try:
+            nbytes = read()
+        except BaseException:
+            is_over.set()
+            raise
+        if progress:
+            progress(nbytes)
+        return nbytes
 
     with ThreadPoolExecutor(n_parallel, "reads") as pool:
         try:
-            return sum(task.result() for task in [pool.submit(work) for _ in range(min(n_parallel, len(reads)))])
+            return sum(pool.map(work, reads))
         finally:
             is_over.set()  # also where Ctrl-C came: nobody may go on writing into a block that its owner gives up
 

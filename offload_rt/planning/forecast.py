@@ -174,8 +174,8 @@ def _tree(request: PlanRequest, limits: DraftLimits, costs: Costs, cost: CostEst
     for _ in range(_ROUNDS):
         level_s = costs.draft_s(topology, request.context) / max(int(topology.depths.max()), 1)
         seconds = cost.seconds(sizes[:, None], request.context, level_s * np.arange(limits.n_levels))
-        choice = choose(table.values, sizes, seconds, least_levels)
-        topology = table.topology(choice.n_nodes, choice.n_levels)
+        n_nodes, n_levels, _ = choose(table.values, sizes, seconds, least_levels)
+        topology = table.topology(n_nodes, n_levels)
         if len(topology) == 1:
             break
     return topology

@@ -1,9 +1,9 @@
-"""Which tokens the children of a node carry: the most probable ones, or sampled ones."""
+"""The draft's distributions, and how the tokens of sampled children are drawn from them."""
 
 import torch
 from torch import Generator, Tensor
 
-# Between the logarithm of the least float32 and of zero: tokens of no probability come after all others, in random order.
+# Stands for the logarithm of 0. It is below that of every float32, so tokens of probability 0 come last, in random order.
 _LOG_ZERO = -200.0
 
 
@@ -13,11 +13,6 @@ def probs_of(logits: Tensor, temperature: float) -> Tensor:
     logits = logits - logits.amax(-1, keepdim=True)
     probs = torch.softmax(logits / max(temperature, torch.finfo(logits.dtype).tiny), -1)
     return probs.masked_fill_(probs < torch.finfo(probs.dtype).tiny, 0.0)
-
-
-def top(probs: Tensor, n: int) -> Tensor:
-    """The n most probable tokens, (rows, n), of distributions or logits (rows, vocabulary)."""
-    return probs.topk(n, dim=-1).indices
 
 
 def without_replacement(probs: Tensor, n: int, generator: Generator, excluded: Tensor | None = None) -> Tensor:
@@ -33,8 +28,3 @@ def without_replacement(probs: Tensor, n: int, generator: Generator, excluded: T
     if excluded is not None:
         keys.masked_fill_(excluded, -torch.inf)
     return keys.topk(n, dim=-1).indices
-
-
-def independent(probs: Tensor, n: int, generator: Generator) -> Tensor:
-    """Draw n tokens from each distribution, each from the whole of it: (rows, n)."""
-    return torch.multinomial(probs, n, replacement=True, generator=generator)

@@ -23,8 +23,8 @@ class DraftState:
 
     A row here is a row of the draft's cache; leaves that need no logits have none. Row 0 is the root.
 
-    vocab_size  of the draft: it reads a token that only the target has as its own last one
-    generator   of the device, by which children are drawn
+    vocab_size  of the draft, which is given its last token in place of one that only the target has
+    generator   on the device; children are drawn with it
     """
 
     def __init__(self, runner: Runner, cache: int, vocab_size: int, generator: torch.Generator) -> None:
@@ -133,21 +133,17 @@ class DraftModel:
         growing, n_passes = list(builders), 0
         while growing := [one for one in growing if len(one.state.tokens) > one.state.n_done]:
             with self._trace.span(DRAFT, f"level {n_passes + 1}"):
-                self._grow_a_level(growing)
+                logits = self._runner.forward([one.state.step() for one in growing])
+                for one, rows in zip(growing, logits, strict=True):
+                    one.state.computed()
+                    if not bool(rows.amax(-1).isfinite().all()):
+                        problem = "the draft model's logits are not all numbers"
+                        raise NumericsError(problem, change="check its checkpoint")
+                    missing = self.vocab_size - rows.shape[-1]
+                    whole = torch.nn.functional.pad(rows, (0, missing), value=-torch.inf) if missing else rows
+                    one.take(whole.float())
             n_passes += 1
         return n_passes
-
-    def _grow_a_level(self, growing: list[TreeBuilder]) -> None:
-        logits = self._runner.forward([one.state.step() for one in growing])
-        for one, rows in zip(growing, logits, strict=True):
-            one.state.computed()
-            if not bool(rows.amax(-1).isfinite().all()):
-                raise NumericsError("the draft model's logits are not all numbers", change="check its checkpoint")
-            one.take(self._to_vocabulary(rows.float()))
-
-    def _to_vocabulary(self, logits: Tensor) -> Tensor:
-        missing = self.vocab_size - logits.shape[-1]
-        return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 
 
 def draft_rows(longest: int, n_nodes: int) -> int:

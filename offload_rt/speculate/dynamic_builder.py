@@ -106,9 +106,10 @@ class DynamicTreeBuilder:
         size  how many of nodes of these chances (m,), descending, to verify
         """
         n = 1 + size(self._nodes.chances[1:])
-        chances, parents, tokens, depths, rows = (part[:n] for part in vars(self._nodes).values())
-        self._nodes = _Nodes(chances, parents, tokens, depths, rows)
-        return DraftTree(Topology(parents), torch.from_numpy(tokens.copy()), expected=float(chances.sum()))
+        best = self._nodes = _Nodes(*(part[:n] for part in vars(self._nodes).values()))
+        return DraftTree(
+            Topology(best.parents), torch.from_numpy(best.tokens.copy()), expected=float(best.chances.sum())
+        )
 
     def learn(self, path: list[int], after: list[int]) -> None:
         """Compare the draft's candidates along the accepted path, the root first, with the tokens that came after."""

@@ -107,11 +107,11 @@ class StaticTreeBuilder:
 
     def _children(self, logits: Tensor, n: int) -> Tensor:
         if self._plan.child_sampling == "deterministic":
-            return child_sampling.top(logits, n)
+            return logits.topk(n, dim=-1).indices
         probs, generator = child_sampling.probs_of(logits, self._plan.temperature), self.state.generator
         self._draft_probs.append(probs)
         if self._plan.child_sampling == "independent":
-            return child_sampling.independent(probs, n, generator)
+            return torch.multinomial(probs, n, replacement=True, generator=generator)
         excluded = self._exclude_copied(probs) if self._level == 0 and self.copied else None
         return child_sampling.without_replacement(probs, n, generator, excluded)
 

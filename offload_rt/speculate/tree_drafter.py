@@ -36,14 +36,6 @@ def tree_drafter(dynamic_at_zero: bool, dynamic_above: bool) -> DrafterType:
 
 
 @dataclass
-class _Table:
-    """The best trees for an acceptance, and at how many observations they are to be searched anew."""
-
-    trees: TreeTable
-    stale_at: int
-
-
-@dataclass
 class _Proposal:
     """A tree under way, and what is needed to learn from what becomes of it.
 
@@ -67,7 +59,7 @@ class TreeDrafter(Drafter):
         self._model, self._cost, self.limits = parts.model, parts.cost, parts.limits
         self._child_sampling, self._shape, self.pair_stats = parts.child_sampling, parts.shape, parts.pair_stats
         self._is_dynamic = is_dynamic
-        self._tables: dict[str, _Table] = {}
+        self._tables: dict[str, tuple[TreeTable, int]] = {}  # and at how many observations to search anew
         self._rates = MatchRates()
         self._proposals: dict[Sequence, _Proposal] = {}
 
@@ -167,19 +159,18 @@ class TreeDrafter(Drafter):
         draft_s = self._cost.level_s * np.arange(n_levels)  # the last level needs no pass of the draft
         seconds = self._cost.seconds(n_sequences * sizes[:, None], len(sequence.tokens), draft_s)
         least_levels = n_levels if self.limits.fixed_depth else 1 + self.limits.fixed_size
-        choice = choose(trees.values[:, : n_levels + 1], sizes, seconds, least_levels)
-        return trees.topology(choice.n_nodes, choice.n_levels), choice.tokens
+        n_nodes, n_levels, _ = choose(trees.values[:, : n_levels + 1], sizes, seconds, least_levels)
+        return trees.topology(n_nodes, n_levels), float(trees.values[n_nodes, n_levels])
 
     def _trees(self, temperature: float) -> TreeTable:
         """The best trees for what is known of acceptance, searched anew after 4, 8, 16 ... observations."""
         key, acceptance = f"{temperature:.1f}", self.estimates_at(temperature).acceptance
-        table = self._tables.get(key)
-        if table is None or acceptance.n_seen >= table.stale_at:
+        if key not in self._tables or acceptance.n_seen >= self._tables[key][1]:
             # One token may be excluded from sampling, and no child can be drawn where no other is left.
             n_ranks = min(N_RANKS, self.limits.n_nodes, self._model.vocab_size - 1)
             trees = search(acceptance.by_rank()[:n_ranks], self.limits.n_nodes, self.limits.n_levels)
-            self._tables[key] = table = _Table(trees, max(2 * acceptance.n_seen, 4))
-        return table.trees
+            self._tables[key] = trees, max(2 * acceptance.n_seen, 4)
+        return self._tables[key][0]
 
     def _likely_match(self, sequence: Sequence, n_next: int) -> Match | None:
         """The longest match, where its continuation is likely enough to be copied."""

@@ -4,8 +4,7 @@
 """
 
 import resource
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +14,11 @@ import psutil
 # Exponent of the norm by which link and compute add up to a pass; infinite would be the longer of the two. Measured on two
 # cores and a disk: a pass of 150 rows whose compute and link took 1.05 s each took 1.13 s, one of 0.94 and 1.03 took 1.09.
 _ROUNDING = 8.0
-_CGROUP_V2 = Path("/sys/fs/cgroup")
-_CGROUP_V1 = Path("/sys/fs/cgroup/memory")
+# Of control groups, by the controller that their line names (none in version 2): folder, files of the limit and the usage.
+_CGROUPS = {
+    "": (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
+    "memory": (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
+}
 
 
 @dataclass(frozen=True)
@@ -121,9 +123,9 @@ def _line(x: np.ndarray, xs: Sequence[float], ys: Sequence[float]) -> np.ndarray
 
 def memory_limit() -> int:
     """Bytes of memory this process may use: the machine's, its container's, or its address-space limit."""
-    of_groups = (_read_number(folder / limit) for folder, limit, _ in _cgroup_files())
+    of_groups = (limit for _, limit, _ in _cgroups())
     of_process = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
-    limits = [limit for limit in (*of_groups, *of_process) if limit is not None and limit != resource.RLIM_INFINITY]
+    limits = [limit for limit in (*of_groups, *of_process) if limit != resource.RLIM_INFINITY]
     return min([int(psutil.virtual_memory().total), *limits])
 
 
@@ -143,44 +145,24 @@ def cards() -> list[str]:
 
 def memory_free() -> int:
     """Bytes this process may still take without swapping or being killed by its container."""
-    process = psutil.Process()
-    free = min(psutil.virtual_memory().available, memory_limit() - process.memory_info().rss)
-    for folder, limit_name, usage_name in _cgroup_files():
-        limit, usage = _read_number(folder / limit_name), _read_number(folder / usage_name)
-        if limit is not None and usage is not None:
-            # Page cache counts as usage and is given back on demand.
-            free = min(free, limit - usage + _cgroup_page_cache(folder))
+    free = min(psutil.virtual_memory().available, memory_limit() - psutil.Process().memory_info().rss)
+    for folder, limit, usage in _cgroups():
+        stat = dict(line.split(" ", 1) for line in _lines(folder / "memory.stat"))
+        # Page cache counts as usage and is given back on demand.
+        free = min(free, limit - usage + int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0)))
     return max(int(free), 0)
 
 
-def peak_rss() -> int:
-    """Largest resident memory of this process so far, bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def _cgroup_files() -> list[tuple[Path, str, str]]:
-    """Each cgroup folder above this process with the names of its limit and usage files."""
-    found = []
+def _cgroups() -> Iterator[tuple[Path, int, int]]:
+    """Folder, limit and usage in bytes of each control group that limits the memory of this process."""
     for line in _lines(Path("/proc/self/cgroup")):
-        hierarchy, controllers, path = line.split(":", 2)
-        if hierarchy == "0" and not controllers:
-            found += [(folder, "memory.max", "memory.current") for folder in _ancestors(_CGROUP_V2, path)]
-        elif "memory" in controllers.split(","):
-            found += [
-                (folder, "memory.limit_in_bytes", "memory.usage_in_bytes") for folder in _ancestors(_CGROUP_V1, path)
-            ]
-    return found
-
-
-def _ancestors(root: Path, path: str) -> list[Path]:
-    parts = [part for part in path.split("/") if part]
-    return [root.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1)]
-
-
-def _cgroup_page_cache(folder: Path) -> int:
-    stat = dict(line.split(" ", 1) for line in _lines(folder / "memory.stat") if " " in line)
-    return int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
+        _, controllers, path = line.split(":", 2)
+        for root, limit_name, usage_name in (_CGROUPS[one] for one in controllers.split(",") if one in _CGROUPS):
+            folder = root / path.strip("/")
+            for group in (folder, *folder.parents):
+                limit = _read_number(group / limit_name) if group.is_relative_to(root) else None
+                if limit is not None:
+                    yield group, limit, _read_number(group / usage_name) or 0
 
 
 def _lines(path: Path) -> list[str]:

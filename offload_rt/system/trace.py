@@ -84,7 +84,9 @@ class Trace:
         lanes = sorted({span.lane for span in spans}, key=_place)
         start = spans[0].start_s if spans else 0.0
         events = [event for i, lane in enumerate(lanes) for event in _titles(i, lane)]
-        events += [_event(span, lanes.index(span.lane), start) for span in spans]
+        for lane, name, start_s, end_s in spans:
+            times = {"ts": round((start_s - start) * 1e6, 1), "dur": round((end_s - start_s) * 1e6, 1)}
+            events.append({"ph": "X", "name": name, "pid": 0, "tid": lanes.index(lane), **times})
         write_atomically(path, json.dumps({"traceEvents": events, "otherData": {"format": FORMAT}}))
 
 
@@ -99,8 +101,3 @@ def _titles(i: int, lane: str) -> list[dict[str, object]]:
         {"ph": "M", "name": "thread_name", "pid": 0, "tid": i, "args": {"name": lane}},
         {"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": i, "args": {"sort_index": i}},
     ]
-
-
-def _event(span: Span, lane: int, start_s: float) -> dict[str, object]:
-    times = {"ts": round((span.start_s - start_s) * 1e6, 1), "dur": round((span.end_s - span.start_s) * 1e6, 1)}
-    return {"ph": "X", "name": span.name, "pid": 0, "tid": lane, **times}

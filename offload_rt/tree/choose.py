@@ -1,6 +1,5 @@
 """Which tree takes least time for a token on this machine: what is known of acceptance, weighed against what passes cost."""
 
-from dataclasses import dataclass
 from typing import ClassVar, Self
 
 import numpy as np
@@ -21,34 +20,22 @@ _FIRST, _SECOND, _DECAY = 0.6, 0.12, 1.2
 N_RANKS = 32
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A size and depth of tree.
-
-    tokens   expected of one pass
-    seconds  of drafting and verifying it
-    """
-
-    n_nodes: int
-    n_levels: int
-    tokens: float
-    seconds: float
-
-
-def choose(expected: np.ndarray, sizes: np.ndarray, seconds: np.ndarray, least_levels: int = 1) -> Choice:
-    """The size and depth with the least time for a token (Chen et al. 2024), or the smallest tree that is nearly as good.
+def choose(
+    expected: np.ndarray, sizes: np.ndarray, seconds: np.ndarray, least_levels: int = 1
+) -> tuple[int, int, float]:
+    """Number of nodes, number of levels and seconds for a token of the fastest tree, or the smallest nearly as fast.
 
     expected  (n + 1, levels + 1): expected tokens of the best tree of so many nodes and levels, the root's included
     sizes     (m,) the sizes to choose from
     seconds   (m, levels) of drafting and verifying a tree of each size and number of levels
     least_levels  of the tree
+    Source: Chen et al. 2024.
     """
     per_token = seconds / expected[sizes, 1:]
     per_token[:, : least_levels - 1] = np.inf
     size = _first_good(per_token.min(1))
     level = int(per_token[size].argmin())
-    n = int(sizes[size])
-    return Choice(n, level + 1, float(expected[n, level + 1]), float(seconds[size, level]))
+    return int(sizes[size]), level + 1, float(per_token[size, level])
 
 
 def best_prefix(chances: np.ndarray, pass_s: np.ndarray) -> int:

@@ -27,15 +27,10 @@ class TreeTable:
 
         Siblings are adjacent and in the order of their ranks, families in the order of their parents.
         """
-        self._check(n, levels)
         chances = np.where(self.depths < levels, self.chances, 0.0)
         nodes = _largest(chances, n)
         nodes = nodes[chances[nodes] > 0]
         return Topology(np.searchsorted(nodes, self.parents[nodes]) - (self.parents[nodes] < 0))
-
-    def _check(self, n: int, levels: int) -> None:
-        n_nodes, max_levels = self.values.shape[0] - 1, self.values.shape[1] - 1
-        assert 1 <= n <= n_nodes and 1 <= levels <= max_levels, "past what was searched"
 
 
 def search(acceptance: np.ndarray, n_nodes: int, max_levels: int) -> TreeTable:
@@ -48,8 +43,6 @@ def search(acceptance: np.ndarray, n_nodes: int, max_levels: int) -> TreeTable:
     sibling's. So the n most probable nodes are a tree, and no tree of n nodes has more expected tokens; Sequoia's
     dynamic programme, which also serves acceptances in another order, finds the same values.
     """
-    assert n_nodes >= 1 and max_levels >= 1, "a tree has a root"
-    _check_acceptance(acceptance)
     assert (np.diff(acceptance) <= 0).all(), "acceptance is descending"
     chances, parents, first = [np.ones(1)], [np.array([-1])], 0
     for _ in range(1, max_levels):
@@ -73,7 +66,6 @@ def expected_tokens(topology: Topology, acceptance: np.ndarray) -> float:
 
     acceptance  (ranks,) float64: of the child of each rank
     """
-    _check_acceptance(acceptance)
     acceptance = np.pad(acceptance, (0, max(int(topology.ranks.max()) + 1 - len(acceptance), 0)))
     taken = np.ones(len(topology))
     for node in range(1, len(topology)):
@@ -84,8 +76,3 @@ def expected_tokens(topology: Topology, acceptance: np.ndarray) -> float:
 def _largest(chances: np.ndarray, n: int) -> np.ndarray:
     """(up to n,) the nodes of the largest chances, ascending; of equal ones the first."""
     return np.sort(np.argsort(-chances, kind="stable")[:n])
-
-
-def _check_acceptance(acceptance: np.ndarray) -> None:
-    assert acceptance.ndim == 1 and acceptance.size > 0, "acceptance is (ranks,)"
-    assert ((acceptance >= 0) & (acceptance <= 1)).all(), "acceptance is a probability"

@@ -149,16 +149,11 @@ class DraftTree:
         """A tree of the last token alone: plain decoding."""
         return cls(Topology.chain(1), torch.tensor([token]))
 
-    @property
-    def n_candidates(self) -> int:
-        """The first so many nodes are verified."""
-        return len(self.topology) - self.n_unverified
-
     def candidates(self) -> "DraftTree":
-        """The tree that is verified: the first `n_candidates` nodes."""
+        """The tree that is verified: all nodes but the last `n_unverified`."""
         if self.n_unverified == 0:
             return self
-        n, sampled = self.n_candidates, self.sampled
+        n, sampled = len(self.topology) - self.n_unverified, self.sampled
         if sampled is not None:
             sampled = replace(sampled, is_sampled=sampled.is_sampled[:n], row_of=sampled.row_of[:n])
         return DraftTree(Topology(self.topology.parents[:n]), self.tokens[:n], sampled, self.expected)

@@ -24,9 +24,10 @@ _WANTED_FILES = (
     "*.safetensors", _INDEX, "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "*.jinja",
 )  # fmt: skip
-# Bytes of a file that is no weights; the largest tokenizers have some tens of megabytes.
+# Bytes of the largest file that does not hold weights; the largest tokenizers have some tens of megabytes.
 _MOST_TEXT = 1 << 29
 _DAMAGED = "download it again"
+_WHOLE = "give the directory of a whole checkpoint"
 _OTHER_CONFIG = "use the config.json that belongs to these weights"
 
 
@@ -46,7 +47,7 @@ class Checkpoint:
 
     @property
     def records(self) -> Iterable[TensorRecord]:
-        """Of all tensors."""
+        """The records of all tensors."""
         return (record for records in (*self.layers, self.non_layer) for record in records)
 
     @property
@@ -56,7 +57,7 @@ class Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the first tensor that a computation could be done in: of the embedding, unless that is quantised."""
+        """The dtype of the first tensor that can be computed with: the embedding's, unless that is quantised."""
         floats = (FLOATS[one.dtype] for one in (*self.non_layer, *self.layers[0]) if one.dtype in FLOATS)
         return next(floats, torch.float32)
 
@@ -131,9 +132,8 @@ def _from_hub(model: str, offline: bool, fetch: Callable[[], str]) -> Path:
     try:
         return Path(fetch())
     except GatedRepoError as error:
-        raise CheckpointError(
-            f"{model} is gated on the hub", change="accept its terms there and set HF_TOKEN"
-        ) from error
+        problem = f"{model} is gated on the hub"
+        raise CheckpointError(problem, change="accept its terms there and set HF_TOKEN") from error
     except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         where = "is not in the hub cache" if offline else "could not be fetched from the hub"
         raise CheckpointError(
@@ -181,9 +181,7 @@ def _refuse_odd_files(directory: Path) -> None:
                     change=_DAMAGED,
                 )  # fmt: skip
     except OSError as error:
-        raise CheckpointError(
-            f"{directory}: {error.strerror or error}", change="give the directory of a checkpoint"
-        ) from error
+        raise CheckpointError(f"{directory}: {error.strerror or error}", change=_WHOLE) from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -191,9 +189,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise CheckpointError(
-            f"{path}: {error.strerror or error}", change="give the directory of a whole checkpoint"
-        ) from error
+        raise CheckpointError(f"{path}: {error.strerror or error}", change=_WHOLE) from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON ({error})", change=_DAMAGED) from error
     if not isinstance(content, dict):
@@ -222,9 +218,8 @@ def _sharded(directory: Path) -> dict[str, TensorRecord]:
     for name, shard in where.items():
         plain = isinstance(shard, str) and shard.isprintable() and Path(shard).name == shard
         if not plain or not shard.endswith(".safetensors"):
-            raise CheckpointError(
-                f"{_INDEX}: {shard!r}, given for {name!r}, is no safetensors file name", change=_DAMAGED
-            )
+            problem = f"{_INDEX}: {shard!r}, given for {name!r}, is no safetensors file name"
+            raise CheckpointError(problem, change=_DAMAGED)
     found: dict[str, TensorRecord] = {}
     for shard in sorted(set(where.values())):
         if not (directory / shard).exists():
@@ -232,9 +227,8 @@ def _sharded(directory: Path) -> dict[str, TensorRecord]:
         found |= {name: record for name, record in read_header(directory / shard).items() if where.get(name) == shard}
     missing = sorted(set(where) - set(found))
     if missing:
-        raise CheckpointError(
-            f"the index says {missing[0]!r} is in {where[missing[0]]}, but it is not", change=_DAMAGED
-        )
+        problem = f"the index says {missing[0]!r} is in {where[missing[0]]}, but it is not"
+        raise CheckpointError(problem, change=_DAMAGED)
     return found
 
 
@@ -268,9 +262,8 @@ def end_ids(directory: Path) -> frozenset[int]:
             ids = read_json(directory / name).get("eos_token_id")
             ids = [ids] if isinstance(ids, int) else ids
             if ids is not None and not (isinstance(ids, list) and all(type(one) is int for one in ids)):
-                raise CheckpointError(
-                    f"{directory / name}: eos_token_id is {ids!r}", need="a token id, or a list of them"
-                )
+                problem = f"{directory / name}: eos_token_id is {ids!r}"
+                raise CheckpointError(problem, need="a token id, or a list of them")
             if ids:
                 return frozenset(ids)
     return frozenset()

@@ -5,14 +5,13 @@ import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from offload_rt.errors import CheckpointError
 
-# Those that a computation can be done in.
+# Dtypes that can be computed in.
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _DTYPES = FLOATS | {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
@@ -70,9 +69,8 @@ def read_header(path: Path) -> dict[str, TensorRecord]:
             f"{path.name} is damaged or not a safetensors file: {error}", change="download it again"
         ) from error
     header.pop("__metadata__", None)
-    return {name: _record(name, entry, path, 8 + n_header, stamp) for name, entry in header.items()}
-
-
-def _record(name: str, entry: dict[str, Any], path: Path, first: int, stamp: tuple[int, int]) -> TensorRecord:
-    start, stop = (first + offset for offset in entry["data_offsets"])
-    return TensorRecord(name, entry["dtype"], tuple(entry["shape"]), path, start, stop, name, stamp)
+    records = {}
+    for name, entry in header.items():
+        start, stop = (8 + n_header + offset for offset in entry["data_offsets"])
+        records[name] = TensorRecord(name, entry["dtype"], tuple(entry["shape"]), path, start, stop, name, stamp)
+    return records

@@ -82,11 +82,6 @@ def pack(tensors: Mapping[str, Tensor]) -> PackedLayer:
     return image
 
 
-def repack(image: PackedLayer) -> PackedLayer:
-    """The same tensors in a new packed block, in the order in which they lay."""
-    return pack(image.layout.views(image.block))
-
-
 def host_block(nbytes: int) -> Tensor:
     """(nbytes,) uint8 in fresh page-aligned memory, in huge pages where the system has them.
 

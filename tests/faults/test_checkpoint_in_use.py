@@ -57,7 +57,7 @@ GOES_ON = {
 def test_a_checkpoint_that_changes_while_it_is_used(name: str, model: Path, begins_with: str, tmp_path: Path) -> None:
     copy, text = Path(shutil.copytree(model, tmp_path / "copy")), ""
     with LLM(str(copy), device="cpu", max_model_len=128, device_memory=1_000_000) as llm:
-        assert llm.plan.count("disk") > 3
+        assert llm.plan.tiers.count("disk") > 3
         pieces = llm.stream(PROMPT, SamplingParams(max_new_tokens=60))
         text += next(pieces).text + next(pieces).text
         {**ENDS, **GOES_ON}[name](copy / WEIGHTS)

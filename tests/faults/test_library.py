@@ -124,7 +124,7 @@ def test_an_error_that_is_ours_is_not_taken_for_the_machines(
 @contextlib.contextmanager
 def _streaming(model: Path) -> Iterator[LLM]:
     with LLM(str(model), device="cpu", max_model_len=64, device_memory=1_000_000) as llm:
-        assert llm.plan.count("disk") >= 3
+        assert llm.plan.tiers.count("disk") >= 3
         yield llm
 
 

@@ -76,7 +76,7 @@ import sys
 from offload_rt import LLM, SamplingParams
 target, draft = sys.argv[1:]
 llm = LLM(target, draft, device="cpu", max_model_len=64, device_memory=1_500_000, tree_size=8)
-assert llm.plan.count("disk")
+assert llm.plan.tiers.count("disk")
 print(len(llm.generate("a", SamplingParams(max_new_tokens=20))[0].token_ids))
 """
 
