@@ -17,7 +17,7 @@ from offload_rt.planning.hardware import Card
 from offload_rt.planning.roofline import Roof, head_share
 from offload_rt.planning.simulate import Costs, Generation, StreamSchedule, generate
 from offload_rt.speculate.protocols import DraftLimits
-from offload_rt.speculate.select import Drafting
+from offload_rt.speculate.select import pick_drafter
 from offload_rt.system.machine import ComputeTimes, MachineProfile
 from offload_rt.tree.choose import choose, sizes_up_to
 from offload_rt.tree.search import search
@@ -84,9 +84,7 @@ class PlanRequest:
     """
 
     config: EngineConfig
-    drafting: Drafting
     models: tuple[Sizes, Sizes | None]
-    dtype: torch.dtype
     acceptance: Assumed
     context: int
     tokens: int
@@ -104,6 +102,8 @@ class Forecast:
     bound      what a pass waits for, in words
     """
 
+    request: PlanRequest
+    machine: Machine
     memory_plan: MemoryPlan
     topology: Topology
     run: Generation
@@ -113,35 +113,28 @@ class Forecast:
     compute_s: float
     bound: str
 
-    @property
-    def tokens_per_pass(self) -> float:
-        """As expected of these trees."""
-        return self.run.tokens_per_pass
-
-    @property
-    def seconds_per_token(self) -> float:
-        """As simulated."""
-        return self.run.seconds_per_token
-
 
 def predict(request: PlanRequest, machine: Machine) -> Forecast:
     """Place the model, choose the tree, and run the loop. Raises CapacityError where it does not fit."""
-    fitted = plan_memory(request.config, request.drafting, request.models, request.dtype, machine.budget)
-    if request.context + request.tokens > fitted.max_model_len:
+    config, (target, draft), context = request.config, request.models, request.context
+    fitted = plan_memory(config, pick_drafter(config), request.models, target.dtype, machine.budget)
+    if context + request.tokens > fitted.max_model_len:
         raise CapacityError(
-            "the context is too long", need=f"{request.context} tokens and {request.tokens} more",
+            "the context is too long", need=f"{context} tokens and {request.tokens} more",
             have=f"room for {fitted.max_model_len}", change="lower --context or --max-new-tokens, or raise --max-model-len",
         )  # fmt: skip
-    costs = _costs(request, machine)
+    of_target, *of_draft = (machine.compute(one.spec, one.dtype) for one in (target, draft) if one is not None)
+    costs = Costs(of_target, of_draft[0] if of_draft else None, head_share(target.spec), machine.fixed_s)
     schedule = StreamSchedule.of(fitted.plan, machine.links, machine.contention)
     profile = MachineProfile(machine.title, False, machine.links, 1.0, machine.fixed_s, costs.target)
     moved = fitted.plan.pass_bytes
     topology = _tree(request, fitted.limits, costs, CostEstimator(profile, moved))
-    by_rank, context = request.acceptance.by_rank, request.context
-    draft_s = costs.draft_s(topology, context)
+    by_rank, draft_s = request.acceptance.by_rank, costs.draft_s(topology, context)
     one_row_s, compute_s = costs.target.at(np.array([1, len(topology)]), context).tolist()
     link_s = {name: nbytes / profile.link(name) / 1e9 for name, nbytes in moved.streamed if nbytes}
     return Forecast(
+        request=request,
+        machine=machine,
         memory_plan=fitted,
         topology=topology,
         run=generate(schedule, costs, (topology, by_rank), (context, context + request.tokens)),
@@ -150,16 +143,6 @@ def predict(request: PlanRequest, machine: Machine) -> Forecast:
         draft_s=draft_s,
         compute_s=compute_s,
         bound=_bound(link_s, draft_s, compute_s, compute_s / one_row_s),
-    )
-
-
-def _costs(request: PlanRequest, machine: Machine) -> Costs:
-    target, draft = request.models
-    return Costs(
-        target=machine.compute(target.spec, request.dtype),
-        draft=machine.compute(draft.spec, draft.dtype) if draft is not None else None,
-        head=head_share(target.spec),
-        fixed_s=machine.fixed_s,
     )
 
 
@@ -172,7 +155,7 @@ def _tree(request: PlanRequest, limits: DraftLimits, costs: Costs, cost: CostEst
     least_levels = limits.n_levels if limits.fixed_depth else 1 + limits.fixed_size
     topology = Topology.chain(2)
     for _ in range(_ROUNDS):
-        level_s = costs.draft_s(topology, request.context) / max(int(topology.depths.max()), 1)
+        level_s = costs.draft_s(topology, request.context) / max(topology.n_levels - 1, 1)
         seconds = cost.seconds(sizes[:, None], request.context, level_s * np.arange(limits.n_levels))
         choice = choose(table.values, sizes, seconds, least_levels)
         topology = table.topology(choice.n_nodes, choice.n_levels)

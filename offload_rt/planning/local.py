@@ -10,11 +10,9 @@ from offload_rt.config import EngineConfig
 from offload_rt.engine import profile
 from offload_rt.engine.builder import memory_budget, pick_device
 from offload_rt.errors import OffloadError, SettingsError
-from offload_rt.models.architecture import Architecture
 from offload_rt.offload.disk import DiskTier
 from offload_rt.planning.forecast import Machine
 from offload_rt.planning.roofline import Roof
-from offload_rt.system.machine import ComputeTimes
 from offload_rt.weights.checkpoint import open_checkpoint
 
 # A matrix of 64 MiB in bfloat16 (more than caches hold) is multiplied with so many rows, until that has taken so long.
@@ -35,15 +33,11 @@ def this_machine(config: EngineConfig, disk_gbps: float | None) -> Machine:
         disk_gbps, source = _disk_gbps(config.model), "the disk: measured with the model's own files"
     host_gbps = profile.upload_gbps(device) if device.type == "cuda" else 1.0
     roof = cache(lambda dtype: measure_roof(dtype, device))
-
-    def compute(spec: Architecture, dtype: torch.dtype) -> ComputeTimes:
-        return roof(dtype).compute_times(spec, dtype)
-
     return Machine(
         title=f"this machine, {device.type}",
         budget=memory_budget(config, device),
         links=(("disk", disk_gbps), ("host", host_gbps)),
-        compute=compute,
+        compute=lambda spec, dtype: roof(dtype).compute_times(spec, dtype),
         sources=("computing: from products of a matrix of random numbers, timed", source),
     )
 
