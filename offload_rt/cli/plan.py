@@ -5,7 +5,6 @@ layers give the rate of the disk where `--disk` does not. Without a draft model 
 """
 
 import json
-import re
 from argparse import Namespace
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -20,13 +19,11 @@ from offload_rt.planning.known_models import KNOWN
 
 if TYPE_CHECKING:
     from offload_rt.engine.memory_plan import Sizes
-    from offload_rt.planning.forecast import Forecast, Machine, PlanRequest
-    from offload_rt.planning.sweep import Sweep
+    from offload_rt.planning.forecast import Forecast, Machine, PlanRequest, Sweep
 
-_SWEEPS = ("ram", "memory", "context")
+_SWEEPS = ("ram", "memory")
 # Of a machine of which nothing else was said.
 _RAM, _DISK = "64GiB", "7GB/s"
-_RATE = re.compile(r"(.*\S)\s*/\s*s", re.IGNORECASE)
 _BAR = 40
 # Settings of an engine that a plan decides itself.
 _NO_FLAGS = ("device", "host_memory", "drafter", "rule")
@@ -37,9 +34,7 @@ class PlanSettings:
     """What to plan for, beside the engine."""
 
     gpu: str = setting("this", "the card, " + ", ".join(card.name for card in CARDS) + "; this: this machine, measured")
-    ram: str | None = setting(
-        None, f"memory of the machine beside the card, default {_RAM}; with --gpu this: what is free"
-    )
+    ram: str | None = setting(None, f"memory beside the card, default {_RAM}; with --gpu this: what is free")
     disk: str | None = setting(None, f"rate of the disk, default {_DISK}; with --gpu this: measured")
     link: str | None = setting(None, "rate of the link to the card, default: what its PCIe reaches")
     temperature: float = setting(0.0, "at which tokens are sampled", parse=float)
@@ -64,9 +59,9 @@ class PlanSettings:
 
 def parse_rate(text: str, flag: str) -> float:
     """GB/s from `"7GB/s"`. Raises SettingsError."""
-    match = _RATE.fullmatch(text.strip())
+    amount, _, per = text.partition("/")
     try:
-        rate = parse_size(match.group(1)) / 1e9 if match else 0.0
+        rate = parse_size(amount) / 1e9 if per.strip().lower() == "s" else 0.0
     except SettingsError:
         rate = 0.0
     if rate <= 0:
@@ -76,10 +71,8 @@ def parse_rate(text: str, flag: str) -> float:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns its exit code."""
-    text = (
-        "What a model would take on a machine, from its config alone. A model may also be a config.json, or built in: "
-    )
-    parser = Parser("offload-rt plan", text + ", ".join(KNOWN), EngineConfig, PlanSettings, without=_NO_FLAGS)
+    text = f"What a model would take on a machine, from its config.json alone; built in are {', '.join(KNOWN)}."
+    parser = Parser("offload-rt plan", text, EngineConfig, PlanSettings, without=_NO_FLAGS)
     return exit_code(lambda: _plan(parser.parse_args(arguments)))
 
 
@@ -93,8 +86,7 @@ def _plan(flags: Namespace) -> None:
         check_picture("--plot", settings.plot)
     machine = None if settings.gpu == "this" else _with_card(settings, config)
     # Not at the top: a wrong flag is told before the seconds that torch takes to load.
-    from offload_rt.planning.forecast import predict
-    from offload_rt.planning.sweep import sweep
+    from offload_rt.planning.forecast import predict, sweep
 
     request = _request(settings, config)
     if machine is None:
@@ -247,11 +239,10 @@ def _figures(forecast: "Forecast | None") -> dict[str, Any]:
 
 def _draw(forecast: "Forecast", curve: "Sweep", path: str) -> None:
     figure, ((axes,),) = panels(1, 1, (8, 4.5))
-    xs, there = zip(*((x, one) for x, one in curve.points if one is not None), strict=True)
+    xs = [x for x, one in curve.points if one is not None]
+    there = [one for _, one in curve.points if one is not None]
     axes.plot(xs, [one.run.seconds_per_token for one in there], marker="o", label="chosen trees")
     axes.plot(xs, [one.plain.seconds_per_token for one in there], marker=".", ls="--", label="plain decoding")
     axes.set(title=_title(forecast), xlabel=curve.what, ylabel="seconds per token", yscale="log")
-    if curve.what == "tokens of context":
-        axes.set_xscale("log", base=2)
     axes.legend()
     save(figure, path)

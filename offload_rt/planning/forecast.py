@@ -1,17 +1,17 @@
 """What a model would do on a machine: the engine's own placement and choice of tree, run on the simulator's virtual clock."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from offload_rt.config import EngineConfig
-from offload_rt.engine.memory_plan import LIBRARIES, MemoryPlan, Sizes, less_margin, plan_memory
-from offload_rt.errors import CapacityError
+from offload_rt.engine.memory_plan import LIBRARIES, MemoryPlan, Sizes, less_margin, plan_memory, reserved_memory
+from offload_rt.errors import CapacityError, SettingsError
 from offload_rt.executor.cost import CostEstimator
 from offload_rt.models.architecture import Architecture
-from offload_rt.offload.placement import MemoryBudget
+from offload_rt.offload.placement import MemoryBudget, least_budget
 from offload_rt.planning.acceptance import Assumed
 from offload_rt.planning.hardware import Card
 from offload_rt.planning.roofline import Roof, head_share
@@ -25,6 +25,8 @@ from offload_rt.tree.topology import Topology
 
 # Seconds of a pass on a card besides its layers and its head: embedding, sampling, verification (assumed).
 _FIXED_S = 0.01
+# Points of a curve.
+_N_POINTS = 12
 # Choosing a tree asks what a level of the draft takes, and that depends on the tree.
 _ROUNDS = 3
 # A pass so much longer than one of a single row is limited by its products, not by reading the weights.
@@ -123,8 +125,8 @@ def predict(request: PlanRequest, machine: Machine) -> Forecast:
             "the context is too long", need=f"{context} tokens and {request.tokens} more",
             have=f"room for {fitted.max_model_len}", change="lower --context or --max-new-tokens, or raise --max-model-len",
         )  # fmt: skip
-    of_target, *of_draft = (machine.compute(one.spec, one.dtype) for one in (target, draft) if one is not None)
-    costs = Costs(of_target, of_draft[0] if of_draft else None, head_share(target.spec), machine.fixed_s)
+    of_draft = machine.compute(draft.spec, draft.dtype) if draft is not None else None
+    costs = Costs(machine.compute(target.spec, target.dtype), of_draft, head_share(target.spec), machine.fixed_s)
     schedule = StreamSchedule.of(fitted.plan, machine.links, machine.contention)
     profile = MachineProfile(machine.title, False, machine.links, 1.0, machine.fixed_s, costs.target)
     moved = fitted.plan.pass_bytes
@@ -176,3 +178,39 @@ def _bound(link_s: dict[str, float], draft_s: float, compute_s: float, widening:
     first, *others = sorted(shares, key=lambda name: shares[name], reverse=True)
     rest = ", ".join(f"{name} {shares[name]:.2f} s" for name in others)
     return f"{first}: busy {shares[first]:.2f} s a pass" + (f" ({rest})" if rest else "")
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A curve: what x is, and for each x, ascending, what would happen; None where the model does not fit."""
+
+    what: str
+    points: tuple[tuple[float, Forecast | None], ...]
+
+
+def sweep(over: str, request: PlanRequest, machine: Machine) -> Sweep:
+    """Predict along "ram" or "memory". Raises SettingsError for "ram" where there is no card beside it."""
+    (target, draft), config, budget = request.models, request.config, machine.budget
+    if over == "ram":
+        if not budget.has_card:
+            need = "a card beside that memory"
+            raise SettingsError("--sweep ram", need=need, have=machine.title, change="use --sweep memory")
+        what = "GiB of memory for weights beside the card"
+        sizes = np.linspace(0, 1.2 * sum(target.layer_nbytes), _N_POINTS)
+        budgets = [replace(budget, host=int(nbytes)) for nbytes in sizes]
+    else:
+        context = config.max_model_len or request.context + request.tokens
+        fixed = reserved_memory(target, draft, target.dtype, context, config.tree_size or 8)
+        least, most = least_budget(target.layer_nbytes, fixed), fixed.total + sum(target.layer_nbytes)
+        what = "GiB of memory on the device"
+        sizes = np.linspace(1.02 * least, 1.1 * most, _N_POINTS)
+        budgets = [replace(budget, device=int(nbytes)) for nbytes in sizes]
+    forecasts = (_predict_if_it_fits(request, replace(machine, budget=one)) for one in budgets)
+    return Sweep(what, tuple(zip((sizes / 2**30).tolist(), forecasts, strict=True)))
+
+
+def _predict_if_it_fits(request: PlanRequest, machine: Machine) -> Forecast | None:
+    try:
+        return predict(request, machine)
+    except CapacityError:
+        return None

@@ -1,6 +1,7 @@
 """The machine that this runs on, measured, as one to plan for."""
 
 import time
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 
@@ -74,8 +75,5 @@ def _disk_gbps(model: str) -> float:
             "the rate of the disk is not known", need="--disk, or a model whose weights are here to be read",
             change="give --disk, like 2GB/s",
         ) from error  # fmt: skip
-    tier = DiskTier(checkpoint.layers)
-    try:
+    with closing(DiskTier(checkpoint.layers)) as tier:
         return profile.link_gbps(tier, checkpoint.spec.n_layers)
-    finally:
-        tier.close()
