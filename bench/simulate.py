@@ -34,13 +34,12 @@ from offload_rt.offload.placement import MemoryBudget, Plan, ReservedMemory, pla
 from offload_rt.offload.stream_threads import ThreadStreamer
 from offload_rt.offload.streamer import LayerSources
 from offload_rt.offload.tier import read_parallel
-from offload_rt.planning.acceptance import PRESETS, Assumed, Preset, power_law
+from offload_rt.planning.acceptance import PRESETS, Preset
 from offload_rt.planning.forecast import Machine, PlanRequest, predict
 from offload_rt.planning.hardware import find_card
 from offload_rt.planning.known_models import KNOWN
 from offload_rt.planning.roofline import head_share
-from offload_rt.planning.simulate import Costs, StreamSchedule, generate, simulate
-from offload_rt.speculate.select import pick_drafter
+from offload_rt.planning.simulate import Costs, StreamSchedule, generate, mean_pass_s, simulate
 from offload_rt.system.machine import ComputeTimes, MachineProfile, pass_time
 from offload_rt.system.trace import Trace
 from offload_rt.tree.topology import Topology
@@ -242,7 +241,7 @@ def _compared(bench: Bench, setting: Setting, samples: list[Sample]) -> Compared
         links = (("disk", sample.gbps),)
         compute = ComputeTimes((setting.n_rows,), (CONTEXT,), ((sample.compute_s,),))
         work = Costs(compute, head=head_share(bench.spec)).work(Topology.chain(setting.n_rows), CONTEXT)
-        return float(simulate(StreamSchedule.of(plan, links, contention), [work] * 6).pass_s.mean())
+        return mean_pass_s(simulate(StreamSchedule.of(plan, links, contention), [work] * 6))
 
     def closed(sample: Sample) -> float:
         compute = ComputeTimes((setting.n_rows,), (CONTEXT,), ((sample.compute_s,),))
@@ -305,20 +304,18 @@ def _row(preset: Preset, published_s: float, plain_s: float, card: Machine) -> R
     config = EngineConfig(*preset.pair, drafter="static_tree", tree_size=preset.n_nodes, tree_depth=preset.n_levels,
                           max_model_len=1024)  # fmt: skip
     specs = [spec_of(KNOWN[name]) for name in preset.pair]
-    sizes = tuple(Sizes.of_spec(spec, torch.float16) for spec in specs)
-    assumed = Assumed(power_law(preset.power), preset.told)
-    asked = PlanRequest(config, pick_drafter(config), sizes, torch.float16, assumed, 128, 128)
-    ours = predict(asked, card)
+    sizes = [Sizes.of_spec(spec, torch.float16) for spec in specs]
+    ours = predict(PlanRequest(config, (sizes[0], sizes[1]), preset.assumed, 128, 128), card)
     costs = Costs(*(card.compute(spec, torch.float16) for spec in specs), head_share(specs[0]), card.fixed_s)
     n = specs[0].n_layers
     schedule = StreamSchedule(
         (("host",),) * n, sizes[0].layer_nbytes, (("host", dict(card.links)["host"]),), 2, card.contention, ahead=False
     )
     theirs, alone = (
-        generate(schedule, costs, (topology, assumed.by_rank), (128, 256)).seconds_per_token
+        generate(schedule, costs, (topology, preset.assumed.by_rank), (128, 256)).seconds_per_token
         for topology in (ours.topology, Topology.chain(1))
     )
-    return Row(preset.name, published_s, plain_s, ours.seconds_per_token, theirs, alone)
+    return Row(preset.name, published_s, plain_s, ours.run.seconds_per_token, theirs, alone)
 
 
 def _line(one: Compared) -> str:

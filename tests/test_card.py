@@ -15,7 +15,6 @@ from offload_rt.config import EngineConfig
 from offload_rt.engine import builder
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.speculate.pair_stats import PairStats
-from offload_rt.speculate.select import rule_of, warm_up
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +107,6 @@ def test_a_model_that_the_kernels_serve_strays_no_further_than_rounding_does(tmp
 def test_closing_lets_go_of_what_was_captured(zoo, card):
     """At once, not when Python looks for circles: it holds the weights."""
     pair = zoo.pair("llama", 0)
-    warm_up(rule_of("sequoia"))  # the compiler's own circles hold the frames of whoever called it
     gc.collect()
     gc.disable()
     try:

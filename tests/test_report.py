@@ -126,14 +126,14 @@ def event(**changes: object) -> str:
         "", "{", "[]", "7", "null", '"text"', "\x00\x01", '{"traceEvents": []}',
         '{"traceEvents": [], "otherData": {"format": "another"}}',
         json.dumps({"traceEvents": 7, "otherData": {"format": FORMAT}}),
-        event(dur=-1), event(ts="x"), event(ts=None), event(tid=5), event(ts=1e400), event(ts=float("nan")),
+        event(ts="x"), event(ts=None), event(tid=5), "\xff",
     ],
 )  # fmt: skip
 def test_a_file_that_is_no_timeline_is_exit_code_2(
     content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "trace.json"
-    path.write_text(content)
+    path.write_text(content, encoding="latin-1")
     assert report.main([str(path)]) == 2
     assert_one_sentence(capsys, str(path))
 
@@ -161,12 +161,6 @@ def test_a_file_that_cannot_be_read_is_exit_code_2(
 ) -> None:
     assert report.main([str(tmp_path / name)]) == 2
     assert_one_sentence(capsys, str(tmp_path / name))
-
-
-def test_bytes_that_are_no_text_are_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "t.json").write_bytes(b"\xff\xfe\x00")
-    assert report.main([str(tmp_path / "t.json")]) == 2
-    assert_one_sentence(capsys, "t.json")
 
 
 def test_a_folder_that_is_not_there_is_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -212,14 +206,6 @@ def test_a_real_run_is_traced_and_read(drafted: bool, tmp_path: Path, capsys: py
         lanes = {span.lane for span in spans}
         assert {slot_lane(LINK, 0), slot_lane(LINK, 1), waits(LINK)} <= lanes
         assert 0 < found["link"] + sum(sum(during.values()) for during in found["idle"].values()) < 1.02
-
-
-def test_what_is_in_a_slot_never_overlaps(tmp_path: Path) -> None:
-    model = speaking_checkpoint(tmp_path / "model")
-    flags = ["--model", str(model), "--device", "cpu", "--max-model-len", "64", "--device-memory", "1000000"]
-    path = tmp_path / "trace.json"
-    assert run.main([*flags, "--prompt", "x", "--max-new-tokens", "8", "--quiet", "--trace", str(path)]) == 0
-    spans = report.read(path)
-    for lane in {span.lane for span in spans if span.lane.startswith(f"{LINK}, slot")}:
-        mine = [span for span in spans if span.lane == lane]
-        assert all(a.end_s <= b.start_s + 1e-6 for a, b in pairwise(mine))
+        for slot in (0, 1):  # what is in a slot never overlaps
+            mine = [span for span in spans if span.lane == slot_lane(LINK, slot)]
+            assert all(a.end_s <= b.start_s + 1e-6 for a, b in pairwise(mine))

@@ -6,6 +6,7 @@ token would cost with trees of each size and depth.
 
 import json
 import sys
+from argparse import Namespace
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -73,21 +74,15 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns its exit code."""
     text = "Measure what a pair of models does on this machine, and keep it for later runs."
     parser = Parser("offload-rt calibrate", text, EngineConfig, CalibrateSettings)
-
-    def work() -> None:
-        flags = parser.parse_args(arguments)
-        _calibrate(from_flags(CalibrateSettings, flags), from_flags(EngineConfig, flags))
-
-    return exit_code(work)
+    return exit_code(lambda: _calibrate(parser.parse_args(arguments)))
 
 
-def _calibrate(settings: CalibrateSettings, config: EngineConfig) -> None:
+def _calibrate(flags: Namespace) -> None:
+    settings, config = from_flags(CalibrateSettings, flags), from_flags(EngineConfig, flags)
     if config.draft_model is None:
         raise SettingsError("calibrate", need="a draft model", change="give one by --draft-model")
     if config.tree_size == 1:
-        raise SettingsError(
-            "calibrate", need="trees of several nodes", have="--tree-size 1", change="raise --tree-size"
-        )
+        raise SettingsError("calibrate", need="trees of several nodes", change="raise --tree-size above 1")
     if settings.plot is not None:
         check_picture("--plot", settings.plot)
     prompts = _prompts(settings.prompt_file)
@@ -103,7 +98,7 @@ def _calibrate(settings: CalibrateSettings, config: EngineConfig) -> None:
         _generate(llm, settings, prompts)
         findings = _find(llm, settings.temperature, settings.tokens)
     if settings.json:
-        print(json.dumps(_as_json(findings)))
+        print(json.dumps(vars(findings), default=np.ndarray.tolist))
     else:
         _print_table(findings)
     if settings.plot is not None:
@@ -116,12 +111,8 @@ def _generate(llm: "LLM", settings: CalibrateSettings, prompts: list[str]) -> No
     drafter = llm.engine_plan.drafting.name
     for prompt in prompts:
         stats = llm.generate(prompt, params)[0].stats
-        print(
-            f"{drafter}: {stats.tokens_per_pass:.2f} tokens per pass, {stats.seconds_per_token:.4f} s per token "
-            f"after {prompt[:40]!r}",
-            file=sys.stderr,
-            flush=True,
-        )
+        rates = f"{stats.tokens_per_pass:.2f} tokens per pass, {stats.seconds_per_token:.4f} s per token"
+        print(f"{drafter}: {rates} after {prompt[:40]!r}", file=sys.stderr, flush=True)
 
 
 def _prompts(path: str | None) -> list[str]:
@@ -143,9 +134,7 @@ def _find(llm: "LLM", temperature: float, context: int) -> Findings:
     from offload_rt.tree.search import search
 
     drafter, cost, limits = llm.engine.drafter, llm.engine.cost, llm.engine_plan.limits
-    assert isinstance(drafter, TreeDrafter) and cost.profile.compute is not None, (
-        "a static_tree engine measures its passes"
-    )
+    assert isinstance(drafter, TreeDrafter) and cost.profile.compute is not None, "static_tree measures its passes"
     acceptance = drafter.estimates_at(temperature).acceptance.by_rank()
     table = search(acceptance, limits.n_nodes, limits.n_levels).values
     sizes = tuple(n for n in _SIZES if n <= limits.n_nodes)
@@ -167,10 +156,6 @@ def _find(llm: "LLM", temperature: float, context: int) -> Findings:
         cost=seconds / table[np.ix_(sizes, depths)],
         best=best,
     )
-
-
-def _as_json(findings: Findings) -> dict[str, object]:
-    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in vars(findings).items()}
 
 
 def _print_table(findings: Findings) -> None:
@@ -201,9 +186,7 @@ def _draw(findings: Findings, path: str) -> None:
     passes.plot(findings.widths, findings.pass_s, label="pass, predicted", color="tab:blue")
     passes.plot(findings.widths, findings.compute_s, "--", label="compute, measured", color="tab:orange")
     passes.axhline(findings.link_s, ls=":", color="tab:gray", label="link")
-    passes.set(
-        title="pass time by width", xlabel="nodes verified together", ylabel="seconds", xscale="log", ylim=(0, None)
-    )
+    passes.set(title="pass time by width", xlabel="rows of a pass", ylabel="seconds", xscale="log", ylim=(0, None))
     passes.legend()
     for depth, costs in zip(findings.depths, findings.cost.T, strict=True):
         cost.plot(findings.sizes, costs, marker=".", label=f"{depth} levels")

@@ -15,12 +15,13 @@ class Parser(argparse.ArgumentParser):
     """The flags of a program, of which one that is wrong raises SettingsError: a sentence, not a page.
 
     classes  the settings whose fields are its flags
+    without  names of fields that are none
     """
 
-    def __init__(self, program: str, description: str, *classes: type) -> None:
+    def __init__(self, program: str, description: str, *classes: type, without: tuple[str, ...] = ()) -> None:
         super().__init__(prog=program, description=description, allow_abbrev=False)
-        for cls in classes:
-            for item in fields(cls):
+        for item in (item for cls in classes for item in fields(cls)):
+            if item.name not in without:
                 self._add_flag(item)
 
     def error(self, message: str) -> NoReturn:
@@ -49,5 +50,5 @@ class Parser(argparse.ArgumentParser):
 
 def from_flags(cls: type[Settings], namespace: argparse.Namespace) -> Settings:
     """Build settings from parsed flags. Raises SettingsError as the class's own checks do."""
-    values = {item.name: getattr(namespace, item.name) for item in fields(cls)}  # type: ignore[arg-type]  # a dataclass
+    values = {item.name: getattr(namespace, item.name, None) for item in fields(cls)}  # type: ignore[arg-type]  # a dataclass
     return cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items() if v is not None})

@@ -2,6 +2,8 @@
 
 import os
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -19,37 +21,29 @@ if TYPE_CHECKING:  # these take seconds to load, and a plan needs none of them
 _SECONDS_BETWEEN_DRAWS = 0.1
 
 
-class LoadingBar:
-    """A progress bar with GB and GB/s; a context manager, called with (bytes so far, bytes in all)."""
+@contextmanager
+def loading_bar(console: Console) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar with GB and GB/s, to be called with (bytes so far, bytes in all); in a log file one line at the end."""
+    columns = (TextColumn("loading"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeElapsedColumn())
+    started = drawn = 0.0
 
-    def __init__(self, console: Console) -> None:
-        columns = (TextColumn("loading"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeElapsedColumn())
-        self._console = console
-        # In a log file a bar is noise: one line at the end says the same.
-        # The caller draws it: an interrupt can break the wait for a thread of the bar's own.
-        self._bar = Progress(*columns, console=console, disable=not console.is_terminal, auto_refresh=False)
-        self._task = self._bar.add_task("loading", total=None)
-        self._started = self._drawn = 0.0
-
-    def __enter__(self) -> "LoadingBar":
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def __call__(self, done: int, total: int) -> None:
-        """Draw it anew, now and then and at the end; not drawn where nobody watches."""
+    def draw(done: int, total: int) -> None:
+        nonlocal started, drawn
         now = time.perf_counter()
         # Planning and opening come before the first byte and are no part of the rate.
-        self._started = self._started or now
-        if done >= total or now - self._drawn > _SECONDS_BETWEEN_DRAWS:
-            self._drawn = now
-            self._bar.update(self._task, completed=done, total=total, refresh=True)
-        if done >= total and not self._console.is_terminal:
-            seconds = now - self._started
+        started = started or now
+        if done >= total or now - drawn > _SECONDS_BETWEEN_DRAWS:
+            drawn = now
+            bar.update(task, completed=done, total=total, refresh=True)
+        if done >= total and not console.is_terminal:
+            seconds = now - started
             rate = f", {total / seconds / 1e9:.2f} GB/s" if seconds else ""
-            self._console.print(f"loaded {total / 1e9:.2f} GB in {seconds:.2f} s{rate}", highlight=False)
+            console.print(f"loaded {total / 1e9:.2f} GB in {seconds:.2f} s{rate}", highlight=False)
+
+    # The caller draws it: an interrupt can break the wait for a thread of the bar's own.
+    with Progress(*columns, console=console, disable=not console.is_terminal, auto_refresh=False) as bar:
+        task = bar.add_task("loading", total=None)
+        yield draw
 
 
 def plan_table(engine_plan: "EnginePlan", profile: MachineProfile) -> Table:
@@ -61,12 +55,10 @@ def plan_table(engine_plan: "EnginePlan", profile: MachineProfile) -> Table:
         if nbytes:
             rate = f"bytes per pass at {profile.link(tier):.2f} GB/s (measured)"
             table.add_row(rate, f"{tier} to device", format_size(nbytes))
-    token = "token" if engine_plan.limits.n_nodes == 1 else "pass of a token"
-    table.add_row(
-        f"predicted, weights read at {profile.memory_gbps:.1f} GB/s",
-        profile.source,
-        f"{pass_time(profile, plan.pass_bytes):.3f} s per {token}",
-    )
+    seconds = pass_time(profile, plan.pass_bytes)
+    per = "token" if engine_plan.limits.n_nodes == 1 else "pass of a token"
+    what = f"predicted, weights read at {profile.memory_gbps:.1f} GB/s"
+    table.add_row(what, profile.source, f"{seconds:.3f} s per {per}")
     return table
 
 

@@ -26,11 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verbs = parser.add_subparsers(metavar="VERB", required=True, parser_class=argparse.ArgumentParser)
     for name, text in VERBS.items():
         verbs.add_parser(name, help=text)
-
-    def refuse() -> None:
-        parser.parse_args(given)
-
-    return exit_code(refuse)
+    return exit_code(lambda: parser.parse_args(given))
 
 
 def script() -> int:

@@ -48,7 +48,7 @@ def run_program(main: Callable[[], int]) -> int:
     return code
 
 
-def exit_code(work: Callable[[], None], tell_rest: Callable[[int], None] = lambda code: None) -> int:
+def exit_code(work: Callable[[], object], tell_rest: Callable[[int], None] = lambda code: None) -> int:
     """Do what a program is for; returns its exit code. If it ends early, that is said after what it had produced.
 
     tell_rest  prints what is still to be printed of that, given the exit code

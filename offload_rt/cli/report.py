@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,19 +18,8 @@ from offload_rt.cli.flags import Parser
 from offload_rt.cli.picture import check_picture, panels, save
 from offload_rt.cli.process import exit_code
 from offload_rt.errors import TraceError
-from offload_rt.system.trace import (
-    COMPUTE,
-    DISK,
-    DRAFT,
-    FORMAT,
-    LINK,
-    NOTHING_ASKED,
-    SLOTS_FULL,
-    VERIFY,
-    WAIT,
-    Span,
-    waits,
-)
+from offload_rt.system import trace
+from offload_rt.system.trace import COMPUTE, DISK, DRAFT, LINK, VERIFY, WAIT, Span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -65,42 +54,25 @@ def read(path: Path) -> list[Span]:
     """The spans of a timeline, by their start. Raises TraceError for a file that holds none."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
+        if raw["otherData"]["format"] != trace.FORMAT:
+            raise ValueError("another format")
+        events = raw["traceEvents"]
+        lanes = {event["tid"]: str(event["args"]["name"]) for event in events if event["name"] == "thread_name"}
+        spans = [
+            Span(lanes[event["tid"]], str(event["name"]), event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6)
+            for event in events
+            if event["ph"] == "X"
+        ]
     except OSError as error:
         raise TraceError(f"{path}: {error.strerror}", change="give the file that --trace wrote") from error
-    except ValueError as error:
-        raise TraceError(
-            f"{path} is not a timeline, or not all of one",
-            have=f"no JSON ({error})",
-            change="write it again by --trace",
-        ) from error
-    try:
-        return _spans(raw)
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise TraceError(
-            f"{path} is not a timeline of offload_rt", need=FORMAT, change="write one by --trace"
-        ) from error
-
-
-def _spans(raw: dict[str, Any]) -> list[Span]:
-    if raw["otherData"]["format"] != FORMAT:
-        raise ValueError("another format")
-    events = raw["traceEvents"]
-    lanes = {event["tid"]: str(event["args"]["name"]) for event in events if event["name"] == "thread_name"}
-    spans = [
-        Span(lanes[event["tid"]], str(event["name"]), event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6)
-        for event in events
-        if event["ph"] == "X"
-    ]
-    if not all(np.isfinite((span.start_s, span.end_s)).all() and span.end_s >= span.start_s for span in spans):
-        raise ValueError("a span that ends before it begins")
+    except (KeyError, TypeError, ValueError) as error:
+        problem = f"{path} is not a timeline, or not all of one"
+        raise TraceError(problem, need=trace.FORMAT, change="write it again by --trace") from error
     return sorted(spans, key=lambda span: span.start_s)
 
 
 class _Moments:
-    """A window cut at every start and end of a span, so that in each piece the same things go on.
-
-    shares  (n_pieces,) float64, of the window
-    """
+    """A window cut at every start and end of a span, so that in each piece the same things go on."""
 
     def __init__(self, spans: Sequence[Span], start: float, end: float) -> None:
         times = [time for span in spans for time in (span.start_s, span.end_s)]
@@ -132,7 +104,7 @@ def shares(spans: Sequence[Span]) -> Shares:
         n_steps=len(_of(spans, VERIFY)),
         link=moments.share(link),
         **{lane: moments.share(pieces) for lane, pieces in activities.items()},
-        idle=_idle(_of(spans, waits(LINK)), moments, ~link, activities) if link.any() else {},
+        idle=_idle(_of(spans, trace.waits(LINK)), moments, ~link, activities) if link.any() else {},
     )
 
 
@@ -140,9 +112,8 @@ def _idle(
     reasons: Sequence[Span], moments: _Moments, idle: NDArray[np.bool_], activities: dict[str, NDArray[np.bool_]]
 ) -> dict[str, dict[str, float]]:
     """Why the link was idle, and what else went on meanwhile."""
-    by_name = {
-        name: moments.during(s for s in reasons if s.name == name) for name in dict.fromkeys(s.name for s in reasons)
-    }
+    names = dict.fromkeys(span.name for span in reasons)
+    by_name = {name: moments.during(span for span in reasons if span.name == name) for name in names}
     by_name["between two reads"] = ~moments.during(reasons)
     found = {}
     for name, pieces in by_name.items():
@@ -181,7 +152,7 @@ def _of(spans: Sequence[Span], lane: str) -> list[Span]:
 
 _COLOURS = {DISK: "#8c6bb1", LINK: "#4878a8", COMPUTE: "#5a9e5a", DRAFT: "#e0a030", VERIFY: "#7b5aa6", WAIT: "#c44e52"}
 # Where the colour is not that of the lane: why a link is idle, a tree around its levels, the head after the layers.
-_NAMED = {SLOTS_FULL: "#d0d0d0", NOTHING_ASKED: "#303030", "tree": "#f4dcae", "head": "#2f6b2f"}
+_NAMED = {trace.SLOTS_FULL: "#d0d0d0", trace.NOTHING_ASKED: "#303030", "tree": "#f4dcae", "head": "#2f6b2f"}
 # Bars at least so wide, as a part of the panel, are told apart by a white edge; narrower ones would be all edge.
 _LEAST_EDGED = 1 / 300
 

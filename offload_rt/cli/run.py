@@ -6,6 +6,7 @@ settings, 3 the machine could not (memory, disk, driver), 130 interrupted.
 
 import json
 import sys
+from argparse import Namespace
 from dataclasses import asdict, dataclass
 from io import TextIOWrapper
 from pathlib import Path
@@ -35,9 +36,7 @@ class RunSettings:
     json: bool = setting(False, "print one JSON object with text, token ids and stats instead of text")
     quiet: bool = setting(False, "no progress bar and no report")
     show_tree: bool = setting(False, "print the largest tree that was verified")
-    baseline: bool = setting(
-        False, "afterwards time some passes of plain decoding, and say how many times faster it was"
-    )
+    baseline: bool = setting(False, "afterwards time passes of plain decoding, and say how many times faster it was")
     trace: str | None = setting(None, "file for the timeline of the run, as a Chrome trace")
 
     def __post_init__(self) -> None:
@@ -50,9 +49,8 @@ class RunSettings:
 
 @dataclass
 class _Progress:
-    """The output so far, for a run that ends early.
+    """The output so far, for a run that ends early: printed as one object at the end, or as it comes.
 
-    as_json  it is printed as one object at the end, not as it comes
     is_told  all of it is on stdout
     """
 
@@ -63,11 +61,9 @@ class _Progress:
 
     def tell_rest(self, code: int) -> None:
         """End the text where it is, or print the object of what there is of it."""
-        if self.is_told:
-            return
-        if self.as_json and self.token_ids:
+        if self.as_json and self.token_ids and not self.is_told:
             _print_json(self.text, list(self.token_ids), "interrupted" if code == INTERRUPTED else "error", None)
-        elif self.text and not self.as_json:
+        elif self.text and not self.as_json and not self.is_told:
             print()
 
 
@@ -77,28 +73,19 @@ def main(arguments: list[str] | None = None) -> int:
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     so_far = _Progress()
-    parser = Parser(
-        "offload-rt run",
-        "Generate from a model larger than the memory of its device.",
-        EngineConfig,
-        RunSettings,
-        SamplingParams,
-    )
-
-    def work() -> None:
-        flags = parser.parse_args(arguments)
-        so_far.as_json = flags.json and not flags.plan
-        settings, config = from_flags(RunSettings, flags), from_flags(EngineConfig, flags)
-        _run(settings, config, from_flags(SamplingParams, flags), so_far)
-
-    return exit_code(work, so_far.tell_rest)
+    text = "Generate from a model larger than the memory of its device."
+    parser = Parser("offload-rt run", text, EngineConfig, RunSettings, SamplingParams)
+    return exit_code(lambda: _run(parser.parse_args(arguments), so_far), so_far.tell_rest)
 
 
-def _run(settings: RunSettings, config: EngineConfig, params: SamplingParams, so_far: _Progress) -> None:
+def _run(flags: Namespace, so_far: _Progress) -> None:
+    settings, config = from_flags(RunSettings, flags), from_flags(EngineConfig, flags)
+    params = from_flags(SamplingParams, flags)
+    so_far.as_json = settings.json and not settings.plan
     # Not at the top: a wrong flag is told before the seconds that torch takes to load.
     from rich.console import Console
 
-    from offload_rt.cli.format import LoadingBar, quiet_libraries, report
+    from offload_rt.cli.format import loading_bar, quiet_libraries, report
     from offload_rt.llm import LLM
     from offload_rt.system.trace import Trace
     from offload_rt.tree.describe import describe
@@ -114,7 +101,7 @@ def _run(settings: RunSettings, config: EngineConfig, params: SamplingParams, so
     with LLM.open(config) as llm:
         ids = llm.encode(prompt, settings.chat)
         llm.check_prompt(ids)
-        with LoadingBar(console) as bar:
+        with loading_bar(console) as bar:
             llm.load(trace, bar)
         for notice in filter(None, (llm.engine_plan.notice, llm.engine.notice)):
             console.print(notice, highlight=False, soft_wrap=True)
@@ -146,27 +133,21 @@ def _generate(llm: "LLM", ids: list[int], params: SamplingParams, so_far: _Progr
 
 
 def _prompt(settings: RunSettings) -> str:
-    if settings.prompt is None:
-        name, raw = f"--prompt-file {settings.prompt_file}", _read_prompt(str(settings.prompt_file))
+    if settings.prompt_file is None:
+        name, raw = "--prompt", str(settings.prompt).encode("utf-8", "surrogatepass")
     else:
-        name, raw = "--prompt", settings.prompt.encode("utf-8", "surrogatepass")
+        name = f"--prompt-file {settings.prompt_file}"
+        try:
+            with sys.stdin.buffer if settings.prompt_file == "-" else Path(settings.prompt_file).open("rb") as file:
+                raw = file.read(_MOST_PROMPT + 1)
+        except OSError as error:
+            raise PromptError(f"{name}: {error.strerror}", change="give a file that can be read") from error
+    if len(raw) > _MOST_PROMPT:
+        raise PromptError(f"{name} is too long", need=f"at most {_MOST_PROMPT} bytes", change="shorten it")
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise PromptError(f"{name} is not UTF-8 text", change="convert it") from error
-
-
-def _read_prompt(path: str) -> bytes:
-    try:
-        with sys.stdin.buffer if path == "-" else Path(path).open("rb") as file:
-            raw = file.read(_MOST_PROMPT + 1)
-    except OSError as error:
-        raise PromptError(f"--prompt-file {path}: {error.strerror}", change="give a file that can be read") from error
-    if len(raw) > _MOST_PROMPT:
-        raise PromptError(
-            f"--prompt-file {path} is too long", need=f"at most {_MOST_PROMPT} bytes", change="shorten it"
-        )
-    return raw
 
 
 def _print_plan(config: EngineConfig, as_json: bool) -> None:

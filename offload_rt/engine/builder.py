@@ -26,7 +26,7 @@ from offload_rt.offload.tier import done_ahead, read_parallel
 from offload_rt.speculate.draft_model import ROWS_PER_NODE, DraftModel, draft_rows
 from offload_rt.speculate.pair_stats import PairStats
 from offload_rt.speculate.protocols import Drafter, DraftParts
-from offload_rt.speculate.select import Drafting, warm_up
+from offload_rt.speculate.select import Drafting
 from offload_rt.system.machine import MachineProfile, cards, memory_free, memory_limit
 from offload_rt.system.trace import Trace
 from offload_rt.weights.checkpoint import Checkpoint
@@ -167,7 +167,6 @@ def _open_drafter(
     if limits.n_nodes == 1:
         machine = MachineProfile("not measured", False, (("disk", 1.0), ("host", 1.0)), 1.0)
     else:
-        warm_up(drafting.rule)
         machine = profile.pass_profile(runner, moved, (limits.n_nodes, engine_plan.max_model_len))
     cost = CostEstimator(machine, moved)
     model, pair_stats = None, PairStats()

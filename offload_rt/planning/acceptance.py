@@ -17,10 +17,18 @@ _SEQUOIA = "Sequoia (arXiv 2402.12374)"
 
 
 @dataclass(frozen=True)
-class Preset:
-    """A published yield, and the power law that gives it.
+class Assumed:
+    """An acceptance by rank, (N_RANKS,), and where it is from."""
 
-    pair             target and draft, by their names in models/_known.py
+    by_rank: np.ndarray
+    source: str
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Published tokens per pass, and the power law that gives them.
+
+    pair             target and draft, by their names in known_models.py
     tokens_per_pass  of trees of `n_nodes` nodes on `n_levels` levels
     power            b, see above; a test searches the tree and compares
     """
@@ -35,30 +43,22 @@ class Preset:
     source: str
 
     @property
-    def told(self) -> str:
-        """Where it is from, in words."""
-        return (
+    def assumed(self) -> Assumed:
+        """Its acceptance, and where it is from in words."""
+        return Assumed(
+            power_law(self.power),
             f"a power law (b = {self.power}) fitted to {self.tokens_per_pass} tokens per pass of trees of {self.n_nodes} nodes "
-            f"on {self.n_levels} levels at T={self.temperature}: {self.source}"
+            f"on {self.n_levels} levels at T={self.temperature}: {self.source}",
         )
 
 
+_LLAMA_2, _LLAMA_3 = ("llama2-70b", "llama2-7b"), ("llama3-70b", "llama3-8b")
 PRESETS = (
-    Preset("llama2-70b-chat", ("llama2-70b", "llama2-7b"), 0.0, 10.30, 768, 18, 2.375, f"{_SEQUOIA}, MT-Bench, L40"),
-    Preset("llama2-70b-chat-0.6", ("llama2-70b", "llama2-7b"), 0.6, 9.91, 768, 18, 2.297, f"{_SEQUOIA}, MT-Bench, L40"),
-    Preset(
-        "llama3-70b-instruct", ("llama3-70b", "llama3-8b"), 0.0, 11.68, 768, 18, 2.654, f"{_SEQUOIA}, MT-Bench, L40"
-    ),
+    Preset("llama2-70b-chat", _LLAMA_2, 0.0, 10.30, 768, 18, 2.375, f"{_SEQUOIA}, MT-Bench, L40"),
+    Preset("llama2-70b-chat-0.6", _LLAMA_2, 0.6, 9.91, 768, 18, 2.297, f"{_SEQUOIA}, MT-Bench, L40"),
+    Preset("llama3-70b-instruct", _LLAMA_3, 0.0, 11.68, 768, 18, 2.654, f"{_SEQUOIA}, MT-Bench, L40"),
     Preset("llama2-7b-68m", ("llama2-7b", "llama-68m"), 0.0, 5.08, 128, 10, 1.534, f"{_SEQUOIA}, A100"),
 )
-
-
-@dataclass(frozen=True)
-class Assumed:
-    """An acceptance by rank, (N_RANKS,), and where it is from."""
-
-    by_rank: np.ndarray
-    source: str
 
 
 def power_law(b: float) -> np.ndarray:
@@ -70,33 +70,26 @@ def power_law(b: float) -> np.ndarray:
 def assume(name: str, pair: tuple[str, str], names: tuple[str, str], temperature: float) -> Assumed:
     """The acceptance of a pair of models.
 
-    name   "auto", "measured", "guess", a preset's, or probabilities by rank like "0.8,0.1,0.05"
+    name   a preset's, probabilities by rank like "0.8,0.1,0.05", or "auto": what was measured here, else a preset of this
+           pair, else a guess
     pair   identities of the checkpoints; empty where there is none
     names  by which the user calls the models
-    Raises SettingsError for a name that is none of these, and for "measured" where nothing was.
+    Raises SettingsError for a name that is none of these.
     """
     if name[:1].isdigit() or name[:1] == ".":
         return Assumed(_parsed(name), "given by --acceptance")
     presets = {preset.name: preset for preset in PRESETS}
     if name in presets:
-        return Assumed(power_law(presets[name].power), presets[name].told)
-    if name not in ("auto", "measured", "guess"):
+        return presets[name].assumed
+    if name != "auto":
         raise SettingsError(
-            f"--acceptance {name!r} is not known", have=", ".join(("auto", "measured", "guess", *presets)),
+            f"--acceptance {name!r} is not known", have=", ".join(("auto", *presets)),
             change='use one of these, or probabilities by rank like "0.8,0.1,0.05"',
         )  # fmt: skip
-    learned = _learned(PairStats.load(*pair), temperature) if name != "guess" else None
-    if learned is not None:
-        return learned
-    if name == "measured":
-        raise SettingsError(
-            "--acceptance measured", need="a pair that was run on this machine", have="none of these models",
-            change="run offload-rt calibrate with them, or use --acceptance auto",
-        )  # fmt: skip
-    for preset in PRESETS if name == "auto" else ():
-        if preset.pair == names and preset.temperature == temperature:
-            return Assumed(power_law(preset.power), preset.told)
-    return Assumed(Acceptance().by_rank(), "a guess: neither published nor measured for this pair and temperature")
+    learned = _learned(PairStats.load(*pair), temperature)
+    fitting = [one.assumed for one in PRESETS if (one.pair, one.temperature) == (names, temperature)]
+    guess = Assumed(Acceptance().by_rank(), "a guess: neither published nor measured for this pair and temperature")
+    return learned or (fitting[0] if fitting else guess)
 
 
 def _learned(pair_stats: PairStats, temperature: float) -> Assumed | None:
@@ -112,12 +105,10 @@ def _learned(pair_stats: PairStats, temperature: float) -> Assumed | None:
 def _parsed(text: str) -> np.ndarray:
     try:
         given = np.array([float(part) for part in text.split(",")])
-    except ValueError as error:
-        raise SettingsError(
-            f"--acceptance {text!r} is no list of probabilities", change='write it like "0.8,0.1,0.05"'
-        ) from error
-    is_descending = bool((np.diff(given) <= 0).all())
-    if len(given) > N_RANKS or not (np.isfinite(given) & (given >= 0)).all() or given.sum() > 1 or not is_descending:
+    except ValueError:
+        given = np.array([np.nan])
+    # Written so that a number that is none fails too.
+    if len(given) > N_RANKS or not ((given >= 0).all() and given.sum() <= 1 and (np.diff(given) <= 0).all()):
         need = f"up to {N_RANKS} probabilities, descending, that sum to 1 at most"
         raise SettingsError(f"--acceptance {text!r}", need=need, change='write them like "0.8,0.1,0.05"')
     return np.pad(given, (0, N_RANKS - len(given)))

@@ -1,23 +1,23 @@
 """What a model would do on a machine: the engine's own placement and choice of tree, run on the simulator's virtual clock."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from offload_rt.config import EngineConfig
-from offload_rt.engine.memory_plan import LIBRARIES, MemoryPlan, Sizes, less_margin, plan_memory
-from offload_rt.errors import CapacityError
+from offload_rt.engine.memory_plan import LIBRARIES, MemoryPlan, Sizes, less_margin, plan_memory, reserved_memory
+from offload_rt.errors import CapacityError, SettingsError
 from offload_rt.executor.cost import CostEstimator
 from offload_rt.models.architecture import Architecture
-from offload_rt.offload.placement import MemoryBudget
+from offload_rt.offload.placement import MemoryBudget, least_budget
 from offload_rt.planning.acceptance import Assumed
 from offload_rt.planning.hardware import Card
 from offload_rt.planning.roofline import Roof, head_share
 from offload_rt.planning.simulate import Costs, Generation, StreamSchedule, generate
 from offload_rt.speculate.protocols import DraftLimits
-from offload_rt.speculate.select import Drafting
+from offload_rt.speculate.select import pick_drafter
 from offload_rt.system.machine import ComputeTimes, MachineProfile
 from offload_rt.tree.choose import choose, sizes_up_to
 from offload_rt.tree.search import search
@@ -25,6 +25,8 @@ from offload_rt.tree.topology import Topology
 
 # Seconds of a pass on a card besides its layers and its head: embedding, sampling, verification (assumed).
 _FIXED_S = 0.01
+# Points of a curve.
+_N_POINTS = 12
 # Choosing a tree asks what a level of the draft takes, and that depends on the tree.
 _ROUNDS = 3
 # A pass so much longer than one of a single row is limited by its products, not by reading the weights.
@@ -84,9 +86,7 @@ class PlanRequest:
     """
 
     config: EngineConfig
-    drafting: Drafting
     models: tuple[Sizes, Sizes | None]
-    dtype: torch.dtype
     acceptance: Assumed
     context: int
     tokens: int
@@ -104,6 +104,8 @@ class Forecast:
     bound      what a pass waits for, in words
     """
 
+    request: PlanRequest
+    machine: Machine
     memory_plan: MemoryPlan
     topology: Topology
     run: Generation
@@ -113,35 +115,28 @@ class Forecast:
     compute_s: float
     bound: str
 
-    @property
-    def tokens_per_pass(self) -> float:
-        """As expected of these trees."""
-        return self.run.tokens_per_pass
-
-    @property
-    def seconds_per_token(self) -> float:
-        """As simulated."""
-        return self.run.seconds_per_token
-
 
 def predict(request: PlanRequest, machine: Machine) -> Forecast:
     """Place the model, choose the tree, and run the loop. Raises CapacityError where it does not fit."""
-    fitted = plan_memory(request.config, request.drafting, request.models, request.dtype, machine.budget)
-    if request.context + request.tokens > fitted.max_model_len:
+    config, (target, draft), context = request.config, request.models, request.context
+    fitted = plan_memory(config, pick_drafter(config), request.models, target.dtype, machine.budget)
+    if context + request.tokens > fitted.max_model_len:
         raise CapacityError(
-            "the context is too long", need=f"{request.context} tokens and {request.tokens} more",
+            "the context is too long", need=f"{context} tokens and {request.tokens} more",
             have=f"room for {fitted.max_model_len}", change="lower --context or --max-new-tokens, or raise --max-model-len",
         )  # fmt: skip
-    costs = _costs(request, machine)
+    of_draft = machine.compute(draft.spec, draft.dtype) if draft is not None else None
+    costs = Costs(machine.compute(target.spec, target.dtype), of_draft, head_share(target.spec), machine.fixed_s)
     schedule = StreamSchedule.of(fitted.plan, machine.links, machine.contention)
     profile = MachineProfile(machine.title, False, machine.links, 1.0, machine.fixed_s, costs.target)
     moved = fitted.plan.pass_bytes
     topology = _tree(request, fitted.limits, costs, CostEstimator(profile, moved))
-    by_rank, context = request.acceptance.by_rank, request.context
-    draft_s = costs.draft_s(topology, context)
+    by_rank, draft_s = request.acceptance.by_rank, costs.draft_s(topology, context)
     one_row_s, compute_s = costs.target.at(np.array([1, len(topology)]), context).tolist()
     link_s = {name: nbytes / profile.link(name) / 1e9 for name, nbytes in moved.streamed if nbytes}
     return Forecast(
+        request=request,
+        machine=machine,
         memory_plan=fitted,
         topology=topology,
         run=generate(schedule, costs, (topology, by_rank), (context, context + request.tokens)),
@@ -150,16 +145,6 @@ def predict(request: PlanRequest, machine: Machine) -> Forecast:
         draft_s=draft_s,
         compute_s=compute_s,
         bound=_bound(link_s, draft_s, compute_s, compute_s / one_row_s),
-    )
-
-
-def _costs(request: PlanRequest, machine: Machine) -> Costs:
-    target, draft = request.models
-    return Costs(
-        target=machine.compute(target.spec, request.dtype),
-        draft=machine.compute(draft.spec, draft.dtype) if draft is not None else None,
-        head=head_share(target.spec),
-        fixed_s=machine.fixed_s,
     )
 
 
@@ -172,7 +157,7 @@ def _tree(request: PlanRequest, limits: DraftLimits, costs: Costs, cost: CostEst
     least_levels = limits.n_levels if limits.fixed_depth else 1 + limits.fixed_size
     topology = Topology.chain(2)
     for _ in range(_ROUNDS):
-        level_s = costs.draft_s(topology, request.context) / max(int(topology.depths.max()), 1)
+        level_s = costs.draft_s(topology, request.context) / max(topology.n_levels - 1, 1)
         seconds = cost.seconds(sizes[:, None], request.context, level_s * np.arange(limits.n_levels))
         n_nodes, n_levels, _ = choose(table.values, sizes, seconds, least_levels)
         topology = table.topology(n_nodes, n_levels)
@@ -193,3 +178,39 @@ def _bound(link_s: dict[str, float], draft_s: float, compute_s: float, widening:
     first, *others = sorted(shares, key=lambda name: shares[name], reverse=True)
     rest = ", ".join(f"{name} {shares[name]:.2f} s" for name in others)
     return f"{first}: busy {shares[first]:.2f} s a pass" + (f" ({rest})" if rest else "")
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A curve: what x is, and for each x, ascending, what would happen; None where the model does not fit."""
+
+    what: str
+    points: tuple[tuple[float, Forecast | None], ...]
+
+
+def sweep(over: str, request: PlanRequest, machine: Machine) -> Sweep:
+    """Predict along "ram" or "memory". Raises SettingsError for "ram" where there is no card beside it."""
+    (target, draft), config, budget = request.models, request.config, machine.budget
+    if over == "ram":
+        if not budget.has_card:
+            need = "a card beside that memory"
+            raise SettingsError("--sweep ram", need=need, have=machine.title, change="use --sweep memory")
+        what = "GiB of memory for weights beside the card"
+        sizes = np.linspace(0, 1.2 * sum(target.layer_nbytes), _N_POINTS)
+        budgets = [replace(budget, host=int(nbytes)) for nbytes in sizes]
+    else:
+        context = config.max_model_len or request.context + request.tokens
+        fixed = reserved_memory(target, draft, target.dtype, context, config.tree_size or 8)
+        least, most = least_budget(target.layer_nbytes, fixed), fixed.total + sum(target.layer_nbytes)
+        what = "GiB of memory on the device"
+        sizes = np.linspace(1.02 * least, 1.1 * most, _N_POINTS)
+        budgets = [replace(budget, device=int(nbytes)) for nbytes in sizes]
+    forecasts = (_predict_if_it_fits(request, replace(machine, budget=one)) for one in budgets)
+    return Sweep(what, tuple(zip((sizes / 2**30).tolist(), forecasts, strict=True)))
+
+
+def _predict_if_it_fits(request: PlanRequest, machine: Machine) -> Forecast | None:
+    try:
+        return predict(request, machine)
+    except CapacityError:
+        return None

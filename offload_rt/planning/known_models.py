@@ -16,12 +16,7 @@ def _llama(d: int, m: int, layers: int, heads: int, kv: int, **more: Any) -> dic
     return {**base, "torch_dtype": "float16", **sizes, **more}
 
 
-_LLAMA_3 = {
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "rope_theta": 500000.0,
-    "torch_dtype": "bfloat16",
-}
+_LLAMA_3 = {"vocab_size": 128256, "max_position_embeddings": 8192, "rope_theta": 5e5, "torch_dtype": "bfloat16"}
 
 # Sizes as remembered from the published files; those of Llama 2 and 3 also stand in their papers.
 KNOWN: dict[str, dict[str, Any]] = {

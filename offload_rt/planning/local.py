@@ -1,6 +1,7 @@
 """The machine that this runs on, measured, as one to plan for."""
 
 import time
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 
@@ -10,11 +11,9 @@ from offload_rt.config import EngineConfig
 from offload_rt.engine import profile
 from offload_rt.engine.builder import memory_budget, pick_device
 from offload_rt.errors import OffloadError, SettingsError
-from offload_rt.models.architecture import Architecture
 from offload_rt.offload.disk import DiskTier
 from offload_rt.planning.forecast import Machine
 from offload_rt.planning.roofline import Roof
-from offload_rt.system.machine import ComputeTimes
 from offload_rt.weights.checkpoint import open_checkpoint
 
 # A matrix of 64 MiB in bfloat16 (more than caches hold) is multiplied with so many rows, until that has taken so long.
@@ -35,15 +34,11 @@ def this_machine(config: EngineConfig, disk_gbps: float | None) -> Machine:
         disk_gbps, source = _disk_gbps(config.model), "the disk: measured with the model's own files"
     host_gbps = profile.upload_gbps(device) if device.type == "cuda" else 1.0
     roof = cache(lambda dtype: measure_roof(dtype, device))
-
-    def compute(spec: Architecture, dtype: torch.dtype) -> ComputeTimes:
-        return roof(dtype).compute_times(spec, dtype)
-
     return Machine(
         title=f"this machine, {device.type}",
         budget=memory_budget(config, device),
         links=(("disk", disk_gbps), ("host", host_gbps)),
-        compute=compute,
+        compute=lambda spec, dtype: roof(dtype).compute_times(spec, dtype),
         sources=("computing: from products of a matrix of random numbers, timed", source),
     )
 
@@ -80,8 +75,5 @@ def _disk_gbps(model: str) -> float:
             "the rate of the disk is not known", need="--disk, or a model whose weights are here to be read",
             change="give --disk, like 2GB/s",
         ) from error  # fmt: skip
-    tier = DiskTier(checkpoint.layers)
-    try:
+    with closing(DiskTier(checkpoint.layers)) as tier:
         return profile.link_gbps(tier, checkpoint.spec.n_layers)
-    finally:
-        tier.close()

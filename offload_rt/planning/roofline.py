@@ -58,23 +58,18 @@ class Roof:
         attention = self.seconds(spec.flops(i, n_rows, context) - 2 * n_rows * n_weights, kv_nbytes)
         return max(self.product_s(n_weights, n_rows, itemsize) + attention, self.launch_s)
 
-    def head_s(self, spec: Architecture, n_rows: int, itemsize: int) -> float:
-        """Seconds of the head on so many rows."""
-        return self.product_s(spec.vocab_size * spec.hidden_size, n_rows, itemsize)
-
     def compute_times(self, spec: Architecture, dtype: torch.dtype) -> ComputeTimes:
         """Seconds of all layers and the head by width and context."""
         # Layers that are alike are asked for once: the table has a hundred entries, a model as many layers.
+        itemsize = dtype.itemsize
         alike: dict[object, list[int]] = {}
         for i in range(spec.n_layers):
             kind = (spec.layer_tensors(i), spec.flops(i, 1, 0), spec.flops(i, 1, _CONTEXTS[-1]))
             alike.setdefault(kind, []).append(i)
 
         def seconds(n_rows: int, context: int) -> float:
-            layers = (
-                len(same) * self.layer_s(spec, n_rows, context, dtype.itemsize, same[0]) for same in alike.values()
-            )
-            return sum(layers) + self.head_s(spec, n_rows, dtype.itemsize)
+            layers = sum(len(same) * self.layer_s(spec, n_rows, context, itemsize, same[0]) for same in alike.values())
+            return layers + self.product_s(spec.vocab_size * spec.hidden_size, n_rows, itemsize)
 
         table = tuple(tuple(seconds(n_rows, context) for n_rows in _WIDTHS) for context in _CONTEXTS)
         return ComputeTimes(_WIDTHS, _CONTEXTS, table)

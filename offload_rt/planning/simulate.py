@@ -59,155 +59,81 @@ class Work:
     after_s: float
 
 
-@dataclass(frozen=True)
-class Timeline:
-    """When each of some passes was through, (n_passes,) seconds of the virtual clock."""
-
-    ends: NDArray[np.float64]
-
-    @property
-    def pass_s(self) -> NDArray[np.float64]:
-        """Seconds of each pass once the slots have settled; of all, where there are hardly more."""
-        seconds = np.diff(self.ends, prepend=0.0)
-        return seconds[_N_SETTLING:] if len(seconds) > _N_SETTLING else seconds
+def simulate(schedule: StreamSchedule, works: Sequence[Work]) -> NDArray[np.float64]:
+    """When each pass of so much work was through, one after the other: (n_passes,) seconds of the virtual clock."""
+    return _Simulation(schedule).run(works)
 
 
-class _Link:
-    """A link and the slots behind it. Item j is the j-th layer that crosses it, counted on through all passes.
-
-    n_freed  items that have left their slots
-    left     bytes of the item under way
-    """
-
-    def __init__(self, name: str, gbps: float, schedule: StreamSchedule) -> None:
-        self.rate = gbps * 1e9
-        self.layers = [i for i, path in enumerate(schedule.paths) if name in path]
-        self.place = {layer: j for j, layer in enumerate(self.layers)}
-        self.n_started = self.n_ended = self.n_freed = 0
-        self.left = 0.0
-
-    @property
-    def is_busy(self) -> bool:
-        return self.n_started > self.n_ended
-
-    def item(self, n_pass: int, layer: int) -> int:
-        """The number of a layer in a pass."""
-        return n_pass * len(self.layers) + self.place[layer]
-
-
-class _Device:
-    """What is computed: per pass the draft, each layer, and the end, as jobs; -1 and n_layers stand for the first and the last.
-
-    left  seconds of the job under way
-    """
-
-    def __init__(self, works: Sequence[Work], n_layers: int) -> None:
-        self._works, self._n_layers = works, n_layers
-        self.n_pass, self.job = 0, -1
-        self.is_busy = False
-        self.left = 0.0
-
-    @property
-    def is_through(self) -> bool:
-        return self.n_pass == len(self._works)
-
-    def start(self) -> None:
-        work = self._works[self.n_pass]
-        layer_s = work.layers_s / self._n_layers
-        self.left = {-1: work.draft_s, self._n_layers: work.after_s}.get(self.job, layer_s)
-        self.is_busy = True
-
-    def end(self) -> bool:
-        """Go on to the next job; returns whether a pass is through."""
-        self.is_busy = False
-        self.job += 1
-        if self.job <= self._n_layers:
-            return False
-        self.n_pass, self.job = self.n_pass + 1, -1
-        return True
+def mean_pass_s(ends: NDArray[np.float64]) -> float:
+    """Mean seconds of a pass once the slots have settled; of all passes, where there are hardly more."""
+    seconds = np.diff(ends, prepend=0.0)
+    return float((seconds[_N_SETTLING:] if len(seconds) > _N_SETTLING else seconds).mean())
 
 
 class _Simulation:
-    """The state between two events."""
+    """When each link has carried, and the device at last has computed, each layer of each pass.
 
-    def __init__(self, schedule: StreamSchedule, works: Sequence[Work]) -> None:
+    layers    per link those that cross it
+    ends      per link, and for the device: (pass, layer) -> moment. Layers -1 and n_layers are drafting and the head
+    arriving  start and end of every layer on the last link
+    """
+
+    def __init__(self, schedule: StreamSchedule) -> None:
         self.schedule = schedule
-        self.links = [_Link(name, gbps, schedule) for name, gbps in schedule.links]
-        self.device = _Device(works, len(schedule.paths))
-        self.now = 0.0
+        self.layers = [[i for i, path in enumerate(schedule.paths) if name in path] for name, _ in schedule.links]
+        self.ends: list[dict[tuple[int, int], float]] = [{} for _ in (*schedule.links, "device")]
+        self.arriving: list[tuple[float, float]] = []
 
-    def run(self) -> Timeline:
-        ends = []
-        while not self.device.is_through:
-            self._start()
-            self._advance()
-            if self._end():
-                ends.append(self.now)
-        return Timeline(np.array(ends))
+    def run(self, works: Sequence[Work]) -> NDArray[np.float64]:
+        """The moments at which passes of so much work end."""
+        n_layers, now = len(self.schedule.paths), 0.0
+        for n_pass, work in enumerate(works):
+            for job, seconds in enumerate((work.draft_s, *[work.layers_s / n_layers] * n_layers, work.after_s), -1):
+                # What is on no link yet waits for this job or a later one, so nothing that comes is unknown meanwhile.
+                while any(self._carry(k) for k in range(len(self.layers))):
+                    pass
+                arrived = self.ends[-2].get((n_pass, job), 0.0) if self.layers else 0.0
+                now = self._computed(max(now, arrived), seconds)
+                self.ends[-1][n_pass, job] = now
+        return np.array([self.ends[-1][n_pass, n_layers] for n_pass in range(len(works))])
 
-    def _start(self) -> None:
-        """Let everything begin that waits for nothing more."""
-        for before, link in zip([None, *self.links], self.links, strict=False):
-            if not link.is_busy and self._may_start(before, link):
-                link.left = self.schedule.nbytes[link.layers[link.n_started % len(link.layers)]]
-                link.n_started += 1
-        device = self.device
-        if not device.is_busy and self._has_arrived(device.job):
-            device.start()
+    def _carry(self, k: int) -> bool:
+        """Let link k carry its next layer; returns whether all that it waits for is known."""
+        layers, ends, j = self.layers[k], self.ends, len(self.ends[k])
 
-    def _may_start(self, before: _Link | None, link: _Link) -> bool:
-        j = link.n_started
-        n_pass, layer = j // len(link.layers), link.layers[j % len(link.layers)]
-        if j >= link.n_freed + self.schedule.n_slots:
+        def item(j: int) -> tuple[int, int]:
+            return j // len(layers), layers[j % len(layers)]
+
+        n_pass, layer = item(j)
+        awaited = [(k, item(j - 1))] if j else []
+        if j >= self.schedule.n_slots:
+            awaited.append((k + 1, item(j - self.schedule.n_slots)))
+        if k and self.schedule.links[k - 1][0] in self.schedule.paths[layer]:
+            awaited.append((k - 1, (n_pass, layer)))
+        if not self.schedule.ahead:
+            awaited.append((-1, (n_pass, -1)))
+        if any(what not in ends[of] for of, what in awaited):
             return False
-        if before is not None and layer in before.place and before.n_ended <= before.item(n_pass, layer):
-            return False
-        return self.schedule.ahead or (n_pass, 0) <= (self.device.n_pass, self.device.job)
+        start = max((ends[of][what] for of, what in awaited), default=0.0)
+        ends[k][n_pass, layer] = start + self.schedule.nbytes[layer] / (self.schedule.links[k][1] * 1e9)
+        if k == len(self.layers) - 1:
+            self.arriving.append((start, ends[k][n_pass, layer]))
+        return True
 
-    def _has_arrived(self, job: int) -> bool:
-        if not self.links or job not in self.links[-1].place:
-            return True
-        return self.links[-1].n_ended > self.links[-1].item(self.device.n_pass, job)
-
-    def _speed(self) -> float:
-        """Of the device, as part of its full speed."""
-        last = self.links[-1] if self.links else None
-        return 1.0 / (1.0 + self.schedule.contention * last.rate / 1e9) if last is not None and last.is_busy else 1.0
-
-    def _advance(self) -> None:
-        """To the next event."""
-        speed = self._speed()
-        waits = [link.left / link.rate for link in self.links if link.is_busy]
-        if self.device.is_busy:
-            waits.append(self.device.left / speed)
-        step = min(waits)
-        self.now += step
-        for link in self.links:
-            if link.is_busy:
-                link.left -= step * link.rate
-        if self.device.is_busy:
-            self.device.left -= step * speed
-
-    def _end(self) -> bool:
-        """End what has come to its end; returns whether a pass is through."""
-        device = self.device
-        for before, link in zip([None, *self.links], self.links, strict=False):
-            # Less than a byte, and less than a nanosecond: what is left over of sums of fractions.
-            if link.is_busy and link.left < 0.5:
-                layer = link.layers[link.n_ended % len(link.layers)]
-                link.n_ended += 1
-                if before is not None and layer in before.place:
-                    before.n_freed += 1
-        if not device.is_busy or device.left > 1e-10:
-            return False
-        if self.links and device.job in self.links[-1].place:
-            self.links[-1].n_freed += 1
-        return device.end()
-
-
-def simulate(schedule: StreamSchedule, works: Sequence[Work]) -> Timeline:
-    """Run passes of so much work, one after the other, on a virtual clock."""
-    return _Simulation(schedule, works).run()
+    def _computed(self, now: float, left_s: float) -> float:
+        """The end of so much computing from now on, which is slower while a layer arrives."""
+        while self.arriving and self.arriving[0][1] <= now:
+            self.arriving.pop(0)
+        for start, end in self.arriving:
+            slowed = 1.0 + self.schedule.contention * self.schedule.links[-1][1]
+            alone_s = max(start - now, 0.0)
+            together_s = (end - now - alone_s) / slowed
+            if left_s <= alone_s:
+                break
+            if left_s <= alone_s + together_s:
+                return now + alone_s + (left_s - alone_s) * slowed
+            now, left_s = end, left_s - alone_s - together_s
+        return now + left_s
 
 
 @dataclass(frozen=True)
@@ -241,24 +167,14 @@ class Costs:
 
 @dataclass(frozen=True)
 class Generation:
-    """A text that was generated on the virtual clock, after its prompt.
-
-    tokens_per_pass  as expected of its tree
-    works            of each pass
-    """
+    """A text that was generated on the virtual clock: tokens as expected of its trees, seconds once the slots have settled."""
 
     tokens_per_pass: float
-    works: tuple[Work, ...]
-    timeline: Timeline
-
-    @property
-    def pass_s(self) -> float:
-        """Mean seconds of a pass once the slots have settled."""
-        return float(self.timeline.pass_s.mean())
+    pass_s: float
 
     @property
     def seconds_per_token(self) -> float:
-        """Once the slots have settled."""
+        """Their ratio."""
         return self.pass_s / self.tokens_per_pass
 
 
@@ -273,5 +189,5 @@ def generate(
     first, last = span
     tokens = expected_tokens(*tree)
     n_passes = max(math.ceil((last - first) / tokens), _N_SETTLING + 1)
-    works = tuple(costs.work(tree[0], int(first + i * tokens)) for i in range(n_passes))
-    return Generation(tokens, works, simulate(schedule, works))
+    works = [costs.work(tree[0], int(first + i * tokens)) for i in range(n_passes)]
+    return Generation(tokens, mean_pass_s(simulate(schedule, works)))

@@ -1,6 +1,5 @@
 """Verification by residuals: rules that weigh the draft's distributions against the target's."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,10 +9,8 @@ from torch import Tensor
 from offload_rt import ops
 from offload_rt.ops import Candidates
 from offload_rt.sampling import draw
-from offload_rt.speculate.residual_kernels import verify_bottom_up
+from offload_rt.speculate.verify.match import Match
 from offload_rt.tree.topology import DraftTree, Verdict
-
-Kernel = Callable[[Candidates, np.ndarray, np.ndarray, np.ndarray], tuple[int, np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -34,11 +31,11 @@ class Decision:
 class ResidualRule:
     """A rule that subtracts from the target's distribution those of rejected children.
 
-    kernel          of `residual_kernels`
+    bottom_up       from the leaves to the root, else from the root down
     child_sampling  by which siblings have to be drawn
     """
 
-    kernel: Kernel
+    bottom_up: bool
     child_sampling: str
 
     def verify(self, tree: DraftTree, target: Tensor, generator: torch.Generator) -> Verdict:
@@ -47,8 +44,12 @@ class ResidualRule:
         if ops.can_verify(target, tree.topology.n_levels):
             noise = torch.cat((uniforms, torch.rand(1, dtype=torch.float64, generator=generator)))
             probs = draft_probs(tree, target).to(target.device)
-            end, bonus = ops.verify(candidates(tree), probs, target, noise, self.kernel is verify_bottom_up)
+            end, bonus = ops.verify(candidates(tree), probs, target, noise, self.bottom_up)
             return Verdict(tuple(tree.topology.path_to(end)), bonus)
+        if (
+            tree.sampled is None
+        ):  # as all trees at temperature 0: no rule accepts more, and the compiler stays out of memory
+            return Match().verify(tree, target, generator)
         decision = self.decide(tree, target.cpu(), uniforms)
         return Verdict(tuple(tree.topology.path_to(decision.end)), draw(decision.probs, generator))
 
@@ -58,9 +59,12 @@ class ResidualRule:
         target    (n, vocabulary) float32 or float64, on the CPU
         uniforms  (n,) float64 in [0, 1): a node that is tried is accepted where its number is below its acceptance
         """
+        from offload_rt.speculate.residual_kernels import verify_bottom_up, verify_top_down
+
         acceptance = np.full(len(tree.topology), np.nan)
+        kernel = verify_bottom_up if self.bottom_up else verify_top_down
         numbered = candidates(tree, draft_probs(tree, target).cpu().numpy())
-        end, probs = self.kernel(numbered, target.numpy(), uniforms.numpy(), acceptance)
+        end, probs = kernel(numbered, target.numpy(), uniforms.numpy(), acceptance)
         return Decision(int(end), torch.from_numpy(probs), acceptance)
 
 

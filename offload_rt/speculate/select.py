@@ -4,15 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
-
 from offload_rt.config import EngineConfig
 from offload_rt.errors import SettingsError
 from offload_rt.models.architecture import Architecture
 from offload_rt.speculate.protocols import DrafterType, DraftLimits, VerificationRule
 from offload_rt.system import registry
-from offload_rt.tree.topology import DraftTree, SampledNodes, Topology
 from offload_rt.weights.checkpoint import Checkpoint
 
 if TYPE_CHECKING:  # it takes a second to load, and a plan needs none
@@ -111,11 +107,3 @@ def _other_tokenizer(have: str, need: str) -> SettingsError:
     return SettingsError(
         "the draft model has another tokenizer", need=need, have=have, change="give a draft of the target's family"
     )
-
-
-def warm_up(rule: VerificationRule) -> None:
-    """Let a rule compile what it compiles before anyone waits for a token."""
-    probs = torch.full((3, 4), 0.25)
-    sampled = SampledNodes(np.array([False, True, True]), probs, np.array([0, -1, -1]))
-    tree = DraftTree(Topology(np.array([-1, 0, 0])), torch.tensor([0, 1, 2]), sampled)
-    rule.verify(tree, probs, torch.Generator())
