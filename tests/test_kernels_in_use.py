@@ -14,6 +14,7 @@ from tiny import CASES, feed, open_llm, prefill, prompt_of, random_tree, runner_
 
 from offload_rt.executor.cuda_graphs import GraphShape
 from offload_rt.ops import extension
+from offload_rt.speculate.select import rule_of
 from offload_rt.system import registry
 
 
@@ -107,16 +108,12 @@ def decided_trees(independent):
 
 @pytest.mark.parametrize(
     "rule",
-    [
-        name
-        for name in registry.names("speculate.verify")
-        if registry.find("speculate.verify", name).RULE.child_sampling
-    ],
+    [name for name in registry.names("speculate.verify") if rule_of(name).child_sampling],
 )
 def test_a_rule_decides_the_same(served, monkeypatch, rule):
     """By the same noise, with the same bonus."""
-    rule, verdicts = registry.find("speculate.verify", rule), []
-    trees = list(decided_trees(rule.CHILD_SAMPLING == "independent"))
+    rule, verdicts = rule_of(rule), []
+    trees = list(decided_trees(rule.child_sampling == "independent"))
     for _ in range(2):
         generator = torch.Generator().manual_seed(0)
         verdicts.append([rule.verify(tree, target, generator) for tree, target in trees])
