@@ -104,7 +104,7 @@ def tree_masks(parents: Tensor) -> tuple[Tensor, Tensor]:
     """
     n = len(parents)
     mask = np.zeros((n, (n + 31) // 32 * 32), dtype=np.bool_)
-    for node, parent in enumerate(parents.tolist()):
+    for node, parent in enumerate(parents.cpu().tolist()):
         if parent >= 0:
             mask[node] = mask[parent]
         mask[node, node] = True
