@@ -43,23 +43,26 @@ def read_parallel(reads: Sequence[Read], n_parallel: int, progress: Progress | N
     progress  told the bytes of each read that has ended, from the thread that did it
     Leaves no read under way; starts none after an error.
     """
-    is_over = threading.Event()
+    waiting, is_over = iter(reads), threading.Event()
 
-    def work(read: Read) -> int:
-        if is_over.is_set():
-            return 0
+    def work() -> int:
+        moved = 0
         try:
-            nbytes = read()
+            for read in waiting:  # shared: each thread takes the next one
+                if is_over.is_set():
+                    break
+                nbytes = read()
+                moved += nbytes
+                if progress:
+                    progress(nbytes)
         except BaseException:
             is_over.set()
             raise
-        if progress:
-            progress(nbytes)
-        return nbytes
+        return moved
 
     with ThreadPoolExecutor(n_parallel, "reads") as pool:
         try:
-            return sum(pool.map(work, reads))
+            return sum(task.result() for task in [pool.submit(work) for _ in range(min(n_parallel, len(reads)))])
         finally:
             is_over.set()  # also where Ctrl-C came: nobody may go on writing into a block that its owner gives up
 
