@@ -54,28 +54,22 @@ _BLACKWELL = "vendor specification: NVIDIA RTX Blackwell GPU Architecture whitep
 _SHEET = "vendor specification: NVIDIA {} data sheet"
 _CITED, _CACHED = ", as cited", ", remembered"
 _DERIVED = "; rate of matrix products from its tensor cores, 64 products a clock each, and its boost clock"
-
-
-def _gib(n: float) -> int:
-    return int(n * 2**30)
-
+_GIB = 2**30
 
 # Of its 141 GB an H200 shows 143771 MiB. GDDR6 cards for data centres check and correct their memory, which takes a sixteenth
 # of it: nvidia-smi shows 23034 MiB of an L4 and 46068 MiB of an L40 (all remembered).
-_WITH_ECC = 15 / 16
-
 CARDS = (
-    Card("rtx3060", "GeForce RTX 3060 12 GB", _gib(12), 25.5, 360.0, PCIE_4, _GA102 + _CACHED + _DERIVED),
-    Card("rtx3090", "GeForce RTX 3090", _gib(24), 71.0, 936.0, PCIE_4, _GA102 + _CACHED),
-    Card("rtx4070ti", "GeForce RTX 4070 Ti", _gib(12), 80.2, 504.0, PCIE_4, _ADA + _CACHED + _DERIVED),
-    Card("rtx4080", "GeForce RTX 4080", _gib(16), 97.5, 716.8, PCIE_4, _ADA + _CACHED),
-    Card("rtx4090", "GeForce RTX 4090", _gib(24), 165.2, 1008.0, PCIE_4, _ADA + _CITED),
-    Card("rtx5090", "GeForce RTX 5090", _gib(32), 209.5, 1792.0, PCIE_5, _BLACKWELL + _CITED),
-    Card("l4", "L4", _gib(24 * _WITH_ECC), 121.0, 300.0, PCIE_4, _SHEET.format("L4") + _CITED),
-    Card("l40", "L40", _gib(48 * _WITH_ECC), 181.05, 864.0, PCIE_4, _SHEET.format("L40") + _CITED),
-    Card("a100", "A100 80 GB SXM", _gib(80), 312.0, 2039.0, PCIE_4, _SHEET.format("A100") + _CITED),
-    Card("h100", "H100 80 GB SXM", _gib(80), 989.0, 3350.0, PCIE_5, _SHEET.format("H100") + _CITED),
-    Card("h200", "H200 141 GB SXM", _gib(140), 989.0, 4800.0, PCIE_5, _SHEET.format("H200") + _CITED),
+    Card("rtx3060", "GeForce RTX 3060 12 GB", 12 * _GIB, 25.5, 360.0, PCIE_4, _GA102 + _CACHED + _DERIVED),
+    Card("rtx3090", "GeForce RTX 3090", 24 * _GIB, 71.0, 936.0, PCIE_4, _GA102 + _CACHED),
+    Card("rtx4070ti", "GeForce RTX 4070 Ti", 12 * _GIB, 80.2, 504.0, PCIE_4, _ADA + _CACHED + _DERIVED),
+    Card("rtx4080", "GeForce RTX 4080", 16 * _GIB, 97.5, 716.8, PCIE_4, _ADA + _CACHED),
+    Card("rtx4090", "GeForce RTX 4090", 24 * _GIB, 165.2, 1008.0, PCIE_4, _ADA + _CITED),
+    Card("rtx5090", "GeForce RTX 5090", 32 * _GIB, 209.5, 1792.0, PCIE_5, _BLACKWELL + _CITED),
+    Card("l4", "L4", 24 * _GIB * 15 // 16, 121.0, 300.0, PCIE_4, _SHEET.format("L4") + _CITED),
+    Card("l40", "L40", 48 * _GIB * 15 // 16, 181.05, 864.0, PCIE_4, _SHEET.format("L40") + _CITED),
+    Card("a100", "A100 80 GB SXM", 80 * _GIB, 312.0, 2039.0, PCIE_4, _SHEET.format("A100") + _CITED),
+    Card("h100", "H100 80 GB SXM", 80 * _GIB, 989.0, 3350.0, PCIE_5, _SHEET.format("H100") + _CITED),
+    Card("h200", "H200 141 GB SXM", 140 * _GIB, 989.0, 4800.0, PCIE_5, _SHEET.format("H200") + _CITED),
 )
 
 
