@@ -427,17 +427,14 @@ def test_a_verb_gets_the_flags_behind_it(capfd: pytest.CaptureFixture[str], mode
     assert cli_main.main(["plan", "--model", str(model), "--gpu", "rtx4090", "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["machine"] == "GeForce RTX 4090"
     for verb in cli_main.VERBS:
-        with pytest.raises(SystemExit) as ended:
-            cli_main.main([verb, "--help"])
-        out = capfd.readouterr().out
-        assert ended.value.code == 0 and out.startswith(f"usage: offload-rt {verb} ")
+        assert cli_main.main([verb, "--help"]) == 0
+        assert capfd.readouterr().out.startswith(f"usage: offload-rt {verb} ")
 
 
 def test_the_script_names_its_verbs(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli_main.main(["--help"])
+    assert cli_main.main(["--help"]) == 0
     out = capfd.readouterr().out
-    assert ended.value.code == 0 and all(verb in out for verb in ("run", "plan", "calibrate", "report"))
+    assert all(verb in out for verb in ("run", "plan", "calibrate", "report"))
 
 
 @pytest.mark.parametrize(

@@ -300,7 +300,7 @@ def test_a_full_disk_is_noticed_first(expand, source, tmp_path, monkeypatch, cap
 @pytest.mark.parametrize(("flags", "words"), [
     (["--hidden-size", "16"], "--hidden-size"),
     (["--layers", "2"], "--layers"),
-    (["--layers", "0"], "at least 1"),
+    (["--layers", "0"], "from 1 to"),
     (["--heads", "0"], "config.json"),
     (["--intermediate-size", "40"], "--intermediate-size"),
     (["--head-dim", "12"], "a multiple of the source's 8"),

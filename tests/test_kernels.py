@@ -324,7 +324,7 @@ def drafted(seed):
 
 def verdicts(kernels, kernel, tree, target, noise):
     """End node and bonus by csrc/; and by the rules' own kernels, with the distribution of the bonus."""
-    decision = residual.ResidualRule(kernel, "").decide(tree, target, noise[:-1])
+    decision = residual.ResidualRule(kernel is verify_bottom_up, "").decide(tree, target, noise[:-1])
     cumulative = decision.probs.double().cumsum(0)
     bonus = int(torch.searchsorted(cumulative, noise[-1] * cumulative[-1], right=True))
     candidates = residual.candidates(tree)

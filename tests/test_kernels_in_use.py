@@ -101,8 +101,9 @@ def decided_trees(independent):
         if recipe.independent == independent:
             target, draft = languages(name)
             for tree, _ in itertools.islice(recipe.trees(draft), 0, 200, 4):
-                sampled = tree.sampled and replace(tree.sampled, draft_probs=tree.sampled.draft_probs.float())
-                yield replace(tree, sampled=sampled), target_probs(target, tree).float()
+                if tree.sampled is not None:  # others go by `match`
+                    sampled = replace(tree.sampled, draft_probs=tree.sampled.draft_probs.float())
+                    yield replace(tree, sampled=sampled), target_probs(target, tree).float()
 
 
 @pytest.mark.parametrize("rule", ["sequoia", "specinfer", "traversal"])

@@ -49,9 +49,8 @@ def _read(process: subprocess.Popen[bytes], n: int) -> str:
 
 
 def test_signals_end_a_run_soon_with_what_it_had_produced(endless: list[str], begins_with: str, tmp_path: Path) -> None:
-    with _started(endless, tmp_path) as a, _started(endless, tmp_path) as b, _started(endless, tmp_path) as c:
-        numbers = {a: signal.SIGINT, b: signal.SIGTERM, c: signal.SIGHUP}
-        for process, number in numbers.items():
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        with _started(endless, tmp_path) as process:
             text = _read(process, ENOUGH)
             process.send_signal(number)
             rest, err = process.communicate(timeout=PATIENCE_S)
