@@ -181,7 +181,7 @@ def _print_table(findings: Findings) -> None:
 
 def _draw(findings: Findings, path: str) -> None:
     figure, ((ranks, passes, cost),) = panels(1, 3, (15, 4.5))
-    ranks.bar(np.arange(1, 17), findings.acceptance[:16], color="tab:blue")
+    ranks.plot(np.arange(1, 17), findings.acceptance[:16], "o", color="tab:blue")
     ranks.set(title="acceptance by rank", xlabel="rank among siblings", ylabel="probability", yscale="log")
     passes.plot(findings.widths, findings.pass_s, label="pass, predicted", color="tab:blue")
     passes.plot(findings.widths, findings.compute_s, "--", label="compute, measured", color="tab:orange")

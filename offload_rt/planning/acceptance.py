@@ -2,7 +2,7 @@
 
 Published are tokens per pass of trees of some size, not the probabilities by rank that a tree is searched for. So these are of
 one parameter: of what the first k children of a node leave over, the power law of Sequoia's analysis (Chen et al. 2024,
-section 3.1) says (k + 1)^-b, and b is such that the best tree of the published size and depth yields the published tokens.
+section 3.1) says (k + 1)^-b, and b is such that the best tree of the published size and depth gives the published tokens.
 """
 
 from dataclasses import dataclass
