@@ -28,7 +28,7 @@ def steady(schedule: StreamSchedule, work: Work, n_passes: int = 8) -> float:
 
 def test_a_pass_that_waits_for_the_link_takes_bytes_over_rate() -> None:
     plan = plan_of(12, 5)
-    assert plan.n_slots == 3 and plan.count("disk") == 10
+    assert plan.n_slots == 3 and plan.tiers.count("disk") == 10
     schedule = StreamSchedule.of(plan, LINKS)
     assert steady(schedule, Work(0.0, 1.2, 0.1)) == pytest.approx(10 * LAYER / 2e9)
 
@@ -73,7 +73,7 @@ def test_disk_and_host_are_stages_that_overlap() -> None:
 
 def test_what_comes_from_the_disk_crosses_the_link_of_the_card_as_well() -> None:
     plan = plan_of(16, 3, 8)
-    n_disk, n_streamed = plan.count("disk"), plan.count("disk") + plan.count("host")
+    n_disk, n_streamed = plan.tiers.count("disk"), plan.tiers.count("disk") + plan.tiers.count("host")
     assert n_disk == 8
     assert dict(plan.pass_bytes.streamed) == {"host": n_streamed * LAYER, "disk": n_disk * LAYER}
     links = (("disk", 4.0), ("host", 2.0))
@@ -102,13 +102,13 @@ def test_the_closed_form_says_what_the_clock_says(plan: Plan, compute_s: float, 
     profile = MachineProfile("imagined", False, LINKS, 1.0, 0.0, times)
     closed = pass_time(profile, plan.pass_bytes, 1, 0, draft_s)
     run = steady(StreamSchedule.of(plan, LINKS), Work(draft_s, compute_s, 0.0), 12)
-    n_streamed = plan.count("host") + plan.count("disk")
+    n_streamed = plan.tiers.count("host") + plan.tiers.count("disk")
     # What the closed form leaves out: uneven turns of slow and fast layers, which a few slots cannot level; and that after a
     # long draft the link begins when a layer has been computed, and the device ends with layers that came last.
-    uneven = 2 * LAYER / 2e9 if 0 < plan.count("host") < n_streamed else 0.0
+    uneven = 2 * LAYER / 2e9 if 0 < plan.tiers.count("host") < n_streamed else 0.0
     layers = 3 * compute_s / len(plan.tiers) + LAYER / 20e9
     # It counts the slots behind one link; with a card those behind the disk are filled while drafting as well.
-    of_disk = plan.n_slots * LAYER / 2e9 if plan.budget.has_card and plan.count("disk") else 0.0
+    of_disk = plan.n_slots * LAYER / 2e9 if plan.budget.has_card and plan.tiers.count("disk") else 0.0
     assert closed / 1.10 - of_disk - 1e-9 <= run <= 1.03 * closed + uneven + layers
 
 

@@ -31,8 +31,11 @@ def endless(model: Path) -> list[str]:
 
 @contextmanager
 def _started(line: list[str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    # What a shell starts in the background ignores SIGINT, and so would its children.
-    heeds = "import os, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); os.execv(sys.argv[1], sys.argv[1:])"
+    # What a shell starts in the background ignores SIGINT, what nohup starts SIGHUP, and so would their children.
+    heeds = (
+        "import os, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+    )
     process = subprocess.Popen(
         [sys.executable, "-c", heeds, *line], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         env=surroundings(XDG_CACHE_HOME=str(folder / "cache")), cwd=folder,
