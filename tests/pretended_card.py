@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -189,9 +189,10 @@ class _Copies:
     def event(self) -> None:
         return None
 
-    def copy(self, target: Tensor, source: Tensor, after: None) -> tuple[float, float]:
+    def copy(self, moves: Sequence[tuple[Tensor, Tensor]], after: None) -> tuple[float, float]:
         started = time.perf_counter()
-        target.copy_(source)
+        for target, source in moves:
+            target.copy_(source)
         return started, time.perf_counter()
 
     def compute_waits_for(self, event: float) -> None:
