@@ -142,6 +142,8 @@ def pretended_card(monkeypatch: pytest.MonkeyPatch, nbytes: int = 4 << 30, pins:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (nbytes, nbytes))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    nowhere = SimpleNamespace(pci_domain_id=0xFFFF, pci_bus_id=0xFF, pci_device_id=0xFF)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: nowhere)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(synchronize=lambda: None))
     fractions = [1.0]
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device=None: fractions[-1])
