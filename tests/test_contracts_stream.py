@@ -295,7 +295,7 @@ def build_sources(
     if "disk" in kinds:
         made["disk"] = wrap(DiskTier(files, ReadSettings(4096, 2)))
     streamed = tuple(made.get(kind) for kind in kinds)
-    return LayerSources(resident, streamed, n_slots), list(made.values())
+    return LayerSources(resident, streamed, n_slots, n_host_slots=n_slots), list(made.values())
 
 
 @dataclass
