@@ -180,6 +180,27 @@ def test_the_cap_ends_where_loading_fails(zoo, card, monkeypatch):
         assert torch.cuda.get_per_process_memory_fraction() == before
 
 
+@pytest.mark.parametrize(
+    ("begun", "settings", "release", "expected"),
+    [
+        (False, "", "6.8.0-generic", ["expandable_segments:True"]),
+        (False, "max_split_size_mb:64", "6.8.0-generic", []),  # by either variable, or by torch's own setter
+        (True, "", "6.8.0-generic", []),
+        (False, "", "5.15.90.1-microsoft-standard-WSL2", []),
+    ],
+)
+def test_blocks_on_the_card_grow_unless_the_user_says_otherwise(monkeypatch, begun, settings, release, expected):
+    found = []
+    with pretended_card(monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: begun)
+        monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: settings)
+        monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", found.append)
+        monkeypatch.setattr(builder.platform, "release", lambda: release)
+        assert builder.pick_device("cpu").type == "cpu" and not found
+        assert builder.pick_device("auto").type == "cuda"
+    assert found == expected
+
+
 def test_a_tensor_of_the_host_does_not_mix(monkeypatch):
     """The pretended card notices what a card would."""
     with pretended_card(monkeypatch):

@@ -1,5 +1,6 @@
 """Building the parts of an engine from its settings: what is planned, and what is loaded by the plan."""
 
+import platform
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
@@ -65,7 +66,20 @@ def pick_device(name: str) -> torch.device:
         raise DeviceError("--device cuda", need=need, have=_why_no_card(), change="use --device cpu")
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
+    _expand_segments()
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def _expand_segments() -> None:
+    """Let torch's blocks on the card grow, unless the user has set anything or CUDA has begun.
+
+    Otherwise what is left between blocks of varying sizes counts against a tight cap. Not in WSL, where the driver refuses
+    such memory (pytorch/pytorch 192330).
+    """
+    has_begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch has no types there
+    is_set = has_begun or torch._C._accelerator_getAllocatorSettings()
+    if not is_set and "microsoft" not in platform.release().lower():
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def _why_no_card() -> str:
