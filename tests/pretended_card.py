@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -142,6 +142,8 @@ def pretended_card(monkeypatch: pytest.MonkeyPatch, nbytes: int = 4 << 30, pins:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (nbytes, nbytes))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    nowhere = SimpleNamespace(pci_domain_id=0xFFFF, pci_bus_id=0xFF, pci_device_id=0xFF)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: nowhere)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(synchronize=lambda: None))
     fractions = [1.0]
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device=None: fractions[-1])
@@ -189,9 +191,10 @@ class _Copies:
     def event(self) -> None:
         return None
 
-    def copy(self, target: Tensor, source: Tensor, after: None) -> tuple[float, float]:
+    def copy(self, moves: Sequence[tuple[Tensor, Tensor]], after: None) -> tuple[float, float]:
         started = time.perf_counter()
-        target.copy_(source)
+        for target, source in moves:
+            target.copy_(source)
         return started, time.perf_counter()
 
     def compute_waits_for(self, event: float) -> None:

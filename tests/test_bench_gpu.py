@@ -79,7 +79,7 @@ def test_the_section_of_generation_runs(small, monkeypatch):
 
 def test_layers_of_the_disk_are_refused(small, monkeypatch):
     monkeypatch.setattr(streamed, "written", small)
-    monkeypatch.setattr(shapes, "opened", partial(shapes.opened, host_memory=1))
+    monkeypatch.setattr(shapes, "opened", partial(shapes.opened, host_memory="20MiB"))
     monkeypatch.setattr(streamed, "opened", shapes.opened)
     with pretended_card(monkeypatch), pytest.raises(RuntimeError, match="lie on the disk"):
         told(streamed.measure(streamed.Shapes("", 11, "275MiB", (1,))))

@@ -13,6 +13,8 @@ from tiny import CASES, Steady, feed, generate, prefill, prompt_of, random_tree
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
 from offload_rt.engine import builder
+from offload_rt.engine.memory_plan import READ_BUFFERS
+from offload_rt.errors import LinkError
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.speculate.pair_stats import PairStats
 
@@ -51,6 +53,12 @@ def little(directory):
         return unloaded.plan.reserved.total + 4 * unloaded.plan.slot_nbytes
 
 
+def least_on_host(directory):
+    """A budget of the host that leaves room for one layer on its way from the disk."""
+    with LLM.open(EngineConfig(str(directory), device="cuda", max_model_len=128, drafter="none")) as unloaded:
+        return READ_BUFFERS + unloaded.plan.slot_nbytes
+
+
 @pytest.mark.parametrize(
     ("name", "where"),
     [
@@ -62,7 +70,9 @@ def test_greedy_tokens_are_transformers(zoo, card, name, where):
     directory = zoo.directory(name, 0)
     with card(pins=where != "unpinned"):
         budget = {} if where == "device" else {"device_memory": little(directory)}
-        with on_card(directory, drafter="none", **budget, **({"host_memory": 1} if where == "disk" else {})) as llm:
+        if where == "disk":
+            budget["host_memory"] = least_on_host(directory)
+        with on_card(directory, drafter="none", **budget) as llm:
             assert set(llm.plan.tiers) == {"device", {"unpinned": "host"}.get(where, where)}
             got = llm.generate(prompt_of(0), SamplingParams(max_new_tokens=24))[0].token_ids
     assert got == zoo.greedy(name, 0)[:24]
@@ -154,6 +164,41 @@ def logits_on(device, directory, dtype):
             found.append(feed(runner, cache, prompt_of(seed, 23), random_tree(23, seed, 6)).clone())
             runner.discard(cache)
         return found
+
+
+def test_the_cap_ends_where_loading_fails(zoo, card, monkeypatch):
+    directory = zoo.directory("llama", 0)
+
+    def failed(*_):
+        raise LinkError("the disk has gone")
+
+    with card():
+        before = torch.cuda.get_per_process_memory_fraction()
+        monkeypatch.setattr(builder, "read_parallel", failed)
+        with pytest.raises(LinkError):
+            on_card(directory, drafter="none", device_memory=little(directory))
+        assert torch.cuda.get_per_process_memory_fraction() == before
+
+
+@pytest.mark.parametrize(
+    ("begun", "settings", "release", "expected"),
+    [
+        (False, "", "6.8.0-generic", ["expandable_segments:True"]),
+        (False, "max_split_size_mb:64", "6.8.0-generic", []),  # by either variable, or by torch's own setter
+        (True, "", "6.8.0-generic", []),
+        (False, "", "5.15.90.1-microsoft-standard-WSL2", []),
+    ],
+)
+def test_blocks_on_the_card_grow_unless_the_user_says_otherwise(monkeypatch, begun, settings, release, expected):
+    found = []
+    with pretended_card(monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: begun)
+        monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: settings)
+        monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", found.append)
+        monkeypatch.setattr(builder.platform, "release", lambda: release)
+        assert builder.pick_device("cpu").type == "cpu" and not found
+        assert builder.pick_device("auto").type == "cuda"
+    assert found == expected
 
 
 def test_a_tensor_of_the_host_does_not_mix(monkeypatch):

@@ -20,6 +20,7 @@ from offload_rt.offload.streamer import LayerView
 from offload_rt.offload.tier import Tier, read_parallel
 from offload_rt.system.files import read_cached, write_cached
 from offload_rt.system.machine import ComputeTimes, MachineProfile, PassBytes
+from offload_rt.system.numa import cpus_near, staying_near
 from offload_rt.tree.topology import Topology
 from offload_rt.weights.header import TensorRecord
 from offload_rt.weights.layout import host_block
@@ -83,7 +84,8 @@ def profile(tier: Tier, n_layers: int, dtype: torch.dtype, device: torch.device)
 def upload_gbps(device: torch.device, nbytes: int = 256 << 20) -> float:
     """GB/s at which a GPU copies pinned memory of the host."""
     source, target = host_block(nbytes), torch.empty(nbytes, dtype=torch.uint8, device=device)
-    pinned = pin(source)
+    with staying_near(cpus_near(device)):
+        pinned = pin(source)
     try:
         seconds = []
         for _ in range(4):
