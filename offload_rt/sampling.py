@@ -40,11 +40,11 @@ def probs(logits: Tensor, params: SamplingParams, tokens: Sequence[int], paths: 
     for part in _parts(len(logits)):
         compute(part, paths[part], _N_FIRST)
     # One wait for the device, whatever comes of it.
-    is_finite, none_is_left = torch.stack((best.isfinite().all(), is_whole.all())).tolist()
+    is_finite, none_is_left = torch.stack((best.isfinite().all(), is_whole.all())).cpu().tolist()
     if not is_finite:
         change = "check the checkpoint, or try --dtype float32"
         raise NumericsError("the model's logits are not all numbers", change=change)
-    left: list[int] = [] if none_is_left else (~is_whole).nonzero()[:, 0].tolist()
+    left: list[int] = [] if none_is_left else (~is_whole).nonzero()[:, 0].cpu().tolist()
     for part in _parts(len(left)):
         compute(left[part], [paths[row] for row in left[part]] if has_penalty else (), logits.shape[-1])
     return result
