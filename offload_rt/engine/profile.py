@@ -59,14 +59,17 @@ def link_gbps(tier: Tier, n_layers: int, seconds: float = 0.5) -> float:
             return nbytes / elapsed / 1e9
 
 
-def memory_gbps(dtype: torch.dtype, device: torch.device) -> float:
-    """GB/s at which the device reads a matrix, many times what its caches hold, in a product with one vector."""
+def beyond_caches(device: torch.device) -> int:
+    """Bytes of which the device's caches hold little, and at most a quarter of what is free."""
     if device.type == "cuda":
-        nbytes, free = 1 << 30, torch.cuda.mem_get_info(device)[0]  # the cache of a 4090 holds 72 MB
-    else:
-        nbytes, free = max(256 << 20, 4 * cache_nbytes()), memory_free()
+        return min(1 << 30, torch.cuda.mem_get_info(device)[0] // 4)  # the cache of a 4090 holds 72 MB
+    return min(max(256 << 20, 4 * cache_nbytes()), memory_free() // 4)
+
+
+def memory_gbps(dtype: torch.dtype, device: torch.device) -> float:
+    """GB/s at which the device reads a matrix in a product with one vector."""
     width = 4096
-    matrix = torch.ones(min(nbytes, free // 4) // dtype.itemsize // width, width, dtype=dtype, device=device)
+    matrix = torch.ones(beyond_caches(device) // dtype.itemsize // width, width, dtype=dtype, device=device)
     vector = torch.ones(1, width, dtype=dtype, device=device)
     seconds = _timed(device, lambda: torch.nn.functional.linear(vector, matrix))
     return matrix.nbytes / median(seconds) / 1e9

@@ -14,7 +14,6 @@ from offload_rt.errors import OffloadError, SettingsError
 from offload_rt.offload.disk import DiskTier
 from offload_rt.planning.forecast import LEVEL_S, Machine
 from offload_rt.planning.roofline import Roof
-from offload_rt.system.machine import cache_nbytes
 from offload_rt.weights.checkpoint import open_checkpoint
 
 # A matrix of so many columns is multiplied with so many rows, until that has taken so long.
@@ -48,10 +47,8 @@ def this_machine(config: EngineConfig, disk_gbps: float | None) -> Machine:
 @torch.inference_mode()
 def measure_roof(dtype: torch.dtype, device: torch.device) -> Roof:
     """Time products of one matrix with more and more rows; takes a second or two, whatever the model."""
-    is_cuda = device.type == "cuda"
-    # Far more than caches hold.
-    nbytes = 1 << 30 if is_cuda else max(64 << 20, 4 * cache_nbytes())
-    matrix = torch.empty(nbytes // dtype.itemsize // _N_COLUMNS, _N_COLUMNS, dtype=dtype, device=device).uniform_(-1, 1)
+    shape = profile.beyond_caches(device) // dtype.itemsize // _N_COLUMNS, _N_COLUMNS
+    matrix = torch.empty(shape, dtype=dtype, device=device).uniform_(-1, 1)
     products: list[tuple[int, float]] = []
     started = time.perf_counter()
     for n_rows in _WIDTHS:
@@ -62,7 +59,7 @@ def measure_roof(dtype: torch.dtype, device: torch.device) -> Roof:
             break
     n_rows, seconds = products[-1]
     roof = Roof(2 * n_rows / seconds, dtype.itemsize / products[0][1], products=tuple(products))
-    return roof.on_card() if is_cuda else roof
+    return roof.on_card() if device.type == "cuda" else roof
 
 
 def _timed_product(rows: torch.Tensor, matrix: torch.Tensor) -> float:
