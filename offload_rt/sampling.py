@@ -30,7 +30,7 @@ def probs(logits: Tensor, params: SamplingParams, tokens: Sequence[int], paths: 
     has_penalty = params.repetition_penalty != 1.0
     seen = torch.tensor(sorted(set(tokens)) if has_penalty else [], dtype=torch.int64, device=logits.device)
 
-    def compute(rows: slice | list[int], own: Sequence[Sequence[int]], n_first: int) -> None:
+    def compute(rows: slice | Tensor, own: Sequence[Sequence[int]], n_first: int) -> None:
         some = logits[rows].to(wide)
         if has_penalty:
             some = _penalise(some, params.repetition_penalty, seen, own)
@@ -39,14 +39,13 @@ def probs(logits: Tensor, params: SamplingParams, tokens: Sequence[int], paths: 
 
     for part in _parts(len(logits)):
         compute(part, paths[part], _N_FIRST)
-    # One wait for the device, whatever comes of it.
-    is_finite, none_is_left = torch.stack((best.isfinite().all(), is_whole.all())).cpu().tolist()
-    if not is_finite:
+    if not bool(best.isfinite().all()):
         change = "check the checkpoint, or try --dtype float32"
         raise NumericsError("the model's logits are not all numbers", change=change)
-    left: list[int] = [] if none_is_left else (~is_whole).nonzero()[:, 0].cpu().tolist()
+    left = is_whole.logical_not().nonzero()[:, 0] if params.top_p < 1.0 else seen[:0]  # the host waits only for top-p
     for part in _parts(len(left)):
-        compute(left[part], [paths[row] for row in left[part]] if has_penalty else (), logits.shape[-1])
+        own = [paths[row] for row in left[part].cpu().tolist()] if has_penalty else []
+        compute(left[part], own, logits.shape[-1])
     return result
 
 

@@ -17,8 +17,8 @@ from offload_rt.system.machine import ComputeTimes
 # reading on an RTX 4090 921 of 1008 (github.com/krrishnarraj/clpeak, issue 106), on an RTX 3090 854 of 936
 # (github.com/ashalliants/ninfer-3090, pull request 50).
 _OF_PRODUCTS, _OF_MEMORY = 0.7, 0.89
-# Kernels of a layer: products for q, k and v together, o, gate and up together, down; two norms, rotation, attention and the
-# joining of its parts, SiLU, the last sum.
+# Kernels of a layer (docs/kernels.md): products for q, k and v together, o, gate and up together, down; two norms, rotation,
+# attention and the joining of its parts, SiLU, the last sum.
 _N_LAUNCHES = 11
 # Seconds by which each kernel of a captured graph ends later than its work says. A sum of 1024 numbers took 1.1 to 1.3 us in
 # a graph (github.com/pytorch/pytorch, issue 161104), a kernel that does nothing 0.58 (github.com/ahrefs/ocannl, issue 488).
