@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns its exit code."""
     text = f"What a model would take on a machine, from its config.json alone; built in are {', '.join(KNOWN)}."
     parser = Parser("offload-rt plan", text, EngineConfig, PlanSettings, without=_NO_FLAGS)
-    # Nearly all that torch and transformers make while they load stays: to look for garbage among it takes a sixth of a plan.
+    # Nearly all that torch and transformers make while they load stays: looking for garbage among it is an eighth of loading.
     gc.disable()
     try:
         return exit_code(lambda: _plan(parser.parse_args(arguments)))
