@@ -22,7 +22,7 @@ from offload_rt.speculate.pair_stats import PairStats
 @pytest.fixture(autouse=True)
 def steady(monkeypatch):
     """Trees that do not depend on the clock, nor on what another test learned."""
-    monkeypatch.setattr(builder, "CostEstimator", lambda profile, moved: Steady())
+    monkeypatch.setattr(builder, "CostEstimator", lambda *_: Steady())
     monkeypatch.setattr(PairStats, "load", lambda *_: PairStats())
 
 
@@ -153,6 +153,19 @@ def test_the_cap_on_the_cards_memory_ends_with_the_engine(zoo, card):
         with on_card(directory, drafter="none", device_memory=little(directory)):
             assert torch.cuda.get_per_process_memory_fraction() < before
         assert torch.cuda.get_per_process_memory_fraction() == before
+
+
+def test_products_are_summed_in_float32_as_long_as_an_engine_is_open(zoo, card):
+    directory, products = zoo.directory("llama", 0), torch.backends.cuda.matmul
+
+    def allowed():
+        return products.allow_bf16_reduced_precision_reduction, products.allow_fp16_reduced_precision_reduction
+
+    with card():
+        before = allowed()
+        with on_card(directory, drafter="none", device_memory=little(directory)):
+            assert allowed() == (False, False)
+        assert allowed() == before == (True, True)
 
 
 def logits_on(device, directory, dtype):

@@ -1,5 +1,7 @@
 """The virtual clock: limits that are known by hand, rules of the slots, and agreement with the cost model's closed form."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -132,6 +134,7 @@ def test_passes_cost_what_their_context_costs() -> None:
     whole = float(target.at(np.array([len(topology)]), 100)[0])
     work = costs.work(topology, 100)
     assert work.draft_s == pytest.approx(0.02 * topology.depths.max())
+    assert replace(costs, level_s=0.005).draft_s(topology, 100) == pytest.approx(0.025 * topology.depths.max())
     assert (work.layers_s, work.after_s) == pytest.approx((0.95 * whole, 0.05 * whole + 0.01))
     schedule = StreamSchedule.of(plan_of(12, 12), LINKS)
     run = generate(schedule, costs, (topology, acceptance), (100, 1100))

@@ -151,6 +151,7 @@ def load(engine_plan: EnginePlan, trace: Trace, progress: Progress | None = None
         if device.type == "cuda":
             closes.callback(torch.cuda.empty_cache)
             _cap_device_memory(plan.budget.device, device, closes)
+            _sum_in_float32(closes)
         host = closes.enter_context(closing(MemoryTier(register=device.type == "cuda")))
         models = (checkpoint,) if draft is None else (checkpoint, draft)
         files = [loading.enter_context(closing(_open_files(one, disk.settings, device))) for one in models]
@@ -178,6 +179,14 @@ def _cap_device_memory(nbytes: int, device: torch.device, closes: ExitStack) -> 
     torch.cuda.set_per_process_memory_fraction(min(nbytes / all_of_card, 1.0), device)
 
 
+def _sum_in_float32(closes: ExitStack) -> None:
+    """Let cuBLAS add the parts of a product in float32 until `closes`; by default it may round them to 16 bits before."""
+    products = torch.backends.cuda.matmul
+    for name in ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"):
+        closes.callback(setattr, products, name, getattr(products, name))
+        setattr(products, name, False)
+
+
 def _capture_passes(engine_plan: EnginePlan, runner: Runner, draft: Runner | None) -> None:
     """Let models that lie on the card as a whole compute by CUDA graphs."""
     capture, n_nodes = CudaCapture(), engine_plan.limits.n_nodes
@@ -196,7 +205,7 @@ def _open_drafter(
         machine = MachineProfile("not measured", False, (("disk", 1.0), ("host", 1.0)), 1.0)
     else:
         machine = profile.pass_profile(runner, moved, (limits.n_nodes, engine_plan.max_model_len))
-    cost = CostEstimator(machine, moved)
+    cost = CostEstimator(machine, moved, drafting.draft.nbytes if drafting.draft else 0)
     model, pair_stats = None, PairStats()
     if draft is not None and drafting.draft is not None:
         model = DraftModel(draft, runner.spec.vocab_size, limits.n_levels, trace)

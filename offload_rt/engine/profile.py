@@ -4,7 +4,7 @@ import hashlib
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from itertools import pairwise
 from statistics import median
@@ -19,7 +19,7 @@ from offload_rt.offload.pinning import pin, unpin
 from offload_rt.offload.streamer import LayerView
 from offload_rt.offload.tier import Tier, read_parallel
 from offload_rt.system.files import read_cached, write_cached
-from offload_rt.system.machine import ComputeTimes, MachineProfile, PassBytes
+from offload_rt.system.machine import ComputeTimes, MachineProfile, PassBytes, cache_nbytes, memory_free
 from offload_rt.system.numa import cpus_near, staying_near
 from offload_rt.tree.topology import Topology
 from offload_rt.weights.header import TensorRecord
@@ -60,17 +60,20 @@ def link_gbps(tier: Tier, n_layers: int, seconds: float = 0.5) -> float:
             return nbytes / elapsed / 1e9
 
 
-def memory_gbps(dtype: torch.dtype, device: torch.device, nbytes: int = 64 << 20) -> float:
+def beyond_caches(device: torch.device) -> int:
+    """Bytes of which the device's caches hold little, and at most a quarter of what is free."""
+    if device.type == "cuda":
+        return min(1 << 30, torch.cuda.mem_get_info(device)[0] // 4)  # the cache of a 4090 holds 72 MB
+    return min(max(256 << 20, 4 * cache_nbytes()), memory_free() // 4)
+
+
+def memory_gbps(dtype: torch.dtype, device: torch.device) -> float:
     """GB/s at which the device reads a matrix in a product with one vector."""
     width = 4096
-    matrix = torch.ones(nbytes // dtype.itemsize // width, width, dtype=dtype, device=device)
+    matrix = torch.ones(beyond_caches(device) // dtype.itemsize // width, width, dtype=dtype, device=device)
     vector = torch.ones(1, width, dtype=dtype, device=device)
-    seconds = []
-    for _ in range(4):
-        started = time.perf_counter()
-        torch.nn.functional.linear(vector, matrix).sum().item()
-        seconds.append(time.perf_counter() - started)
-    return nbytes / median(seconds[1:]) / 1e9
+    seconds = _timed(device, lambda: torch.nn.functional.linear(vector, matrix))
+    return matrix.nbytes / median(seconds) / 1e9
 
 
 def profile(tier: Tier, n_layers: int, dtype: torch.dtype, device: torch.device) -> MachineProfile:
@@ -87,17 +90,30 @@ def upload_gbps(device: torch.device, nbytes: int = 256 << 20) -> float:
     with staying_near(cpus_near(device)):
         pinned = pin(source)
     try:
-        seconds = []
-        for _ in range(4):
-            torch.cuda.synchronize(device)
-            started = time.perf_counter()
-            target.copy_(source, non_blocking=True)
-            torch.cuda.synchronize(device)
-            seconds.append(time.perf_counter() - started)
+        seconds = _timed(device, lambda: target.copy_(source, non_blocking=True))
     finally:
         if pinned:
             unpin(source)
-    return nbytes / min(seconds[1:]) / 1e9
+    return nbytes / min(seconds) / 1e9
+
+
+def _timed(device: torch.device, work: Callable[[], object], n_times: int = 3) -> list[float]:
+    """Seconds of some work each time, by the device's own clock where it is a card, after a first time that is not counted."""
+    seconds = []
+    for _ in range(1 + n_times):
+        if device.type == "cuda":
+            start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch gives it no types
+            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            start.record()
+            work()
+            end.record()
+            end.synchronize()
+            seconds.append(start.elapsed_time(end) / 1e3)
+        else:
+            started = time.perf_counter()
+            work()
+            seconds.append(time.perf_counter() - started)
+    return seconds[1:]
 
 
 def pass_profile(runner: Runner, moved: PassBytes, rows: tuple[int, int]) -> MachineProfile:
