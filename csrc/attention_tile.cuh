@@ -9,17 +9,19 @@
 
 namespace offload_rt {
 
-template <typename T, int dim, int row_tiles, int keys>
+// Keys and values lie in two buffers, one of which is filled while the other is read; or in one, in which each waits for
+// the product with the other.
+template <typename T, int dim, int row_tiles, int keys, int buffers>
 struct Tile {
   using Element = T;
-  static constexpr int kDim = dim, kRowTiles = row_tiles, kKeys = keys;
+  static constexpr int kDim = dim, kRowTiles = row_tiles, kKeys = keys, kBuffers = buffers;
   static constexpr int kWarps = 4, kThreads = 32 * kWarps;
   static constexpr int kWarpRows = 16 * kRowTiles, kRows = kWarps * kWarpRows;
   static constexpr int kChunks = kDim / 8;  // of 16 bytes, in a row
   static constexpr int kRowBytes = 2 * kDim;
   static constexpr int kQueryBytes = kRows * kRowBytes, kStageBytes = kKeys * kRowBytes;
-  // Queries, then two buffers of keys and two of values.
-  static constexpr int kSharedBytes = kQueryBytes + 4 * kStageBytes;
+  // Queries, then the buffers of keys and those of values.
+  static constexpr int kSharedBytes = kQueryBytes + 2 * kBuffers * kStageBytes;
 
   // Where a chunk of a row lies. Any eight rows from a multiple of eight on have a given chunk in eight different
   // groups of banks, so ldmatrix meets no conflict.
@@ -52,8 +54,8 @@ struct Block {
         n_stages(n_prefix + (n_keys - n_before + Tile::kKeys - 1) / Tile::kKeys) {}
 
   __device__ unsigned char* keys(int buffer) const { return shared + Tile::kQueryBytes + buffer * Tile::kStageBytes; }
-  __device__ unsigned char* values(int buffer) const { return keys(2 + buffer); }
-  __device__ unsigned char* live() const { return keys(4); }
+  __device__ unsigned char* values(int buffer) const { return keys(Tile::kBuffers + buffer); }
+  __device__ unsigned char* live() const { return keys(2 * Tile::kBuffers); }
 
   __device__ void load_queries(const TreeAttention& args) const {
     const T* q = static_cast<const T*>(args.q) + kv_head * args.group * args.q_head;
@@ -65,20 +67,23 @@ struct Block {
     }
   }
 
-  // Rows past the end become zeros: a weight of zero times what happens to lie there might not be zero.
   __device__ void load_keys(const TreeAttention& args, int stage, int buffer) const {
+    load_stage(static_cast<const T*>(args.k) + kv_head * args.k_head, args.k_row, stage, keys(buffer));
+  }
+  __device__ void load_values(const TreeAttention& args, int stage, int buffer) const {
+    load_stage(static_cast<const T*>(args.v) + kv_head * args.v_head, args.v_row, stage, values(buffer));
+  }
+
+  // Rows past the end become zeros: a weight of zero times what happens to lie there might not be zero.
+  __device__ void load_stage(const T* from, int64_t stride, int stage, unsigned char* to) const {
     const bool is_prefix = stage < n_prefix;
     const int start = is_prefix ? stage * Tile::kKeys : n_before + (stage - n_prefix) * Tile::kKeys;
     const int end = is_prefix ? n_before : n_keys;
-    const T* k = static_cast<const T*>(args.k) + kv_head * args.k_head;
-    const T* v = static_cast<const T*>(args.v) + kv_head * args.v_head;
     for (int i = threadIdx.x; i < Tile::kKeys * Tile::kChunks; i += Tile::kThreads) {
       const int row = i / Tile::kChunks, chunk = i % Tile::kChunks;
       const bool is_there = start + row < end;
       const int64_t key = is_there ? start + row : start;
-      const int place = Tile::place(row, chunk);
-      cp_async_16(keys(buffer) + place, k + key * args.k_row + chunk * 8, is_there);
-      cp_async_16(values(buffer) + place, v + key * args.v_row + chunk * 8, is_there);
+      cp_async_16(to + Tile::place(row, chunk), from + key * stride + chunk * 8, is_there);
     }
   }
 

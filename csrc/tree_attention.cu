@@ -53,15 +53,18 @@ __global__ void __launch_bounds__(Tile::kThreads) tree_attention_kernel(TreeAtte
   const int last_whole = block.n_before / Tile::kKeys;
   Rows<Tile> rows;
   sync_block();
+  constexpr bool kIsAhead = Tile::kBuffers == 2;
   int stage = block.next(span.first, span.last), buffer = 0;
   if (stage < span.last) block.load_keys(args, stage, buffer);
+  if (kIsAhead && stage < span.last) block.load_values(args, stage, buffer);
   cp_async_commit();
   while (stage < span.last) {
     cp_async_wait<0>();
-    // Past this, the stage has arrived for all warps, and none still reads the buffer that is filled next.
+    // Past this, what was copied has arrived for all warps, and none still reads the buffer that is filled next.
     sync_block();
     const int next = block.next(stage + 1, span.last);
-    if (next < span.last) block.load_keys(args, next, buffer ^ 1);
+    if (!kIsAhead) block.load_values(args, stage, 0);
+    if (kIsAhead && next < span.last) block.load_keys(args, next, buffer ^ 1), block.load_values(args, next, buffer ^ 1);
     cp_async_commit();
     typename Rows<Tile>::Scores scores;
     block.score(scores, buffer);
@@ -69,10 +72,16 @@ __global__ void __launch_bounds__(Tile::kThreads) tree_attention_kernel(TreeAtte
       Rows<Tile>::mask_tree(args, block, scores, stage);
     else if (stage < first_whole || stage >= last_whole)
       Rows<Tile>::mask_prefix(args, block, scores, stage);
+    if (!kIsAhead) {
+      cp_async_wait<0>();
+      sync_block();
+      if (next < span.last) block.load_keys(args, next, 0);
+      cp_async_commit();
+    }
     rows.weigh(args, scores);
     block.gather(rows.out, scores, buffer);
     stage = next;
-    buffer ^= 1;
+    if (kIsAhead) buffer ^= 1;
   }
   rows.finish(args, block, blockIdx.z);
 }
@@ -110,12 +119,28 @@ void run(const TreeAttention& args, cudaStream_t stream) {
   launch(tree_attention_kernel<Tile>, grid, Tile::kThreads, Tile::kSharedBytes + n_marks, stream, args);
 }
 
+// Whether two blocks of a tile fit on a multiprocessor with so many bytes; a kilobyte is the system's, one is for the marks.
+template <typename Tile>
+bool fits_twice(int shared_bytes) {
+  return 2 * (Tile::kSharedBytes + (2 << 10)) <= shared_bytes;
+}
+
+// Few rows wait for keys, which two buffers bring while others are read. Many wait for products: two blocks, of which one
+// multiplies while the other weighs, come first, then long stages, then two buffers.
 template <typename T, int dim>
 void run_for(const TreeAttention& args, int tile_rows, cudaStream_t stream) {
+  using Ahead = Tile<T, dim, 2, 64, 2>;
+  using Long = Tile<T, dim, 2, 64, 1>;
+  using Short = Tile<T, dim, 2, 32, 1>;
+  const int shared_bytes = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, "shared memory of a multiprocessor");
   if (tile_rows == 64)
-    run<Tile<T, dim, 1, 64>>(args, stream);
+    run<Tile<T, dim, 1, 64, 2>>(args, stream);
+  else if (fits_twice<Ahead>(shared_bytes))
+    run<Ahead>(args, stream);
+  else if (fits_twice<Long>(shared_bytes))
+    run<Long>(args, stream);
   else
-    run<Tile<T, dim, 2, dim == 64 ? 64 : 32>>(args, stream);
+    run<Short>(args, stream);
 }
 
 template <typename T>
