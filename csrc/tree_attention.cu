@@ -119,35 +119,27 @@ void run(const TreeAttention& args, cudaStream_t stream) {
   launch(tree_attention_kernel<Tile>, grid, Tile::kThreads, Tile::kSharedBytes + n_marks, stream, args);
 }
 
-// Whether two blocks of a tile fit on a multiprocessor with so many bytes; a kilobyte is the system's, one is for the marks.
-template <typename Tile>
-bool fits_twice(int shared_bytes) {
-  return 2 * (Tile::kSharedBytes + (2 << 10)) <= shared_bytes;
+// The first of some tiles of which two blocks fit on a multiprocessor, or the last: one block multiplies while the other
+// weighs. A kilobyte of each block is the system's, another is for the marks.
+template <typename First, typename... Others>
+void run_first_that_fits(const TreeAttention& args, int shared_bytes, cudaStream_t stream) {
+  if constexpr (sizeof...(Others) > 0)
+    if (2 * (First::kSharedBytes + (2 << 10)) > shared_bytes) return run_first_that_fits<Others...>(args, shared_bytes, stream);
+  run<First>(args, stream);
 }
 
-// Few rows wait for keys, which two buffers bring while others are read. Many wait for products: two blocks, of which one
-// multiplies while the other weighs, come first, then long stages, then two buffers.
-template <typename T, int dim>
-void run_for(const TreeAttention& args, int tile_rows, cudaStream_t stream) {
-  using Ahead = Tile<T, dim, 2, 64, 2>;
-  using Long = Tile<T, dim, 2, 64, 1>;
-  using Short = Tile<T, dim, 2, 32, 1>;
-  const int shared_bytes = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, "shared memory of a multiprocessor");
-  if (tile_rows == 64)
-    run<Tile<T, dim, 1, 64, 2>>(args, stream);
-  else if (fits_twice<Ahead>(shared_bytes))
-    run<Ahead>(args, stream);
-  else if (fits_twice<Long>(shared_bytes))
-    run<Long>(args, stream);
-  else
-    run<Short>(args, stream);
-}
-
+// Few rows wait for keys: two buffers. Many wait for products: long stages read the queries less often.
 template <typename T>
 void run_for(const TreeAttention& args, int tile_rows, cudaStream_t stream) {
-  if (args.head_dim == 64) run_for<T, 64>(args, tile_rows, stream);
-  if (args.head_dim == 96) run_for<T, 96>(args, tile_rows, stream);
-  if (args.head_dim == 128) run_for<T, 128>(args, tile_rows, stream);
+  const int shared_bytes = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, "shared memory of a multiprocessor");
+  const bool is_few = tile_rows == 64;
+  if (args.head_dim == 64) is_few ? run<Tile<T, 64, 1, 64, 2>>(args, stream) : run<Tile<T, 64, 2, 64, 2>>(args, stream);
+  if (args.head_dim == 96 && is_few) run<Tile<T, 96, 1, 64, 2>>(args, stream);
+  if (args.head_dim == 96 && !is_few)
+    run_first_that_fits<Tile<T, 96, 2, 64, 2>, Tile<T, 96, 2, 32, 2>>(args, shared_bytes, stream);
+  if (args.head_dim == 128 && is_few) run<Tile<T, 128, 1, 64, 2>>(args, stream);
+  if (args.head_dim == 128 && !is_few)
+    run_first_that_fits<Tile<T, 128, 2, 32, 2>, Tile<T, 128, 2, 32, 1>>(args, shared_bytes, stream);
   if (args.n_splits == 1) return;
   const int64_t n_pairs = static_cast<int64_t>(args.n) * args.n_heads * args.head_dim / 2;
   const dim3 grid(static_cast<unsigned>((n_pairs + kCombineThreads - 1) / kCombineThreads));

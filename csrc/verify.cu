@@ -68,6 +68,7 @@ __device__ Child sampled_child(double left, double n_left, double prob) {
 __global__ void __launch_bounds__(kVerifyThreads) weigh_children_kernel(Verify args) {
   const Tree tree(args);
   const int node = blockIdx.x;
+  if (tree.n_children(node) == 0) return;
   const Siblings siblings = siblings_of(tree, node);
   const int n_sampled = siblings.n_sampled, n_drawn_with = tree.independent ? 0 : siblings.n;
   const float* probs = tree.draft_probs + tree.row_of[node] * tree.vocabulary;
@@ -206,7 +207,7 @@ __device__ void draw(Tree& tree, const Trial& end) {
   if (lane == 0) tree.verdict[1] = found;
 }
 
-__global__ void __launch_bounds__(kVerifyThreads) verify_kernel(Verify args) {
+__global__ void __launch_bounds__(kVerifyThreads, 1) verify_kernel(Verify args) {
   Tree tree(args);
   int level = 0;
   Trial end = tree.leaf_to_root ? traverse(tree, level) : walk(tree);

@@ -155,6 +155,20 @@ def test_tree_attention(kernels, case):
     assert_attention(found, q, k, v, visible(case, parents))
 
 
+# Multiprocessors with 228, 164 and 100 KB hold other tiles of many rows; see tests/cuda_on_cpu/cuda_runtime.h.
+@pytest.mark.parametrize("card", [0, 1, 2])
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_tree_attention_of_many_rows_on_cards_with_more_and_less_shared_memory(kernels, monkeypatch, dim, card):
+    if kernels.device != "cpu":
+        pytest.skip("a card has the shared memory it has")
+    monkeypatch.setenv("CUDA_ON_CPU_CARD", str(card))
+    for window in (0, 50):
+        case = Case(20, 19, 199, 8, 1, dim, window, torch.float16, 10 * dim + card, n_chain=30)
+        q, k, v, parents = inputs(case, kernels.device)
+        found = kernels.tree_attention(q, k, v, *mask_of(case, parents), window, dim**-0.5)
+        assert_attention(found, q, k, v, visible(case, parents))
+
+
 def assert_attention(found, q, k, v, mask):
     """Output and log-sum-exp are close to the reference's for the keys that are there; mask (n, n_keys) bool."""
     (out, lse), mask, n_keys = found, mask.to(q.device), mask.shape[1]
@@ -368,6 +382,21 @@ def test_verify_where_next_to_nothing_is_left(kernels, kernel, is_sampled):
         assert mine == plain
         ends.add(plain[0])
     assert ends == ({0, 2} if is_sampled else {2})
+
+
+@pytest.mark.parametrize("kernel", [verify_top_down, verify_bottom_up], ids=["top_down", "bottom_up"])
+def test_verify_accepts_the_second_of_two_equal_deterministic_siblings_never(kernels, kernel):
+    target = torch.full((3, 2000), 0.5 / 1999)
+    target[:, 7] = 0.5
+    nothing = SampledNodes(np.zeros(3, dtype=bool), target[:0], np.full(3, -1))
+    tree = DraftTree(Topology(np.array([-1, 0, 0])), torch.tensor([1, 7, 7]), nothing)
+    ends = []
+    for first in (0.6, 0.4):
+        noise = torch.tensor([0, first, 0.1, 0.3], dtype=torch.float64)
+        mine, plain = verdicts(kernels, kernel, tree, target, noise)
+        assert mine == plain
+        ends.append(plain[0])
+    assert ends == [0, 1]
 
 
 def test_the_bonus_at_the_ends_of_the_distribution(kernels):

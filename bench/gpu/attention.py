@@ -31,7 +31,7 @@ class Shapes:
 
 
 def measure(shapes: Shapes = Shapes()) -> Iterator[dict[str, object]]:
-    """Seconds of each by tree size, the floor of the same minutes, and the time of ours against flash without a mask and the floor."""
+    """Seconds of each by tree size, the floor measured between them, and how often ours takes that of flash and the floor."""
     found: dict[str, object] = {}
     for n in shapes.n_nodes:
         tree = random_tree(n)
@@ -40,14 +40,19 @@ def measure(shapes: Shapes = Shapes()) -> Iterator[dict[str, object]]:
         medians = {name: spread.median for name, spread in spreads.items()}
         floor = _floor(tree, shapes, medians)
         ours = medians.get("tree_attention", float("nan"))
-        against = {"floor": ours / floor["seconds"], "flash, no mask": ours / medians.get("flash, no mask", float("nan"))}
+        against = {
+            "floor": ours / floor["seconds"],
+            "flash, no mask": ours / medians.get("flash, no mask", float("nan")),
+        }
         times = {name: asdict(spread) for name, spread in spreads.items()}
         found[str(n)] = times | broken | {"floor": floor, "tree_attention against": against}
         yield found
 
 
 def _ceilings(shapes: Shapes) -> dict[str, Callable[[], object]]:
-    a, b = (torch.randn(shapes.product_width, shapes.product_width, dtype=torch.bfloat16, device=CARD) for _ in range(2))
+    a, b = (
+        torch.randn(shapes.product_width, shapes.product_width, dtype=torch.bfloat16, device=CARD) for _ in range(2)
+    )
     source, target = (torch.empty(shapes.nbytes_copied, dtype=torch.uint8, device=CARD) for _ in range(2))
     return {_PRODUCT: lambda: torch.mm(a, b), _COPY: lambda: target.copy_(source)}
 

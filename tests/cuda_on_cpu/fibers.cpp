@@ -161,9 +161,9 @@ bool run_warp(int warp) {
 
 // Runs blocks at the same time.
 void run_blocks(const std::vector<Dim3>& places, int n_threads, size_t nbytes_shared) {
-  const int n_fibers = n_threads * static_cast<int>(places.size()), n_warps = n_fibers / 32;
+  const int n_fibers = n_threads * static_cast<int>(places.size());
   machine.fibers.assign(n_fibers, Fiber());
-  machine.warps.assign(n_warps, Warp());
+  machine.warps.assign(n_fibers / 32, Warp());
   machine.n_at_grid = 0;
   machine.blocks.resize(places.size());
   for (Block& block : machine.blocks) {
@@ -177,12 +177,19 @@ void run_blocks(const std::vector<Dim3>& places, int n_threads, size_t nbytes_sh
     fiber.here = {Dim3(i % n_threads), places[fiber.block]};
     prepare(fiber, machine.stacks[i].get());
   }
-  std::vector<int> order(n_warps);
-  std::iota(order.begin(), order.end(), 0);
-  std::shuffle(order.begin(), order.end(), machine.order);
+  std::vector<int> blocks(places.size()), warps(n_threads / 32);
+  std::iota(blocks.begin(), blocks.end(), 0);
+  std::iota(warps.begin(), warps.end(), 0);
+  std::shuffle(warps.begin(), warps.end(), machine.order);
   for (bool has_run = true; has_run && machine.failure.empty();) {
     has_run = false;
-    for (int warp : order) has_run |= run_warp(warp);
+    // Whichever block goes first is far ahead of the others: as far as it gets without them.
+    std::shuffle(blocks.begin(), blocks.end(), machine.order);
+    for (int block : blocks)
+      for (bool again = true; again && machine.failure.empty(); has_run |= again) {
+        again = false;
+        for (int warp : warps) again |= run_warp(block * n_threads / 32 + warp);
+      }
   }
   for (const Fiber& fiber : machine.fibers)
     if (fiber.state != State::done) fail("thread " + std::to_string(fiber.index) + " waits for ever");
