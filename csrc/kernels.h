@@ -57,24 +57,32 @@ struct CommitRows {
 
 void commit_rows(const CommitRows& args, cudaStream_t stream);
 
-// A drafted tree and the target's distributions; see Candidates in offload_rt/speculate/residual_kernels.py.
+// A child under verification. A sampled one was drawn from share * q + floor, without the tokens that are struck for it.
+struct Child {
+  double share, floor, prob;  // prob: of its own token
+  int node, token;
+  bool is_sampled, is_repeated;  // is_repeated: an earlier deterministic sibling has its token
+};
+
+// A drafted tree and the target's distributions; see Candidates in offload_rt/ops/verification.py.
 struct Verify {
   const int64_t* starts;     // (n + 1,)
-  const int64_t* children;   // (n - 1,)
+  const int64_t* children;   // (n - 1,), of each node the sampled ones first
   const int64_t* tokens;     // (n,)
-  const bool* is_sampled;         // (n,)
+  const bool* is_sampled;    // (n,)
   const int64_t* row_of;     // (n,)
-  const float* draft_probs;         // (n_laws, vocabulary)
+  const float* draft_probs;  // (rows, vocabulary)
   const float* target;       // (n, vocabulary)
   const double* uniforms;    // (n + 1,), the last for the bonus
-  double* sums;              // (n_laws,) of each distribution; written
-  float* rests;              // (n_levels, vocabulary), or (1, vocabulary) for a walk; written
-  float* kept;               // (n,); written
+  Child* weighed;            // (n - 1,), in the order of `children`; written
+  float* rests;              // (2 * n_levels, vocabulary), or (2, vocabulary) from the top down; written
+  double* sums;              // (2, kMostVerifyBlocks); written
   int64_t* verdict;          // (2,): the last node accepted, the bonus; written
-  int n, n_draft_probs, vocabulary, n_levels;
+  int n, vocabulary, n_levels, n_blocks;
   bool independent, leaf_to_root;
 };
 
+constexpr int kMostVerifyBlocks = 32;
 constexpr int kMostLevels = 1024;
 void verify(const Verify& args, cudaStream_t stream);
 

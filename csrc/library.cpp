@@ -195,16 +195,17 @@ Tensor verify(Tensor starts, Tensor children, Tensor tokens, Tensor is_sampled, 
                   " levels, has ", n_levels);
   const Device device(target);
 
-  const Tensor sums = torch::stable::new_empty(target, {draft_probs.size(0)}, ScalarType::Double);
-  const Tensor rests = torch::stable::new_empty(target, {leaf_to_root ? n_levels : 1, vocabulary});
-  const Tensor kept = torch::stable::new_empty(target, {n});
+  constexpr int64_t kChildDoubles = sizeof(offload_rt::Child) / sizeof(double);
+  const Tensor weighed = torch::stable::new_empty(target, {n, kChildDoubles}, ScalarType::Double);
+  const Tensor sums = torch::stable::new_empty(target, {2, offload_rt::kMostVerifyBlocks}, ScalarType::Double);
+  const Tensor rests = torch::stable::new_empty(target, {leaf_to_root ? 2 * n_levels : 2, vocabulary});
   const Tensor verdict = torch::stable::new_empty(target, {2}, ScalarType::Long);
   offload_rt::Verify args{};
   args.starts = data<int64_t>(starts), args.children = data<int64_t>(children), args.tokens = data<int64_t>(tokens);
   args.is_sampled = data<bool>(is_sampled), args.row_of = data<int64_t>(row_of), args.draft_probs = data<float>(draft_probs);
   args.target = data<float>(target), args.uniforms = data<double>(uniforms), args.sums = written<double>(sums);
-  args.rests = written<float>(rests), args.kept = written<float>(kept), args.verdict = written<int64_t>(verdict);
-  args.n = count(n, "nodes"), args.n_draft_probs = count(draft_probs.size(0), "draft_probs"), args.n_levels = count(n_levels, "levels");
+  args.weighed = written<offload_rt::Child>(weighed), args.rests = written<float>(rests), args.verdict = written<int64_t>(verdict);
+  args.n = count(n, "nodes"), args.n_levels = count(n_levels, "levels");
   args.vocabulary = count(vocabulary, "vocabulary"), args.independent = independent, args.leaf_to_root = leaf_to_root;
   offload_rt::verify(args, device.stream);
   return verdict;

@@ -5,6 +5,9 @@
 // intrinsics than those named here, and take all shared memory through `shared_memory`, where a test can poison it.
 #pragma once
 
+#ifndef CUDA_ON_CPU
+#include <cooperative_groups.h>
+#endif
 #include <cstdint>
 #include <cuda_runtime.h>
 
@@ -33,6 +36,8 @@ __device__ __forceinline__ unsigned char* shared_memory() {
 }
 
 __device__ __forceinline__ void sync_block() { __syncthreads(); }
+// Of all blocks of a cooperative launch; what each wrote before is seen by all after it.
+__device__ __forceinline__ void sync_grid() { cooperative_groups::this_grid().sync(); }
 __device__ __forceinline__ void sync_warp() { __syncwarp(); }
 
 template <typename V>

@@ -155,6 +155,20 @@ def test_tree_attention(kernels, case):
     assert_attention(found, q, k, v, visible(case, parents))
 
 
+# Multiprocessors with 228, 164 and 100 KB hold other tiles of many rows; see tests/cuda_on_cpu/cuda_runtime.h.
+@pytest.mark.parametrize("card", [0, 1, 2])
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_tree_attention_of_many_rows_on_cards_with_more_and_less_shared_memory(kernels, monkeypatch, dim, card):
+    if kernels.device != "cpu":
+        pytest.skip("a card has the shared memory it has")
+    monkeypatch.setenv("CUDA_ON_CPU_CARD", str(card))
+    for window in (0, 50):
+        case = Case(20, 19, 199, 8, 1, dim, window, torch.float16, 10 * dim + card, n_chain=30)
+        q, k, v, parents = inputs(case, kernels.device)
+        found = kernels.tree_attention(q, k, v, *mask_of(case, parents), window, dim**-0.5)
+        assert_attention(found, q, k, v, visible(case, parents))
+
+
 def assert_attention(found, q, k, v, mask):
     """Output and log-sum-exp are close to the reference's for the keys that are there; mask (n, n_keys) bool."""
     (out, lse), mask, n_keys = found, mask.to(q.device), mask.shape[1]
@@ -368,6 +382,62 @@ def test_verify_where_next_to_nothing_is_left(kernels, kernel, is_sampled):
         assert mine == plain
         ends.add(plain[0])
     assert ends == ({0, 2} if is_sampled else {2})
+
+
+def spread(likely, vocabulary=3001):
+    """A distribution with some tokens' probabilities; the others share the rest."""
+    probs = torch.full((vocabulary,), (1 - sum(likely.values())) / (vocabulary - len(likely)))
+    for token, prob in likely.items():
+        probs[token] = prob
+    return probs
+
+
+# Kernel, tree, tokens, deterministic nodes, the target's and the draft's likely tokens by node, noise, the last node accepted.
+IN_PARTS = {
+    # A node is left while its residual is still read, and the first pass of the next follows without another before it.
+    "top_down": (
+        verify_top_down, [-1, 0, 0, 2], [0, 10, 2000, 500], [0],
+        {0: {2000: 0.9, 10: 1e-6}, 2: {2000: 1e-9, 500: 1e-3}}, {0: {10: 0.9, 2000: 0.05}, 2: {500: 0.9}},
+        [0, 0.5, 0.5, 0.5, 0.4], 2,
+    ),
+    "bottom_up": (
+        verify_bottom_up, [-1, 0, 0, 1, 1, 2], [0, 7, 8, 10, 2000, 500], [0, 1, 2],
+        {0: {7: 0.3, 8: 0.6}, 1: {10: 1e-4, 2000: 0.68}, 2: {500: 1e-3, 2000: 0.9}},
+        {1: {10: 0.5, 2000: 0.2}, 2: {500: 0.5}}, [0, 0.9, 0.1, 0.5, 0.5, 0.5, 0.4], 2,
+    ),
+    # Two sampled children are rejected, and the token of a deterministic one loses nothing.
+    "hybrid": (
+        verify_top_down, [-1, 0, 0, 0], [0, 10, 2000, 500], [0, 3],
+        {0: {10: 1e-6, 2000: 1e-6, 500: 0.5}}, {0: {10: 0.4, 2000: 0.3, 500: 0.2}}, [0, 0.5, 0.5, 0.5, 0.4], 3,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", IN_PARTS.values(), ids=IN_PARTS)
+def test_verify_by_blocks_of_which_one_is_ahead(kernels, case):
+    kernel, parents, tokens, deterministic, likely, drafted_likely, noise, end = case
+    nodes = range(len(parents))
+    target, draft = (torch.stack([spread(known.get(node, {})) for node in nodes]) for known in (likely, drafted_likely))
+    sampled = SampledNodes(~np.isin(nodes, deterministic), draft, np.array(nodes))
+    tree = DraftTree(Topology(np.array(parents)), torch.tensor(tokens), sampled)
+    for _ in range(8):  # which block is ahead changes
+        mine, plain = verdicts(kernels, kernel, tree, target, torch.tensor(noise, dtype=torch.float64))
+        assert mine == plain and plain[0] == end
+
+
+@pytest.mark.parametrize("kernel", [verify_top_down, verify_bottom_up], ids=["top_down", "bottom_up"])
+def test_verify_accepts_the_second_of_two_equal_deterministic_siblings_never(kernels, kernel):
+    target = torch.full((3, 2000), 0.5 / 1999)
+    target[:, 7] = 0.5
+    nothing = SampledNodes(np.zeros(3, dtype=bool), target[:0], np.full(3, -1))
+    tree = DraftTree(Topology(np.array([-1, 0, 0])), torch.tensor([1, 7, 7]), nothing)
+    ends = []
+    for first in (0.6, 0.4):
+        noise = torch.tensor([0, first, 0.1, 0.3], dtype=torch.float64)
+        mine, plain = verdicts(kernels, kernel, tree, target, noise)
+        assert mine == plain
+        ends.append(plain[0])
+    assert ends == [0, 1]
 
 
 def test_the_bonus_at_the_ends_of_the_distribution(kernels):

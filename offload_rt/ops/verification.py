@@ -15,7 +15,8 @@ _MOST_LEVELS = 1024
 class Candidates(NamedTuple):
     """A drafted tree as the kernels read it.
 
-    starts, children      the children of node v in the order of their verification: children[starts[v] : starts[v + 1]]
+    starts, children      the children of node v in the order of their verification, the sampled ones first:
+                          children[starts[v] : starts[v + 1]]
     tokens                (n,) int64
     is_sampled            (n,) bool
     row_of, draft_probs   the draft's distribution after node v is draft_probs[row_of[v]]

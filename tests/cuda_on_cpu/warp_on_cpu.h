@@ -11,6 +11,7 @@ namespace offload_rt {
 
 inline unsigned char* shared_memory() { return cuda_on_cpu::shared_memory(); }
 inline void sync_block() { cuda_on_cpu::sync_block(); }
+inline void sync_grid() { cuda_on_cpu::sync_grid(); }
 inline void sync_warp() {
   cuda_on_cpu::meet([](void* const (&)[32]) {}, nullptr);
 }
