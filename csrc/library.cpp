@@ -223,10 +223,10 @@ Tensor normed(const Tensor& x, const Tensor* delta, const Tensor& weight, double
   const int64_t n_dims = x.dim(), width = x.size(n_dims - 1);
   STD_TORCH_CHECK(n_dims == 2 || n_dims == 3, "x must have 2 or 3 dimensions, has ", n_dims);
   check_rows(x, "x", x.scalar_type(), n_dims);
-  check_rows(weight, "weight", x.scalar_type(), 1);
-  check_size(weight, "weight", 0, width);
   STD_TORCH_CHECK(width > 0 && width % 8 == 0 && width <= offload_rt::kMostNormed, "x must have rows of a multiple of 8 numbers, ",
                   offload_rt::kMostNormed, " at most, has ", width);
+  check_rows(weight, "weight", x.scalar_type(), 1);
+  check_size(weight, "weight", 0, width);
   offload_rt::RmsNorm args{};
   if (delta != nullptr) {
     check_rows(*delta, "delta", x.scalar_type(), 2);
