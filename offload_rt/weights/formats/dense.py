@@ -66,9 +66,9 @@ class View(LayerWeights):
         return tuple(torch.split(F.linear(x, weight, bias), widths, dim=1))
 
     def _joined(self, names: Sequence[str], part: str) -> Tensor | None:
-        """The tensors `<name>.<part>` as one, in the dtype of the computation; None where they lie apart or are not."""
+        """The tensors `<name>.<part>` as one; None where they lie apart, or are converted, which is planned one by one."""
         entry = self._layout.joined([f"{name}.{part}" for name in names])
-        return None if entry is None else entry.view(self._block).to(self._dtype)
+        return entry.view(self._block) if entry is not None and entry.dtype == self._dtype else None
 
     def rows(self, ids: Tensor, name: str) -> Tensor:
         """Rows `ids` (n,) of the table `<name>.weight`, in the dtype of the computation: (n, width)."""
