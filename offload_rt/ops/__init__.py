@@ -48,14 +48,9 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def rotate_and_store(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rotary: tuple[Tensor, Tensor] | None,
-    keys: Tensor,
-    values: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, rotary: tuple[Tensor, Tensor] | None, keys: Tensor, values: Tensor,
     rows: slice | Tensor,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Rotate q and k, write k and v to rows of a layer's cache, and return q; see the reference."""
     if rotary is None or q.shape[-1] % 16 or not _in_vectors(q, k, v, *rotary, keys, values):
         return reference.rotate_and_store(q, k, v, rotary, keys, values, rows)

@@ -36,14 +36,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate_and_store(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rotary: tuple[Tensor, Tensor] | None,
-    keys: Tensor,
-    values: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, rotary: tuple[Tensor, Tensor] | None, keys: Tensor, values: Tensor,
     rows: slice | Tensor,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Rotate q and k by the cosines and sines of `rotary`, None: not at all; write k and v to rows of a layer's cache.
 
     q             (n, heads, head_dim)
