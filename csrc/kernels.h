@@ -57,6 +57,51 @@ struct CommitRows {
 
 void commit_rows(const CommitRows& args, cudaStream_t stream);
 
+// The kernels of a decoder layer work on float16 or bfloat16, 16 bytes at a time: strides and widths are multiples of 8
+// elements, the last dimension is dense.
+
+// Each row of `width` numbers by the root of the mean of its squares, times the weight.
+struct RmsNorm {
+  void* x;             // (n, n_heads, width); delta is added to it in place
+  const void* delta;   // (n, width) where n_heads is 1, or null
+  const void* weight;  // (width,)
+  void* out;           // (n, n_heads, width), dense
+  int64_t x_row, x_head, delta_row;
+  int n, n_heads, width;
+  float eps;
+};
+
+constexpr int kMostNormed = 16384;  // the widest row
+void rms_norm(const RmsNorm& args, bool is_half, cudaStream_t stream);
+
+// Turns q and k by position, and writes k and v to row rows[i] of the cache, or first + i where rows is null.
+struct RotateAndStore {
+  const void* q;    // (n, n_heads, head_dim)
+  const void* k;    // (n, n_kv_heads, head_dim)
+  const void* v;    // as k
+  const void* cos;  // (n, head_dim)
+  const void* sin;
+  void* keys;  // (n_kv_heads, capacity, head_dim), rows dense
+  void* values;
+  const int64_t* rows;  // (n,), or null
+  void* out;            // q turned, dense
+  int64_t q_row, q_head, k_row, k_head, v_row, v_head, cos_row, sin_row, store_head, first;
+  int n, n_heads, n_kv_heads, head_dim;
+};
+
+void rotate_and_store(const RotateAndStore& args, bool is_half, cudaStream_t stream);
+
+// gate / (1 + exp(-gate)) * up
+struct SiluMul {
+  const void* gate;  // (n, width)
+  const void* up;
+  void* out;  // (n, width), dense
+  int64_t gate_row, up_row;
+  int n, width;
+};
+
+void silu_mul(const SiluMul& args, bool is_half, cudaStream_t stream);
+
 // A child under verification. A sampled one was drawn from share * q + floor, without the tokens that are struck for it.
 struct Child {
   double share, floor, prob;  // prob: of its own token

@@ -79,6 +79,22 @@ __device__ __forceinline__ uint32_t pack<BFloat16>(float low, float high) {
   return both;
 }
 
+// The two of them, widened; the lower half first.
+template <typename T>
+__device__ __forceinline__ float2 unpack(uint32_t both);
+template <>
+__device__ __forceinline__ float2 unpack<Half>(uint32_t both) {
+  float2 pair;
+  asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high;}"
+      : "=f"(pair.x), "=f"(pair.y)
+      : "r"(both));
+  return pair;
+}
+template <>
+__device__ __forceinline__ float2 unpack<BFloat16>(uint32_t both) {
+  return {__uint_as_float(both << 16), __uint_as_float(both & 0xffff0000u)};
+}
+
 __device__ __forceinline__ uint32_t shared_address(const void* in_shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(in_shared));
 }

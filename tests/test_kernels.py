@@ -454,6 +454,66 @@ def test_the_bonus_at_the_ends_of_the_distribution(kernels):
                 assert verdict.tolist() == [0, token]
 
 
+def strided(generator, dtype, *shape, device="cpu"):
+    """Random numbers as a view into a larger store of NaN, its rows further apart than they are long."""
+    store = torch.full((*shape[:-1], shape[-1] + 24), torch.nan, dtype=dtype)
+    store[..., 8:-16] = torch.randn(shape, generator=generator).to(dtype)
+    return store.to(device)[..., 8:-16]
+
+
+def assert_rounds_alike(found, expected):
+    """Within one step of the dtype, which another order of a float32 sum may decide, and seldom that."""
+    assert found.dtype == expected.dtype and found.shape == expected.shape
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1.01 * torch.finfo(found.dtype).eps)
+    assert (found == expected).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_rms_norm(kernels, seed):
+    """Of rows and of heads, with a residual and without."""
+    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    dtype, width = draw.choice([torch.float16, torch.bfloat16]), draw.choice([8, 64, 128, 520, 1032, 4096, 16384])
+    n = draw.choice([1, 3, 9, 17]) if width < 4096 else 2
+    weight = strided(generator, dtype, width, device=kernels.device)
+    if seed % 2:
+        x = strided(generator, dtype, n, draw.choice([1, 5]), width, device=kernels.device)
+        assert_rounds_alike(kernels.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+        return
+    x, delta = (strided(generator, dtype, n, width, device=kernels.device) for _ in range(2))
+    plain = x.clone()
+    expected = reference.add_rms_norm(plain, delta, weight, 1e-5)
+    assert_rounds_alike(kernels.add_rms_norm(x, delta, weight, 1e-5), expected)
+    assert torch.equal(x, plain)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_rotate_and_store(kernels, seed):
+    """q, k and v as parts of one product; rows in any order, or one behind the other. Bit for bit."""
+    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    dtype, dim = draw.choice([torch.float16, torch.bfloat16]), draw.choice([16, 64, 80, 96, 128])
+    n, kv_heads, group, capacity = draw.choice([1, 2, 7, 33]), draw.choice([1, 2, 3]), draw.choice([1, 4]), 40
+    heads = kv_heads * group
+    product = strided(generator, dtype, n, (heads + 2 * kv_heads) * dim, device=kernels.device)
+    qkv = [one.view(n, -1, dim) for one in product.split([heads * dim, kv_heads * dim, kv_heads * dim], dim=1)]
+    rotary = [strided(generator, dtype, n, dim, device=kernels.device) for _ in range(2)]
+    stores = [torch.randn(kv_heads, capacity, dim, generator=generator).to(dtype).to(kernels.device) for _ in range(2)]
+    plain, first = [store.clone() for store in stores], draw.randrange(capacity - n)
+    rows = torch.randperm(capacity, generator=generator)[:n].to(kernels.device) if seed % 2 else None
+    expected = reference.rotate_and_store(*qkv, rotary, *plain, slice(first, first + n) if rows is None else rows)
+    assert torch.equal(kernels.rotate_and_store(*qkv, *rotary, *stores, rows, first), expected)
+    assert all(torch.equal(*pair) for pair in zip(stores, plain, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 8), (3, 2056), (9, 96)])
+def test_silu_mul(kernels, shape, dtype):
+    """Of two parts of one product; far from zero as well."""
+    product = 4 * strided(torch.Generator().manual_seed(0), dtype, shape[0], 2 * shape[1], device=kernels.device)
+    product[0, :8] = torch.tensor([-200, -90, -20, -0.0, 0.0, 20, 90, 200])
+    gate, up = product.split(shape[1], dim=1)
+    assert_rounds_alike(kernels.silu_mul(gate, up), reference.silu_mul(gate, up))
+
+
 def samples(device):
     """One call of each op."""
     case = random_case(3)
@@ -466,7 +526,13 @@ def samples(device):
     noise = torch.rand(len(tree.topology) + 1, dtype=torch.float64)
     arrays, noise = arguments(candidates, noise, torch.device(device))
     verification = (*arrays, tree.sampled.draft_probs.to(device), target.to(device), noise, candidates.n_levels)
+    x, delta, weight, rotary = (torch.randn(n, 64, device=device).half() for n in (3, 3, 1, 3))
+    heads, stores = torch.randn(3, 2, 64, device=device).half(), torch.randn(2, 2, 9, 64, device=device).half()
     return {
+        "rms_norm": (x, weight[0], 1e-5),
+        "add_rms_norm": (x, delta, weight[0], 1e-5),
+        "rotate_and_store": (heads, heads, heads, rotary, rotary, *stores, torch.tensor([1, 8, 4], device=device), 7),
+        "silu_mul": (x, delta),
         "tree_attention": attention,
         "tree_masks": (parents,),
         "commit_rows": (store, store.clone(), torch.tensor([1, 4], device=device), 2),
@@ -474,7 +540,19 @@ def samples(device):
     }
 
 
-@pytest.mark.parametrize("name", ["tree_attention", "tree_masks", "commit_rows", "verify"])
+OPS = (
+    "add_rms_norm",
+    "commit_rows",
+    "rms_norm",
+    "rotate_and_store",
+    "silu_mul",
+    "tree_attention",
+    "tree_masks",
+    "verify",
+)
+
+
+@pytest.mark.parametrize("name", OPS)
 def test_what_torch_knows_of_an_op(kernels, name):
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(getattr(kernels, name).default, samples(kernels.device)[name], test_utils=checks)
@@ -485,7 +563,7 @@ def test_what_torch_knows_of_an_op(kernels, name):
     [
         ("tree_attention", 0, lambda x: x.float(), "float16 or bfloat16"),
         ("tree_attention", 1, lambda x: x[:, 1:], "entries in dimension 1"),
-        ("tree_attention", 2, lambda x: x.float(), "dtype of q"),
+        ("tree_attention", 2, lambda x: x.float(), "dtype of the first"),
         ("tree_attention", 0, lambda x: x[..., :40], "head dimension"),
         ("tree_attention", 3, lambda x: x.long(), "wrong dtype"),
         ("tree_attention", 3, lambda x: x[:1], "masks must have"),
@@ -496,6 +574,19 @@ def test_what_torch_knows_of_an_op(kernels, name):
         ("tree_masks", 0, lambda x: x[::2], "contiguous"),
         ("commit_rows", 0, lambda x: x[..., :62].contiguous(), "entries in dimension 3|16 bytes"),
         ("commit_rows", 3, lambda _: 19, "past the end"),
+        ("rms_norm", 0, lambda x: x.float(), "float16 or bfloat16"),
+        ("rms_norm", 0, lambda x: x[:, :63], "multiple of 8"),
+        ("rms_norm", 0, lambda x: x.flatten()[4:-60].view(2, 64), "multiples of 16 bytes"),
+        ("rms_norm", 1, lambda x: x[:56], "weight must have 64"),
+        ("add_rms_norm", 1, lambda x: x[:1], "delta must have 3"),
+        ("add_rms_norm", 1, lambda x: x.float(), "dtype of the first"),
+        ("rotate_and_store", 0, lambda x: x[..., :56], "multiple of 16"),
+        ("rotate_and_store", 2, lambda x: x[:, :1], "v must have 2"),
+        ("rotate_and_store", 3, lambda x: x[:, :32], "cos must have 64"),
+        ("rotate_and_store", 6, lambda x: x[:, 1:], "values must be contiguous"),
+        ("rotate_and_store", 7, lambda x: x.int(), "wrong dtype"),
+        ("rotate_and_store", 7, lambda _: None, "past the end"),
+        ("silu_mul", 1, lambda x: x[:2], "up must have 3"),
         ("verify", 1, lambda x: x[1:], "children must have"),
         ("verify", 6, lambda x: x.double(), "target has the wrong dtype"),
     ],

@@ -131,10 +131,13 @@ class GraphPass:
             hidden = model.layer(i, weights, hidden, self)
         self._logits.copy_(model.head(non_layer, hidden))
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *,
+        scale: float, window: int | None = None, rotary: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
         """See `PassContext.attend`."""
         mask = self._masks.setdefault(window, replace(self._inputs.mask, window=window))
-        return self._buffer.attend(layer, self._inputs.rows, q, k, v, mask, scale)
+        return self._buffer.attend(layer, self._inputs.rows, q, k, v, mask, scale, rotary)
 
 
 class GraphRunner:

@@ -83,12 +83,16 @@ class Chunk:
     segments: tuple[_Segment, ...]
     row_inputs: tuple[Tensor, ...]
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *,
+        scale: float, window: int | None = None, rotary: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
         """See `PassContext.attend`."""
-        outs = [
-            one.cache.attend(layer, one.start, q[one.rows], k[one.rows], v[one.rows], one.mask(window), scale)
-            for one in self.segments
-        ]
+        outs = []
+        for one in self.segments:
+            rows, mask = one.rows, one.mask(window)
+            turn = None if rotary is None else (rotary[0][rows], rotary[1][rows])
+            outs.append(one.cache.attend(layer, one.start, q[rows], k[rows], v[rows], mask, scale, turn))
         return torch.cat(outs) if len(outs) > 1 else outs[0]
 
 

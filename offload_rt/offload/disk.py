@@ -147,6 +147,9 @@ def _plan(records: Sequence[TensorRecord], request_nbytes: int, packed: bool) ->
     """The layout of a block, and the requests that fill it."""
     runs = _runs(records)
     layout = _phased_layout(runs)
+    # Where tensors of one block are moved or packed, they keep the order of the records: that in which they are used.
+    entries = {entry.name: entry for entry in layout.entries}
+    layout = Layout(tuple(entries[record.key] for record in records), layout.nbytes)
     phased = not packed and not any(entry.offset % entry.dtype.itemsize for entry in layout.entries)
     if not phased:
         layout = packed_layout((record.key, record.shape, record.torch_dtype()) for record in records)

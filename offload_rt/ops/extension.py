@@ -60,5 +60,21 @@ def describe(library: str) -> None:
     ) -> Tensor:  # fmt: skip
         return starts.new_empty((2,))
 
-    for fake in (tree_attention, tree_masks, commit_rows, verify):
+    def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return x.new_empty(x.shape)
+
+    def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return x.new_empty(x.shape)
+
+    def rotate_and_store(
+        q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor,
+        rows: Tensor | None, first: int,
+    ) -> Tensor:  # fmt: skip
+        return q.new_empty(q.shape)
+
+    def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+        return gate.new_empty(gate.shape)
+
+    layer = (rms_norm, add_rms_norm, rotate_and_store, silu_mul)
+    for fake in (tree_attention, tree_masks, commit_rows, verify, *layer):
         torch.library.register_fake(f"{library}::{fake.__name__}", fake)

@@ -129,6 +129,11 @@ uint32_t pack(float low, float high) {
   return narrow<T>(low) | static_cast<uint32_t>(narrow<T>(high)) << 16;
 }
 
+template <typename T>
+float2 unpack(uint32_t both) {
+  return {widen<T>(both & 0xffff), widen<T>(both >> 16)};
+}
+
 struct MatrixLoad {
   uint32_t* r;
   const void* row;
