@@ -163,7 +163,7 @@ def test_a_mask_at_a_fixed_place_is_the_one_it_was_filled_with(seed):
     for turn in range(3):
         n, first, n_before = draw.randint(1, n_rows), draw.randrange(64), draw.randrange(30)
         parents = random_tree(first + n, seed + turn).parents
-        mask = ops.make_tree_mask(parents, first, n_before, torch.device("cpu"))
+        mask = ops.make_tree_mask(parents, first, n_before)
         angles = tuple(torch.zeros(n, 16) for _ in range(2))
         inputs.fill(PassRows(torch.zeros(n, dtype=torch.int64), torch.arange(n), angles, mask), capacity - 1)
         for window in (None, 1, 4, 25):

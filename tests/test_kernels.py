@@ -257,7 +257,7 @@ def test_the_dense_mask(seed):
     """The mask of the reference, against the plain definition."""
     case = random_case(seed)
     parents = parents_of(case.first + case.n, seed)
-    whole = make_tree_mask(parents.numpy(), case.first, case.n_before, torch.device("cpu"))
+    whole = make_tree_mask(parents.numpy(), case.first, case.n_before)
     mask = replace(whole, window=case.window or None)
     dense = mask.dense()
     expected = visible(case, parents)
@@ -274,7 +274,7 @@ def test_commit_rows(kernels, dtype, seed):
     first, n = draw.choice([0, 3]), draw.choice([1, 7, 8, 9, 30])
     rows = torch.randperm(40, generator=generator)[:n].sort().values
     mine = [store.clone().to(kernels.device) for store in stores]
-    kernels.commit_rows(*mine, rows.to(kernels.device), first)
+    kernels.commit_rows(*mine, rows, first)
     reference.commit_rows(*stores, rows, first)
     assert all(torch.equal(own.cpu(), store) for own, store in zip(mine, stores, strict=True))
 
@@ -399,7 +399,7 @@ def samples(device):
     return {
         "tree_attention": attention,
         "tree_masks": (parents,),
-        "commit_rows": (store, store.clone(), torch.tensor([1, 4], device=device), 2),
+        "commit_rows": (store, store.clone(), torch.tensor([1, 4]), 2),
         "verify": (*verification, candidates.independent, True),
     }
 

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import random_tree
 
-from offload_rt import ops
 from offload_rt.tree.topology import DraftTree, SampledNodes, Topology
 
 trees = st.builds(random_tree, st.integers(1, 24), st.integers(0, 2**31))
@@ -16,8 +15,7 @@ chains = st.builds(Topology.chain, st.integers(1, 24))
 
 def visible(topology, start, stop):
     """(stop - start, stop) bool: which of nodes [0, stop) the nodes [start, stop) attend to."""
-    trunk, parents = topology.tree_rows(start, stop)
-    mask = ops.make_tree_mask(parents, start - trunk, trunk, torch.device("cpu")).dense()
+    mask = topology.mask(start, stop, 0).dense()
     return torch.ones(stop - start, stop, dtype=torch.bool) if mask is None else mask
 
 

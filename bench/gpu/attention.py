@@ -39,7 +39,8 @@ def _that_work(works: dict[str, Callable[[], object]]) -> tuple[dict[str, Callab
 
 
 def _works(n: int) -> dict[str, Callable[[], object]]:
-    mask = ops.make_tree_mask(random_tree(n).parents, 0, PREFIX, CARD)
+    mask = ops.make_tree_mask(random_tree(n).parents, 0, PREFIX)
+    mask = mask.of(ops.to_device(mask.tensors, CARD))
     q = torch.randn(n, HEADS, HEAD_DIM, dtype=torch.bfloat16, device=CARD)
     k, v = (torch.randn(KV_HEADS, PREFIX + n, HEAD_DIM, dtype=torch.bfloat16, device=CARD) for _ in range(2))
     dense, scale = mask.dense(), HEAD_DIM**-0.5

@@ -51,6 +51,9 @@ def describe(library: str) -> None:
         n = parents.shape[0]
         return parents.new_empty((n, (n + 31) // 32), dtype=torch.int32), parents.new_empty((n,), dtype=torch.int32)
 
+    def transfer(to: Tensor, source: Tensor) -> None:
+        return None
+
     def commit_rows(keys: Tensor, values: Tensor, rows: Tensor, first: int) -> None:
         return None
 
@@ -60,5 +63,5 @@ def describe(library: str) -> None:
     ) -> Tensor:  # fmt: skip
         return starts.new_empty((2,))
 
-    for fake in (tree_attention, tree_masks, commit_rows, verify):
+    for fake in (tree_attention, tree_masks, transfer, commit_rows, verify):
         torch.library.register_fake(f"{library}::{fake.__name__}", fake)
