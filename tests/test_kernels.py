@@ -279,6 +279,23 @@ def test_commit_rows(kernels, dtype, seed):
     assert all(torch.equal(own.cpu(), store) for own, store in zip(mine, stores, strict=True))
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_transfer(kernels, seed):
+    """To the card and back, aligned to vectors and not; nothing around it is touched."""
+    draw = random.Random(seed)
+    n, starts = draw.choice([1, 15, 16, 500, 70_000]), [draw.choice([0, 16, 3]) for _ in range(3)]
+    source = torch.randint(1, 256, (n + 64,), dtype=torch.uint8)
+    there, back = torch.zeros(n + 64, dtype=torch.uint8, device=kernels.device), torch.zeros(n + 64, dtype=torch.uint8)
+    if kernels.device == "cuda":
+        source, back = source.pin_memory(), back.pin_memory()
+    parts = [block[start : start + n] for block, start in zip((source, there, back), starts, strict=True)]
+    kernels.transfer(parts[1], parts[0])
+    kernels.transfer(parts[2], parts[1])
+    assert torch.equal(there[starts[1] : starts[1] + n].cpu(), parts[0])  # a copy back waits for both
+    assert torch.equal(parts[2], parts[0])
+    assert back.count_nonzero() == there.count_nonzero() == n
+
+
 def drafted(seed):
     """A random drafted tree with deterministic and sampled children and ties, and the target's distributions."""
     draw, rng = random.Random(seed), np.random.default_rng(seed)
@@ -399,12 +416,13 @@ def samples(device):
     return {
         "tree_attention": attention,
         "tree_masks": (parents,),
+        "transfer": (store, store.cpu().pin_memory() if device == "cuda" else store.clone()),
         "commit_rows": (store, store.clone(), torch.tensor([1, 4]), 2),
         "verify": (*verification, candidates.independent, True),
     }
 
 
-@pytest.mark.parametrize("name", ["tree_attention", "tree_masks", "commit_rows", "verify"])
+@pytest.mark.parametrize("name", ["tree_attention", "tree_masks", "transfer", "commit_rows", "verify"])
 def test_what_torch_knows_of_an_op(kernels, name):
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(getattr(kernels, name).default, samples(kernels.device)[name], test_utils=checks)
@@ -425,6 +443,9 @@ def test_what_torch_knows_of_an_op(kernels, name):
         ("tree_masks", 0, lambda x: x.int(), "wrong dtype"),
         ("tree_masks", 0, lambda x: x[::2], "contiguous"),
         ("commit_rows", 0, lambda x: x[..., :62].contiguous(), "entries in dimension 3|16 bytes"),
+        ("transfer", 1, lambda x: x[1:], "as many bytes"),
+        ("transfer", 0, lambda x: x.transpose(0, 1), "contiguous"),
+        ("commit_rows", 2, lambda x: x.int(), "int64 on the host"),
         ("commit_rows", 3, lambda _: 19, "past the end"),
         ("verify", 1, lambda x: x[1:], "children must have"),
         ("verify", 6, lambda x: x.double(), "target has the wrong dtype"),

@@ -136,6 +136,7 @@ class GrowingTree:
     def add(self, parents: Sequence[int]) -> range:
         """Add nodes below those there are; returns them."""
         nodes, above = np.arange(self._n, self._n + len(parents)), np.asarray(parents, dtype=np.int64)
+        assert (above < self._n).all(), "a level hangs from those above"
         self.parents[nodes], self._depths[nodes] = above, self._depths[above] + 1
         self._words[nodes] = self._words[above]
         self._words[nodes, nodes // 32] |= own_bits(nodes)
