@@ -195,10 +195,11 @@ class GraphRunner:
         The largest comes first: the others find room in the memory that it took.
         """
         buffer = self.reuse(self._most.n_keys, is_alone=True)
-        started, widths = time.perf_counter(), [width for width in _WIDTHS if width <= self._most_rows]
         assert buffer is not None, "it is as large as the largest"
-        for width in (widths[-1], *widths[:-1]):
-            if time.perf_counter() - started > seconds or width >= buffer.capacity:
+        widths = [width for width in _WIDTHS if width <= self._most_rows and width < buffer.capacity]
+        started = time.perf_counter()
+        for width in (*widths[-1:], *widths[:-1]):
+            if time.perf_counter() - started > seconds:
                 break
             nodes = torch.arange(width)
             row_inputs = self._model.spec.row_inputs(nodes, nodes + 1, buffer.keys.dtype)
