@@ -255,7 +255,7 @@ OFFLOAD_RT_LIBRARY(OFFLOAD_RT_NAME, m) {
   m.def("tree_attention(Tensor q, Tensor k, Tensor v, Tensor masks, Tensor depths, Tensor key_depths, Tensor extent, "
         "int window, float scale) -> (Tensor out, Tensor lse)");
   m.def("tree_masks(Tensor parents) -> (Tensor masks, Tensor depths)");
-  m.def("transfer(Tensor(a!) to, Tensor from) -> ()");
+  m.def("transfer(Tensor(a!) target, Tensor source) -> ()");
   m.def("commit_rows(Tensor(a!) keys, Tensor(b!) values, Tensor rows, int first) -> ()");
   m.def("verify(Tensor starts, Tensor children, Tensor tokens, Tensor is_sampled, Tensor row_of, Tensor draft_probs, Tensor target, "
         "Tensor uniforms, int n_levels, bool independent, bool leaf_to_root) -> Tensor");

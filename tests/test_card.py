@@ -235,6 +235,7 @@ def test_passes_are_captured_when_a_model_is_loaded(zoo, monkeypatch):
 
     with pretended_card(monkeypatch):
         monkeypatch.setattr(builder, "CudaCapture", lambda: capture)
+        monkeypatch.setattr(builder, "_CAPTURING_S", 1e9)
         with on_card(pair.target, tree_size=24, **pair.settings("adaptive_tree")) as llm:
             n_loaded = len(captured)
             for graphs in (llm.engine.runner._graphs, llm.engine.draft._graphs):

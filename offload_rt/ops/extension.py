@@ -51,7 +51,7 @@ def describe(library: str) -> None:
         n = parents.shape[0]
         return parents.new_empty((n, (n + 31) // 32), dtype=torch.int32), parents.new_empty((n,), dtype=torch.int32)
 
-    def transfer(to: Tensor, source: Tensor) -> None:
+    def transfer(target: Tensor, source: Tensor) -> None:
         return None
 
     def commit_rows(keys: Tensor, values: Tensor, rows: Tensor, first: int) -> None:
