@@ -46,12 +46,22 @@ struct TreeMasks {
 constexpr int kMostMaskedRows = 6144;
 void tree_masks(const TreeMasks& args, cudaStream_t stream);
 
-// Within each of n_planes, row first + rows[i] goes to first + i.
+// Bytes from one place to another, of which either may be pinned memory of the host.
+struct Transfer {
+  void* to;
+  const void* from;
+  int64_t nbytes, n_vectors, n_threads;  // the last two are set by `transfer`
+};
+
+void transfer(Transfer args, cudaStream_t stream);
+
+// Within each of n_planes, row first + rows[i] goes to first + i. The rows are arguments of the launch: nothing is copied.
+constexpr int kMostCommitted = 256;
 struct CommitRows {
   void* keys;  // (n_planes, capacity, 16 * n_vectors bytes)
   void* values;
-  const int64_t* rows;  // (n_rows,) ascending, rows[i] >= i
   int64_t n_planes, capacity;
+  int rows[kMostCommitted];  // (n_rows,) ascending, rows[i] >= i
   int n_vectors, n_rows, first;
 };
 

@@ -163,6 +163,27 @@ std::tuple<Tensor, Tensor> tree_masks(Tensor parents) {
   return {masks, depths};
 }
 
+#ifdef CUDA_ON_CPU
+void* on_device(const Tensor& x) { return x.data_ptr(); }
+#else
+// Where kernels see a tensor of the device, or of the host's pinned memory: registered memory may have another address there.
+void* on_device(const Tensor& x) {
+  cudaPointerAttributes found{};
+  check_cuda(cudaPointerGetAttributes(&found, x.data_ptr()), "address of a tensor");
+  STD_TORCH_CHECK(found.devicePointer != nullptr, "the host's tensor must be pinned");
+  return found.devicePointer;
+}
+#endif
+
+void transfer(Tensor to, Tensor from) {
+  STD_TORCH_CHECK(to.is_contiguous() && from.is_contiguous(), "both tensors must be contiguous");
+  const int64_t nbytes = from.numel() * static_cast<int64_t>(from.element_size());
+  STD_TORCH_CHECK(to.numel() * static_cast<int64_t>(to.element_size()) == nbytes, "both tensors must have as many bytes");
+  if (nbytes == 0) return;
+  const Device device(is_on_device(to) ? to : from);
+  offload_rt::transfer({on_device(to), on_device(from), nbytes, 0, 0}, device.stream);
+}
+
 void commit_rows(Tensor keys, Tensor values, Tensor rows, int64_t first) {
   for (const auto& [x, name] : {std::pair<const Tensor&, const char*>(keys, "keys"), {values, "values"}}) {
     check_dense(x, name, keys.scalar_type(), 4);
@@ -170,17 +191,23 @@ void commit_rows(Tensor keys, Tensor values, Tensor rows, int64_t first) {
     const bool is_aligned = reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0 && x.size(3) * x.element_size() % 16 == 0;
     STD_TORCH_CHECK(is_aligned, name, " must have rows of a multiple of 16 bytes");
   }
-  check_dense(rows, "rows", ScalarType::Long, 1);
+  STD_TORCH_CHECK(rows.is_cpu() && rows.scalar_type() == ScalarType::Long && rows.dim() == 1 && rows.is_contiguous(),
+                  "rows must be a vector of int64 on the host");
   const int64_t n_rows = rows.size(0), capacity = keys.size(2);
-  STD_TORCH_CHECK(first >= 0 && first + n_rows <= capacity, "rows past the end of the cache");
   if (n_rows == 0 || keys.numel() == 0) return;
+  STD_TORCH_CHECK(first >= 0 && first + data<int64_t>(rows)[n_rows - 1] < capacity, "rows past the end of the cache");
   const Device device(keys);
   offload_rt::CommitRows args{};
-  args.keys = keys.data_ptr(), args.values = values.data_ptr(), args.rows = data<int64_t>(rows);
+  args.keys = keys.data_ptr(), args.values = values.data_ptr();
   args.n_planes = keys.size(0) * keys.size(1), args.capacity = capacity;
   args.n_vectors = count(keys.size(3) * static_cast<int64_t>(keys.element_size()) / 16, "width");
-  args.n_rows = count(n_rows, "rows"), args.first = count(first, "first");
-  offload_rt::commit_rows(args, device.stream);
+  // Rows go ahead only, and those of an earlier launch before those of a later one.
+  for (int64_t start = 0; start < n_rows; start += offload_rt::kMostCommitted) {
+    args.n_rows = static_cast<int>(std::min<int64_t>(n_rows - start, offload_rt::kMostCommitted));
+    args.first = count(first + start, "first");
+    for (int i = 0; i < args.n_rows; ++i) args.rows[i] = count(data<int64_t>(rows)[start + i] - start, "row");
+    offload_rt::commit_rows(args, device.stream);
+  }
 }
 
 Tensor verify(Tensor starts, Tensor children, Tensor tokens, Tensor is_sampled, Tensor row_of, Tensor draft_probs, Tensor target,
@@ -330,6 +357,7 @@ OFFLOAD_RT_LIBRARY(OFFLOAD_RT_NAME, m) {
   m.def("tree_attention(Tensor q, Tensor k, Tensor v, Tensor masks, Tensor depths, Tensor key_depths, Tensor extent, "
         "int window, float scale) -> (Tensor out, Tensor lse)");
   m.def("tree_masks(Tensor parents) -> (Tensor masks, Tensor depths)");
+  m.def("transfer(Tensor(a!) target, Tensor source) -> ()");
   m.def("commit_rows(Tensor(a!) keys, Tensor(b!) values, Tensor rows, int first) -> ()");
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("add_rms_norm(Tensor(a!) x, Tensor delta, Tensor weight, float eps) -> Tensor");
@@ -343,6 +371,7 @@ OFFLOAD_RT_LIBRARY(OFFLOAD_RT_NAME, m) {
 OFFLOAD_RT_LIBRARY_IMPL(OFFLOAD_RT_NAME, OFFLOAD_RT_KEY, m) {
   m.impl("tree_attention", TORCH_BOX(&tree_attention));
   m.impl("tree_masks", TORCH_BOX(&tree_masks));
+  m.impl("transfer", TORCH_BOX(&transfer));
   m.impl("commit_rows", TORCH_BOX(&commit_rows));
   m.impl("rms_norm", TORCH_BOX(&rms_norm));
   m.impl("add_rms_norm", TORCH_BOX(&add_rms_norm));

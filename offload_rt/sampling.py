@@ -8,6 +8,7 @@ from torch import Tensor
 
 from offload_rt.config import SamplingParams
 from offload_rt.errors import NumericsError
+from offload_rt.ops.transfer import to_device, to_host
 
 # Rows whose distributions are computed together: what it takes on the way is many times a distribution.
 _N_ROWS = 64
@@ -22,13 +23,15 @@ def probs(logits: Tensor, params: SamplingParams, tokens: Sequence[int], paths: 
     tokens  that a penalty looks back on at every node
     paths   per node the tokens that come after these; read only where there is a penalty
     Returns (n, vocabulary) float32, or float64 if the logits are.
-    Raises NumericsError if a logit is not a number or plus infinity, or if all of a row are minus infinity.
+    Raises NumericsError if a logit is not a number or plus infinity, or if all of a row are minus infinity; not on a card,
+    which nobody waits for here: see `Runner.finish`.
     """
     wide = torch.promote_types(logits.dtype, torch.float32)
     result, best = torch.empty_like(logits, dtype=wide), torch.empty_like(logits[:, 0], dtype=wide)
     is_whole = torch.ones_like(best, dtype=torch.bool)
     has_penalty = params.repetition_penalty != 1.0
-    seen = torch.tensor(sorted(set(tokens)) if has_penalty else [], dtype=torch.int64, device=logits.device)
+    looked_back_on = torch.tensor(sorted(set(tokens)) if has_penalty else [], dtype=torch.int64)
+    (seen,) = to_device([looked_back_on], logits.device)
 
     def compute(rows: slice | Tensor, own: Sequence[Sequence[int]], n_first: int) -> None:
         some = logits[rows].to(wide)
@@ -39,7 +42,7 @@ def probs(logits: Tensor, params: SamplingParams, tokens: Sequence[int], paths: 
 
     for part in _parts(len(logits)):
         compute(part, paths[part], _N_FIRST)
-    if not bool(best.isfinite().all()):
+    if logits.device.type == "cpu" and not bool(best.isfinite().all()):
         change = "check the checkpoint, or try --dtype float32"
         raise NumericsError("the model's logits are not all numbers", change=change)
     left = is_whole.logical_not().nonzero()[:, 0] if params.top_p < 1.0 else seen[:0]  # the host waits only for top-p
@@ -66,7 +69,7 @@ def top_tokens(logits: Tensor, k: int) -> TopTokens | None:
         return None
     best = logits.topk(min(k, logits.shape[-1]), dim=-1)
     totals = torch.cat([logits[rows].float().logsumexp(-1, keepdim=True) for rows in _parts(len(logits))])
-    return TopTokens(best.indices.cpu(), (best.values.float() - totals).exp().cpu())
+    return TopTokens(*to_host([best.indices, (best.values.float() - totals).exp()]))
 
 
 def generator_on(device: torch.device, other: torch.Generator) -> torch.Generator:
@@ -107,7 +110,7 @@ def _penalise(logits: Tensor, penalty: float, seen: Tensor, paths: Sequence[Sequ
     is_seen = torch.zeros_like(logits, dtype=torch.bool)
     is_seen[:, seen] = True
     own = [(row, token) for row, path in enumerate(paths) for token in path]
-    rows, tokens = torch.tensor(own, dtype=torch.int64, device=logits.device).view(-1, 2).T
+    rows, tokens = to_device([torch.tensor(own, dtype=torch.int64).view(-1, 2)], logits.device)[0].T
     is_seen[rows, tokens] = True
     return torch.where(is_seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 

@@ -8,13 +8,16 @@ from contextlib import AbstractContextManager, nullcontext
 import pytest
 import torch
 from pretended_card import CardTensor, pretended_card
+from recorded import record
 from tiny import CASES, Steady, feed, generate, prefill, prompt_of, random_tree
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
 from offload_rt.engine import builder
 from offload_rt.engine.memory_plan import READ_BUFFERS
-from offload_rt.errors import LinkError
+from offload_rt.errors import LinkError, NumericsError
+from offload_rt.executor.cuda_graphs import GraphPass
+from offload_rt.executor.sequence import Sequence
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.speculate.pair_stats import PairStats
 
@@ -226,3 +229,74 @@ def test_a_tensor_of_the_host_does_not_mix(monkeypatch):
         with pytest.raises(AssertionError, match="generator"):
             torch.rand(3, device="cuda", generator=torch.Generator())
         assert on_device.cpu().numpy().tolist() == [1, 1, 1]
+
+
+def counted_steps(llm, counts, params):
+    """Per step what was counted, and the levels that were drafted; the first two steps are left out."""
+    draft, n_levels, found = llm.engine.draft, [0], []
+    forward = draft.forward
+
+    def forward_counted(steps):
+        n_levels[0] += 1
+        return forward(steps)
+
+    draft.forward = forward_counted
+    llm.engine.add(Sequence(prompt_of(0), params, 100))
+    while True:
+        before = counts.n_waits, counts.n_uploads, n_levels[0]
+        if not llm.engine.step():
+            break
+        found.append((counts.n_waits - before[0], counts.n_uploads - before[1], n_levels[0] - before[2]))
+    return found[2:]
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+@pytest.mark.parametrize(
+    ("drafter", "temperature"), [("adaptive_tree", 0.0), ("static_tree", 0.0), ("static_tree", 0.8)]
+)
+def test_the_host_waits_once_a_level_once_for_the_pass_and_once_for_the_verdict(
+    zoo, monkeypatch, drafter, temperature, place
+):
+    """And nothing but layers goes through the copy engine: not what a pass needs of its rows, nor rows to commit."""
+    pair, settings = zoo.pair("llama", 0), {"tree_size": 24, "tree_depth": 5}
+    with pretended_card(monkeypatch, has_kernels=True) as counts:
+        settings |= {"max_model_len": 128, "device": "cuda"} | pair.settings(drafter, "traversal")
+        if place == "host":
+            with LLM.open(EngineConfig(str(pair.target), **settings)) as unloaded:
+                settings["device_memory"] = unloaded.plan.reserved.total + 2 * unloaded.plan.slot_nbytes
+        with LLM(str(pair.target), **settings) as llm:
+            assert set(llm.plan.tiers) == {place}
+            steps = counted_steps(llm, counts, SamplingParams(max_new_tokens=24, temperature=temperature, seed=1))
+    assert len(steps) > 4 and sum(n_levels for *_, n_levels in steps) > 10
+    assert all(n_waits <= n_levels + 2 for n_waits, _, n_levels in steps), steps
+    assert not any(n_uploads for _, n_uploads, _ in steps), steps
+
+
+@pytest.mark.parametrize("has_kernels", [False, True])
+def test_logits_that_are_no_numbers_are_noticed_on_a_card(tmp_path, monkeypatch, has_kernels):
+    model = CASES["llama"].build(0, num_hidden_layers=2)
+    model.lm_head.weight.data[7] = torch.nan
+    model.save_pretrained(tmp_path)
+    card, error = pretended_card(monkeypatch, has_kernels=has_kernels), pytest.raises(NumericsError, match="not all")
+    with card, on_card(tmp_path, drafter="none") as llm, error:
+        llm.generate(prompt_of(0), SamplingParams(max_new_tokens=4))
+
+
+def test_passes_are_captured_when_a_model_is_loaded(zoo, monkeypatch):
+    """Of all widths up to the largest tree; no sequence captures them again."""
+    pair, captured = zoo.pair("llama", 0), []
+
+    def capture(compute):
+        captured.append(compute.__self__)
+        return record(compute)
+
+    with pretended_card(monkeypatch):
+        monkeypatch.setattr(builder, "CudaCapture", lambda: capture)
+        monkeypatch.setattr(builder, "_CAPTURING_S", 1e9)
+        with on_card(pair.target, tree_size=24, **pair.settings("adaptive_tree")) as llm:
+            n_loaded = len(captured)
+            for graphs in (llm.engine.runner._graphs, llm.engine.draft._graphs):
+                assert sorted(shape.n_rows for shape in graphs._passes[graphs._reusable]) == [1, 2, 4, 8, 16, 24]
+            text = llm.generate(prompt_of(0), SamplingParams(max_new_tokens=24))[0].token_ids
+    assert n_loaded == 12 and not any(isinstance(one, GraphPass) for one in captured[n_loaded:])
+    assert text == generate(pair.model, prompt_of(0), 24)

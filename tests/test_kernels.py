@@ -271,7 +271,7 @@ def test_the_dense_mask(seed):
     """The mask of the reference, against the plain definition."""
     case = random_case(seed)
     parents = parents_of(case.first + case.n, seed)
-    whole = make_tree_mask(parents.numpy(), case.first, case.n_before, torch.device("cpu"))
+    whole = make_tree_mask(parents.numpy(), case.first, case.n_before)
     mask = replace(whole, window=case.window or None)
     dense = mask.dense()
     expected = visible(case, parents)
@@ -288,9 +288,26 @@ def test_commit_rows(kernels, dtype, seed):
     first, n = draw.choice([0, 3]), draw.choice([1, 7, 8, 9, 30])
     rows = torch.randperm(40, generator=generator)[:n].sort().values
     mine = [store.clone().to(kernels.device) for store in stores]
-    kernels.commit_rows(*mine, rows.to(kernels.device), first)
+    kernels.commit_rows(*mine, rows, first)
     reference.commit_rows(*stores, rows, first)
     assert all(torch.equal(own.cpu(), store) for own, store in zip(mine, stores, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_transfer(kernels, seed):
+    """To the card and back, aligned to vectors and not; nothing around it is touched."""
+    draw = random.Random(seed)
+    n, starts = draw.choice([1, 15, 16, 500, 70_000]), [draw.choice([0, 16, 3]) for _ in range(3)]
+    source = torch.randint(1, 256, (n + 64,), dtype=torch.uint8)
+    there, back = torch.zeros(n + 64, dtype=torch.uint8, device=kernels.device), torch.zeros(n + 64, dtype=torch.uint8)
+    if kernels.device == "cuda":
+        source, back = source.pin_memory(), back.pin_memory()
+    parts = [block[start : start + n] for block, start in zip((source, there, back), starts, strict=True)]
+    kernels.transfer(parts[1], parts[0])
+    kernels.transfer(parts[2], parts[1])
+    assert torch.equal(there[starts[1] : starts[1] + n].cpu(), parts[0])  # a copy back waits for both
+    assert torch.equal(parts[2], parts[0])
+    assert back.count_nonzero() == there.count_nonzero() == n
 
 
 def drafted(seed):
@@ -535,7 +552,8 @@ def samples(device):
         "silu_mul": (x, delta),
         "tree_attention": attention,
         "tree_masks": (parents,),
-        "commit_rows": (store, store.clone(), torch.tensor([1, 4], device=device), 2),
+        "transfer": (store, store.cpu().pin_memory() if device == "cuda" else store.clone()),
+        "commit_rows": (store, store.clone(), torch.tensor([1, 4]), 2),
         "verify": (*verification, candidates.independent, True),
     }
 
@@ -547,6 +565,7 @@ OPS = (
     "rotate_and_store",
     "silu_mul",
     "tree_attention",
+    "transfer",
     "tree_masks",
     "verify",
 )
@@ -573,6 +592,9 @@ def test_what_torch_knows_of_an_op(kernels, name):
         ("tree_masks", 0, lambda x: x.int(), "wrong dtype"),
         ("tree_masks", 0, lambda x: x[::2], "contiguous"),
         ("commit_rows", 0, lambda x: x[..., :62].contiguous(), "entries in dimension 3|16 bytes"),
+        ("transfer", 1, lambda x: x[1:], "as many bytes"),
+        ("transfer", 0, lambda x: x.transpose(0, 1), "contiguous"),
+        ("commit_rows", 2, lambda x: x.int(), "int64 on the host"),
         ("commit_rows", 3, lambda _: 19, "past the end"),
         ("rms_norm", 0, lambda x: x.float(), "float16 or bfloat16"),
         ("rms_norm", 0, lambda x: x[:, :63], "multiple of 8"),

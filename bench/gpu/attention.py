@@ -81,7 +81,8 @@ def _that_work(works: dict[str, Callable[[], object]]) -> tuple[dict[str, Callab
 
 def _works(tree: Topology, shapes: Shapes) -> dict[str, Callable[[], object]]:
     n = len(tree)
-    mask = ops.make_tree_mask(tree.parents, 0, shapes.prefix, CARD)
+    mask = ops.make_tree_mask(tree.parents, 0, shapes.prefix)
+    mask = mask.of(ops.to_device(mask.tensors, CARD))
     q = torch.randn(n, shapes.heads, shapes.head_dim, dtype=torch.bfloat16, device=CARD)
     k, v = (
         torch.randn(shapes.kv_heads, shapes.prefix + n, shapes.head_dim, dtype=torch.bfloat16, device=CARD)

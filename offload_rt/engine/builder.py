@@ -37,6 +37,9 @@ from offload_rt.weights.layout import PAGE, PackedLayer, align_up, host_block, p
 
 Progress = Callable[[int, int], None]
 
+# Spent at most on capturing passes of a model before its first one.
+_CAPTURING_S = 1.0
+
 _REFUSED = (
     "the driver pins no more memory of the host: layers go through a few pinned slots, "
     "which costs CPU time and some speed; raise the limit of locked memory, or lower --host-memory"
@@ -191,10 +194,10 @@ def _capture_passes(engine_plan: EnginePlan, runner: Runner, draft: Runner | Non
     """Let models that lie on the card as a whole compute by CUDA graphs."""
     capture, n_nodes = CudaCapture(), engine_plan.limits.n_nodes
     if not runner.streamer.order:
-        runner.use_graphs(GraphShape(n_nodes, engine_plan.cache_rows, n_nodes), capture)
+        runner.use_graphs(GraphShape(n_nodes, engine_plan.cache_rows, n_nodes), capture, _CAPTURING_S)
     if draft is not None:
         n_keys = draft_rows(engine_plan.max_model_len, n_nodes)
-        draft.use_graphs(GraphShape(n_nodes, n_keys, ROWS_PER_NODE * n_nodes), capture)
+        draft.use_graphs(GraphShape(n_nodes, n_keys, ROWS_PER_NODE * n_nodes), capture, _CAPTURING_S)
 
 
 def _open_drafter(
@@ -204,7 +207,7 @@ def _open_drafter(
     if limits.n_nodes == 1:
         machine = MachineProfile("not measured", False, (("disk", 1.0), ("host", 1.0)), 1.0)
     else:
-        machine = profile.pass_profile(runner, moved, (limits.n_nodes, engine_plan.max_model_len))
+        machine = profile.pass_profile(runner, moved, (limits.n_nodes, engine_plan.max_model_len - 2))
     cost = CostEstimator(machine, moved, drafting.draft.nbytes if drafting.draft else 0)
     model, pair_stats = None, PairStats()
     if draft is not None and drafting.draft is not None:

@@ -173,7 +173,7 @@ def _grid(n_rows: int, max_context: int) -> tuple[tuple[int, ...], tuple[int, ..
 def _still_holds(runner: Runner, compute: ComputeTimes) -> bool:
     """Whether one width takes about as long as it did; the times may be of an hour in which others used the machine."""
     width, context = compute.widths[len(compute.widths) // 2], compute.contexts[0]
-    cache = runner.new_cache(context + width)
+    cache = runner.new_cache(context + width + 1, is_alone=True)
     with closing(runner.streamer.sweep()) as sweep:
         now = _seconds_of_a_pass(runner, next(sweep), cache, width, context)
     runner.free_cache(cache)
@@ -181,12 +181,12 @@ def _still_holds(runner: Runner, compute: ComputeTimes) -> bool:
 
 
 def compute_times(runner: Runner, n_rows: int, max_context: int) -> ComputeTimes:
-    """Time one layer and the head at several widths, and at a short and a long context.
+    """Time passes of several widths, at a short and a long context.
 
     Attention's share is linear in both, so the long context is timed at the least and the largest width only.
     """
     widths, contexts = _grid(n_rows, max_context)
-    cache = runner.new_cache(contexts[1] + n_rows)
+    cache = runner.new_cache(contexts[1] + n_rows + 1, is_alone=True)
     with closing(runner.streamer.sweep()) as sweep:
         block = next(sweep)
         short = [_seconds_of_a_pass(runner, block, cache, width, contexts[0]) for width in widths]
@@ -196,15 +196,27 @@ def compute_times(runner: Runner, n_rows: int, max_context: int) -> ComputeTimes
     return ComputeTimes(widths, contexts, (tuple(short), tuple((np.array(short) + np.maximum(more, 0)).tolist())))
 
 
-@torch.inference_mode()
 def _seconds_of_a_pass(runner: Runner, block: LayerView, cache: int, width: int, context: int) -> float:
-    """Seconds of all layers, each as slow as this one, and of the head."""
+    """Seconds of a pass for which no layer is waited: one that is replayed, or all layers, each as slow as this one."""
     runner.assume_context(cache, context)
     step = Step(cache, torch.zeros(width, dtype=torch.int64), Topology.chain(width), width, context)
-    hidden = torch.zeros(width, runner.spec.hidden_size, dtype=runner.dtype, device=runner.device)
+    if not runner.replays(step):
+        return _seconds_layer_by_layer(runner, block, step)
+    moments = []
+    for _ in range(_REPEATS + 3):  # the first runs as it is, the second is captured
+        moments.append(_now(runner))
+        runner.forward([step])
+        runner.discard(cache)
+    return min(after - before for before, after in pairwise(moments[2:]))
+
+
+@torch.inference_mode()
+def _seconds_layer_by_layer(runner: Runner, block: LayerView, step: Step) -> float:
+    """Seconds of all layers, each as slow as this one, and of the head."""
+    hidden = torch.zeros(step.n_rows, runner.spec.hidden_size, dtype=runner.dtype, device=runner.device)
     best = [float("inf"), float("inf")]
     for _ in range(_REPEATS):
-        chunks = runner.chunks([step])
+        _, chunks = runner.upload([step])
         moments = [_now(runner)]
         runner.layer(block, hidden, chunks)
         moments.append(_now(runner))

@@ -160,5 +160,4 @@ class ContiguousCache(KVCache):
 
     def move(self, rows: Sequence[int], first: int) -> None:
         """Move rows in place."""
-        keys, values = self.buffer.keys, self.buffer.values
-        ops.commit_rows(keys, values, torch.tensor(rows, device=keys.device), first)
+        ops.commit_rows(self.buffer.keys, self.buffer.values, torch.tensor(rows), first)

@@ -1,17 +1,18 @@
 """One entry point per op. A kernel of csrc/ serves where it is built and fits, else the plain torch reference."""
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from offload_rt.ops import extension, reference
 from offload_rt.ops.reference import merge
-from offload_rt.ops.tree_mask import TreeMask
+from offload_rt.ops.transfer import fill, to_device, to_host
+from offload_rt.ops.tree_mask import TreeMask, make_tree_mask
 from offload_rt.ops.verification import Candidates, can_verify, verify
 
 __all__ = [
-    "Candidates", "TreeMask", "add_rms_norm", "can_verify", "commit_rows", "goes_by_extent", "make_tree_mask", "merge",
-    "partial_attention", "rms_norm", "rotate_and_store", "silu_mul", "tree_attention", "tree_masks", "verify",
+    "Candidates", "TreeMask", "add_rms_norm", "can_verify", "commit_rows", "fill", "goes_by_extent", "make_tree_mask",
+    "merge", "partial_attention", "rms_norm", "rotate_and_store", "silu_mul", "to_device", "to_host", "tree_attention",
+    "tree_masks", "verify",
 ]  # fmt: skip
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -103,20 +104,9 @@ def tree_masks(parents: Tensor) -> tuple[Tensor, Tensor]:
     return reference.tree_masks(parents)
 
 
-def make_tree_mask(parents: np.ndarray, first: int, n_before: int, device: torch.device) -> TreeMask:
-    """What rows `first` and on of a tree see, without a window; made on a device, by one transfer to it.
-
-    parents   (n,) int64, parents[i] < i, negative for a root
-    n_before  keys before the tree
-    """
-    numbers = torch.from_numpy(np.append(parents, (n_before, len(parents)))).to(device)
-    bits, depths = tree_masks(numbers[:-2])
-    return TreeMask(bits[first:], depths[first:], depths, numbers[-2:].int(), n_before + len(parents))
-
-
 def commit_rows(keys: Tensor, values: Tensor, rows: Tensor, first: int) -> None:
-    """Move rows `first + rows` of a cache to `first` and on, in place; see the reference."""
+    """Move rows `first + rows`, of the host, of a cache to `first` and on, in place; see the reference."""
     if extension.serves(keys) and keys.shape[3] * keys.element_size() % _VECTOR_BYTES == 0:
         extension.kernels().commit_rows(keys, values, rows, first)
     else:
-        reference.commit_rows(keys, values, rows, first)
+        reference.commit_rows(keys, values, to_device([rows], keys.device)[0], first)

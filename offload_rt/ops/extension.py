@@ -51,6 +51,9 @@ def describe(library: str) -> None:
         n = parents.shape[0]
         return parents.new_empty((n, (n + 31) // 32), dtype=torch.int32), parents.new_empty((n,), dtype=torch.int32)
 
+    def transfer(target: Tensor, source: Tensor) -> None:
+        return None
+
     def commit_rows(keys: Tensor, values: Tensor, rows: Tensor, first: int) -> None:
         return None
 
@@ -76,5 +79,5 @@ def describe(library: str) -> None:
         return gate.new_empty(gate.shape)
 
     layer = (rms_norm, add_rms_norm, rotate_and_store, silu_mul)
-    for fake in (tree_attention, tree_masks, commit_rows, verify, *layer):
+    for fake in (tree_attention, tree_masks, transfer, commit_rows, verify, *layer):
         torch.library.register_fake(f"{library}::{fake.__name__}", fake)

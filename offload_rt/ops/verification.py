@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from offload_rt.ops import extension
+from offload_rt.ops.transfer import to_device, to_host
 
 # A block keeps track of no more.
 _MOST_LEVELS = 1024
@@ -45,7 +46,7 @@ def arguments(candidates: Candidates, uniforms: Tensor, device: torch.device) ->
     """The tree's arrays and the uniforms on a device, by one transfer: the five arrays; uniforms."""
     arrays = [candidates.starts, candidates.children, candidates.tokens, candidates.is_sampled, candidates.row_of]
     arrays = [np.asarray(array, dtype=np.int64) for array in (*arrays, uniforms.numpy().view(np.int64))]
-    there = torch.from_numpy(np.concatenate(arrays)).to(device)
+    (there,) = to_device([torch.from_numpy(np.concatenate(arrays))], device)
     starts, children, tokens, is_sampled, row_of, noise = torch.split(there, [len(array) for array in arrays])
     return [starts, children, tokens, is_sampled.bool(), row_of], noise.view(torch.float64)
 
@@ -63,5 +64,5 @@ def verify(
     verdict = extension.kernels().verify(
         *arrays, draft_probs, target, noise, candidates.n_levels, candidates.independent, leaf_to_root
     )
-    end, bonus = verdict.tolist()
+    end, bonus = to_host([verdict])[0].tolist()
     return end, bonus
