@@ -2,9 +2,9 @@
 
     python -m bench.undrafted [--prompts 12] [--new-tokens 64]
 
-Every way of drafting without a model continues the same held-out prompts with the demo target, in float32, with as many rows as
-it is given, whatever they cost; for each prompt it begins with nothing learned. Tokens per pass are counted, not timed, so other
-programs on the cores do no harm. Greedy texts are compared with plain decoding's. The last line is one JSON object.
+Every way of drafting without a model continues the same held-out prompts with the demo target, in float32, with as many rows
+as it is given, whatever they cost; for each prompt it begins with nothing learned. Tokens per pass are counted, not timed, so
+other programs on the cores do no harm. Greedy texts are compared with plain decoding's. The last line is one JSON object.
 """
 
 import argparse

@@ -4,7 +4,8 @@ import random
 from pathlib import Path
 
 import pytest
-import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tiny import CASES, Steady, engine_of, generate, logits_of, open_llm, prompt_of
 from transformers import PreTrainedModel
 
@@ -113,5 +114,50 @@ def test_trees_and_steps_are_those_of_the_published_algorithm(tame: tuple[PreTra
     assert [step_of(tree, len(step[1])) for tree, step in zip(trees, steps, strict=True)] == steps
     assert max(len(tree.topology) for tree in trees) > N_ROWS // 2
     _, waiting = published(model, prompt, waits=True)
-    print(len(steps), len(waiting))
     assert len(waiting) < 0.8 * N_NEW and abs(len(steps) / len(waiting) - 1) <= 0.03
+
+
+def drafter_of_size(n_rows: int) -> Lookahead:
+    """One whose trees have so many rows, whatever they cost."""
+    return Lookahead(DraftParts(DraftLimits(n_rows, 64, fixed_size=True), Steady(), "without_replacement"))
+
+
+def test_sequences_join_and_leave(tame: tuple[PreTrainedModel, Path]) -> None:
+    """Windows shrink and grow with the share of rows; each text is the one it is alone, and all is released."""
+    model, folder = tame
+    drafter, prompts = drafter_of_size(N_ROWS), [prompt_of(seed, n, 64) for seed, n in enumerate((9, 1, 30, 14))]
+    sequences, n_columns = [Sequence(list(prompt), SamplingParams(30), 256) for prompt in prompts], set()
+    with open_llm(folder, max_model_len=256) as llm:
+        engine = engine_of(llm, drafter, n_nodes=2 * N_ROWS)
+        for sequence in sequences:
+            id = engine.add(sequence)
+            engine.step()
+        engine.abort(id)
+        while engine.step():
+            n_columns |= {state.n_columns for state in drafter._states.values()}
+    texts = [one.tokens[one.n_prompt :] for one in sequences[:3]]
+    assert texts == [generate(model, prompt, 30) for prompt in prompts[:3]]
+    assert len(n_columns) > 3 and not drafter._states
+
+
+ngrams = st.lists(st.tuples(*[st.integers(0, 3)] * 3), max_size=40)
+
+
+@given(ngrams, st.integers(1, 9))
+def test_the_pool_gives_the_newest_first(several: list[tuple[int, ...]], n: int) -> None:
+    pool = NgramPool()
+    pool.add(several)
+    newest = list(dict.fromkeys(several[::-1]))
+    for token in range(4):
+        assert pool.after(token, n) == [one[1:] for one in newest if one[0] == token][:n]
+
+
+@given(ngrams, st.integers(1, 9))
+def test_the_pool_has_a_bound(several: list[tuple[int, ...]], n_most: int) -> None:
+    """The last n-gram stays where its first token has no more than there is room for."""
+    pool = NgramPool(n_most)
+    for ngram in several:
+        pool.add([ngram])
+        n_kept = sum(len(pool.after(token, 99)) for token in range(4))
+        assert n_kept <= n_most
+        assert ngram[1:] in pool.after(ngram[0], 99) or n_kept == 0

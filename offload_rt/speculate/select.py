@@ -61,7 +61,7 @@ def pick_drafter(config: EngineConfig) -> Drafting:
     """Drafter and rule of the settings. Raises SettingsError for a combination that does not work."""
     name = config.drafter
     if name == "auto":
-        name = "ngram" if config.draft_model is None else "adaptive_tree"
+        name = "recycle" if config.draft_model is None else "adaptive_tree"
     chosen = drafter_type(name)
     if config.draft_model is not None and not chosen.needs_model:
         users = [other for other in registry.names("speculate.draft") if drafter_type(other).needs_model]

@@ -41,6 +41,9 @@ class PredictionTable:
     def __len__(self) -> int:
         return len(self._after)
 
+    def __contains__(self, context: _Context) -> bool:
+        return context in self._after
+
     def keep(self, context: _Context, tokens: list[int], probs: list[float]) -> None:
         """Keep a prediction under all ends of a context; keys that were not seen for longest give way."""
         found = array("q", tokens), array("f", probs)
