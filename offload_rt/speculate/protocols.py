@@ -56,6 +56,7 @@ class Drafter(Protocol):
 
     def read(self, sequence: Sequence, predicted: TopTokens) -> None:
         """What the target predicts after each of the last tokens of the sequence but the very last, computed just now."""
+        return
 
     def end(self, sequence: Sequence) -> None:
         """The sequence has ended or was aborted: release what is held for it."""
