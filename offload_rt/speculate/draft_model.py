@@ -11,6 +11,7 @@ from offload_rt.errors import NumericsError
 from offload_rt.executor.runner import Runner, Step
 from offload_rt.executor.sequence import Sequence
 from offload_rt.sampling import generator_on
+from offload_rt.speculate.perturbation import Perturbation
 from offload_rt.system.trace import DRAFT, Trace
 from offload_rt.tree.topology import Topology
 
@@ -23,8 +24,9 @@ class DraftState:
 
     A row here is a row of the draft's cache; leaves that need no logits have none. Row 0 is the root.
 
-    vocab_size  of the draft, which is given its last token in place of one that only the target has
-    generator   on the device; children are drawn with it
+    vocab_size    of the draft, which is given its last token in place of one that only the target has
+    generator     on the device; children are drawn with it
+    perturbation  by the noise that the target's tokens are drawn with; None where the tree is not coupled
     """
 
     def __init__(self, runner: Runner, cache: int, vocab_size: int, generator: torch.Generator) -> None:
@@ -33,19 +35,26 @@ class DraftState:
         self.lacking: list[int] = []
         self.tokens: list[int] = []
         self.parents: list[int] = []
+        self.depths: list[int] = []
         self.n_done = 0
+        self.perturbation: Perturbation | None = None
 
     def start(self, tokens: list[int], n_prompt: int) -> None:
         """Begin a tree below the last of `tokens`, keeping the rows that an earlier tree has of them."""
         self._commit_path(tokens)
         n_kept = self._runner.rewind(self.cache, self._known(tokens[:-1]))
         self.lacking, self.n_prompt = tokens[n_kept:-1], n_prompt
-        self.tokens, self.parents, self.n_done = [tokens[-1]], [-1], 0
+        self.tokens, self.parents, self.depths, self.n_done = [tokens[-1]], [-1], [0], 0
+
+    def perturbed(self, logits: Tensor) -> Tensor:
+        """The logits (rows, vocabulary) of the rows added last, with the noise of their positions where the tree is coupled."""
+        return self.perturbation(logits, self.depths[-len(logits) :]) if self.perturbation else logits
 
     def add(self, parents: Several[int], tokens: Several[int]) -> range:
         """Add rows, to be computed next; returns them."""
         first = len(self.tokens)
         self.parents += parents
+        self.depths += [self.depths[parent] + 1 for parent in parents]
         self.tokens += tokens
         return range(first, len(self.tokens))
 
@@ -105,10 +114,11 @@ class DraftModel:
         self._limit = max(runner.spec.max_positions - max_levels, 1)
         self._states: dict[Sequence, DraftState] = {}
 
-    def start(self, sequence: Sequence, n_nodes: int, is_alone: bool) -> DraftState:
+    def start(self, sequence: Sequence, n_nodes: int, is_alone: bool, n_coupled: int = 0) -> DraftState:
         """Begin a tree at the end of a sequence; where the draft's context is shorter, it sees as much as fits.
 
-        is_alone  no other sequence is drafted for
+        is_alone   no other sequence is drafted for
+        n_coupled  levels whose children are ranked after the noise that the target's tokens are drawn with
         """
         if sequence not in self._states:
             cache = self._runner.new_cache(draft_rows(sequence.longest, n_nodes), is_alone)
@@ -117,6 +127,9 @@ class DraftModel:
         state = self._states[sequence]
         first = _window_start(len(sequence.tokens), self._limit)
         state.start(sequence.tokens[first:], max(sequence.n_prompt - first, 1))
+        state.perturbation = None
+        if n_coupled:
+            state.perturbation = Perturbation.of(sequence, n_coupled, self.vocab_size, self._runner.device)
         return state
 
     def end(self, sequence: Sequence) -> None:
@@ -141,7 +154,7 @@ class DraftModel:
                         raise NumericsError(problem, change="check its checkpoint")
                     missing = self.vocab_size - rows.shape[-1]
                     whole = torch.nn.functional.pad(rows, (0, missing), value=-torch.inf) if missing else rows
-                    one.take(whole.float())
+                    one.take(one.state.perturbed(whole.float()))
             n_passes += 1
         return n_passes
 

@@ -1,0 +1,33 @@
+"""The noise that decides a sequence's next tokens, added to a draft's logits."""
+
+from collections.abc import Sequence as Several
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from offload_rt.executor.sequence import Sequence
+
+# What a softmax of perturbed logits is divided by: the size of a draft's errors, at any temperature of the sequence.
+_ERROR = 0.75
+
+
+@dataclass(frozen=True)
+class Perturbation:
+    """Of a tree below the last token of a sequence.
+
+    noise  (levels, vocabulary) float32: of the tokens after the nodes of each level, times the sequence's temperature
+    """
+
+    noise: Tensor
+
+    @classmethod
+    def of(cls, sequence: Sequence, n_levels: int, n_tokens: int, device: torch.device) -> Self:
+        """Of a tree with so many levels of nodes that have children, over a vocabulary of so many tokens."""
+        noise = sequence.noise.at(len(sequence.tokens), n_levels, n_tokens, device)
+        return cls(noise.log().mul_(-sequence.sampling.temperature))
+
+    def __call__(self, logits: Tensor, depths: Several[int]) -> Tensor:
+        """Logits (rows, vocabulary) of nodes of some depths, after which the draft's guess of the token drawn is the largest."""
+        return self.noise[list(depths)].add_(logits).div_(_ERROR)
