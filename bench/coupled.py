@@ -66,7 +66,8 @@ def compare(
                     params = SamplingParams(max_new_tokens=n_new, temperature=temperature, seed=i)
                     rate = llm.generate(prompt, params)[0].stats.tokens_per_pass
                     rates.setdefault((temperature, name), []).append(rate)
-            print(f"{n_nodes} nodes, prompt {i + 1}", {key: round(mean(one), 2) for key, one in rates.items()}, flush=True)
+            so_far = {key: round(mean(one), 3) for key, one in rates.items()}
+            print(f"{n_nodes} nodes, prompt {i + 1}", so_far, flush=True)
     first = methods[0].name
     return [Compared.of((n_nodes, t), name, one, rates[t, first]) for (t, name), one in rates.items()]
 

@@ -29,5 +29,5 @@ class Perturbation:
         return cls(noise.log().mul_(-sequence.sampling.temperature))
 
     def __call__(self, logits: Tensor, depths: Several[int]) -> Tensor:
-        """Logits (rows, vocabulary) of nodes of some depths, after which the draft's guess of the token drawn is the largest."""
+        """Perturbed logits (rows, vocabulary) of nodes of some depths; the largest is the draft's guess of the token drawn."""
         return self.noise[list(depths)].add_(logits).div_(_ERROR)
