@@ -71,7 +71,7 @@ def test_greedy_tokens_are_transformers(zoo, card, name, where):
 @pytest.mark.parametrize(
     ("drafter", "rule"),
     [
-        ("none", "match"), ("ngram", "match"), ("dynamic_tree", "match"), ("adaptive_tree", "traversal"),
+        ("none", "match"), ("ngram", "match"), ("dynamic_tree", "match"), ("adaptive_tree", "coupled"), ("static_tree", "traversal"),
         ("static_tree", "sequoia"), ("static_tree", "specinfer"), ("static_tree", "match"),
     ],
 )  # fmt: skip

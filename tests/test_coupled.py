@@ -95,10 +95,11 @@ def test_rows_are_made_once_and_forgotten_behind(monkeypatch):
         return plain(seed, first, n, *more)
 
     monkeypatch.setattr(noise, "exponentials", counted)
+    monkeypatch.setattr(noise, "_N_AHEAD", 3)
     rows = NoiseRows(5)
     for first, n in ((10, 6), (10, 2), (13, 5), (16, 1), (40, 3), (41, 4)):
         assert torch.equal(rows.at(first, n, 9, CPU), plain(5, first, n, 9, CPU))
-    assert made == [6, 2, 3, 2]
+    assert made == [6, 3, 3, 3]
     assert torch.equal(rows.at(41, 4, 7, CPU), plain(5, 41, 4, 7, CPU))
     assert torch.equal(rows.at(39, 2, 7, CPU), plain(5, 39, 2, 7, CPU))
 
@@ -228,7 +229,7 @@ def test_a_draft_that_is_the_target_knows_what_will_be_drawn(twin, drafter):
 
 def test_what_is_learned_of_perturbed_trees_is_kept_apart(pair):
     with open_llm(pair.target, draft_model=str(pair.draft), max_model_len=64) as llm:
-        for name, kinds in (("dynamic_tree", {"coupled dynamic 0.8"}), ("static_tree", {"coupled deterministic 0.8"})):
+        for name, kinds in (("dynamic_tree", {"coupled-dynamic 0.8"}), ("static_tree", {"coupled-deterministic 0.8"})):
             drafter = drafter_of(llm, name, "coupled", DraftLimits(17, 6))
             (tree,) = drafter.propose([Sequence(PROMPTS[0], SamplingParams(20, temperature=0.8, seed=1), 64)], 17)
             assert set(drafter.pair_stats.estimates) == kinds

@@ -7,8 +7,9 @@ from torch import Tensor
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS, _WEYL, _N_ROUNDS = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85), 10
-# Values made together: what they take on the way is six times their size.
-_N_VALUES = 1 << 18
+# Values made together: what they take on the way is a dozen times their size. And rows made ahead of their use, where so
+# many values allow it: one row of a small vocabulary takes as long as eight.
+_N_VALUES, _N_AHEAD = 1 << 18, 16
 # sqrt(1/2) as the bits of a float64, where the mantissas of `_minus_log` begin; and the terms of its series.
 _ROOT_HALF, _MANTISSA_BITS, _N_TERMS = 0x3FE6A09E667F3BCD, 52, 8
 
@@ -76,7 +77,7 @@ class NoiseRows:
             known = torch.empty(0, n_tokens, device=device)
         n_known = len(known)
         if n_known < n:
-            more = exponentials(self._seed, first + n_known, n - n_known, n_tokens, device)
-            known = torch.cat((known, more))
+            n_more = max(n - n_known, min(_N_VALUES // n_tokens, _N_AHEAD))
+            known = torch.cat((known, exponentials(self._seed, first + n_known, n_more, n_tokens, device)))
         self._first, self._rows = first, known
         return known[:n]

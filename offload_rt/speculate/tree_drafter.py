@@ -30,7 +30,7 @@ def tree_drafter(dynamic_at_zero: bool, dynamic_above: bool) -> DrafterType:
         open=partial(TreeDrafter, is_dynamic=(dynamic_at_zero, dynamic_above)),
         needs_model=True,
         gives_draft_probs=not dynamic_above,
-        best_rule="match" if dynamic_above else "traversal",
+        best_rule="coupled" if dynamic_at_zero else "traversal",
         default_sizes=_SIZES,
     )
 
@@ -97,7 +97,7 @@ class TreeDrafter(Drafter):
     def estimates_at(self, temperature: float) -> Estimates:
         """What is known of the kind of tree it proposes at a temperature."""
         kind = self._kind(temperature)
-        return self.pair_stats.at(f"coupled {kind}" if self._is_coupled(temperature) else kind, temperature)
+        return self.pair_stats.at(f"coupled-{kind}" if self._is_coupled(temperature) else kind, temperature)
 
     def _kind(self, temperature: float) -> str:
         is_sampled = temperature > 0 and not self._is_coupled(temperature)
