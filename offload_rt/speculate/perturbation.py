@@ -1,6 +1,5 @@
 """The noise that decides a sequence's next tokens, added to a draft's logits."""
 
-from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from typing import Self
 
@@ -28,6 +27,7 @@ class Perturbation:
         noise = sequence.noise.at(len(sequence.tokens), n_levels, n_tokens, device)
         return cls(noise.log().mul_(-sequence.sampling.temperature))
 
-    def __call__(self, logits: Tensor, depths: Several[int]) -> Tensor:
+    def __call__(self, logits: Tensor, depths: list[int]) -> Tensor:
         """Perturbed logits (rows, vocabulary) of nodes of some depths; the largest is the draft's guess of the token drawn."""
-        return self.noise[list(depths)].add_(logits).div_(_ERROR)
+        levels = torch.tensor(depths, device=self.noise.device)
+        return self.noise.index_select(0, levels).add_(logits).div_(_ERROR)

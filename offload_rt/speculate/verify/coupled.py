@@ -18,7 +18,7 @@ class Coupled:
 
     def verify(self, tree: DraftTree, target: Tensor, sequence: Sequence) -> Verdict:
         """What to accept, given the target's distribution (n, vocabulary) after each node."""
-        depths, n_tokens = tree.topology.depths, target.shape[1]
+        depths, n_tokens = tree.topology.depths.tolist(), target.shape[1]
         noise = sequence.noise.at(len(sequence.tokens), tree.topology.n_levels, n_tokens, target.device)
         return walk(tree, lambda node: draw(target[node], noise[depths[node]]))
 
