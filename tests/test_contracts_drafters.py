@@ -273,10 +273,9 @@ def test_a_drafter_or_rule_that_cannot_be_is_refused(settings, words):
     ("settings", "drafter", "rule"),
     [
         ({}, "ngram", "match"),
-        ({"draft_model": "somewhere"}, "adaptive_tree", "coupled"),
+        ({"draft_model": "somewhere"}, "adaptive_tree", "traversal"),
         ({"draft_model": "somewhere", "rule": "match"}, "adaptive_tree", "match"),
         ({"drafter": "dynamic_tree", "draft_model": "somewhere"}, "dynamic_tree", "coupled"),
-        ({"drafter": "static_tree", "draft_model": "somewhere"}, "static_tree", "traversal"),
     ],
 )
 def test_the_default_is_the_best_there_is(settings, drafter, rule):

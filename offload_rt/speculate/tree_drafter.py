@@ -30,7 +30,7 @@ def tree_drafter(dynamic_at_zero: bool, dynamic_above: bool) -> DrafterType:
         open=partial(TreeDrafter, is_dynamic=(dynamic_at_zero, dynamic_above)),
         needs_model=True,
         gives_draft_probs=not dynamic_above,
-        best_rule="coupled" if dynamic_at_zero else "traversal",
+        best_rule="coupled" if dynamic_above else "traversal",
         default_sizes=_SIZES,
     )
 

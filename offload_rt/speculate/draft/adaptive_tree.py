@@ -1,4 +1,4 @@
-"""The kind of tree that was measured to give most: dynamic at temperature 0 and where it knows the noise, else sampled."""
+"""The kind of tree that was measured to give most: dynamic at temperature 0, of a chosen shape and sampled above."""
 
 from offload_rt.speculate.tree_drafter import tree_drafter
 
