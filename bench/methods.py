@@ -68,7 +68,7 @@ METHODS = (
     Method("SpecInfer chains", "static_tree", "specinfer", chains),
     Method("Sequoia", "static_tree", "sequoia"),
     Method("Sequoia tree + traversal", "static_tree", "traversal"),
-    Method("dynamic", "dynamic_tree"),
+    Method("dynamic", "dynamic_tree", "match"),
 )
 # Which is expected to give more tokens per pass: (better, worse).
 PAIRS = (

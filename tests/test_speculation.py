@@ -201,18 +201,19 @@ class BonusFromTheTarget:
     """Forgets, when it draws the bonus, what was rejected."""
 
     @staticmethod
-    def verify(tree, target, generator):
-        uniforms = torch.rand(len(tree.topology), dtype=torch.float64, generator=generator)
+    def verify(tree, target, sequence):
+        uniforms = torch.rand(len(tree.topology), dtype=torch.float64, generator=sequence.generator)
         end = sequoia.RULE.decide(tree, target, uniforms).end
-        return Verdict(tuple(tree.topology.path_to(end)), draw(target[end], generator))
+        return Verdict(tuple(tree.topology.path_to(end)), draw(target[end], sequence.generator))
 
 
 class StaleNoise:
     """Begins every step with the same noise."""
 
     @staticmethod
-    def verify(tree, target, generator):
-        return sequoia.RULE.verify(tree, target, generator.manual_seed(generator.initial_seed()))
+    def verify(tree, target, sequence):
+        sequence.generator.manual_seed(sequence.generator.initial_seed())
+        return sequoia.RULE.verify(tree, target, sequence)
 
 
 @pytest.mark.parametrize("wrong", [BonusFromTheTarget, StaleNoise])

@@ -174,7 +174,7 @@ class Engine:
         if sequence.sampling.repetition_penalty != 1.0:  # it looks back on each node's own path, too
             paths = [candidates.path_to(node) for node in range(n_candidates)]
         target = probs(logits[:n_candidates], sequence.sampling, sequence.tokens, paths)
-        verdict = self.rule.verify(candidates, target, sequence.generator)
+        verdict = self.rule.verify(candidates, target, sequence)
         self.drafter.learn(sequence, tree, verdict, top_tokens(logits, self.drafter.n_predicted))
         sequence.stats.add_tree(candidates, verdict)
         self.runner.commit(one.cache, [*range(n_lacking + 1), *(n_lacking + node for node in verdict.path)])

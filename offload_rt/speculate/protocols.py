@@ -5,7 +5,6 @@ from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from offload_rt.executor.cost import CostEstimator
@@ -70,10 +69,13 @@ class VerificationRule(Protocol):
 
     @property
     def child_sampling(self) -> str | None:
-        """How siblings are to be drawn: "without_replacement" or "independent"; None: it takes any tree."""
+        """How siblings are to be drawn: "without_replacement" or "independent".
 
-    def verify(self, tree: DraftTree, target: Tensor, generator: torch.Generator) -> Verdict:
-        """What to accept, given the target's distribution (n, vocabulary) after each node."""
+        "coupled": it takes any tree, best one of the tokens that are most probable after the sequence's noise; None: any tree.
+        """
+
+    def verify(self, tree: DraftTree, target: Tensor, sequence: Sequence) -> Verdict:
+        """What to accept, given the target's distribution (n, vocabulary) after each node, by the sequence's random numbers."""
 
 
 @dataclass(frozen=True)
