@@ -62,7 +62,7 @@ def pin_at_most(monkeypatch: pytest.MonkeyPatch, n_blocks: int) -> None:
 @pytest.mark.parametrize("n_pinned", [100, 2, 0])
 def test_the_host_never_holds_more_than_its_budget(tmp_path, monkeypatch, n_pinned):
     """From one layer on its way to room for all of them; the draft model is loaded when they are there."""
-    monkeypatch.setattr(builder, "CostEstimator", lambda profile, moved: Steady())
+    monkeypatch.setattr(builder, "CostEstimator", lambda *_: Steady())
     monkeypatch.setattr(PairStats, "load", lambda *_: PairStats())
     model, draft = (CASES["llama"].build(0, num_hidden_layers=n) for n in (7, 2))
     pair = save_pair(tmp_path, model, draft)

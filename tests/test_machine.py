@@ -229,8 +229,8 @@ class Clock:
 
 
 def test_rates_of_a_card_are_of_its_own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "Event", Clock)
     with pretended_card(monkeypatch, nbytes=256 << 20):
+        monkeypatch.setattr(torch.cuda, "Event", Clock)
         card = torch.device("cuda", 0)
         assert profile.memory_gbps(torch.float16, card) == pytest.approx((64 << 20) / 0.01 / 1e9)
         assert profile.upload_gbps(card, 32 << 20) == pytest.approx((32 << 20) / 0.01 / 1e9)

@@ -235,7 +235,7 @@ def sweep(over: str, request: PlanRequest, machine: Machine) -> Sweep:
             need = "a card beside that memory"
             raise SettingsError("--sweep ram", need=need, have=machine.title, change="use --sweep memory")
         what = "GiB of memory for weights beside the card"
-        sizes = np.linspace(0, 1.2 * sum(target.layer_nbytes), _N_POINTS)
+        sizes = np.linspace(0, 1.2 * sum(target.layer_nbytes), _N_POINTS + 1)[1:]
         budgets = [replace(budget, host=int(nbytes)) for nbytes in sizes]
     else:
         context = config.max_model_len or request.context + request.tokens
