@@ -1,0 +1,186 @@
+"""Dequantising on a CPU: bit for bit what `reference_dequantize` computes, one row at a time in float32.
+
+A product of a code of at most 8 bits and a scale of 16 is exact in float32, so rounding it to the dtype of the scales gives
+what a product in that dtype gives. numba knows neither float16 nor bfloat16: both are made of bits here.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from offload_rt.ops.dequantize import AWQ_NIBBLES, E2M1, Packing
+from offload_rt.system.numba_cache import compiled
+
+_ROWS, _COLUMNS, _AWQ, _INT8, _E2M1, _FLOAT8 = range(6)
+_KINDS = {"rows": _ROWS, "columns": _COLUMNS, "awq": _AWQ, "plain": _INT8, "e2m1": _E2M1}
+_NOTHING, _HALF, _BFLOAT16 = range(3)
+_ROUNDING = {torch.float32: _NOTHING, torch.float16: _HALF, torch.bfloat16: _BFLOAT16}
+_TABLE = np.array(E2M1, np.float32)
+_NIBBLES = np.array(AWQ_NIBBLES, np.int64)
+
+
+def dequantize_on_cpu(
+    codes: Tensor, scales: Tensor, zeros: Tensor | None, groups: Tensor | None, packing: Packing, out: Tensor
+) -> None:
+    """See `dequantize`; scales and out of float16, bfloat16 or float32."""
+    kind = _FLOAT8 if codes.dtype == torch.float8_e4m3fn else _KINDS[packing.order]
+    written = _ROUNDING[out.dtype]
+    narrow, wide = np.empty((0, 0), np.uint16), np.empty((0, 0), np.float32)
+    if written == _NOTHING:
+        wide = out.numpy()
+    else:
+        narrow = out.view(torch.int16).numpy().view(np.uint16)
+    scale = scales.float().contiguous().numpy()
+    zero = np.full_like(scale, packing.offset) if zeros is None else zeros.float().contiguous().numpy()
+    places = np.empty(0, np.int32) if groups is None else groups.numpy()
+    rounded = _ROUNDING[scales.dtype]
+    numbers = (kind, packing.bits, *packing.block, rounded if rounded != written else _NOTHING, written)
+    bytes = codes.contiguous().view(torch.uint8).view(-1).numpy()
+    _dequantize(tuple(out.shape), bytes, len(bytes) // max(len(codes), 1), scale, zero, places, numbers, narrow, wide)
+
+
+@compiled(nogil=True)
+def _dequantize(shape, codes, row_nbytes, scales, zeros, groups, numbers, narrow, wide):  # type: ignore[no-untyped-def]  # numba infers the types
+    kind, bits, block_rows, block_columns, rounded, written = numbers
+    n_rows, n_columns = shape
+    groups_rows = kind in (_COLUMNS, _AWQ)
+    values, spare = np.empty(n_columns, np.float32), np.empty(n_columns, np.float32)
+    halves = np.empty(n_columns, np.uint16)
+    for row in range(n_rows):
+        _unpack(codes, row, row_nbytes, kind, bits, values)
+        at = groups[row] if groups_rows and len(groups) else row // block_rows
+        if len(groups) and not groups_rows:
+            for i in range(n_columns):
+                values[i] = (values[i] - zeros[at, groups[i]]) * scales[at, groups[i]]
+        elif block_columns == 1:
+            for i in range(n_columns):
+                values[i] = (values[i] - zeros[at, i]) * scales[at, i]
+        else:
+            for j in range(0, n_columns, block_columns):
+                zero, scale = zeros[at, j // block_columns], scales[at, j // block_columns]
+                for i in range(j, min(j + block_columns, n_columns)):
+                    values[i] = (values[i] - zero) * scale
+        if rounded == _BFLOAT16:
+            _to_bfloat16(values, halves)
+            _from_bfloat16(halves, values)
+        elif rounded == _HALF:
+            _to_half(values, spare, halves)
+            _from_half(halves, values)
+        if written == _BFLOAT16:
+            _to_bfloat16(values, narrow[row])
+        elif written == _HALF:
+            _to_half(values, spare, narrow[row])
+        else:
+            wide[row] = values
+
+
+@compiled()
+def _unpack(codes, row, row_nbytes, kind, bits, values):  # type: ignore[no-untyped-def]  # numba infers the types
+    """The values of a row of codes, see `unpack`."""
+    n = len(values)
+    own = codes[row * row_nbytes : (row + 1) * row_nbytes] if kind != _COLUMNS else codes
+    if kind == _ROWS and bits == 4:
+        for i in range(n // 2):
+            values[2 * i] = np.float32(own[i] & np.uint8(15))
+            values[2 * i + 1] = np.float32(own[i] >> np.uint8(4))
+        if n % 2:
+            values[n - 1] = np.float32(own[n // 2] & np.uint8(15))
+    elif kind == _ROWS and bits == 8:
+        for i in range(n):
+            values[i] = np.float32(own[i])
+    elif kind == _ROWS:
+        words = own.view(np.uint32)
+        for i in range(n):
+            word, shift = i * bits // 32, i * bits % 32
+            code = words[word] >> np.uint32(shift)
+            if shift + bits > 32:
+                code |= words[word + 1] << np.uint32(32 - shift)
+            values[i] = np.float32(code & np.uint32((1 << bits) - 1))
+    elif kind == _COLUMNS:
+        _unpack_columns(own.view(np.uint32), row, bits, values)
+    elif kind == _AWQ:
+        words = own.view(np.uint32)
+        for i in range(n):
+            values[i] = np.float32(words[i // 8] >> np.uint32(4 * _NIBBLES[i % 8]) & np.uint32(15))
+    elif kind == _INT8:
+        signed = own.view(np.int8)
+        for i in range(n):
+            values[i] = np.float32(signed[i])
+    elif kind == _E2M1:
+        for i in range(n):
+            values[i] = _TABLE[own[i // 2] >> np.uint8(4 * (i % 2)) & np.uint8(15)]
+    else:
+        _unpack_float8(own, values)
+
+
+@compiled()
+def _unpack_columns(words, row, bits, values):  # type: ignore[no-untyped-def]  # numba infers the types
+    n = len(values)
+    first, shift = row * bits // 32 * n, np.uint32(row * bits % 32)
+    mask = np.uint32((1 << bits) - 1)
+    for i in range(n):
+        values[i] = np.float32((words[first + i] >> shift) & mask)
+    if shift + bits > 32:  # the code ends in the next word
+        above = np.uint32(32) - shift
+        for i in range(n):
+            code = (words[first + i] >> shift) | (words[first + n + i] << above)
+            values[i] = np.float32(code & mask)
+
+
+@compiled()
+def _unpack_float8(codes, values):  # type: ignore[no-untyped-def]  # numba infers the types
+    """e4m3fn: moved to where float32 has exponent and mantissa, and scaled by the difference of the biases; exact."""
+    bits = values.view(np.uint32)
+    for i in range(len(values)):
+        code = np.uint32(codes[i])
+        size = code & np.uint32(0x7F)
+        moved = (code & np.uint32(0x80)) << np.uint32(24) | size << np.uint32(20)
+        bits[i] = np.uint32(0x7FC00000) if size == np.uint32(0x7F) else moved
+    for i in range(len(values)):
+        values[i] *= np.float32(2.0**120)
+
+
+@compiled()
+def _to_bfloat16(values, halves):  # type: ignore[no-untyped-def]  # numba infers the types
+    """The bits of `values` as bfloat16, rounded to even."""
+    bits = values.view(np.uint32)
+    for i in range(len(values)):
+        odd = bits[i] >> np.uint32(16) & np.uint32(1)
+        halves[i] = np.uint16((bits[i] + np.uint32(0x7FFF) + odd) >> np.uint32(16))
+
+
+@compiled()
+def _from_bfloat16(halves, values):  # type: ignore[no-untyped-def]  # numba infers the types
+    bits = values.view(np.uint32)
+    for i in range(len(values)):
+        bits[i] = np.uint32(halves[i]) << np.uint32(16)
+
+
+@compiled()
+def _to_half(values, spare, halves):  # type: ignore[no-untyped-def]  # numba infers the types
+    """The bits of `values` as float16, rounded to even; `spare` is written."""
+    bits, sums = values.view(np.uint32), spare.view(np.uint32)
+    for i in range(len(values)):
+        spare[i] = abs(values[i]) + np.float32(0.5)  # its last bit is 2^-24, as that of the subnormal numbers of float16
+    for i in range(len(values)):
+        size = bits[i] & np.uint32(0x7FFFFFFF)
+        odd = size >> np.uint32(13) & np.uint32(1)
+        half = ((size + np.uint32(0xFFF) + odd) >> np.uint32(13)) - np.uint32(112 << 10)
+        half = sums[i] - np.uint32(0x3F000000) if size < np.uint32(0x38800000) else half
+        half = np.uint32(0x7C00) if size >= np.uint32(0x477FF000) else half
+        half = np.uint32(0x7E00) if size > np.uint32(0x7F800000) else half
+        halves[i] = np.uint16(half | bits[i] >> np.uint32(16) & np.uint32(0x8000))
+
+
+@compiled()
+def _from_half(halves, values):  # type: ignore[no-untyped-def]  # numba infers the types
+    bits = values.view(np.uint32)
+    for i in range(len(values)):
+        half = np.uint32(halves[i])
+        size = half & np.uint32(0x7FFF)
+        moved = size << np.uint32(13)
+        # Infinity and NaN: an exponent that stays one when it is scaled.
+        moved = moved | np.uint32(0x7F800000) if size >= np.uint32(0x7C00) else moved
+        bits[i] = moved | (half & np.uint32(0x8000)) << np.uint32(16)
+    for i in range(len(values)):
+        values[i] *= np.float32(2.0**112)
