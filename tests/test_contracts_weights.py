@@ -10,6 +10,7 @@ from checkpoints import llama_config, llama_tensors, raw_bytes, write_checkpoint
 from formats import int8_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quantize import Choice, config_of
 from tiny import open_llm, prompt_of
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from offload_rt.errors import CheckpointError, UnsupportedModelError
 from offload_rt.system import registry
 from offload_rt.weights import formats
 from offload_rt.weights.checkpoint import open_checkpoint
-from offload_rt.weights.formats import WeightFormat, format_of
+from offload_rt.weights.formats import Source, WeightFormat, format_of
 from offload_rt.weights.layout import ALIGNMENT, PAGE, align_up, host_block, pack, packed_layout
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -83,7 +84,14 @@ def test_a_host_block_begins_on_a_page_and_can_be_written_to_its_end(nbytes: int
 
 # weights/formats/
 
-CONFIGS = {"dense": None, "int8_rows": int8_rows.CONFIG}
+CONFIGS = {
+    "dense": None,
+    "int8_rows": int8_rows.CONFIG,
+    "compressed_tensors": config_of(Choice("pack-quantized", group_size=4)),
+    "fp8": config_of(Choice("fp8", group_size=4)),
+    "awq": config_of(Choice("awq", group_size=4)),
+    "gptq": config_of(Choice("gptq", group_size=4)),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +101,7 @@ def second_format(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _stored(fmt: WeightFormat, tensors: dict[str, Tensor], dtype: torch.dtype) -> list:
-    return [one for name, tensor in tensors.items() for one in fmt.stored(name, tuple(tensor.shape), dtype)]
+    return [one for name, tensor in tensors.items() for one in fmt.stored(name, tuple(tensor.shape), dtype, Source({}))]
 
 
 def test_every_format_is_found_by_the_config_it_matches() -> None:
@@ -104,7 +112,7 @@ def test_every_format_is_found_by_the_config_it_matches() -> None:
         assert format_of(config).name == name
 
 
-@pytest.mark.parametrize("config", [{"quant_method": "gptq"}, {}, [], "int4", 7])
+@pytest.mark.parametrize("config", [{"quant_method": "exl3"}, {"quant_method": []}, {}, [], "int4", 7])
 def test_a_config_that_no_format_matches_is_refused_by_name(config: object) -> None:
     with pytest.raises(UnsupportedModelError, match="'quantization_config'") as caught:
         format_of(config)

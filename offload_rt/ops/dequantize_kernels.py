@@ -45,21 +45,17 @@ def _dequantize(shape, codes, row_nbytes, scales, zeros, groups, numbers, narrow
     n_rows, n_columns = shape
     groups_rows = kind in (_COLUMNS, _AWQ)
     values, spare = np.empty(n_columns, np.float32), np.empty(n_columns, np.float32)
-    halves = np.empty(n_columns, np.uint16)
+    halves, places = np.empty(n_columns, np.uint16), groups[: 0 if groups_rows else len(groups)]
     for row in range(n_rows):
-        _unpack(codes, row, row_nbytes, kind, bits, values)
-        at = groups[row] if groups_rows and len(groups) else row // block_rows
-        if len(groups) and not groups_rows:
-            for i in range(n_columns):
-                values[i] = (values[i] - zeros[at, groups[i]]) * scales[at, groups[i]]
-        elif block_columns == 1:
-            for i in range(n_columns):
-                values[i] = (values[i] - zeros[at, i]) * scales[at, i]
+        own = codes if kind == _COLUMNS else codes[row * row_nbytes : (row + 1) * row_nbytes]
+        if kind == _ROWS:
+            _unpack_row(own, bits, values)
+        elif groups_rows:
+            _unpack_columns(own.view(np.uint32), row, bits, kind == _AWQ, values)
         else:
-            for j in range(0, n_columns, block_columns):
-                zero, scale = zeros[at, j // block_columns], scales[at, j // block_columns]
-                for i in range(j, min(j + block_columns, n_columns)):
-                    values[i] = (values[i] - zero) * scale
+            _unpack_bytes(own, kind, values)
+        at = groups[row] if groups_rows and len(groups) else row // block_rows
+        _scale(values, zeros[at], scales[at], places, block_columns)
         if rounded == _BFLOAT16:
             _to_bfloat16(values, halves)
             _from_bfloat16(halves, values)
@@ -75,47 +71,65 @@ def _dequantize(shape, codes, row_nbytes, scales, zeros, groups, numbers, narrow
 
 
 @compiled()
-def _unpack(codes, row, row_nbytes, kind, bits, values):  # type: ignore[no-untyped-def]  # numba infers the types
-    """The values of a row of codes, see `unpack`."""
+def _scale(values, zeros, scales, places, block):  # type: ignore[no-untyped-def]  # numba infers the types
+    """values <- (value - zero) * scale; places (n,) says which of them, or else each serves `block` values."""
     n = len(values)
-    own = codes[row * row_nbytes : (row + 1) * row_nbytes] if kind != _COLUMNS else codes
-    if kind == _ROWS and bits == 4:
-        for i in range(n // 2):
-            values[2 * i] = np.float32(own[i] & np.uint8(15))
-            values[2 * i + 1] = np.float32(own[i] >> np.uint8(4))
-        if n % 2:
-            values[n - 1] = np.float32(own[n // 2] & np.uint8(15))
-    elif kind == _ROWS and bits == 8:
+    if len(places):
         for i in range(n):
-            values[i] = np.float32(own[i])
-    elif kind == _ROWS:
-        words = own.view(np.uint32)
+            values[i] = (values[i] - zeros[places[i]]) * scales[places[i]]
+    elif block == 1:
+        for i in range(n):
+            values[i] = (values[i] - zeros[i]) * scales[i]
+    else:
+        for j in range(0, n, block):
+            zero, scale = zeros[j // block], scales[j // block]
+            for i in range(j, min(j + block, n)):
+                values[i] = (values[i] - zero) * scale
+
+
+@compiled()
+def _unpack_row(codes, bits, values):  # type: ignore[no-untyped-def]  # numba infers the types
+    n = len(values)
+    if bits == 4:
+        for i in range(n // 2):
+            values[2 * i] = np.float32(codes[i] & np.uint8(15))
+            values[2 * i + 1] = np.float32(codes[i] >> np.uint8(4))
+        if n % 2:
+            values[n - 1] = np.float32(codes[n // 2] & np.uint8(15))
+    elif bits == 8:
+        for i in range(n):
+            values[i] = np.float32(codes[i])
+    else:
+        words = codes.view(np.uint32)
         for i in range(n):
             word, shift = i * bits // 32, i * bits % 32
             code = words[word] >> np.uint32(shift)
-            if shift + bits > 32:
+            if shift + bits > 32:  # the code ends in the next word
                 code |= words[word + 1] << np.uint32(32 - shift)
             values[i] = np.float32(code & np.uint32((1 << bits) - 1))
-    elif kind == _COLUMNS:
-        _unpack_columns(own.view(np.uint32), row, bits, values)
-    elif kind == _AWQ:
-        words = own.view(np.uint32)
-        for i in range(n):
-            values[i] = np.float32(words[i // 8] >> np.uint32(4 * _NIBBLES[i % 8]) & np.uint32(15))
-    elif kind == _INT8:
-        signed = own.view(np.int8)
+
+
+@compiled()
+def _unpack_bytes(codes, kind, values):  # type: ignore[no-untyped-def]  # numba infers the types
+    n = len(values)
+    if kind == _INT8:
+        signed = codes.view(np.int8)
         for i in range(n):
             values[i] = np.float32(signed[i])
     elif kind == _E2M1:
         for i in range(n):
-            values[i] = _TABLE[own[i // 2] >> np.uint8(4 * (i % 2)) & np.uint8(15)]
+            values[i] = _TABLE[codes[i // 2] >> np.uint8(4 * (i % 2)) & np.uint8(15)]
     else:
-        _unpack_float8(own, values)
+        _unpack_float8(codes, values)
 
 
 @compiled()
-def _unpack_columns(words, row, bits, values):  # type: ignore[no-untyped-def]  # numba infers the types
+def _unpack_columns(words, row, bits, is_awq, values):  # type: ignore[no-untyped-def]  # numba infers the types
     n = len(values)
+    if is_awq:  # these words are those of the row alone
+        for i in range(n):
+            values[i] = np.float32(words[i // 8] >> np.uint32(4 * _NIBBLES[i % 8]) & np.uint32(15))
+        return
     first, shift = row * bits // 32 * n, np.uint32(row * bits % 32)
     mask = np.uint32((1 << bits) - 1)
     for i in range(n):
@@ -161,7 +175,9 @@ def _to_half(values, spare, halves):  # type: ignore[no-untyped-def]  # numba in
     """The bits of `values` as float16, rounded to even; `spare` is written."""
     bits, sums = values.view(np.uint32), spare.view(np.uint32)
     for i in range(len(values)):
-        spare[i] = abs(values[i]) + np.float32(0.5)  # its last bit is 2^-24, as that of the subnormal numbers of float16
+        spare[i] = abs(values[i]) + np.float32(
+            0.5
+        )  # its last bit is 2^-24, as that of the subnormal numbers of float16
     for i in range(len(values)):
         size = bits[i] & np.uint32(0x7FFFFFFF)
         odd = size >> np.uint32(13) & np.uint32(1)
