@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-from offload_rt import LLM
+from offload_rt import LLM, SamplingParams
 from offload_rt.engine.memory_plan import Sizes
 from offload_rt.errors import CheckpointError, OffloadError, UnsupportedModelError
 from offload_rt.weights.checkpoint import open_checkpoint
@@ -179,10 +178,15 @@ def test_three_bits_are_packed_as_autogptq_packs_them() -> None:
 # A checkpoint, from the disk to the tokens
 
 
-def tiny_model(folder: Path, choice: Choice, **changes: Any) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
+def tiny_model(folder: Path, choice: Choice) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
     """A quantised Llama, its config, and the plain weights that compute the same."""
     config = llama_config(
-        num_hidden_layers=4, hidden_size=64, intermediate_size=96, head_dim=16, max_position_embeddings=256, **changes
+        num_hidden_layers=4,
+        hidden_size=64,
+        intermediate_size=96,
+        head_dim=16,
+        max_position_embeddings=256,
+        eos_token_id=None,
     )
     tensors = {name: 3 * tensor for name, tensor in llama_tensors(config).items()}  # wide, so that texts vary
     write_checkpoint(folder / "plain", config, tensors)
@@ -193,14 +197,14 @@ def tiny_model(folder: Path, choice: Choice, **changes: Any) -> tuple[Path, dict
 @pytest.mark.parametrize("choice", ONE_OF_EACH, ids=id_of)
 def test_tokens_are_those_of_transformers_with_the_dequantised_weights(choice: Choice, tmp_path: Path) -> None:
     directory, config, exact = tiny_model(tmp_path, choice)
-    model = LlamaForCausalLM(LlamaConfig(**config))
+    model = LlamaForCausalLM(LlamaConfig(**config, eos_token_id=None))
     model.load_state_dict({name: tensor.float() for name, tensor in exact.items()})
     prompt = prompt_of(0, vocab_size=40)
     expected = generate(model.eval(), prompt, 48)
     with open_llm(directory, "mixed", dtype="float32") as llm:
-        plain = llm.generate(prompt, max_tokens=48, ignore_eos=True).pop().token_ids
+        plain = llm.generate(prompt, SamplingParams(48)).pop().token_ids
     with open_llm(directory, dtype="float32", draft_model=str(directory)) as llm:
-        drafted = llm.generate(prompt, max_tokens=48, ignore_eos=True).pop().token_ids
+        drafted = llm.generate(prompt, SamplingParams(48)).pop().token_ids
     assert plain == drafted == expected
     assert len(set(expected)) > 5
 
@@ -446,6 +450,5 @@ def test_the_script_quantises_the_demonstration_pair(tmp_path: Path) -> None:
     texts = []
     for one in (tmp_path / "q", root / "models" / "demo-draft"):
         with LLM(str(one), device="cpu", dtype="float32") as llm:
-            texts.append(llm.generate("Once upon a time", max_tokens=12).pop().text)
+            texts.append(llm.generate("Once upon a time", SamplingParams(12)).pop().text)
     assert texts[0] == texts[1]
-    assert replace(Choice("gptq"), bits=8).bits == 8

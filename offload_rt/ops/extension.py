@@ -60,5 +60,11 @@ def describe(library: str) -> None:
     ) -> Tensor:  # fmt: skip
         return starts.new_empty((2,))
 
-    for fake in (tree_attention, tree_masks, commit_rows, verify):
+    def dequantize(
+        codes: Tensor, scales: Tensor, zeros: Tensor | None, groups: Tensor | None, kind: int, bits: int, block_rows: int,
+        block_columns: int, offset: int, out: Tensor,
+    ) -> None:  # fmt: skip
+        return None
+
+    for fake in (tree_attention, tree_masks, commit_rows, verify, dequantize):
         torch.library.register_fake(f"{library}::{fake.__name__}", fake)

@@ -3,7 +3,7 @@
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,6 +176,10 @@ class View(dense.View):
             return super().linear(x, name)
         bias = self._tensors.get(f"{name}.bias")
         return F.linear(x, self._weight(name), None if bias is None else bias.to(self._dtype))
+
+    def linears(self, x: Tensor, names: Sequence[str]) -> tuple[Tensor, ...]:
+        """One product after the other: they share the memory that matrices are dequantised into."""
+        return tuple(self.linear(x, name) for name in names)
 
     def rows(self, ids: Tensor, name: str) -> Tensor:
         """See `LayerWeights.rows`."""
