@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import emulated
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from offload_rt import LLM, SamplingParams
 from offload_rt.engine.memory_plan import Sizes
 from offload_rt.errors import CheckpointError, OffloadError, UnsupportedModelError
+from offload_rt.ops import extension
 from offload_rt.weights.checkpoint import open_checkpoint
 from offload_rt.weights.formats import Source, WeightFormat, format_of
 from offload_rt.weights.header import read_header
@@ -89,6 +91,19 @@ def test_weights_are_dequantised_exactly(choice: Choice, dtype: torch.dtype, tmp
         assert torch.equal(weight, exact.to(computed_in))
         x = torch.randn(3, SHAPE[1]).to(computed_in)
         torch.testing.assert_close(view.linear(x, MODULE), F.linear(x, weight))
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=id_of)
+def test_the_kernels_of_a_card_give_the_same_weights(
+    choice: Choice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Emulated thread by thread."""
+    library = getattr(torch.ops, emulated.load())
+    monkeypatch.setattr(extension, "serves", lambda _: True)
+    monkeypatch.setattr(extension, "kernels", lambda: library)
+    stored, exact, source = one_matrix(tmp_path, choice, torch.bfloat16)
+    view = view_of(format_of(config_of(choice)), source, stored, torch.bfloat16)
+    assert torch.equal(view.rows(torch.arange(SHAPE[0]), MODULE), exact.bfloat16())
 
 
 @pytest.mark.parametrize("choice", [one for one in CHOICES if "quantized" in one.format], ids=id_of)
@@ -201,7 +216,7 @@ def test_tokens_are_those_of_transformers_with_the_dequantised_weights(choice: C
     model.load_state_dict({name: tensor.float() for name, tensor in exact.items()})
     prompt = prompt_of(0, vocab_size=40)
     expected = generate(model.eval(), prompt, 48)
-    with open_llm(directory, "mixed", dtype="float32") as llm:
+    with open_llm(directory, "disk", dtype="float32") as llm:
         plain = llm.generate(prompt, SamplingParams(48)).pop().token_ids
     with open_llm(directory, dtype="float32", draft_model=str(directory)) as llm:
         drafted = llm.generate(prompt, SamplingParams(48)).pop().token_ids

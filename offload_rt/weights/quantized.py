@@ -17,6 +17,8 @@ from offload_rt.weights.formats import Source, StoredTensor, dense
 from offload_rt.weights.header import FLOATS
 from offload_rt.weights.layout import Layout, host_block
 
+# Bytes of the largest tensor that is read to see whether it holds zeros.
+_MOST_ZEROS = 1 << 26
 _FINER = "the checkpoint is made for quantised {}; here they are kept in the dtype of the computation, which is finer"
 
 
@@ -70,7 +72,7 @@ class QuantizedMatrix:
         zeros = None
         if self.zeros is not None:
             codes, bits = tensors[self.zeros.tensor.name], self.packing.bits
-            zeros = unpack(codes, self.zeros.order, bits, *grid).int()
+            zeros = unpack(codes, self.zeros.order, bits, *grid).int().contiguous()
             zeros = (zeros + self.zeros.plus) & (1 << bits) - 1 if self.zeros.plus else zeros
         groups = None if self.groups is None else tensors[self.groups.name]
         matrix = out.view(shape)
@@ -109,15 +111,18 @@ class QuantizedFormat(ABC):
             matrix = self.matrix(module, (shape[0], shape[1]), source)
             if matrix is not None:
                 self._matrices.setdefault(module, set()).add(matrix)
-                return tuple(one._replace(name=f"{module}.{one.name}", dtype=one.dtype or dtype) for one in matrix.stored)
+                return tuple(
+                    one._replace(name=f"{module}.{one.name}", dtype=one.dtype or dtype) for one in matrix.stored
+                )
         return (StoredTensor(name, shape, dtype),)
 
     def is_unused(self, name: str, source: Source) -> bool:
         """See `WeightFormat.is_unused`."""
         kind, record = name.rpartition(".")[2], source.find(name)
-        if kind in self.unused or record is None or kind not in self.unused_zeros:
+        if kind not in self.unused_zeros or record is None or record.stop - record.start > _MOST_ZEROS:
             return kind in self.unused
-        return not source.read(StoredTensor(name, record.shape, record.torch_dtype())).view(torch.uint8).any()
+        content = source.read(StoredTensor(name, record.shape, record.torch_dtype()))
+        return not content.view(-1).view(torch.uint8).any()
 
     def view(self, layout: Layout, block: Tensor, dtype: torch.dtype) -> "View":
         """See `WeightFormat.view`."""
