@@ -127,7 +127,7 @@ def test_a_view_multiplies_with_the_rows_it_shows(name: str, stored_in: torch.dt
     fmt, bias, norm = format_of(CONFIGS[name]), torch.randn(7).to(stored_in), torch.randn(5).to(stored_in)
     tensors = {"first.weight": torch.randn(7, 5), "first.bias": bias, "norm.weight": norm}
     packed = pack({
-        name: torch.randint(-9, 9, shape).to(dtype) / (1 if dtype == torch.int8 else 8)
+        name: (torch.randint(-9, 9, shape) / (8 if dtype.is_floating_point else 1)).to(dtype)
         for name, shape, dtype in _stored(fmt, tensors, stored_in)
     })  # fmt: skip
     packed.layout.views(packed.block)["first.bias"].copy_(bias)
