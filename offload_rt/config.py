@@ -47,10 +47,9 @@ class EngineConfig:
     draft_model: str | None = setting(None, "directory or hub id of a draft model with the same tokenizer")
     device: str = setting("auto", "where the model computes", choices=("auto", "cpu", "cuda"))
     dtype: str = setting(
-        "auto",
-        "dtype of the computation; auto: the checkpoint's",
+        "auto", "dtype of the computation; auto: the checkpoint's",
         choices=("auto", "bfloat16", "float16", "float32", "float64"),
-    )
+    )  # fmt: skip
     device_memory: str | int | None = setting(
         None,
         'memory budget on the device, like "22GiB"; on a CPU, of the whole run; default: what is free, less a margin',
@@ -59,10 +58,9 @@ class EngineConfig:
         None, "pinned CPU memory for weights, with a GPU; default: what is free, less a margin"
     )
     max_model_len: int | None = setting(
-        None,
-        "most tokens of prompt and answer together; default: the model's limit, or what an eighth of the budget caches",
-        parse=int,
-    )
+        None, parse=int,
+        text="most tokens of prompt and answer together; default: the model's limit, or what an eighth of the budget caches",
+    )  # fmt: skip
     drafter: str = setting("auto", "who drafts the tree; auto: the best that the given models allow")
     rule: str = setting("auto", "how a drafted tree is verified; auto: the drafter's best")
     tree_size: int | None = setting(None, "nodes of the drafted tree; default: chosen from measurements", parse=int)

@@ -16,8 +16,6 @@ _NO_CARD = (
     "CUDA error: initialization error", "CUDA error: uncorrectable ECC error", "CUDA error: unknown error",
     "Found no NVIDIA driver", "NVIDIA driver on your system is too old",
 )  # fmt: skip
-# Characters of a message; what a hostile file quotes in it may be megabytes.
-_LONGEST = 1000
 
 
 class OffloadError(Exception):
@@ -38,8 +36,7 @@ class OffloadError(Exception):
 
 def _one_line(text: str) -> str:
     """A sentence that a terminal shows as one, whatever a file has put into it: no control characters, not endless."""
-    if len(text) > _LONGEST:
-        text = f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
+    text = text if len(text) <= 1000 else f"{text[:500]} ... {text[-500:]}"
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
@@ -98,6 +95,4 @@ def machine_error(error: BaseException) -> OffloadError:
     if isinstance(error, OSError):
         problem = f"{error.filename or 'the machine'}: {error.strerror or text}"
         return DeviceError(problem, change="check the disk and its free space")
-    if isinstance(error, ImportError) and "shared object" in text:
-        return DeviceError("a library cannot be loaded", have=text, change="install it again, or raise ulimit -n")
     raise error

@@ -108,10 +108,3 @@ def test_a_signal_that_is_ignored_stays_so() -> None:
     """As SIGHUP is under nohup."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     assert run_program(lambda: exit_code(lambda: signal.raise_signal(signal.SIGHUP))) == 0
-
-
-def test_closed_streams_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("stdin", "stdout", "stderr"):
-        monkeypatch.setattr(sys, name, None)
-    assert run_program(lambda: exit_code(lambda: print(sys.stdin.read(), file=sys.stderr))) == 0
-    assert None not in (sys.stdin, sys.stdout, sys.stderr)

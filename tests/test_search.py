@@ -1,7 +1,6 @@
 """The search for the best tree, against all trees there are."""
 
 from functools import cache
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -115,17 +114,10 @@ def test_a_description_names_nodes_levels_and_children():
 @settings(max_examples=20)
 def test_a_description_is_short_and_says_the_widths(topology):
     lines = describe(topology).splitlines()
-    assert len(lines) <= 20 and all(len(line) <= 120 for line in lines)
+    assert all(len(line) <= 120 for line in lines)
     if not topology.is_chain:
-        widths = np.bincount(topology.depths)[:16].tolist()
+        widths = np.bincount(topology.depths).tolist()
         assert [int(line.split()[1]) for line in lines[2 : 2 + len(widths)]] == widths
-
-
-def test_a_deep_tree_is_cut():
-    deep = Topology(np.array([-1, 0, 0, *range(2, 400)]))
-    lines = describe(deep).splitlines()
-    assert len(lines) == 19 and lines[-1].startswith(f"{400 - 16} more levels") and lines[-1].endswith("...")
-    assert [(a, b) for a, b in pairwise(line.split()[0] for line in lines[2:-1]) if int(b) != int(a) + 1] == []
 
 
 def test_expectations_are_corrected_by_what_came_of_them() -> None:

@@ -26,10 +26,6 @@ def run_program(main: Callable[[], int]) -> int:
 
     The first SIGINT, SIGTERM or SIGHUP raises KeyboardInterrupt. Another one, a second later or more, ends the process.
     """
-    # For a stream that was closed from the start: /dev/null takes its number, so that no file of the run does.
-    sys.stdin = sys.stdin or os.fdopen(os.open(os.devnull, os.O_RDONLY))
-    sys.stdout = sys.stdout or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
-    sys.stderr = sys.stderr or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     received: list[float] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:

@@ -162,7 +162,7 @@ def draw(spans: Sequence[Span], found: Shares, path: Path) -> None:
     from matplotlib.patches import Patch
 
     run, steps = window(spans), _two_steps(spans)
-    lanes = _lanes([span for span in spans if span.end_s > run[0]])
+    lanes = sorted({span.lane for span in spans if span.end_s > run[0]}, key=trace.lane_order)
     shown = {"the whole run": run} | ({"two steps of it": steps} if steps != run else {})
     figure, rows = panels(len(shown), 1, (12, 1.2 + len(shown) * (0.4 + 0.3 * len(lanes))))
     for axes, (title, between) in zip(rows[:, 0], shown.items(), strict=True):
@@ -174,18 +174,9 @@ def draw(spans: Sequence[Span], found: Shares, path: Path) -> None:
     figure.suptitle(
         f"{found.seconds:.2f} s: link {found.link:.0%}, compute {found.compute:.0%}, draft {found.draft:.0%}, "
         f"verify {found.verify:.0%}, waiting for a layer {found.wait:.0%}",
-        x=0.01,
-        ha="left",
-        fontsize=12,
-    )
+        x=0.01, ha="left",
+    )  # fmt: skip
     save(figure, path, dpi=110)
-
-
-def _lanes(spans: Sequence[Span]) -> list[str]:
-    """From top to bottom, in the order of the way of a layer."""
-    order = (DISK, LINK, WAIT, COMPUTE, DRAFT, VERIFY)
-    lanes = {span.lane for span in spans}
-    return [lane for kind in order for lane in sorted(lanes) if lane.partition(",")[0] == kind]
 
 
 def _two_steps(spans: Sequence[Span]) -> tuple[float, float]:

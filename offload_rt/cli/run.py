@@ -21,9 +21,6 @@ from offload_rt.errors import PromptError
 if TYPE_CHECKING:
     from offload_rt.llm import LLM, Output
 
-# Bytes of a prompt; no model's context is as long, and a device or a pipe may never end.
-_MOST_PROMPT = 1 << 28
-
 
 @dataclass(frozen=True)
 class RunSettings:
@@ -139,11 +136,9 @@ def _prompt(settings: RunSettings) -> str:
         name = f"--prompt-file {settings.prompt_file}"
         try:
             with sys.stdin.buffer if settings.prompt_file == "-" else Path(settings.prompt_file).open("rb") as file:
-                raw = file.read(_MOST_PROMPT + 1)
+                raw = file.read()
         except OSError as error:
             raise PromptError(f"{name}: {error.strerror}", change="give a file that can be read") from error
-    if len(raw) > _MOST_PROMPT:
-        raise PromptError(f"{name} is too long", need=f"at most {_MOST_PROMPT} bytes", change="shorten it")
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -46,9 +46,7 @@ class ResidualRule:
             probs = draft_probs(tree, target).to(target.device)
             end, bonus = ops.verify(candidates(tree), probs, target, noise, self.bottom_up)
             return Verdict(tuple(tree.topology.path_to(end)), bonus)
-        if (
-            tree.sampled is None
-        ):  # as all trees at temperature 0: no rule accepts more, and the compiler stays out of memory
+        if tree.sampled is None:  # as at temperature 0: no rule accepts more, and the compiler stays out of memory
             return Match().verify(tree, target, generator)
         decision = self.decide(tree, target.cpu(), uniforms)
         return Verdict(tuple(tree.topology.path_to(decision.end)), draw(decision.probs, generator))

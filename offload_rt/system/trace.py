@@ -81,7 +81,7 @@ class Trace:
         with self._lock:
             lasting = [Span(lane, name, since, now) for lane, (name, since) in self._states.items()]
             spans = sorted([*self._spans, *lasting], key=lambda span: span.start_s)
-        lanes = sorted({span.lane for span in spans}, key=_place)
+        lanes = sorted({span.lane for span in spans}, key=lane_order)
         start = spans[0].start_s if spans else 0.0
         events = [event for i, lane in enumerate(lanes) for event in _titles(i, lane)]
         for lane, name, start_s, end_s in spans:
@@ -90,7 +90,8 @@ class Trace:
         write_atomically(path, json.dumps({"traceEvents": events, "otherData": {"format": FORMAT}}))
 
 
-def _place(lane: str) -> tuple[int, str]:
+def lane_order(lane: str) -> tuple[int, str]:
+    """Sorts lanes in the order of the way of a layer."""
     kind = lane.partition(",")[0]
     return (_ORDER.index(kind) if kind in _ORDER else len(_ORDER), lane)
 

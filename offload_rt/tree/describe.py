@@ -1,12 +1,12 @@
 """A tree's shape in a few lines, for people."""
 
 from itertools import groupby
+from textwrap import shorten
 
 import numpy as np
 
 from offload_rt.tree.topology import Topology
 
-_MOST_LEVELS = 16
 _WIDTH = 96
 
 
@@ -23,12 +23,9 @@ def describe(topology: Topology) -> str:
         f"{n} nodes on {n_levels} levels, up to {n_children.max()} children a node",
         "level nodes  children of each",
     ]
-    for level in range(min(n_levels, _MOST_LEVELS)):
+    for level in range(n_levels):
         nodes = np.flatnonzero(topology.depths == level)
         lines.append(f"{level:5} {len(nodes):5}  {_families(topology, nodes, n_children)}")
-    if n_levels > _MOST_LEVELS:
-        widths = " ".join(map(str, np.bincount(topology.depths)[_MOST_LEVELS:]))
-        lines.append(_cut(f"{n_levels - _MOST_LEVELS} more levels, of {widths} nodes"))
     return "\n".join(lines)
 
 
@@ -37,9 +34,5 @@ def _families(topology: Topology, nodes: np.ndarray, n_children: np.ndarray) -> 
         return "leaves"
     parents = topology.parents
     families = groupby(sorted(nodes, key=lambda node: parents[node]), key=lambda node: parents[node])
-    return _cut(" | ".join(" ".join(str(n_children[node] or ".") for node in nodes) for _, nodes in families))
-
-
-def _cut(line: str) -> str:
-    """The line, cut between words where it is too long."""
-    return line if len(line) <= _WIDTH else line[: _WIDTH - 3].rsplit(" ", 1)[0].rstrip(" |") + " ..."
+    line = " | ".join(" ".join(str(n_children[node] or ".") for node in nodes) for _, nodes in families)
+    return shorten(line, _WIDTH, placeholder=" ...")
