@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload_rt.ops import extension
+from offload_rt.ops import dequantize_kernels, extension
 from offload_rt.ops.dequantize import E2M1, ORDERS, Packing, reference_dequantize
 from offload_rt.ops.dequantize_kernels import dequantize_on_cpu
 
@@ -66,6 +66,19 @@ def test_numba_gives_the_bits_of_the_reference(kind: str) -> None:
             dequantize_on_cpu(*args, packing, mine)
             reference_dequantize(*args, packing, expected)
             assert_equal(mine, expected)
+
+
+@pytest.mark.parametrize("kind", ["rows", "columns"])
+def test_threads_share_the_rows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each computes some of them, and none is left out."""
+    monkeypatch.setattr(dequantize_kernels, "_LEAST_PER_THREAD", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    for seed in range(6):
+        *args, packing, shape = case(kind, seed)
+        mine, expected = (torch.full(shape, torch.nan) for _ in range(2))
+        dequantize_on_cpu(*args, packing, mine)
+        reference_dequantize(*args, packing, expected)
+        assert_equal(mine, expected)
 
 
 @pytest.fixture(scope="module", params=["emulated", "card"])

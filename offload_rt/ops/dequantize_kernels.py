@@ -1,8 +1,10 @@
-"""Dequantising on a CPU: bit for bit what `reference_dequantize` computes, one row at a time in float32.
+"""Dequantising on a CPU: bit for bit what `reference_dequantize` computes, one row at a time in float32, rows dealt to threads.
 
 A product of a code of at most 8 bits and a scale of 16 is exact in float32, so rounding it to the dtype of the scales gives
 what a product in that dtype gives. numba knows neither float16 nor bfloat16: both are made of bits here.
 """
+
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -15,6 +17,8 @@ _ROWS, _COLUMNS, _AWQ, _INT8, _E2M1, _FLOAT8 = range(6)
 _KINDS = {"rows": _ROWS, "columns": _COLUMNS, "awq": _AWQ, "plain": _INT8, "e2m1": _E2M1}
 _NOTHING, _HALF, _BFLOAT16 = range(3)
 _ROUNDING = {torch.float32: _NOTHING, torch.float16: _HALF, torch.bfloat16: _BFLOAT16}
+# Starting a thread takes as long as a tenth of so many weights.
+_LEAST_PER_THREAD = 1 << 20
 _TABLE = np.array(E2M1, np.float32)
 _NIBBLES = np.array(AWQ_NIBBLES, np.int64)
 
@@ -36,17 +40,29 @@ def dequantize_on_cpu(
     rounded = _ROUNDING[scales.dtype]
     numbers = (kind, packing.bits, *packing.block, rounded if rounded != written else _NOTHING, written)
     bytes = codes.contiguous().view(torch.uint8).view(-1).numpy()
-    _dequantize(tuple(out.shape), bytes, len(bytes) // max(len(codes), 1), scale, zero, places, numbers, narrow, wide)
+    row_nbytes = len(bytes) // max(len(codes), 1)
+
+    def compute(first: int, last: int) -> None:
+        rows = first, last, out.shape[1]
+        _dequantize(rows, bytes, row_nbytes, scale, zero, places, numbers, narrow, wide)
+
+    n_threads = max(min(torch.get_num_threads(), out.numel() // _LEAST_PER_THREAD), 1)
+    if n_threads == 1:
+        compute(0, len(out))
+        return
+    bounds = [len(out) * i // n_threads for i in range(n_threads + 1)]
+    with ThreadPoolExecutor(n_threads) as pool:
+        list(pool.map(compute, bounds[:-1], bounds[1:]))
 
 
 @compiled(nogil=True)
-def _dequantize(shape, codes, row_nbytes, scales, zeros, groups, numbers, narrow, wide):  # type: ignore[no-untyped-def]  # numba infers the types
+def _dequantize(rows, codes, row_nbytes, scales, zeros, groups, numbers, narrow, wide):  # type: ignore[no-untyped-def]  # numba infers the types
     kind, bits, block_rows, block_columns, rounded, written = numbers
-    n_rows, n_columns = shape
+    first, last, n_columns = rows
     groups_rows = kind in (_COLUMNS, _AWQ)
     values, spare = np.empty(n_columns, np.float32), np.empty(n_columns, np.float32)
     halves, places = np.empty(n_columns, np.uint16), groups[: 0 if groups_rows else len(groups)]
-    for row in range(n_rows):
+    for row in range(first, last):
         own = codes if kind == _COLUMNS else codes[row * row_nbytes : (row + 1) * row_nbytes]
         if kind == _ROWS:
             _unpack_row(own, bits, values)
