@@ -50,6 +50,17 @@ __device__ __forceinline__ float float4_value(uint32_t code) {
   return code & 8 ? -value : value;
 }
 
+// bitsandbytes' nf4; a tree of choices needs no table in memory.
+__device__ __forceinline__ float normal4_value(uint32_t code) {
+  const bool a = code & 8, b = code & 4, c = code & 2, d = code & 1;
+  if (!a) {
+    if (!b) return c ? (d ? -0.39491748809814453f : -0.5250730514526367f) : (d ? -0.6961928009986877f : -1.f);
+    return c ? (d ? 0.f : -0.09105003625154495f) : (d ? -0.18477343022823334f : -0.28444138169288635f);
+  }
+  if (!b) return c ? (d ? 0.33791524171829224f : 0.24611230194568634f) : (d ? 0.16093020141124725f : 0.07958029955625534f);
+  return c ? (d ? 1.f : 0.7229568362236023f) : (d ? 0.5626170039176941f : 0.44070982933044434f);
+}
+
 __device__ __forceinline__ float float8_value(uint32_t code) {
   const uint32_t size = code & 0x7f;
   if (size == 0x7f) return float_from(0x7fc00000u);
@@ -71,6 +82,8 @@ __device__ __forceinline__ float value_of(const Dequantize& args, int64_t row, i
       return static_cast<float>(static_cast<int8_t>(bytes[column]));
     case CodeKind::kFloat4:
       return float4_value(bytes[column / 2] >> (4 * (column % 2)) & 15u);
+    case CodeKind::kNormal4:
+      return normal4_value(bytes[column / 2] >> (4 - 4 * (column % 2)) & 15u);
     default:
       return float8_value(bytes[column]);
   }

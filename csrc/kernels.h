@@ -78,7 +78,7 @@ struct Verify {
 constexpr int kMostLevels = 1024;
 void verify(const Verify& args, cudaStream_t stream);
 
-enum class CodeKind : int { kRows, kColumns, kAwq, kInt8, kFloat4, kFloat8 };
+enum class CodeKind : int { kRows, kColumns, kAwq, kInt8, kFloat4, kNormal4, kFloat8 };
 enum class FloatKind : int { kFloat, kHalf, kBFloat16 };
 
 // A quantised matrix; see Packing in offload_rt/ops/dequantize.py.

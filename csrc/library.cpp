@@ -223,12 +223,13 @@ offload_rt::FloatKind float_kind(const Tensor& x, const char* name) {
 int64_t check_codes(const Tensor& codes, offload_rt::CodeKind kind, int64_t bits, int64_t n_rows, int64_t n_columns) {
   using offload_rt::CodeKind;
   STD_TORCH_CHECK(bits >= 1 && bits <= 8, "codes must have 1 to 8 bits, not ", bits);
-  const bool is_byte = kind == CodeKind::kFloat4 || kind == CodeKind::kFloat8;
+  const bool is_nibble = kind == CodeKind::kFloat4 || kind == CodeKind::kNormal4;
+  const bool is_byte = is_nibble || kind == CodeKind::kFloat8;
   check_dense(codes, "codes", kind == CodeKind::kInt8 ? ScalarType::Char : is_byte ? ScalarType::Byte : ScalarType::Int, 2);
-  const int64_t width = kind == CodeKind::kRows      ? (n_columns * bits + 31) / 32
-                        : kind == CodeKind::kAwq    ? (n_columns + 7) / 8
-                        : kind == CodeKind::kFloat4 ? (n_columns + 1) / 2
-                                                    : n_columns;
+  const int64_t width = kind == CodeKind::kRows  ? (n_columns * bits + 31) / 32
+                        : kind == CodeKind::kAwq ? (n_columns + 7) / 8
+                        : is_nibble              ? (n_columns + 1) / 2
+                                                 : n_columns;
   check_size(codes, "codes", 0, kind == CodeKind::kColumns ? (n_rows * bits + 31) / 32 : n_rows);
   check_size(codes, "codes", 1, width);
   return width;

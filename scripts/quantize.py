@@ -23,6 +23,10 @@ from torch import Tensor
 # Nibble p of a word of AutoAWQ holds this column of eight.
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 FLOAT4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+NORMAL4 = torch.tensor([
+    -1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.091050036, 0.0, 0.0795803, 0.1609302, 0.2461123,
+    0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0,
+])  # fmt: skip
 _MATRIX = re.compile(r".*_proj\.weight")
 
 
@@ -170,9 +174,33 @@ def gptq(weight: Tensor, choice: Choice) -> Quantized:
     return tensors, own.weight()
 
 
+def nf4(weight: Tensor, choice: Choice) -> Quantized:
+    """bitsandbytes in 4 bits, blocks of group_size; their scales are of 8 bits, unless the choice is symmetric."""
+    blocks = weight.float().view(-1, choice.group_size)
+    scales, extra = blocks.abs().amax(1).clamp(min=1e-12), {}
+    note: dict[str, Any] = {"quant_type": "nf4", "blocksize": choice.group_size, "shape": list(weight.shape)}
+    note["dtype"] = str(weight.dtype).removeprefix("torch.")
+    if not choice.symmetric:
+        offset, table = float(scales.mean()), torch.linspace(-1, 1, 256) ** 3
+        rest = scales - offset
+        parts = torch.nn.functional.pad(rest, (0, -len(rest) % 256)).view(-1, 256)
+        steps = parts.abs().amax(1).clamp(min=1e-12)
+        codes = (parts / steps[:, None])[..., None].sub(table).abs().argmin(-1).view(-1)[: len(rest)]
+        scales = table[codes] * steps.repeat_interleave(256)[: len(rest)] + offset
+        extra = {"weight.absmax": codes.byte(), "weight.nested_absmax": steps, "weight.nested_quant_map": table}
+        note |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
+    codes = (blocks / scales[:, None])[..., None].sub(NORMAL4).abs().argmin(-1)
+    pairs = codes.view(-1, 2)
+    tensors = {
+        "weight": (pairs[:, :1] << 4 | pairs[:, 1:]).byte(), "weight.absmax": scales, "weight.quant_map": NORMAL4.clone(),
+        "weight.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(note).encode()), dtype=torch.uint8), **extra,
+    }  # fmt: skip
+    return tensors, (NORMAL4[codes] * scales[:, None]).view(weight.shape)
+
+
 FORMATS: dict[str, Callable[[Tensor, Choice], Quantized]] = {
     "pack-quantized": packed, "int-quantized": plain_int8, "float-quantized": row_float8, "mxfp4-pack-quantized": mxfp4,
-    "fp8": block_float8, "awq": awq, "gptq": gptq, "gptq_v2": gptq,
+    "fp8": block_float8, "awq": awq, "gptq": gptq, "gptq_v2": gptq, "nf4": nf4,
 }  # fmt: skip
 
 
@@ -181,6 +209,9 @@ def config_of(choice: Choice) -> dict[str, Any]:
     bits, size, symmetric = choice.bits, choice.group_size, choice.symmetric
     if choice.format == "fp8":
         return {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [size, size]}
+    if choice.format == "nf4":
+        kind = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": not symmetric}
+        return {"quant_method": "bitsandbytes", "bnb_4bit_quant_storage": "uint8", **kind}
     if choice.format == "awq":
         return {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": size, "zero_point": True}
     if choice.format.startswith("gptq"):
@@ -236,7 +267,7 @@ def main() -> int:
     parser.add_argument("--format", choices=FORMATS, default="pack-quantized")
     parser.add_argument("--bits", type=int, choices=range(2, 9), default=4)
     parser.add_argument("--group-size", type=int, default=32, help="inputs that share a scale; -1: all")
-    parser.add_argument("--symmetric", action="store_true", help="without zero points")
+    parser.add_argument("--symmetric", action="store_true", help="without zero points; nf4: plain scales")
     parser.add_argument("--desc-act", action="store_true", help="inputs of a group lie anywhere")
     args = parser.parse_args()
     if args.target.exists() or not (args.source / "model.safetensors").exists():

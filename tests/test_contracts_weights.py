@@ -91,6 +91,7 @@ CONFIGS = {
     "fp8": config_of(Choice("fp8", group_size=4)),
     "awq": config_of(Choice("awq", group_size=4)),
     "gptq": config_of(Choice("gptq", group_size=4)),
+    "bitsandbytes": config_of(Choice("nf4")),
 }
 
 

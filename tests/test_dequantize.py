@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from offload_rt.ops import dequantize_kernels, extension
-from offload_rt.ops.dequantize import E2M1, ORDERS, Packing, reference_dequantize
+from offload_rt.ops.dequantize import E2M1, NF4, ORDERS, Packing, reference_dequantize
 from offload_rt.ops.dequantize_kernels import dequantize_on_cpu
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 KINDS = (*ORDERS, "float8")
-WORDS = {"plain": torch.int8, "e2m1": torch.uint8, "float8": torch.uint8}
+WORDS = {"plain": torch.int8, "e2m1": torch.uint8, "nf4": torch.uint8, "float8": torch.uint8}
 
 
 def case(kind: str, seed: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Packing, tuple[int, int]]:
@@ -26,7 +26,7 @@ def case(kind: str, seed: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | 
     by_rows = kind in ("columns", "awq")
     size = draw.choice([1, 8, 13, 32, 200])
     block = (size, 1) if by_rows else (draw.choice([1, 1, 4, 300]) if kind in ("plain", "float8") else 1, size)
-    is_float = kind in ("e2m1", "float8")
+    is_float = kind in ("e2m1", "nf4", "float8")
     packing = Packing(
         "plain" if kind == "float8" else kind, bits, block, 0 if is_float or kind == "plain" else 1 << bits - 1
     )
@@ -45,7 +45,8 @@ def case(kind: str, seed: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | 
     if kind != "float8" and seed % 3 == 0:
         n, n_groups = (shape[0], grid[0]) if by_rows else (shape[1], grid[1])
         groups = torch.randint(n_groups, (n,), generator=generator, dtype=torch.int32)
-    return codes, scales.to(FLOATS[seed % 5 % 3]), zeros, groups, packing, shape
+    scales = scales if kind == "nf4" else scales.to(FLOATS[seed % 5 % 3])
+    return codes, scales, zeros, groups, packing, shape
 
 
 def bits_of(x: Tensor) -> Tensor:
@@ -127,7 +128,7 @@ def test_what_torch_knows_of_the_op(library: tuple[str, str]) -> None:
         (1, lambda x: x.double(), "scales must be float32"),
         (2, lambda x: x[:, 1:].contiguous(), "zeros must have"),
         (3, lambda x: x[1:], "groups must have"),
-        (4, lambda _: 6, "unknown kind"),
+        (4, lambda _: 7, "unknown kind"),
         (5, lambda _: 9, "1 to 8 bits"),
         (6, lambda _: 0, "blocks must not be empty"),
         (9, lambda x: x.int(), "out must be float32"),
@@ -147,7 +148,7 @@ def test_the_reference_is_the_formula(kind: str, dtype: torch.dtype) -> None:
     """One weight after the other, with Python's integers for the codes."""
     codes, scales, zeros, groups, packing, shape = case(kind, 9)
     out = torch.empty(shape, dtype=torch.float64)
-    scales = scales.to(dtype)
+    scales = scales if kind == "nf4" else scales.to(dtype)
     reference_dequantize(codes, scales, zeros, groups, packing, out)
     raw = codes.view(torch.uint8).view(len(codes), -1).numpy()
     for row, column in [(0, 0), (shape[0] - 1, shape[1] - 1), (shape[0] // 2, shape[1] // 3)]:
@@ -159,11 +160,15 @@ def test_the_reference_is_the_formula(kind: str, dtype: torch.dtype) -> None:
             value >>= (
                 4 * (column // 8 * 8 + (0, 4, 1, 5, 2, 6, 3, 7)[column % 8]) if kind == "awq" else column * packing.bits
             )
+        if kind == "nf4":
+            value = int(raw[row, column // 2]) >> (4 - 4 * (column % 2))
         value &= (1 << packing.bits) - 1
         if kind == "plain":
             value -= (value >> 7) << 8
         elif kind == "e2m1":
             value = E2M1[value]
+        elif kind == "nf4":
+            value = NF4[value]
         elif kind == "float8":
             value = float(torch.tensor(value, dtype=torch.uint8).view(torch.float8_e4m3fn))
         at = [row // packing.block[0], column // packing.block[1]]
@@ -171,4 +176,4 @@ def test_the_reference_is_the_formula(kind: str, dtype: torch.dtype) -> None:
             at[0 if packing.groups_rows else 1] = int(groups[row if packing.groups_rows else column])
         zero = packing.offset if zeros is None else int(zeros[tuple(at)])
         expected = torch.tensor(value - zero, dtype=torch.float64) * scales[tuple(at)].double()
-        torch.testing.assert_close(out[row, column], expected.to(dtype).double(), rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(out[row, column], expected.to(scales.dtype).double(), rtol=0, atol=0, equal_nan=True)

@@ -50,10 +50,13 @@ CHOICES = [
     Choice("gptq", group_size=-1, desc_act=True),
     Choice("gptq_v2", 3, desc_act=True),
     Choice("gptq_v2"),
+    Choice("nf4"),
+    Choice("nf4", symmetric=True),
 ]
 ONE_OF_EACH = [
     Choice("pack-quantized", desc_act=True), Choice("int-quantized"), Choice("float-quantized"), Choice("mxfp4-pack-quantized"),
     Choice("fp8"), Choice("awq"), Choice("gptq", desc_act=True), Choice("gptq_v2", 3),
+    Choice("nf4"),
 ]  # fmt: skip
 MODULE, SHAPE = "mlp.down_proj", (72, 96)
 
@@ -75,7 +78,7 @@ def one_matrix(folder: Path, choice: Choice, dtype: torch.dtype) -> tuple[dict[s
 
 def view_of(fmt: WeightFormat, source: Source, stored: dict[str, Tensor], dtype: torch.dtype) -> Any:
     """The view of a block that holds one matrix."""
-    packed = pack_block({one.name: stored[one.name] for one in fmt.stored(f"{MODULE}.weight", SHAPE, None, source)})
+    packed = pack_block({one.key: stored[one.name] for one in fmt.stored(f"{MODULE}.weight", SHAPE, None, source)})
     return fmt.view(packed.layout, packed.block, dtype)
 
 
@@ -258,6 +261,12 @@ def test_spoiled_tensors_are_refused_by_name(choice: Choice, tmp_path: Path) -> 
             assert name in str(caught.value), what
 
 
+def noted(x: Tensor, **changes: Any) -> Tensor:
+    """The note of bitsandbytes with other entries."""
+    note = json.loads(bytes(x.tolist())) | changes
+    return torch.tensor(list(json.dumps(note).encode()), dtype=torch.uint8)
+
+
 @pytest.mark.parametrize(
     ("choice", "name", "change", "message"),
     [
@@ -265,6 +274,12 @@ def test_spoiled_tensors_are_refused_by_name(choice: Choice, tmp_path: Path) -> 
         (Choice("gptq", desc_act=True), "g_idx", lambda x: x - 1, "groups that are not there"),
         (Choice("pack-quantized", desc_act=True), "weight_g_idx", lambda x: 9 * x, "groups that are not there"),
         (Choice("pack-quantized"), "weight_shape", lambda x: x.flip(0), "another matrix"),
+        (Choice("nf4"), "weight.quant_map", lambda x: -x, "not the table of nf4"),
+        (Choice("nf4"), "weight.quant_state.bitsandbytes__nf4", lambda x: x.flip(0), "not JSON"),
+        (Choice("nf4"), "weight.quant_state.bitsandbytes__nf4", lambda x: noted(x, shape=[96, 64, 1]), "another matrix"),
+        (Choice("nf4"), "weight.quant_state.bitsandbytes__nf4", lambda x: noted(x, blocksize=0), "blocksize is 0"),
+        (Choice("nf4"), "weight.quant_state.bitsandbytes__nf4", lambda x: noted(x, nested_blocksize="x"), "nested_blocksize"),
+        (Choice("nf4"), "weight.quant_state.bitsandbytes__nf4", lambda x: noted(x, nested_offset=None), "offset"),
     ],
 )  # fmt: skip
 def test_tensors_that_contradict_the_others_are_refused(
@@ -276,7 +291,7 @@ def test_tensors_that_contradict_the_others_are_refused(
         open_checkpoint(directory)
 
 
-GPTQ, AWQ, FP8 = (config_of(Choice(name)) for name in ("gptq", "awq", "fp8"))
+GPTQ, AWQ, FP8, NF4 = (config_of(Choice(name)) for name in ("gptq", "awq", "fp8", "nf4"))
 PACKED = config_of(Choice("pack-quantized"))
 
 
@@ -318,6 +333,9 @@ def group(**changes: Any) -> dict[str, Any]:
         (group(strategy="block", block_structure=[128, 128]), "strategy is 'block'"),
         (group(dynamic=True), "dynamic is True"),
         (group(group_size=-7), "group_size is -7"),
+        ({**NF4, "bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type is 'fp4'"),
+        ({**NF4, "load_in_4bit": False, "load_in_8bit": True}, "load_in_4bit"),
+        ({**NF4, "bnb_4bit_quant_storage": "bfloat16"}, "bnb_4bit_quant_storage"),
         ({"quant_method": "torchao"}, "'torchao' is not understood"),
         ({"quant_method": "exl3"}, "'exl3' is not understood"),
     ],
@@ -327,7 +345,7 @@ def test_layouts_that_are_not_understood_are_refused_by_name(config: dict[str, A
         format_of(config)
 
 
-@pytest.mark.parametrize("config", [GPTQ, AWQ, FP8, PACKED], ids=["gptq", "awq", "fp8", "compressed-tensors"])
+@pytest.mark.parametrize("config", [GPTQ, AWQ, FP8, NF4, PACKED], ids=lambda config: config["quant_method"])
 def test_any_value_of_a_config_is_understood_or_refused(config: dict[str, Any]) -> None:
     odd: list[Any] = [None, True, -1, 0, 2**70, 1.5, "", "x", [], {}, [[]], {"a": None}, {"a": {"weights": 1}}]
     for key in config:

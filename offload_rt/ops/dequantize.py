@@ -13,12 +13,18 @@ from offload_rt.ops import extension
 AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 # The values of e2m1, the 4-bit float of MXFP4.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+# The values of bitsandbytes' nf4: quantiles of the normal distribution.
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634,
+    0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
 # Rows that the reference computes at a time have about so many weights; each takes some 32 bytes meanwhile.
 REFERENCE_WEIGHTS, REFERENCE_NBYTES = 1 << 19, 16 << 20
-ORDERS = ("rows", "columns", "awq", "plain", "e2m1")
+ORDERS = ("rows", "columns", "awq", "plain", "e2m1", "nf4")
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
-Order = Literal["rows", "columns", "awq", "plain", "e2m1"]
+Order = Literal["rows", "columns", "awq", "plain", "e2m1", "nf4"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +34,7 @@ class Packing:
     order   rows, columns: `bits` bits each, densely in the int32 words of a row or column, low bits first
             awq: 4 bits each, eight columns in an int32 word in the order of AutoAWQ
             plain: int8 or float8_e4m3fn, each its own value
-            e2m1: 4 bits each, two columns in a uint8, low nibble first
+            e2m1, nf4: 4 bits each, two columns in a uint8, the first in the low nibble of e2m1, in the high one of nf4
     block   rows and columns of the matrix that share a scale
     offset  subtracted from the codes where there are no zero points
     """
@@ -49,7 +55,7 @@ class Packing:
             return -(-n_rows * self.bits // 32), n_columns
         if self.order == "plain":
             return n_rows, n_columns
-        per_word = 8 if self.order == "e2m1" else 32
+        per_word = 8 if self.order in ("e2m1", "nf4") else 32
         return n_rows, -(-n_columns * self.bits // per_word)
 
 
@@ -59,7 +65,8 @@ def dequantize(
     """Write the matrix that these codes stand for.
 
     codes   packing.words(rows, columns)
-    scales  (rows / block, columns / block), of the dtype of the product; with `groups` the grouped side is as long as they say
+    scales  (rows / block, columns / block), of the dtype of the product, float32 for nf4; with `groups` their side is as
+            long as they say
     zeros   as scales, int32
     groups  (columns,) int32, or of rows: the scale of each, instead of its place by `block`
     out     (rows, columns), dense, of any dtype
@@ -90,9 +97,10 @@ def unpack(codes: Tensor, order: Order, bits: int, n_rows: int, n_columns: int) 
     """The values of codes before zero points and scales: (n_rows, n_columns), int32 or float."""
     if order == "plain":
         return codes
-    if order == "e2m1":
-        nibbles = torch.stack((codes & 15, codes >> 4), -1).view(n_rows, -1)[:, :n_columns]
-        return torch.tensor(E2M1, device=codes.device)[nibbles.int()]
+    if order in ("e2m1", "nf4"):
+        halves = (codes & 15, codes >> 4) if order == "e2m1" else (codes >> 4, codes & 15)
+        nibbles = torch.stack(halves, -1).view(n_rows, -1)[:, :n_columns]
+        return torch.tensor(E2M1 if order == "e2m1" else NF4, device=codes.device)[nibbles.int()]
     if order == "awq":
         shifts = 4 * torch.tensor(AWQ_NIBBLES, dtype=torch.int32, device=codes.device)
         return ((codes[:, :, None] >> shifts) & 15).view(n_rows, -1)[:, :n_columns]

@@ -10,16 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offload_rt.ops.dequantize import AWQ_NIBBLES, E2M1, Packing
+from offload_rt.ops.dequantize import AWQ_NIBBLES, E2M1, NF4, ORDERS, Packing
 from offload_rt.system.numba_cache import compiled
 
-_ROWS, _COLUMNS, _AWQ, _INT8, _E2M1, _FLOAT8 = range(6)
-_KINDS = {"rows": _ROWS, "columns": _COLUMNS, "awq": _AWQ, "plain": _INT8, "e2m1": _E2M1}
+_ROWS, _COLUMNS, _AWQ, _INT8, _E2M1, _NF4, _FLOAT8 = range(7)  # as ORDERS
 _NOTHING, _HALF, _BFLOAT16 = range(3)
 _ROUNDING = {torch.float32: _NOTHING, torch.float16: _HALF, torch.bfloat16: _BFLOAT16}
 # Starting a thread takes as long as a tenth of so many weights.
 _LEAST_PER_THREAD = 1 << 20
-_TABLE = np.array(E2M1, np.float32)
+_TABLES = np.array((E2M1, NF4), np.float32)
 _NIBBLES = np.array(AWQ_NIBBLES, np.int64)
 
 
@@ -27,7 +26,7 @@ def dequantize_on_cpu(
     codes: Tensor, scales: Tensor, zeros: Tensor | None, groups: Tensor | None, packing: Packing, out: Tensor
 ) -> None:
     """See `dequantize`; scales and out of float16, bfloat16 or float32."""
-    kind = _FLOAT8 if codes.dtype == torch.float8_e4m3fn else _KINDS[packing.order]
+    kind = _FLOAT8 if codes.dtype == torch.float8_e4m3fn else ORDERS.index(packing.order)
     written = _ROUNDING[out.dtype]
     narrow, wide = np.empty((0, 0), np.uint16), np.empty((0, 0), np.float32)
     if written == _NOTHING:
@@ -132,9 +131,10 @@ def _unpack_bytes(codes, kind, values):  # type: ignore[no-untyped-def]  # numba
         signed = codes.view(np.int8)
         for i in range(n):
             values[i] = np.float32(signed[i])
-    elif kind == _E2M1:
+    elif kind in (_E2M1, _NF4):
+        table, first = kind - _E2M1, 4 * (kind - _E2M1)  # the shift of the first of two columns
         for i in range(n):
-            values[i] = _TABLE[codes[i // 2] >> np.uint8(4 * (i % 2)) & np.uint8(15)]
+            values[i] = _TABLES[table, codes[i // 2] >> np.uint8(first ^ 4 * (i % 2)) & np.uint8(15)]
     else:
         _unpack_float8(codes, values)
 

@@ -35,6 +35,16 @@ class ZeroPoints:
 
 
 @dataclass(frozen=True)
+class NestedScales:
+    """Scales that are codes themselves: table[code] times the scale of each `block` of them, plus `offset`, in float32."""
+
+    scales: StoredTensor
+    table: StoredTensor
+    block: int
+    offset: float
+
+
+@dataclass(frozen=True)
 class QuantizedMatrix:
     """How a matrix is stored; its tensors have names behind that of the module, such as "weight_packed".
 
@@ -49,12 +59,14 @@ class QuantizedMatrix:
     zeros: ZeroPoints | None = None
     groups: StoredTensor | None = None
     product: torch.dtype | None = None
+    nested: NestedScales | None = None
 
     @property
     def stored(self) -> tuple[StoredTensor, ...]:
         """All its tensors."""
         zeros = None if self.zeros is None else self.zeros.tensor
-        parts = (self.codes, self.scales, zeros, self.groups)
+        nested = () if self.nested is None else (self.nested.scales, self.nested.table)
+        parts = (self.codes, self.scales, zeros, self.groups, *nested)
         return tuple(one for one in parts if one is not None)
 
     def weight(self, tensors: Mapping[str, Tensor], out: Tensor) -> Tensor:
@@ -66,17 +78,21 @@ class QuantizedMatrix:
         shape = self.shape[::-1] if is_transposed else self.shape
         grid = tuple(-(-n // size) for n, size in zip(shape, self.packing.block, strict=True))
         scales = tensors[self.scales.name]
-        if scales.dtype in (torch.uint8, torch.float8_e8m0fnu):  # an exponent alone
+        if self.nested is not None:
+            spread = tensors[self.nested.scales.name].repeat_interleave(self.nested.block)[: scales.numel()]
+            scales = tensors[self.nested.table.name][scales.int()] * spread + self.nested.offset
+        elif scales.dtype in (torch.uint8, torch.float8_e8m0fnu):  # an exponent alone
             scales = torch.exp2(scales.view(torch.uint8).float() - 127)
         scales = scales.to(self.product or scales.dtype).view(grid)
         zeros = None
         if self.zeros is not None:
-            codes, bits = tensors[self.zeros.tensor.name], self.packing.bits
-            zeros = unpack(codes, self.zeros.order, bits, *grid).int().contiguous()
+            words, bits = tensors[self.zeros.tensor.name], self.packing.bits
+            zeros = unpack(words, self.zeros.order, bits, *grid).int().contiguous()
             zeros = (zeros + self.zeros.plus) & (1 << bits) - 1 if self.zeros.plus else zeros
         groups = None if self.groups is None else tensors[self.groups.name]
         matrix = out.view(shape)
-        dequantize(tensors[self.codes.name], scales, zeros, groups, self.packing, matrix)
+        codes = tensors[self.codes.name].view(self.packing.words(*shape))
+        dequantize(codes, scales, zeros, groups, self.packing, matrix)
         return matrix.T if is_transposed else matrix
 
 
@@ -144,7 +160,7 @@ class QuantizedFormat(ABC):
             entries = {(entry.name, entry.shape): entry.dtype for entry in layout.entries}
 
             def is_there(module: str, matrix: QuantizedMatrix) -> bool:
-                found = [(entries.get((f"{module}.{one.name}", one.shape)), one.dtype) for one in matrix.stored]
+                found = [(entries.get((one.of(module).key, one.shape)), one.dtype) for one in matrix.stored]
                 return all(dtype is not None and wanted in (None, dtype) for dtype, wanted in found)
 
             # Without its groups a matrix is a part of one with them.
@@ -193,7 +209,7 @@ class View(dense.View):
     def _weight(self, name: str) -> Tensor:
         """The matrix (n_out, n_in), until the next one is asked for."""
         matrix = self._matrices[name]
-        tensors = {one.name: self._tensors[f"{name}.{one.name}"] for one in matrix.stored}
+        tensors = {one.name: self._tensors[one.of(name).key] for one in matrix.stored}
         device = tensors[matrix.codes.name].device
         return matrix.weight(tensors, self._format.scratch(math.prod(matrix.shape), self._dtype, device))
 
@@ -241,7 +257,7 @@ def groups_of(source: Source, module: str, stored: StoredTensor, size: int, n_gr
 
     Raises CheckpointError where it names a group that is not there.
     """
-    full = stored._replace(name=f"{module}.{stored.name}")
+    full = stored.of(module)
     if source.find(full.name) is None:
         return None
     groups = source.read(full)

@@ -14,11 +14,24 @@ OTHER_CONFIG = "use the config.json that belongs to these weights"
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of a file or block. A `dtype` of None stands for any that a computation can be done in."""
+    """A tensor of a file or block. A `dtype` of None stands for any that a computation can be done in.
+
+    alias  its name in a block, where that is another than in the file
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype | None
+    alias: str | None = None
+
+    @property
+    def key(self) -> str:
+        """Its name in a block."""
+        return self.alias or self.name
+
+    def of(self, module: str) -> "StoredTensor":
+        """The same with the name of a module before its own."""
+        return self._replace(name=f"{module}.{self.name}", alias=self.alias and f"{module}.{self.alias}")
 
 
 @dataclass(frozen=True)
@@ -53,7 +66,7 @@ class Source:
                 need="one of " + ", ".join(str(dtype).removeprefix("torch.") for dtype in allowed),
                 change=f"use an unquantised checkpoint, or {OTHER_CONFIG}",
             )
-        return replace(record, key=stored.name)
+        return replace(record, key=stored.key)
 
     def read(self, stored: StoredTensor) -> Tensor:
         """The content of a stored tensor, for small ones. Raises CheckpointError where `expect` does or it cannot be read."""
