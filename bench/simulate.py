@@ -14,7 +14,7 @@ import itertools
 import json
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from statistics import median
 
@@ -306,7 +306,7 @@ def _row(preset: Preset, published_s: float, plain_s: float, card: Machine) -> R
     specs = [spec_of(KNOWN[name]) for name in preset.pair]
     sizes = [Sizes.of_spec(spec, torch.float16) for spec in specs]
     ours = predict(PlanRequest(config, (sizes[0], sizes[1]), preset.assumed, 128, 128), card)
-    costs = Costs(*(card.compute(spec, torch.float16) for spec in specs), head_share(specs[0]), card.fixed_s)
+    costs = replace(card.costs(sizes[0], sizes[1], is_resident=False), level_s=0.0)
     n = specs[0].n_layers
     schedule = StreamSchedule(
         (("host",),) * n, sizes[0].layer_nbytes, (("host", dict(card.links)["host"]),), 2, card.contention, ahead=False

@@ -9,24 +9,34 @@
 
 namespace offload_rt {
 
-template <typename T, int dim, int row_tiles, int keys>
+// Keys and values lie in two buffers, one of which is filled while the other is read; or in one, in which each waits for
+// the product with the other.
+template <typename T, int dim, int row_tiles, int keys, int buffers>
 struct Tile {
   using Element = T;
-  static constexpr int kDim = dim, kRowTiles = row_tiles, kKeys = keys;
+  static constexpr int kDim = dim, kRowTiles = row_tiles, kKeys = keys, kBuffers = buffers;
   static constexpr int kWarps = 4, kThreads = 32 * kWarps;
   static constexpr int kWarpRows = 16 * kRowTiles, kRows = kWarps * kWarpRows;
   static constexpr int kChunks = kDim / 8;  // of 16 bytes, in a row
   static constexpr int kRowBytes = 2 * kDim;
   static constexpr int kQueryBytes = kRows * kRowBytes, kStageBytes = kKeys * kRowBytes;
-  // Queries, then two buffers of keys and two of values.
-  static constexpr int kSharedBytes = kQueryBytes + 4 * kStageBytes;
+  // Queries, then the buffers of keys and those of values.
+  static constexpr int kSharedBytes = kQueryBytes + 2 * kBuffers * kStageBytes;
 
   // Where a chunk of a row lies. Any eight rows from a multiple of eight on have a given chunk in eight different
-  // groups of banks, so ldmatrix meets no conflict.
+  // groups of banks, so ldmatrix meets no conflict. The turn stays within kTurns chunks and comes back after 16 rows, so that
+  // most addresses of a thread differ by constants.
+  static constexpr int kTurns = kDim % 64 == 0 ? 8 : 4;
   static __device__ __forceinline__ int place(int row, int chunk) {
-    const int turn = kDim % 64 == 0 ? row & 7 : (row >> 1) & 3;
+    const int turn = (kTurns == 8 ? row : row >> 1) & (kTurns - 1);
     return row * kRowBytes + ((chunk ^ turn) << 4);
   }
+  // place(row + rows, lane's chunk + chunk) of an even chunk and a multiple of 16 rows, by a few different addresses.
+  static __device__ __forceinline__ int place(int row, int own_chunk, int rows, int chunk) {
+    return place(row, chunk % kTurns + own_chunk) + rows * kRowBytes + chunk / kTurns * (kTurns << 4);
+  }
+  // A row is copied by kTurns threads.
+  static constexpr int kRowsAtOnce = kThreads / kTurns;
 };
 
 // The stages [first, last) of keys that a block visits.
@@ -52,34 +62,45 @@ struct Block {
         n_stages(n_prefix + (n_keys - n_before + Tile::kKeys - 1) / Tile::kKeys) {}
 
   __device__ unsigned char* keys(int buffer) const { return shared + Tile::kQueryBytes + buffer * Tile::kStageBytes; }
-  __device__ unsigned char* values(int buffer) const { return keys(2 + buffer); }
-  __device__ unsigned char* live() const { return keys(4); }
+  __device__ unsigned char* values(int buffer) const { return keys(Tile::kBuffers + buffer); }
+  __device__ unsigned char* live() const { return keys(2 * Tile::kBuffers); }
+
+  // The part of a row that this thread copies, and the first of its rows.
+  __device__ static int own_row() { return threadIdx.x / Tile::kTurns; }
+  __device__ static int own_chunk() { return threadIdx.x % Tile::kTurns; }
 
   __device__ void load_queries(const TreeAttention& args) const {
     const T* q = static_cast<const T*>(args.q) + kv_head * args.group * args.q_head;
-    for (int i = threadIdx.x; i < Tile::kRows * Tile::kChunks; i += Tile::kThreads) {
-      const int row = i / Tile::kChunks, chunk = i % Tile::kChunks, packed = first_row + row;
+    for (int row = own_row(); row < Tile::kRows; row += Tile::kRowsAtOnce) {
+      const int packed = first_row + row;
       const bool is_there = packed < n_rows;
       const int node = is_there ? packed / args.group : 0, head = is_there ? packed % args.group : 0;
-      cp_async_16(shared + Tile::place(row, chunk), q + node * args.q_row + head * args.q_head + chunk * 8, is_there);
+      const T* from = q + node * args.q_row + head * args.q_head;
+      for (int chunk = own_chunk(); chunk < Tile::kChunks; chunk += Tile::kTurns)
+        cp_async_16(shared + Tile::place(row, chunk), from + chunk * 8, is_there);
     }
   }
 
-  // Rows past the end become zeros: a weight of zero times what happens to lie there might not be zero.
   __device__ void load_keys(const TreeAttention& args, int stage, int buffer) const {
+    load_stage(static_cast<const T*>(args.k) + kv_head * args.k_head, args.k_row, stage, keys(buffer));
+  }
+  __device__ void load_values(const TreeAttention& args, int stage, int buffer) const {
+    load_stage(static_cast<const T*>(args.v) + kv_head * args.v_head, args.v_row, stage, values(buffer));
+  }
+
+  // Rows past the end become zeros: a weight of zero times what happens to lie there might not be zero.
+  __device__ void load_stage(const T* from, int64_t stride, int stage, unsigned char* to) const {
     const bool is_prefix = stage < n_prefix;
     const int start = is_prefix ? stage * Tile::kKeys : n_before + (stage - n_prefix) * Tile::kKeys;
     const int end = is_prefix ? n_before : n_keys;
-    const T* k = static_cast<const T*>(args.k) + kv_head * args.k_head;
-    const T* v = static_cast<const T*>(args.v) + kv_head * args.v_head;
-    for (int i = threadIdx.x; i < Tile::kKeys * Tile::kChunks; i += Tile::kThreads) {
-      const int row = i / Tile::kChunks, chunk = i % Tile::kChunks;
-      const bool is_there = start + row < end;
-      const int64_t key = is_there ? start + row : start;
-      const int place = Tile::place(row, chunk);
-      cp_async_16(keys(buffer) + place, k + key * args.k_row + chunk * 8, is_there);
-      cp_async_16(values(buffer) + place, v + key * args.v_row + chunk * 8, is_there);
-    }
+    const int row = own_row(), n_there = end - start - row;
+    from += (start + row) * stride + own_chunk() * 8;
+    to += Tile::place(row, own_chunk());
+#pragma unroll
+    for (int rows = 0; rows < Tile::kKeys; rows += Tile::kRowsAtOnce, from += Tile::kRowsAtOnce * stride)
+#pragma unroll
+      for (int chunk = 0; chunk < Tile::kChunks; chunk += Tile::kTurns)
+        cp_async_16(to + rows * Tile::kRowBytes + chunk * 16, from + chunk * 8, rows < n_there);
   }
 
   // Marks the stages of the tree's keys that some node of this tile looks at.
@@ -113,17 +134,18 @@ struct Block {
       for (int j = 0; j < Tile::kKeys / 8; ++j)
 #pragma unroll
         for (int e = 0; e < 4; ++e) scores[m][j][e] = 0.f;
-    const int query = warp * Tile::kWarpRows + lane % 16, key = lane / 16 * 8 + lane % 8;
+    const unsigned char* queries = shared + warp * Tile::kWarpRows * Tile::kRowBytes;
+    const int query = lane % 16, key = lane / 16 * 8 + lane % 8;
 #pragma unroll
     for (int c = 0; c < Tile::kChunks; c += 2) {
       uint32_t a[Tile::kRowTiles][4];
 #pragma unroll
       for (int m = 0; m < Tile::kRowTiles; ++m)
-        ldmatrix_x4(a[m], shared + Tile::place(query + 16 * m, c + lane / 16));
+        ldmatrix_x4(a[m], queries + Tile::place(query, lane / 16, 16 * m, c));
 #pragma unroll
       for (int j = 0; j < Tile::kKeys / 8; j += 2) {
         uint32_t b[4];
-        ldmatrix_x4(b, keys(buffer) + Tile::place(key + 8 * j, c + lane / 8 % 2));
+        ldmatrix_x4(b, keys(buffer) + Tile::place(key, lane / 8 % 2, 8 * j, c));
 #pragma unroll
         for (int m = 0; m < Tile::kRowTiles; ++m) {
           mma_m16n8k16<T>(scores[m][j], a[m], b[0], b[1]);
@@ -151,7 +173,7 @@ struct Block {
 #pragma unroll
       for (int c = 0; c < Tile::kChunks; c += 2) {
         uint32_t b[4];
-        ldmatrix_x4_trans(b, values(buffer) + Tile::place(key + 8 * j, c + lane / 16));
+        ldmatrix_x4_trans(b, values(buffer) + Tile::place(key, lane / 16, 8 * j, c));
 #pragma unroll
         for (int m = 0; m < Tile::kRowTiles; ++m) {
           mma_m16n8k16<T>(out[m][c], a[m], b[0], b[1]);

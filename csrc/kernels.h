@@ -46,35 +46,98 @@ struct TreeMasks {
 constexpr int kMostMaskedRows = 6144;
 void tree_masks(const TreeMasks& args, cudaStream_t stream);
 
-// Within each of n_planes, row first + rows[i] goes to first + i.
+// Bytes from one place to another, of which either may be pinned memory of the host.
+struct Transfer {
+  void* to;
+  const void* from;
+  int64_t nbytes, n_vectors, n_threads;  // the last two are set by `transfer`
+};
+
+void transfer(Transfer args, cudaStream_t stream);
+
+// Within each of n_planes, row first + rows[i] goes to first + i. The rows are arguments of the launch: nothing is copied.
+constexpr int kMostCommitted = 256;
 struct CommitRows {
   void* keys;  // (n_planes, capacity, 16 * n_vectors bytes)
   void* values;
-  const int64_t* rows;  // (n_rows,) ascending, rows[i] >= i
   int64_t n_planes, capacity;
+  int rows[kMostCommitted];  // (n_rows,) ascending, rows[i] >= i
   int n_vectors, n_rows, first;
 };
 
 void commit_rows(const CommitRows& args, cudaStream_t stream);
 
-// A drafted tree and the target's distributions; see Candidates in offload_rt/speculate/residual_kernels.py.
+// The kernels of a decoder layer work on float16 or bfloat16, 16 bytes at a time: strides and widths are multiples of 8
+// elements, the last dimension is dense.
+
+// Each row of `width` numbers by the root of the mean of its squares, times the weight.
+struct RmsNorm {
+  void* x;             // (n, n_heads, width); delta is added to it in place
+  const void* delta;   // (n, width) where n_heads is 1, or null
+  const void* weight;  // (width,)
+  void* out;           // (n, n_heads, width), dense
+  int64_t x_row, x_head, delta_row;
+  int n, n_heads, width;
+  float eps;
+};
+
+constexpr int kMostNormed = 16384;  // the widest row
+void rms_norm(const RmsNorm& args, bool is_half, cudaStream_t stream);
+
+// Turns q and k by position, and writes k and v to row rows[i] of the cache, or first + i where rows is null.
+struct RotateAndStore {
+  const void* q;    // (n, n_heads, head_dim)
+  const void* k;    // (n, n_kv_heads, head_dim)
+  const void* v;    // as k
+  const void* cos;  // (n, head_dim)
+  const void* sin;
+  void* keys;  // (n_kv_heads, capacity, head_dim), rows dense
+  void* values;
+  const int64_t* rows;  // (n,), or null
+  void* out;            // q turned, dense
+  int64_t q_row, q_head, k_row, k_head, v_row, v_head, cos_row, sin_row, store_head, first;
+  int n, n_heads, n_kv_heads, head_dim;
+};
+
+void rotate_and_store(const RotateAndStore& args, bool is_half, cudaStream_t stream);
+
+// gate / (1 + exp(-gate)) * up
+struct SiluMul {
+  const void* gate;  // (n, width)
+  const void* up;
+  void* out;  // (n, width), dense
+  int64_t gate_row, up_row;
+  int n, width;
+};
+
+void silu_mul(const SiluMul& args, bool is_half, cudaStream_t stream);
+
+// A child under verification. A sampled one was drawn from share * q + floor, without the tokens that are struck for it.
+struct Child {
+  double share, floor, prob;  // prob: of its own token
+  int node, token;
+  bool is_sampled, is_repeated;  // is_repeated: an earlier deterministic sibling has its token
+};
+
+// A drafted tree and the target's distributions; see Candidates in offload_rt/ops/verification.py.
 struct Verify {
   const int64_t* starts;     // (n + 1,)
-  const int64_t* children;   // (n - 1,)
+  const int64_t* children;   // (n - 1,), of each node the sampled ones first
   const int64_t* tokens;     // (n,)
-  const bool* is_sampled;         // (n,)
+  const bool* is_sampled;    // (n,)
   const int64_t* row_of;     // (n,)
-  const float* draft_probs;         // (n_laws, vocabulary)
+  const float* draft_probs;  // (rows, vocabulary)
   const float* target;       // (n, vocabulary)
   const double* uniforms;    // (n + 1,), the last for the bonus
-  double* sums;              // (n_laws,) of each distribution; written
-  float* rests;              // (n_levels, vocabulary), or (1, vocabulary) for a walk; written
-  float* kept;               // (n,); written
+  Child* weighed;            // (n - 1,), in the order of `children`; written
+  float* rests;              // (2 * n_levels, vocabulary), or (2, vocabulary) from the top down; written
+  double* sums;              // (2, kMostVerifyBlocks); written
   int64_t* verdict;          // (2,): the last node accepted, the bonus; written
-  int n, n_draft_probs, vocabulary, n_levels;
+  int n, vocabulary, n_levels, n_blocks;
   bool independent, leaf_to_root;
 };
 
+constexpr int kMostVerifyBlocks = 32;
 constexpr int kMostLevels = 1024;
 void verify(const Verify& args, cudaStream_t stream);
 

@@ -65,12 +65,20 @@ void check_size(const Tensor& x, const char* name, int64_t dim, int64_t size) {
 }
 
 // Rows are read 16 bytes at a time.
-void check_rows(const Tensor& x, const char* name, ScalarType dtype) {
+void check_rows(const Tensor& x, const char* name, ScalarType dtype, int64_t n_dims = 3) {
   STD_TORCH_CHECK(is_on_device(x), name, " must be on the device of the op");
-  STD_TORCH_CHECK(x.scalar_type() == dtype, name, " must have the dtype of q");
-  STD_TORCH_CHECK(x.dim() == 3 && x.stride(2) == 1, name, " must have 3 dimensions, the last of them dense");
-  const bool is_aligned = reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0 && x.stride(0) % 8 == 0 && x.stride(1) % 8 == 0;
+  STD_TORCH_CHECK(x.scalar_type() == dtype, name, " must have the dtype of the first tensor");
+  STD_TORCH_CHECK(x.dim() == n_dims && x.stride(n_dims - 1) == 1, name, " must have ", n_dims, " dimensions, the last of them dense");
+  bool is_aligned = reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0;
+  for (int64_t dim = 0; dim + 1 < n_dims; ++dim) is_aligned = is_aligned && x.stride(dim) % 8 == 0;
   STD_TORCH_CHECK(is_aligned, name, " must have rows that begin at multiples of 16 bytes");
+}
+
+// Whether the op computes in float16, rather than bfloat16.
+bool check_half(const Tensor& x, const char* name) {
+  const ScalarType dtype = x.scalar_type();
+  STD_TORCH_CHECK(dtype == ScalarType::Half || dtype == ScalarType::BFloat16, name, " must be float16 or bfloat16");
+  return dtype == ScalarType::Half;
 }
 
 // As an int, which is what the kernels count in.
@@ -155,6 +163,27 @@ std::tuple<Tensor, Tensor> tree_masks(Tensor parents) {
   return {masks, depths};
 }
 
+#ifdef CUDA_ON_CPU
+void* on_device(const Tensor& x) { return x.data_ptr(); }
+#else
+// Where kernels see a tensor of the device, or of the host's pinned memory: registered memory may have another address there.
+void* on_device(const Tensor& x) {
+  cudaPointerAttributes found{};
+  check_cuda(cudaPointerGetAttributes(&found, x.data_ptr()), "address of a tensor");
+  STD_TORCH_CHECK(found.devicePointer != nullptr, "the host's tensor must be pinned");
+  return found.devicePointer;
+}
+#endif
+
+void transfer(Tensor to, Tensor from) {
+  STD_TORCH_CHECK(to.is_contiguous() && from.is_contiguous(), "both tensors must be contiguous");
+  const int64_t nbytes = from.numel() * static_cast<int64_t>(from.element_size());
+  STD_TORCH_CHECK(to.numel() * static_cast<int64_t>(to.element_size()) == nbytes, "both tensors must have as many bytes");
+  if (nbytes == 0) return;
+  const Device device(is_on_device(to) ? to : from);
+  offload_rt::transfer({on_device(to), on_device(from), nbytes, 0, 0}, device.stream);
+}
+
 void commit_rows(Tensor keys, Tensor values, Tensor rows, int64_t first) {
   for (const auto& [x, name] : {std::pair<const Tensor&, const char*>(keys, "keys"), {values, "values"}}) {
     check_dense(x, name, keys.scalar_type(), 4);
@@ -162,17 +191,23 @@ void commit_rows(Tensor keys, Tensor values, Tensor rows, int64_t first) {
     const bool is_aligned = reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0 && x.size(3) * x.element_size() % 16 == 0;
     STD_TORCH_CHECK(is_aligned, name, " must have rows of a multiple of 16 bytes");
   }
-  check_dense(rows, "rows", ScalarType::Long, 1);
+  STD_TORCH_CHECK(rows.is_cpu() && rows.scalar_type() == ScalarType::Long && rows.dim() == 1 && rows.is_contiguous(),
+                  "rows must be a vector of int64 on the host");
   const int64_t n_rows = rows.size(0), capacity = keys.size(2);
-  STD_TORCH_CHECK(first >= 0 && first + n_rows <= capacity, "rows past the end of the cache");
   if (n_rows == 0 || keys.numel() == 0) return;
+  STD_TORCH_CHECK(first >= 0 && first + data<int64_t>(rows)[n_rows - 1] < capacity, "rows past the end of the cache");
   const Device device(keys);
   offload_rt::CommitRows args{};
-  args.keys = keys.data_ptr(), args.values = values.data_ptr(), args.rows = data<int64_t>(rows);
+  args.keys = keys.data_ptr(), args.values = values.data_ptr();
   args.n_planes = keys.size(0) * keys.size(1), args.capacity = capacity;
   args.n_vectors = count(keys.size(3) * static_cast<int64_t>(keys.element_size()) / 16, "width");
-  args.n_rows = count(n_rows, "rows"), args.first = count(first, "first");
-  offload_rt::commit_rows(args, device.stream);
+  // Rows go ahead only, and those of an earlier launch before those of a later one.
+  for (int64_t start = 0; start < n_rows; start += offload_rt::kMostCommitted) {
+    args.n_rows = static_cast<int>(std::min<int64_t>(n_rows - start, offload_rt::kMostCommitted));
+    args.first = count(first + start, "first");
+    for (int i = 0; i < args.n_rows; ++i) args.rows[i] = count(data<int64_t>(rows)[start + i] - start, "row");
+    offload_rt::commit_rows(args, device.stream);
+  }
 }
 
 Tensor verify(Tensor starts, Tensor children, Tensor tokens, Tensor is_sampled, Tensor row_of, Tensor draft_probs, Tensor target,
@@ -195,16 +230,17 @@ Tensor verify(Tensor starts, Tensor children, Tensor tokens, Tensor is_sampled, 
                   " levels, has ", n_levels);
   const Device device(target);
 
-  const Tensor sums = torch::stable::new_empty(target, {draft_probs.size(0)}, ScalarType::Double);
-  const Tensor rests = torch::stable::new_empty(target, {leaf_to_root ? n_levels : 1, vocabulary});
-  const Tensor kept = torch::stable::new_empty(target, {n});
+  constexpr int64_t kChildDoubles = sizeof(offload_rt::Child) / sizeof(double);
+  const Tensor weighed = torch::stable::new_empty(target, {n, kChildDoubles}, ScalarType::Double);
+  const Tensor sums = torch::stable::new_empty(target, {2, offload_rt::kMostVerifyBlocks}, ScalarType::Double);
+  const Tensor rests = torch::stable::new_empty(target, {leaf_to_root ? 2 * n_levels : 2, vocabulary});
   const Tensor verdict = torch::stable::new_empty(target, {2}, ScalarType::Long);
   offload_rt::Verify args{};
   args.starts = data<int64_t>(starts), args.children = data<int64_t>(children), args.tokens = data<int64_t>(tokens);
   args.is_sampled = data<bool>(is_sampled), args.row_of = data<int64_t>(row_of), args.draft_probs = data<float>(draft_probs);
   args.target = data<float>(target), args.uniforms = data<double>(uniforms), args.sums = written<double>(sums);
-  args.rests = written<float>(rests), args.kept = written<float>(kept), args.verdict = written<int64_t>(verdict);
-  args.n = count(n, "nodes"), args.n_draft_probs = count(draft_probs.size(0), "draft_probs"), args.n_levels = count(n_levels, "levels");
+  args.weighed = written<offload_rt::Child>(weighed), args.rests = written<float>(rests), args.verdict = written<int64_t>(verdict);
+  args.n = count(n, "nodes"), args.n_levels = count(n_levels, "levels");
   args.vocabulary = count(vocabulary, "vocabulary"), args.independent = independent, args.leaf_to_root = leaf_to_root;
   offload_rt::verify(args, device.stream);
   return verdict;
@@ -268,6 +304,99 @@ void dequantize(Tensor codes, Tensor scales, std::optional<Tensor> zeros, std::o
   offload_rt::dequantize(args, device.stream);
 }
 
+Tensor normed(const Tensor& x, const Tensor* delta, const Tensor& weight, double eps) {
+  const bool is_half = check_half(x, "x");
+  const int64_t n_dims = x.dim(), width = x.size(n_dims - 1);
+  STD_TORCH_CHECK(n_dims == 2 || n_dims == 3, "x must have 2 or 3 dimensions, has ", n_dims);
+  check_rows(x, "x", x.scalar_type(), n_dims);
+  STD_TORCH_CHECK(width > 0 && width % 8 == 0 && width <= offload_rt::kMostNormed, "x must have rows of a multiple of 8 numbers, ",
+                  offload_rt::kMostNormed, " at most, has ", width);
+  check_rows(weight, "weight", x.scalar_type(), 1);
+  check_size(weight, "weight", 0, width);
+  offload_rt::RmsNorm args{};
+  if (delta != nullptr) {
+    check_rows(*delta, "delta", x.scalar_type(), 2);
+    for (int64_t dim = 0; dim < n_dims; ++dim) check_size(*delta, "delta", dim, x.size(dim));
+    args.delta = delta->data_ptr(), args.delta_row = delta->stride(0);
+  }
+  const Device device(x);
+  args.n = count(x.size(0), "rows"), args.n_heads = n_dims == 3 ? count(x.size(1), "heads") : 1;
+  const Tensor out = n_dims == 3 ? torch::stable::new_empty(x, {args.n, args.n_heads, width})
+                                 : torch::stable::new_empty(x, {args.n, width});
+  args.x = x.data_ptr(), args.weight = weight.data_ptr(), args.out = out.data_ptr();
+  args.x_row = x.stride(0), args.x_head = n_dims == 3 ? x.stride(1) : 0;
+  args.width = static_cast<int>(width), args.eps = static_cast<float>(eps);
+  if (out.numel() > 0) offload_rt::rms_norm(args, is_half, device.stream);
+  return out;
+}
+
+Tensor rms_norm(Tensor x, Tensor weight, double eps) { return normed(x, nullptr, weight, eps); }
+
+Tensor add_rms_norm(Tensor x, Tensor delta, Tensor weight, double eps) {
+  STD_TORCH_CHECK(x.dim() == 2, "x must have 2 dimensions, has ", x.dim());
+  return normed(x, &delta, weight, eps);
+}
+
+Tensor rotate_and_store(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor keys, Tensor values,
+                        std::optional<Tensor> rows, int64_t first) {
+  const bool is_half = check_half(q, "q");
+  check_rows(q, "q", q.scalar_type());
+  const int64_t n = q.size(0), n_heads = q.size(1), dim = q.size(2), n_kv_heads = k.size(1), capacity = keys.size(1);
+  STD_TORCH_CHECK(dim > 0 && dim % 16 == 0, "the head dimension must be a multiple of 16, is ", dim);
+  for (const auto& [x, name] : {std::pair<const Tensor&, const char*>(k, "k"), {v, "v"}}) {
+    check_rows(x, name, q.scalar_type());
+    check_size(x, name, 0, n);
+    check_size(x, name, 1, n_kv_heads);
+    check_size(x, name, 2, dim);
+  }
+  for (const auto& [x, name] : {std::pair<const Tensor&, const char*>(cos, "cos"), {sin, "sin"}}) {
+    check_rows(x, name, q.scalar_type(), 2);
+    check_size(x, name, 0, n);
+    check_size(x, name, 1, dim);
+  }
+  for (const auto& [x, name] : {std::pair<const Tensor&, const char*>(keys, "keys"), {values, "values"}}) {
+    check_rows(x, name, q.scalar_type());
+    check_dense(x, name, q.scalar_type(), 3);
+    check_size(x, name, 0, n_kv_heads);
+    check_size(x, name, 1, capacity);
+    check_size(x, name, 2, dim);
+  }
+  if (rows.has_value()) {
+    check_dense(*rows, "rows", ScalarType::Long, 1);
+    check_size(*rows, "rows", 0, n);
+  } else {
+    STD_TORCH_CHECK(first >= 0 && first + n <= capacity, "rows past the end of the cache");
+  }
+  const Device device(q);
+  const Tensor out = torch::stable::new_empty(q, {n, n_heads, dim});
+  offload_rt::RotateAndStore args{};
+  args.q = q.data_ptr(), args.k = k.data_ptr(), args.v = v.data_ptr(), args.cos = cos.data_ptr(), args.sin = sin.data_ptr();
+  args.keys = keys.data_ptr(), args.values = values.data_ptr(), args.out = out.data_ptr();
+  args.rows = rows.has_value() ? data<int64_t>(*rows) : nullptr, args.first = first;
+  args.q_row = q.stride(0), args.q_head = q.stride(1), args.k_row = k.stride(0), args.k_head = k.stride(1);
+  args.v_row = v.stride(0), args.v_head = v.stride(1), args.cos_row = cos.stride(0), args.sin_row = sin.stride(0);
+  args.store_head = keys.stride(0), args.n = count(n, "rows"), args.n_heads = count(n_heads, "heads");
+  args.n_kv_heads = count(n_kv_heads, "heads"), args.head_dim = count(dim, "head dimension");
+  if (n > 0) offload_rt::rotate_and_store(args, is_half, device.stream);
+  return out;
+}
+
+Tensor silu_mul(Tensor gate, Tensor up) {
+  const bool is_half = check_half(gate, "gate");
+  check_rows(gate, "gate", gate.scalar_type(), 2);
+  check_rows(up, "up", gate.scalar_type(), 2);
+  for (int64_t dim = 0; dim < 2; ++dim) check_size(up, "up", dim, gate.size(dim));
+  STD_TORCH_CHECK(gate.size(1) % 8 == 0, "gate must have rows of a multiple of 8 numbers, has ", gate.size(1));
+  const Device device(gate);
+  const Tensor out = torch::stable::new_empty(gate, {gate.size(0), gate.size(1)});
+  offload_rt::SiluMul args{};
+  args.gate = gate.data_ptr(), args.up = up.data_ptr(), args.out = out.data_ptr();
+  args.gate_row = gate.stride(0), args.up_row = up.stride(0);
+  args.n = count(gate.size(0), "rows"), args.width = count(gate.size(1), "width");
+  if (out.numel() > 0) offload_rt::silu_mul(args, is_half, device.stream);
+  return out;
+}
+
 }  // namespace
 
 // The name is an argument of its own so that it is expanded before it is made a string.
@@ -286,7 +415,13 @@ OFFLOAD_RT_LIBRARY(OFFLOAD_RT_NAME, m) {
   m.def("tree_attention(Tensor q, Tensor k, Tensor v, Tensor masks, Tensor depths, Tensor key_depths, Tensor extent, "
         "int window, float scale) -> (Tensor out, Tensor lse)");
   m.def("tree_masks(Tensor parents) -> (Tensor masks, Tensor depths)");
+  m.def("transfer(Tensor(a!) target, Tensor source) -> ()");
   m.def("commit_rows(Tensor(a!) keys, Tensor(b!) values, Tensor rows, int first) -> ()");
+  m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
+  m.def("add_rms_norm(Tensor(a!) x, Tensor delta, Tensor weight, float eps) -> Tensor");
+  m.def("rotate_and_store(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, "
+        "Tensor? rows, int first) -> Tensor");
+  m.def("silu_mul(Tensor gate, Tensor up) -> Tensor");
   m.def("verify(Tensor starts, Tensor children, Tensor tokens, Tensor is_sampled, Tensor row_of, Tensor draft_probs, Tensor target, "
         "Tensor uniforms, int n_levels, bool independent, bool leaf_to_root) -> Tensor");
   m.def("dequantize(Tensor codes, Tensor scales, Tensor? zeros, Tensor? groups, int kind, int bits, int block_rows, "
@@ -296,7 +431,12 @@ OFFLOAD_RT_LIBRARY(OFFLOAD_RT_NAME, m) {
 OFFLOAD_RT_LIBRARY_IMPL(OFFLOAD_RT_NAME, OFFLOAD_RT_KEY, m) {
   m.impl("tree_attention", TORCH_BOX(&tree_attention));
   m.impl("tree_masks", TORCH_BOX(&tree_masks));
+  m.impl("transfer", TORCH_BOX(&transfer));
   m.impl("commit_rows", TORCH_BOX(&commit_rows));
+  m.impl("rms_norm", TORCH_BOX(&rms_norm));
+  m.impl("add_rms_norm", TORCH_BOX(&add_rms_norm));
+  m.impl("rotate_and_store", TORCH_BOX(&rotate_and_store));
+  m.impl("silu_mul", TORCH_BOX(&silu_mul));
   m.impl("verify", TORCH_BOX(&verify));
   m.impl("dequantize", TORCH_BOX(&dequantize));
 }

@@ -53,15 +53,18 @@ __global__ void __launch_bounds__(Tile::kThreads) tree_attention_kernel(TreeAtte
   const int last_whole = block.n_before / Tile::kKeys;
   Rows<Tile> rows;
   sync_block();
+  constexpr bool kIsAhead = Tile::kBuffers == 2;
   int stage = block.next(span.first, span.last), buffer = 0;
   if (stage < span.last) block.load_keys(args, stage, buffer);
+  if (kIsAhead && stage < span.last) block.load_values(args, stage, buffer);
   cp_async_commit();
   while (stage < span.last) {
     cp_async_wait<0>();
-    // Past this, the stage has arrived for all warps, and none still reads the buffer that is filled next.
+    // Past this, what was copied has arrived for all warps, and none still reads the buffer that is filled next.
     sync_block();
     const int next = block.next(stage + 1, span.last);
-    if (next < span.last) block.load_keys(args, next, buffer ^ 1);
+    if (!kIsAhead) block.load_values(args, stage, 0);
+    if (kIsAhead && next < span.last) block.load_keys(args, next, buffer ^ 1), block.load_values(args, next, buffer ^ 1);
     cp_async_commit();
     typename Rows<Tile>::Scores scores;
     block.score(scores, buffer);
@@ -69,10 +72,16 @@ __global__ void __launch_bounds__(Tile::kThreads) tree_attention_kernel(TreeAtte
       Rows<Tile>::mask_tree(args, block, scores, stage);
     else if (stage < first_whole || stage >= last_whole)
       Rows<Tile>::mask_prefix(args, block, scores, stage);
+    if (!kIsAhead) {
+      cp_async_wait<0>();
+      sync_block();
+      if (next < span.last) block.load_keys(args, next, 0);
+      cp_async_commit();
+    }
     rows.weigh(args, scores);
     block.gather(rows.out, scores, buffer);
     stage = next;
-    buffer ^= 1;
+    if (kIsAhead) buffer ^= 1;
   }
   rows.finish(args, block, blockIdx.z);
 }
@@ -110,19 +119,27 @@ void run(const TreeAttention& args, cudaStream_t stream) {
   launch(tree_attention_kernel<Tile>, grid, Tile::kThreads, Tile::kSharedBytes + n_marks, stream, args);
 }
 
-template <typename T, int dim>
-void run_for(const TreeAttention& args, int tile_rows, cudaStream_t stream) {
-  if (tile_rows == 64)
-    run<Tile<T, dim, 1, 64>>(args, stream);
-  else
-    run<Tile<T, dim, 2, dim == 64 ? 64 : 32>>(args, stream);
+// The first of some tiles of which two blocks fit on a multiprocessor, or the last: one block multiplies while the other
+// weighs. A kilobyte of each block is the system's, another is for the marks.
+template <typename First, typename... Others>
+void run_first_that_fits(const TreeAttention& args, int shared_bytes, cudaStream_t stream) {
+  if constexpr (sizeof...(Others) > 0)
+    if (2 * (First::kSharedBytes + (2 << 10)) > shared_bytes) return run_first_that_fits<Others...>(args, shared_bytes, stream);
+  run<First>(args, stream);
 }
 
+// Few rows wait for keys: two buffers. Many wait for products: long stages read the queries less often.
 template <typename T>
 void run_for(const TreeAttention& args, int tile_rows, cudaStream_t stream) {
-  if (args.head_dim == 64) run_for<T, 64>(args, tile_rows, stream);
-  if (args.head_dim == 96) run_for<T, 96>(args, tile_rows, stream);
-  if (args.head_dim == 128) run_for<T, 128>(args, tile_rows, stream);
+  const int shared_bytes = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, "shared memory of a multiprocessor");
+  const bool is_few = tile_rows == 64;
+  if (args.head_dim == 64) is_few ? run<Tile<T, 64, 1, 64, 2>>(args, stream) : run<Tile<T, 64, 2, 64, 2>>(args, stream);
+  if (args.head_dim == 96 && is_few) run<Tile<T, 96, 1, 64, 2>>(args, stream);
+  if (args.head_dim == 96 && !is_few)
+    run_first_that_fits<Tile<T, 96, 2, 64, 2>, Tile<T, 96, 2, 32, 2>>(args, shared_bytes, stream);
+  if (args.head_dim == 128 && is_few) run<Tile<T, 128, 1, 64, 2>>(args, stream);
+  if (args.head_dim == 128 && !is_few)
+    run_first_that_fits<Tile<T, 128, 2, 32, 2>, Tile<T, 128, 2, 32, 1>>(args, shared_bytes, stream);
   if (args.n_splits == 1) return;
   const int64_t n_pairs = static_cast<int64_t>(args.n) * args.n_heads * args.head_dim / 2;
   const dim3 grid(static_cast<unsigned>((n_pairs + kCombineThreads - 1) / kCombineThreads));

@@ -5,6 +5,9 @@
 // intrinsics than those named here, and take all shared memory through `shared_memory`, where a test can poison it.
 #pragma once
 
+#ifndef CUDA_ON_CPU
+#include <cooperative_groups.h>
+#endif
 #include <cstdint>
 #include <cuda_runtime.h>
 
@@ -33,6 +36,8 @@ __device__ __forceinline__ unsigned char* shared_memory() {
 }
 
 __device__ __forceinline__ void sync_block() { __syncthreads(); }
+// Of all blocks of a cooperative launch; what each wrote before is seen by all after it.
+__device__ __forceinline__ void sync_grid() { cooperative_groups::this_grid().sync(); }
 __device__ __forceinline__ void sync_warp() { __syncwarp(); }
 
 template <typename V>
@@ -72,6 +77,22 @@ __device__ __forceinline__ uint32_t pack<BFloat16>(float low, float high) {
   uint32_t both;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
   return both;
+}
+
+// The two of them, widened; the lower half first.
+template <typename T>
+__device__ __forceinline__ float2 unpack(uint32_t both);
+template <>
+__device__ __forceinline__ float2 unpack<Half>(uint32_t both) {
+  float2 pair;
+  asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high;}"
+      : "=f"(pair.x), "=f"(pair.y)
+      : "r"(both));
+  return pair;
+}
+template <>
+__device__ __forceinline__ float2 unpack<BFloat16>(uint32_t both) {
+  return {__uint_as_float(both << 16), __uint_as_float(both & 0xffff0000u)};
 }
 
 __device__ __forceinline__ uint32_t shared_address(const void* in_shared) {

@@ -8,9 +8,12 @@ from torch import Tensor
 
 from offload_rt.config import SamplingParams
 from offload_rt.errors import NumericsError
+from offload_rt.ops.transfer import to_device, to_host
 
 # Rows whose distributions are computed together: what it takes on the way is many times a distribution.
 _N_ROWS = 64
+# Top-p orders so many of a row's tokens first. Where they do not reach its share, it orders the whole row.
+_N_FIRST = 512
 
 
 def probs(logits: Tensor, params: SamplingParams, tokens: Sequence[int], paths: Sequence[Sequence[int]]) -> Tensor:
@@ -20,21 +23,32 @@ def probs(logits: Tensor, params: SamplingParams, tokens: Sequence[int], paths: 
     tokens  that a penalty looks back on at every node
     paths   per node the tokens that come after these; read only where there is a penalty
     Returns (n, vocabulary) float32, or float64 if the logits are.
-    Raises NumericsError if a logit is not a number or plus infinity, or if all of a row are minus infinity.
+    Raises NumericsError if a logit is not a number or plus infinity, or if all of a row are minus infinity; not on a card,
+    which nobody waits for here: see `Runner.finish`.
     """
     wide = torch.promote_types(logits.dtype, torch.float32)
-    result, best = torch.empty_like(logits, dtype=wide), torch.empty_like(logits[:, :1], dtype=wide)
+    result, best = torch.empty_like(logits, dtype=wide), torch.empty_like(logits[:, 0], dtype=wide)
+    is_whole = torch.ones_like(best, dtype=torch.bool)
     has_penalty = params.repetition_penalty != 1.0
-    seen = torch.tensor(sorted(set(tokens)) if has_penalty else [], dtype=torch.int64, device=logits.device)
-    for rows in _parts(logits):
+    looked_back_on = torch.tensor(sorted(set(tokens)) if has_penalty else [], dtype=torch.int64)
+    (seen,) = to_device([looked_back_on], logits.device)
+
+    def compute(rows: slice | Tensor, own: Sequence[Sequence[int]], n_first: int) -> None:
         some = logits[rows].to(wide)
         if has_penalty:
-            some = _penalise(some, params.repetition_penalty, seen, paths[rows])
-        best[rows] = some.amax(-1, keepdim=True)
-        result[rows] = _probs_of(some, best[rows], params)
-    if not bool(best.isfinite().all()):
+            some = _penalise(some, params.repetition_penalty, seen, own)
+        best[rows] = some.amax(-1)
+        result[rows], is_whole[rows] = _probs_of(some, best[rows, None], params, n_first)
+
+    for part in _parts(len(logits)):
+        compute(part, paths[part], _N_FIRST)
+    if logits.device.type == "cpu" and not bool(best.isfinite().all()):
         change = "check the checkpoint, or try --dtype float32"
         raise NumericsError("the model's logits are not all numbers", change=change)
+    left = is_whole.logical_not().nonzero()[:, 0] if params.top_p < 1.0 else seen[:0]  # the host waits only for top-p
+    for part in _parts(len(left)):
+        own = [paths[row] for row in left[part].cpu().tolist()] if has_penalty else []
+        compute(left[part], own, logits.shape[-1])
     return result
 
 
@@ -54,8 +68,8 @@ def top_tokens(logits: Tensor, k: int) -> TopTokens | None:
     if k == 0:
         return None
     best = logits.topk(min(k, logits.shape[-1]), dim=-1)
-    totals = torch.cat([logits[rows].float().logsumexp(-1, keepdim=True) for rows in _parts(logits)])
-    return TopTokens(best.indices.cpu(), (best.values.float() - totals).exp().cpu())
+    totals = torch.cat([logits[rows].float().logsumexp(-1, keepdim=True) for rows in _parts(len(logits))])
+    return TopTokens(*to_host([best.indices, (best.values.float() - totals).exp()]))
 
 
 def generator_on(device: torch.device, other: torch.Generator) -> torch.Generator:
@@ -75,17 +89,20 @@ def draw(probs: Tensor, generator: torch.Generator) -> int:
     return min(token, int(probs.nonzero()[-1]))
 
 
-def _parts(logits: Tensor) -> Iterator[slice]:
-    return (slice(first, first + _N_ROWS) for first in range(0, len(logits), _N_ROWS))
+def _parts(n: int) -> Iterator[slice]:
+    return (slice(first, first + _N_ROWS) for first in range(0, n, _N_ROWS))
 
 
-def _probs_of(logits: Tensor, best: Tensor, params: SamplingParams) -> Tensor:
-    """The distributions (n, vocabulary) of logits whose largest are `best` (n, 1); anything where those are not numbers."""
+def _probs_of(logits: Tensor, best: Tensor, params: SamplingParams, n_first: int) -> tuple[Tensor, Tensor | bool]:
+    """The distributions (n, vocabulary) of logits whose largest are `best` (n, 1); anything where those are not numbers.
+
+    Returns with them where they are right: where top-p needs no more than a row's `n_first` most probable tokens; (n,) bool.
+    """
     if params.temperature == 0.0:
-        return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+        return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0), True
     # The best logit becomes 0 first: then a temperature close to 0 can overflow only downwards, to probability 0.
     probs = torch.softmax((logits - best) / max(params.temperature, torch.finfo(logits.dtype).tiny), -1)
-    return _filter(probs, params)
+    return _filter(probs, params, n_first)
 
 
 def _penalise(logits: Tensor, penalty: float, seen: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
@@ -93,23 +110,40 @@ def _penalise(logits: Tensor, penalty: float, seen: Tensor, paths: Sequence[Sequ
     is_seen = torch.zeros_like(logits, dtype=torch.bool)
     is_seen[:, seen] = True
     own = [(row, token) for row, path in enumerate(paths) for token in path]
-    rows, tokens = torch.tensor(own, dtype=torch.int64, device=logits.device).view(-1, 2).T
+    rows, tokens = to_device([torch.tensor(own, dtype=torch.int64).view(-1, 2)], logits.device)[0].T
     is_seen[rows, tokens] = True
     return torch.where(is_seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
-def _filter(probs: Tensor, params: SamplingParams) -> Tensor:
+def _filter(probs: Tensor, params: SamplingParams, n_first: int) -> tuple[Tensor, Tensor | bool]:
     keep = torch.ones_like(probs, dtype=torch.bool)
+    is_whole: Tensor | bool = True
     if params.top_k:
         kth = probs.topk(min(params.top_k, probs.shape[-1])).values[:, -1:]
         keep &= probs >= kth
     if params.top_p < 1.0:
-        ordered, order = (probs * keep).sort(-1, descending=True)
-        ordered = ordered / ordered.sum(-1, keepdim=True)
-        # A token stays while what stands before it has not reached top_p: the first always does.
-        stays = ordered.cumsum(-1) - ordered < params.top_p
-        keep &= torch.zeros_like(keep).scatter(-1, order, stays)
+        nucleus, is_whole = _nucleus(probs * keep, params.top_p, n_first)
+        keep &= nucleus
     if params.min_p:
         keep &= probs >= params.min_p * probs.max(-1, keepdim=True).values
     probs = probs * keep
-    return probs / probs.sum(-1, keepdim=True)
+    return probs / probs.sum(-1, keepdim=True), is_whole
+
+
+def _nucleus(probs: Tensor, top_p: float, n_first: int) -> tuple[Tensor, Tensor | bool]:
+    """The most probable tokens of each row, (n, vocabulary) bool, until they have reached `top_p` of its sum.
+
+    Of equally probable ones the first come first, as in a stable sort. The sums are of float64, so that they do not hang on how
+    many tokens are ordered.
+
+    Returns with them where the `n_first` most probable tokens reach it; (n,) bool.
+    """
+    has_all = n_first >= probs.shape[-1]
+    ordered = (probs.sort(-1, descending=True) if has_all else probs.topk(n_first)).values.double()
+    # A token stays while what stands before it has not reached top_p: the first always does.
+    stays = ordered.cumsum(-1) - ordered < top_p * probs.sum(-1, keepdim=True, dtype=torch.float64)
+    n_kept = stays.sum(-1, keepdim=True).clamp(min=1)
+    least = ordered.gather(-1, n_kept - 1).to(probs.dtype)
+    above, tied = probs > least, probs == least
+    n_tied = n_kept - above.sum(-1, keepdim=True)
+    return above | (tied & (tied.cumsum(-1, dtype=torch.int32) <= n_tied)), has_all or ~stays[:, -1]

@@ -16,7 +16,10 @@ from build_kernels import ARCHITECTURES, BUILD, SOURCES, nvcc
 _ENTRY = re.compile(r"Compiling entry function '(\S+)' for 'sm_(\d+)'")
 _FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED = re.compile(r"Used (\d+) registers")
-_TILE = re.compile(r"Tile<.*?, (\d+), (\d+), (\d+)>")
+_TILE = re.compile(r"Tile<.*?, (\d+), (\d+), (\d+), (\d+)>")
+# Of a multiprocessor: bytes of shared memory, of which each block of it takes a kilobyte beside its own, and threads.
+_SHARED = {"80": 164 << 10, "86": 100 << 10, "89": 100 << 10, "90": 228 << 10}
+_THREADS = {"80": 2048, "86": 1536, "89": 1536, "90": 2048}
 
 
 @dataclass
@@ -30,13 +33,23 @@ class Report:
     spilled: int = 0
 
     @property
-    def shared(self) -> str:
+    def shared(self) -> int | None:
         """What a block of tree attention asks for; the others ask by the size of their input."""
         tile = _TILE.search(self.kernel)
         if tile is None:
-            return "-"
-        dim, row_tiles, keys = map(int, tile.groups())
-        return str((64 * row_tiles + 4 * keys) * 2 * dim)
+            return None
+        dim, row_tiles, keys, buffers = map(int, tile.groups())
+        return (64 * row_tiles + 2 * buffers * keys) * 2 * dim
+
+    @property
+    def blocks(self) -> int | None:
+        """How many blocks of tree attention, of four warps, a multiprocessor holds; 0 where such a tile is not chosen."""
+        if self.shared is None:
+            return None
+        by_shared = _SHARED[self.arch] // (self.shared + 1024)
+        is_large = re.search(r"Tile<.*?, \d+, 2, ", self.kernel) is not None
+        by_registers = 65536 // (-(-self.registers // 8) * 8 * 128)
+        return 0 if is_large and by_shared < 2 else min(by_shared, by_registers, _THREADS[self.arch] // 128)
 
 
 def reports(text: str) -> Iterator[Report]:
@@ -76,9 +89,10 @@ def main() -> None:
         if not log.exists() or log.stat().st_mtime < changed:
             sys.exit("kernels: csrc/ has changed since it was built; run scripts/build_kernels.py")
         found += reports(log.read_text(encoding="utf-8"))
-    print(f"{'kernel':<58} {'arch':>4} {'registers':>9} {'shared':>7} {'frame':>5} {'spilled':>7}")
+    print(f"{'kernel':<58} {'arch':>4} {'registers':>9} {'shared':>7} {'blocks':>6} {'frame':>5} {'spilled':>7}")
     for one in demangled(found):
-        print(f"{one.kernel:<58} {one.arch:>4} {one.registers:>9} {one.shared:>7} {one.frame:>5} {one.spilled:>7}")
+        sizes = (f"{'-' if size is None else size:>{width}}" for size, width in ((one.shared, 7), (one.blocks, 6)))
+        print(f"{one.kernel:<58} {one.arch:>4} {one.registers:>9} {' '.join(sizes)} {one.frame:>5} {one.spilled:>7}")
     absent = set(ARCHITECTURES) - {one.arch for one in found}
     spilling = [one for one in found if one.spilled]
     if absent or spilling:

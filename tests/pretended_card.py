@@ -11,12 +11,14 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import emulated
 import pytest
 import torch
 from recorded import record
@@ -26,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from offload_rt.engine import builder
-from offload_rt.ops import extension
+from offload_rt.ops import extension, transfer
 
 CARD = torch.device("cuda", 0)
 _GUARD = """
@@ -38,6 +40,21 @@ _aten = torch.ops.aten
 _MAY_MIX = {_aten.copy_.default, _aten._to_copy.default, _aten.index.Tensor, _aten.index_put_.default,
             _aten.index_put.default, _aten._index_put_impl_.default}  # fmt: skip
 _GENERATORS: dict[int, torch.Generator] = {}  # of the card, by address
+
+
+@dataclass
+class Counts:
+    """What happened on the card.
+
+    n_waits    times that the host waited for it
+    n_uploads  copies to it through the copy engine, but for those of the streamer
+    """
+
+    n_waits: int = 0
+    n_uploads: int = 0
+
+
+_COUNTS = Counts()
 
 
 class CardTensor(Tensor):
@@ -100,6 +117,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if n_on_card and func not in _MAY_MIX:
         strangers = [one for one in tensors if not isinstance(one, CardTensor) and one.dim() > 0]
         assert not strangers, f"{func} takes tensors of two devices"
+    _count(func, args, wanted, kwargs.get("non_blocking", False))
     on_card = wanted == "cuda" or (wanted is None and isinstance(_first(tensors), CardTensor))
     generator = kwargs.get("generator")
     if generator is not None:
@@ -119,6 +137,23 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return tree_map(lambda one: CardTensor(one) if isinstance(one, Tensor) else one, out)
 
 
+def _count(func: Any, args: Any, wanted: str | None, is_async: bool) -> None:
+    """What a call waits for, and what it copies to the card."""
+    if func is _aten.copy_.default:
+        to, source, is_async = *(isinstance(one, CardTensor) for one in args[:2]), is_async or args[2:3] == (True,)
+    elif func is _aten._to_copy.default:
+        to, source = wanted == "cuda", isinstance(args[0], CardTensor)
+        to = to or (wanted is None and source)
+    elif func in (_aten.index.Tensor, _aten.index_put_.default, _aten._index_put_impl_.default):
+        places = [one for one in args[1] if one is not None]
+        to, source = isinstance(args[0], CardTensor), all(isinstance(one, CardTensor) for one in places)
+    else:
+        to, source = False, func in (_aten._local_scalar_dense.default, _aten.nonzero.default)
+        source, is_async = source and isinstance(args[0], CardTensor), False
+    _COUNTS.n_uploads += to and not source
+    _COUNTS.n_waits += to != source and not is_async
+
+
 def _first(tensors: list[Tensor]) -> Tensor | None:
     return tensors[0] if tensors else None
 
@@ -131,23 +166,33 @@ def _generator(device: torch.device | str = "cpu") -> torch.Generator:
 
 
 @contextmanager
-def pretended_card(monkeypatch: pytest.MonkeyPatch, nbytes: int = 4 << 30, pins: bool = True) -> Iterator[None]:
-    """A card of so much memory.
+def pretended_card(
+    monkeypatch: pytest.MonkeyPatch, nbytes: int = 4 << 30, pins: bool = True, has_kernels: bool = False
+) -> Iterator[Counts]:
+    """A card of so much memory; gives what is counted on it.
 
-    pins  whether its driver pins memory of the host
+    pins         whether its driver pins memory of the host
+    has_kernels  whether those of csrc/ are built; they are emulated
     """
     _set_guard()
+    _COUNTS.n_waits = _COUNTS.n_uploads = 0
+    kernels = _Kernels(emulated.load()) if has_kernels else None
+    transfer._reading.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (nbytes, nbytes))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(synchronize=lambda: None))
+    nowhere = SimpleNamespace(pci_domain_id=0xFFFF, pci_bus_id=0xFF, pci_device_id=0xFF)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: nowhere)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(synchronize=_wait))
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
     fractions = [1.0]
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device=None: fractions[-1])
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part, device=None: fractions.append(part))
     monkeypatch.setattr(builder, "CudaCapture", lambda: record)
-    monkeypatch.setattr(extension, "serves", lambda tensor: False)
+    monkeypatch.setattr(extension, "serves", lambda tensor: has_kernels and isinstance(tensor, CardTensor))
+    monkeypatch.setattr(extension, "kernels", lambda: kernels)
     monkeypatch.setattr(
         torch.cuda,
         "cudart",
@@ -158,7 +203,41 @@ def pretended_card(monkeypatch: pytest.MonkeyPatch, nbytes: int = 4 << 30, pins:
     # A tensor that wraps another cannot be one of inference.
     monkeypatch.setattr(torch._C, "_InferenceMode", lambda mode: torch.no_grad())
     with _Dispatch(), _Functions():
-        yield
+        yield _COUNTS
+
+
+def _wait() -> None:
+    _COUNTS.n_waits += 1
+
+
+class _Event:
+    """Has always happened, but whoever waits for it is counted."""
+
+    def __init__(self, **_: bool) -> None:
+        self.synchronize = _wait
+
+    def record(self, stream: Any) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+class _Kernels:
+    """The emulated kernels, for tensors of the card; two of them also take one of the host."""
+
+    def __init__(self, library: str) -> None:
+        self._ops = getattr(torch.ops, library)
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> Any:
+            tensors = [one for one in args if isinstance(one, Tensor)]
+            n_of_host = sum(not isinstance(one, CardTensor) for one in tensors)
+            assert n_of_host == (name in ("transfer", "commit_rows")), f"{name} takes tensors of two devices"
+            out = getattr(self._ops, name)(*tree_map(_inner, args))
+            return tree_map(lambda one: CardTensor(one) if isinstance(one, Tensor) else one, out)
+
+        return call
 
 
 @functools.cache
@@ -189,9 +268,10 @@ class _Copies:
     def event(self) -> None:
         return None
 
-    def copy(self, target: Tensor, source: Tensor, after: None) -> tuple[float, float]:
+    def copy(self, moves: Sequence[tuple[Tensor, Tensor]], after: None) -> tuple[float, float]:
         started = time.perf_counter()
-        target.copy_(source)
+        for target, source in moves:
+            _inner(target).copy_(source)
         return started, time.perf_counter()
 
     def compute_waits_for(self, event: float) -> None:

@@ -11,10 +11,10 @@ import torch
 from pretended_card import pretended_card
 from processes import is_soon_over
 
-from bench.gpu import generation, onchip, shapes, streamed
+from bench.gpu import attention, generation, onchip, shapes, streamed
 from bench.gpu.__main__ import _is_measured, run_section
 from bench.gpu.table import table, written_into
-from bench.measure import UNKNOWN, commit
+from bench.measure import UNKNOWN, Spread, commit
 from offload_rt import LLM, SamplingParams
 from offload_rt.weights.checkpoint import open_checkpoint
 
@@ -79,7 +79,7 @@ def test_the_section_of_generation_runs(small, monkeypatch):
 
 def test_layers_of_the_disk_are_refused(small, monkeypatch):
     monkeypatch.setattr(streamed, "written", small)
-    monkeypatch.setattr(shapes, "opened", partial(shapes.opened, host_memory=1))
+    monkeypatch.setattr(shapes, "opened", partial(shapes.opened, host_memory="20MiB"))
     monkeypatch.setattr(streamed, "opened", shapes.opened)
     with pretended_card(monkeypatch), pytest.raises(RuntimeError, match="lie on the disk"):
         told(streamed.measure(streamed.Shapes("", 11, "275MiB", (1,))))
@@ -92,6 +92,37 @@ def test_the_section_of_models_on_the_card_runs(small, monkeypatch):
         found = told(onchip.measure(onchip.Shapes((("llama-2-7b", 9),), 12, (1, 8))))
     shape = found[-1]["shapes"][0]
     assert shape["floor_s"] > 0 and set(shape["levels"]) == {"1", "8"} and shape["times_faster"] > 0
+
+
+def test_the_section_of_attention_runs(monkeypatch):
+    """Every kernel once; with a clock by which a product and a copy take a second, and each attention two."""
+
+    def no_compiler(*_):
+        raise RuntimeError("no compiler")
+
+    def in_turn(works):
+        for work in works.values():
+            work()
+        return {name: Spread.of([1.0 if name in (attention._PRODUCT, attention._COPY) else 2.0]) for name in works}
+
+    monkeypatch.setattr(attention, "in_turn", in_turn)
+    monkeypatch.setattr(attention, "_flex", no_compiler)
+    with pretended_card(monkeypatch):
+        found = told(attention.measure(attention.Shapes((3, 1), 4, 2, 64, 10, 16, 1024)))
+    assert [list(each) for each in found] == [["3"], ["3", "1"]]
+    three, one = found[-1]["3"], found[-1]["1"]
+    assert three["flex_attention"] == {"failed": "no compiler"}
+    assert {name for name, value in three.items() if "median" in value} == {
+        "tree_attention", "flash, no mask", "sdpa, dense mask", "sdpa, dense mask, groups as rows",
+        attention._PRODUCT, attention._COPY,
+    }  # fmt: skip
+    # The root sees itself and each of its two descendants as many as are above it.
+    depths = [len(shapes.random_tree(3).path_to(node)) for node in range(3)]
+    n_pairs = 3 * 10 + sum(depths) + 3
+    floor = {"products": 4 * 4 * 64 * n_pairs / (2 * 16**3), "memory": 2 * 64 * 2 * (4 * 3 + 2 * 13) / 2048}
+    assert three["floor"] == pytest.approx(floor | {"seconds": max(floor.values())})
+    assert three["tree_attention against"] == {"floor": 2 / three["floor"]["seconds"], "flash, no mask": 1.0}
+    assert not any("failed" in value for value in one.values())
 
 
 @pytest.mark.parametrize(
@@ -154,10 +185,11 @@ def test_the_table_shows_figures_and_failures(tmp_path):
     runs = {"temperature": 0.0, "times_faster": 11.0, "runs": [{"link_busy": 0.98}]}
     slow = {"tree_attention": {"median": 1.0}, "flash, no mask": {"median": 0.8}, "flex_attention": {"failed": "?"}}
     sdpa = {"sdpa, dense mask": {"median": 9.0}, "sdpa, dense mask, groups as rows": {"median": 3.0}}
+    against = {"tree_attention against": {"flash, no mask": 1.25, "floor": 1.6}}
     results = {
         "streamed": {"result": {"passes": passes}},
         "generation": {"result": {"generation": [runs]}, "failed": "took more than 200 s"},
-        "attention": {"result": {"768": slow | sdpa}},
+        "attention": {"result": {"768": slow | sdpa | against}},
         "correctness": {"result": {"tests": "9 passed", "memory checker": "0 errors | exit code 0"}},
         "peers": {"failed": "no | room"},
     }
@@ -165,7 +197,7 @@ def test_the_table_shows_figures_and_failures(tmp_path):
         (tmp_path / f"{name}.json").write_text(json.dumps(about | entry))
     made = table(tmp_path)
     for words in ("abc", "1.010", "1.045", "98.0%", "11.00x at T=0.0", "failed: no / room", "not measured yet",
-                  "3.00x faster; 1.25x its time", "memory checker: 0 errors / exit code 0"):  # fmt: skip
+                  "3.00x faster; 1.25x its time; 1.60x the floor", "memory checker: 0 errors / exit code 0"):  # fmt: skip
         assert words in made
     assert {line.count("|") for line in made.splitlines()[2:]} == {4}
 

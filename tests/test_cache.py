@@ -175,10 +175,10 @@ class TwoParts(KVCache):
     def nbytes(spec, n_rows, itemsize):
         return KVBytes(device=n_rows * spec.kv_nbytes(itemsize), host=n_rows * spec.kv_nbytes(itemsize))
 
-    def attend(self, layer, start, q, k, v, mask, scale):
+    def attend(self, layer, start, q, k, v, mask, scale, rotary=None):
         n, first = self.n_older, self.n_committed + start
-        for part, new in ((self.buffer.keys, k), (self.buffer.values, v)):
-            part[layer, :, first : first + len(q)] = new.transpose(0, 1)
+        rows = slice(first, first + len(q))
+        q = ops.rotate_and_store(q, k, v, rotary, self.buffer.keys[layer], self.buffer.values[layer], rows)
         masks, rows = mask.split(n), (slice(0, n), slice(n, first + len(q)))
         older, recent = (
             ops.partial_attention(q, buffer.keys[layer, :, at], buffer.values[layer, :, at], one, scale)

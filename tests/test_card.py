@@ -8,11 +8,16 @@ from contextlib import AbstractContextManager, nullcontext
 import pytest
 import torch
 from pretended_card import CardTensor, pretended_card
+from recorded import record
 from tiny import CASES, Steady, feed, generate, prefill, prompt_of, random_tree
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
 from offload_rt.engine import builder
+from offload_rt.engine.memory_plan import READ_BUFFERS
+from offload_rt.errors import LinkError, NumericsError
+from offload_rt.executor.cuda_graphs import GraphPass
+from offload_rt.executor.sequence import Sequence
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.speculate.pair_stats import PairStats
 
@@ -20,7 +25,7 @@ from offload_rt.speculate.pair_stats import PairStats
 @pytest.fixture(autouse=True)
 def steady(monkeypatch):
     """Trees that do not depend on the clock, nor on what another test learned."""
-    monkeypatch.setattr(builder, "CostEstimator", lambda profile, moved: Steady())
+    monkeypatch.setattr(builder, "CostEstimator", lambda *_: Steady())
     monkeypatch.setattr(PairStats, "load", lambda *_: PairStats())
 
 
@@ -51,6 +56,12 @@ def little(directory):
         return unloaded.plan.reserved.total + 4 * unloaded.plan.slot_nbytes
 
 
+def least_on_host(directory):
+    """A budget of the host that leaves room for one layer on its way from the disk."""
+    with LLM.open(EngineConfig(str(directory), device="cuda", max_model_len=128, drafter="none")) as unloaded:
+        return READ_BUFFERS + unloaded.plan.slot_nbytes
+
+
 @pytest.mark.parametrize(
     ("name", "where"),
     [
@@ -62,7 +73,9 @@ def test_greedy_tokens_are_transformers(zoo, card, name, where):
     directory = zoo.directory(name, 0)
     with card(pins=where != "unpinned"):
         budget = {} if where == "device" else {"device_memory": little(directory)}
-        with on_card(directory, drafter="none", **budget, **({"host_memory": 1} if where == "disk" else {})) as llm:
+        if where == "disk":
+            budget["host_memory"] = least_on_host(directory)
+        with on_card(directory, drafter="none", **budget) as llm:
             assert set(llm.plan.tiers) == {"device", {"unpinned": "host"}.get(where, where)}
             got = llm.generate(prompt_of(0), SamplingParams(max_new_tokens=24))[0].token_ids
     assert got == zoo.greedy(name, 0)[:24]
@@ -145,6 +158,19 @@ def test_the_cap_on_the_cards_memory_ends_with_the_engine(zoo, card):
         assert torch.cuda.get_per_process_memory_fraction() == before
 
 
+def test_products_are_summed_in_float32_as_long_as_an_engine_is_open(zoo, card):
+    directory, products = zoo.directory("llama", 0), torch.backends.cuda.matmul
+
+    def allowed():
+        return products.allow_bf16_reduced_precision_reduction, products.allow_fp16_reduced_precision_reduction
+
+    with card():
+        before = allowed()
+        with on_card(directory, drafter="none", device_memory=little(directory)):
+            assert allowed() == (False, False)
+        assert allowed() == before == (True, True)
+
+
 def logits_on(device, directory, dtype):
     """Of trees below a prompt, each pass made often enough to be captured and replayed."""
     with LLM(str(directory), device=device, dtype=dtype, drafter="ngram", tree_size=32, max_model_len=192) as llm:
@@ -154,6 +180,41 @@ def logits_on(device, directory, dtype):
             found.append(feed(runner, cache, prompt_of(seed, 23), random_tree(23, seed, 6)).clone())
             runner.discard(cache)
         return found
+
+
+def test_the_cap_ends_where_loading_fails(zoo, card, monkeypatch):
+    directory = zoo.directory("llama", 0)
+
+    def failed(*_):
+        raise LinkError("the disk has gone")
+
+    with card():
+        before = torch.cuda.get_per_process_memory_fraction()
+        monkeypatch.setattr(builder, "read_parallel", failed)
+        with pytest.raises(LinkError):
+            on_card(directory, drafter="none", device_memory=little(directory))
+        assert torch.cuda.get_per_process_memory_fraction() == before
+
+
+@pytest.mark.parametrize(
+    ("begun", "settings", "release", "expected"),
+    [
+        (False, "", "6.8.0-generic", ["expandable_segments:True"]),
+        (False, "max_split_size_mb:64", "6.8.0-generic", []),  # by either variable, or by torch's own setter
+        (True, "", "6.8.0-generic", []),
+        (False, "", "5.15.90.1-microsoft-standard-WSL2", []),
+    ],
+)
+def test_blocks_on_the_card_grow_unless_the_user_says_otherwise(monkeypatch, begun, settings, release, expected):
+    found = []
+    with pretended_card(monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: begun)
+        monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: settings)
+        monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", found.append)
+        monkeypatch.setattr(builder.platform, "release", lambda: release)
+        assert builder.pick_device("cpu").type == "cpu" and not found
+        assert builder.pick_device("auto").type == "cuda"
+    assert found == expected
 
 
 def test_a_tensor_of_the_host_does_not_mix(monkeypatch):
@@ -168,3 +229,74 @@ def test_a_tensor_of_the_host_does_not_mix(monkeypatch):
         with pytest.raises(AssertionError, match="generator"):
             torch.rand(3, device="cuda", generator=torch.Generator())
         assert on_device.cpu().numpy().tolist() == [1, 1, 1]
+
+
+def counted_steps(llm, counts, params):
+    """Per step what was counted, and the levels that were drafted; the first two steps are left out."""
+    draft, n_levels, found = llm.engine.draft, [0], []
+    forward = draft.forward
+
+    def forward_counted(steps):
+        n_levels[0] += 1
+        return forward(steps)
+
+    draft.forward = forward_counted
+    llm.engine.add(Sequence(prompt_of(0), params, 100))
+    while True:
+        before = counts.n_waits, counts.n_uploads, n_levels[0]
+        if not llm.engine.step():
+            break
+        found.append((counts.n_waits - before[0], counts.n_uploads - before[1], n_levels[0] - before[2]))
+    return found[2:]
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+@pytest.mark.parametrize(
+    ("drafter", "temperature"), [("adaptive_tree", 0.0), ("static_tree", 0.0), ("static_tree", 0.8)]
+)
+def test_the_host_waits_once_a_level_once_for_the_pass_and_once_for_the_verdict(
+    zoo, monkeypatch, drafter, temperature, place
+):
+    """And nothing but layers goes through the copy engine: not what a pass needs of its rows, nor rows to commit."""
+    pair, settings = zoo.pair("llama", 0), {"tree_size": 24, "tree_depth": 5}
+    with pretended_card(monkeypatch, has_kernels=True) as counts:
+        settings |= {"max_model_len": 128, "device": "cuda"} | pair.settings(drafter, "traversal")
+        if place == "host":
+            with LLM.open(EngineConfig(str(pair.target), **settings)) as unloaded:
+                settings["device_memory"] = unloaded.plan.reserved.total + 2 * unloaded.plan.slot_nbytes
+        with LLM(str(pair.target), **settings) as llm:
+            assert set(llm.plan.tiers) == {place}
+            steps = counted_steps(llm, counts, SamplingParams(max_new_tokens=24, temperature=temperature, seed=1))
+    assert len(steps) > 4 and sum(n_levels for *_, n_levels in steps) > 10
+    assert all(n_waits <= n_levels + 2 for n_waits, _, n_levels in steps), steps
+    assert not any(n_uploads for _, n_uploads, _ in steps), steps
+
+
+@pytest.mark.parametrize("has_kernels", [False, True])
+def test_logits_that_are_no_numbers_are_noticed_on_a_card(tmp_path, monkeypatch, has_kernels):
+    model = CASES["llama"].build(0, num_hidden_layers=2)
+    model.lm_head.weight.data[7] = torch.nan
+    model.save_pretrained(tmp_path)
+    card, error = pretended_card(monkeypatch, has_kernels=has_kernels), pytest.raises(NumericsError, match="not all")
+    with card, on_card(tmp_path, drafter="none") as llm, error:
+        llm.generate(prompt_of(0), SamplingParams(max_new_tokens=4))
+
+
+def test_passes_are_captured_when_a_model_is_loaded(zoo, monkeypatch):
+    """Of all widths up to the largest tree; no sequence captures them again."""
+    pair, captured = zoo.pair("llama", 0), []
+
+    def capture(compute):
+        captured.append(compute.__self__)
+        return record(compute)
+
+    with pretended_card(monkeypatch):
+        monkeypatch.setattr(builder, "CudaCapture", lambda: capture)
+        monkeypatch.setattr(builder, "_CAPTURING_S", 1e9)
+        with on_card(pair.target, tree_size=24, **pair.settings("adaptive_tree")) as llm:
+            n_loaded = len(captured)
+            for graphs in (llm.engine.runner._graphs, llm.engine.draft._graphs):
+                assert sorted(shape.n_rows for shape in graphs._passes[graphs._reusable]) == [1, 2, 4, 8, 16, 24]
+            text = llm.generate(prompt_of(0), SamplingParams(max_new_tokens=24))[0].token_ids
+    assert n_loaded == 12 and not any(isinstance(one, GraphPass) for one in captured[n_loaded:])
+    assert text == generate(pair.model, prompt_of(0), 24)

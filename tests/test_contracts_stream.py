@@ -110,6 +110,7 @@ class PretendedGPU(Host):
     def __init__(self) -> None:
         super().__init__()
         self._copies, self._compute, self._late = _Lane(), _Lane(), random.Random(0)
+        self.n_copies = 0
 
     def stream(self, name: str, sources: LayerSources) -> Streamer:
         return CudaStreamer(sources, Trace(on=False), self)
@@ -135,9 +136,10 @@ class PretendedGPU(Host):
     def event(self) -> _Event:
         return _Event()
 
-    def copy(self, target: Tensor, source: Tensor, after: _Event) -> tuple[_Event, _Event]:
+    def copy(self, moves: Sequence[tuple[Tensor, Tensor]], after: _Event) -> tuple[_Event, _Event]:
         start, end = _Event(), _Event()
         start.is_recorded = end.is_recorded = True
+        self.n_copies += 1
         is_ordered = after.is_recorded
 
         def move() -> None:
@@ -145,7 +147,8 @@ class PretendedGPU(Host):
                 assert after.happened.wait(PATIENCE_S)
             start.record()
             time.sleep(self._late.choice((0.0, 0.0, 0.002)))
-            target.copy_(source)
+            for target, source in moves:
+                target.copy_(source)
             end.record()
 
         self._copies.put(move)
@@ -292,7 +295,7 @@ def build_sources(
     if "disk" in kinds:
         made["disk"] = wrap(DiskTier(files, ReadSettings(4096, 2)))
     streamed = tuple(made.get(kind) for kind in kinds)
-    return LayerSources(resident, streamed, n_slots), list(made.values())
+    return LayerSources(resident, streamed, n_slots, n_host_slots=n_slots), list(made.values())
 
 
 @dataclass
@@ -418,6 +421,17 @@ def test_the_next_pass_is_fetched_between_two_sweeps_and_no_further_than_there_a
             time.sleep(0.01)
             assert n_before + n_slots <= sum(map(n_fetched, order)) <= n_before + most
             b.sweep()
+
+
+@pytest.mark.parametrize("n_slots", [1, 2, 3])
+def test_no_more_copies_are_enqueued_than_there_are_slots(n_slots: int, files: Any) -> None:
+    with bench("cuda", PretendedGPU, files, ("host",) * N_LAYERS, n_slots) as b:
+        n_done = 0
+        for _ in range(2):
+            for block in b.streamer.sweep():
+                assert eventually(lambda: b.device.n_copies == n_done + n_slots)  # noqa: B023
+                b.device.look(block)
+                n_done += 1
 
 
 @every_bench

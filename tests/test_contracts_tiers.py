@@ -296,6 +296,16 @@ def test_tensors_may_lie_anywhere_in_any_file(
     tier.close()
 
 
+def test_a_packed_block_is_as_if_packed_in_memory(place: Path) -> None:
+    layers = some_layers()
+    tier = DiskTier(on_disk(place, layers, n_files=2, shuffle=3), ReadSettings(4096, 3), packed=True)
+    for i, layer in enumerate(layers):
+        wanted = pack(layer)
+        assert tier.layout(i) == wanted.layout
+        assert same(read_into(tier, i, 0xA5), layer)
+    tier.close()
+
+
 def test_tensors_next_to_each_other_are_read_as_one(tmp_path: Path) -> None:
     layers = some_layers(1)
     write_file(tmp_path / "one.safetensors", layers[0])

@@ -1,6 +1,7 @@
 """What weights/ promises: the numbers of a layer, used out of one flat block, however a format stores them."""
 
 import itertools
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from offload_rt.engine.memory_plan import Sizes
 from offload_rt.errors import CheckpointError, UnsupportedModelError
+from offload_rt.offload.disk import DiskTier
 from offload_rt.system import registry
 from offload_rt.weights import formats
 from offload_rt.weights.checkpoint import open_checkpoint
@@ -56,6 +58,38 @@ def test_packing_and_repacking_keep_every_byte(shapes: list) -> None:
         assert all(
             view.untyped_storage().data_ptr() == image.block.untyped_storage().data_ptr() for view in views.values()
         )
+
+
+def test_tensors_that_touch_are_one() -> None:
+    """In their order, of one dtype and width, without a gap."""
+    shapes = {"a": (64, 4), "b": (32, 4), "c": (3, 4), "d": (64, 4), "e": (64, 2)}
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()} | {"f": torch.ones(64, 2).bfloat16()}
+    packed = pack(tensors)
+    for names in ("ab", "abc", "b", "bc"):
+        entry = packed.layout.joined(names)
+        assert entry is not None
+        assert torch.equal(entry.view(packed.block), torch.cat([tensors[name] for name in names]))
+    for names in ("ba", "ac", "cd", "de", "ef", "ax"):
+        assert packed.layout.joined(names) is None
+
+
+def test_a_block_from_the_disk_is_packed_in_the_order_of_use(tmp_path: Path) -> None:
+    """However the file is sorted: matrices of one input touch, and so do their biases."""
+    config = llama_config(model_type="qwen2", architectures=["Qwen2ForCausalLM"], hidden_size=64, head_dim=32)
+    tensors = llama_tensors(config)
+    for i, (name, n) in itertools.product(range(3), (("q", 128), ("k", 64), ("v", 64))):
+        tensors[f"model.layers.{i}.self_attn.{name}_proj.bias"] = torch.randn(n)
+    checkpoint = open_checkpoint(write_checkpoint(tmp_path, config, dict(sorted(tensors.items()))))
+    names = [name for name, _ in checkpoint.spec.layer_tensors(1)]
+    with closing(DiskTier(checkpoint.layers)) as disk:
+        layout = disk.layout(1)
+    assert [entry.name for entry in layout.entries] == names
+    packed = packed_layout((entry.name, entry.shape, entry.dtype) for entry in layout.entries)
+    for part, shape in (("weight", (256, 64)), ("bias", (256,))):
+        qkv = [f"self_attn.{name}_proj.{part}" for name in "qkv"]
+        assert layout.joined(qkv) is None
+        assert packed.joined(qkv).shape == shape
+    assert packed.joined([f"mlp.{name}_proj.weight" for name in ("gate", "up")]).shape == (48, 64)
 
 
 def test_packing_copies() -> None:
@@ -142,6 +176,7 @@ def test_a_view_multiplies_with_the_rows_it_shows(name: str, stored_in: torch.dt
     assert matrix.abs().sum() > 0
     products = [F.linear(x, one, bias.to(computed_in)) for one in (matrix, matrix.T.contiguous().T)]
     assert any(torch.equal(view.linear(x, "first"), one) for one in products)
+    assert all(torch.equal(one, view.linear(x, "first")) for one in view.linears(x, ("first", "first")))
     assert torch.equal(view.rows(torch.tensor([3, 0, 3]), "first"), matrix[[3, 0, 3]])
     assert torch.equal(view.vector("norm"), norm.to(computed_in))
     assert view.vector("norm").dtype == computed_in

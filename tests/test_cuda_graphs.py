@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from recorded import record
@@ -12,6 +13,7 @@ from offload_rt import ops
 from offload_rt.executor.cuda_graphs import GraphInputs, GraphShape, PassRows
 from offload_rt.executor.runner import Step
 from offload_rt.ops import reference
+from offload_rt.speculate.child_sampling import MostProbable, unpacked
 from offload_rt.tree.topology import Topology
 
 
@@ -121,6 +123,7 @@ def test_sequences_that_run_alone_share_what_is_captured(zoo):
 
 def test_where_the_length_costs_nothing_few_sizes_serve_a_cache_that_grows(zoo, monkeypatch):
     monkeypatch.setattr("offload_rt.executor.cuda_graphs._KEYS", 8)
+    monkeypatch.setattr("offload_rt.executor.cuda_graphs._LEAST_KEYS", 16)
     monkeypatch.setattr(ops, "goes_by_extent", lambda keys: True)
     monkeypatch.setattr(
         ops, "tree_attention", lambda q, k, v, mask, scale: reference.tree_attention(q, k, v, mask.dense(), scale)
@@ -139,7 +142,50 @@ def test_where_the_length_costs_nothing_few_sizes_serve_a_cache_that_grows(zoo, 
                 runner_of(llm).commit(cache, random_tree(8, turn).path_to(7) or [0])
         assert runner.n_committed(caches[1]) > 32
         sizes = {shape.n_keys for shape in passes_of(runner, caches[1])}
-        assert sizes <= {8, 16, 32, 64, 100} and len(sizes) >= 3
+        assert sizes <= {16, 32, 64, 100} and len(sizes) >= 3
+
+
+def test_where_memory_runs_out_in_a_capture_passes_are_computed_as_ever(zoo):
+    """At the end of what is captured, when all has been overwritten; nobody tries again."""
+    tried = []
+
+    def capture(compute):
+        tried.append(compute)
+        compute()
+        raise torch.OutOfMemoryError("no room for a graph")
+
+    with open_llm(zoo.directory("llama", 0)) as plain, open_llm(zoo.directory("llama", 0)) as graphs:
+        runner_of(graphs).use_graphs(GraphShape(8, 256, 64), capture)
+        caches = [runner_of(llm).new_cache(256) for llm in (plain, graphs)]
+        for turn in range(5):
+            rows = [
+                feed(runner_of(llm), cache, prompt_of(turn, 8), random_tree(8, turn)).clone()
+                for llm, cache in zip((plain, graphs), caches, strict=True)
+            ]
+            torch.testing.assert_close(rows[1], rows[0], atol=2e-4, rtol=1e-4)
+            for llm, cache in zip((plain, graphs), caches, strict=True):
+                runner_of(llm).commit(cache, [0])
+    assert len(tried) == 1
+
+
+@pytest.mark.parametrize("reduce", [MostProbable(5, 128), MostProbable(9, 140, 0.7)])
+def test_what_is_made_of_the_logits_is_captured_too(zoo, reduce):
+    """Of the rows that are wanted; filled up to a larger vocabulary."""
+    with open_llm(zoo.directory("llama", 0)) as plain, open_llm(zoo.directory("llama", 0)) as graphs:
+        runner_of(graphs).use_graphs(GraphShape(8, 256, 64), record)
+        caches = [runner_of(llm).new_cache(256) for llm in (plain, graphs)]
+        for turn in range(4):
+            found = []
+            for llm, cache in zip((plain, graphs), caches, strict=True):
+                tokens, tree = torch.tensor(prompt_of(turn, 7)), random_tree(7, turn)
+                step = Step(cache, tokens, tree, 3 + turn, 7, reduce=reduce)
+                tokens, values = unpacked(runner_of(llm).forward([step])[0], reduce.k)
+                assert tokens.shape == values.shape == (3 + turn, reduce.k)
+                found.append((tokens, values.copy()))
+                runner_of(llm).discard(cache)
+            np.testing.assert_array_equal(found[0][0], found[1][0])
+            np.testing.assert_allclose(found[0][1], found[1][1], rtol=1e-3, atol=1e-4)
+        assert len(runner_of(graphs)._graphs._reductions) == 1
 
 
 def test_of_many_sizes_those_used_last_are_kept(zoo, monkeypatch):
@@ -163,7 +209,7 @@ def test_a_mask_at_a_fixed_place_is_the_one_it_was_filled_with(seed):
     for turn in range(3):
         n, first, n_before = draw.randint(1, n_rows), draw.randrange(64), draw.randrange(30)
         parents = random_tree(first + n, seed + turn).parents
-        mask = ops.make_tree_mask(parents, first, n_before, torch.device("cpu"))
+        mask = ops.make_tree_mask(parents, first, n_before)
         angles = tuple(torch.zeros(n, 16) for _ in range(2))
         inputs.fill(PassRows(torch.zeros(n, dtype=torch.int64), torch.arange(n), angles, mask), capacity - 1)
         for window in (None, 1, 4, 25):

@@ -155,6 +155,20 @@ def test_tree_attention(kernels, case):
     assert_attention(found, q, k, v, visible(case, parents))
 
 
+# Multiprocessors with 228, 164 and 100 KB hold other tiles of many rows; see tests/cuda_on_cpu/cuda_runtime.h.
+@pytest.mark.parametrize("card", [0, 1, 2])
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_tree_attention_of_many_rows_on_cards_with_more_and_less_shared_memory(kernels, monkeypatch, dim, card):
+    if kernels.device != "cpu":
+        pytest.skip("a card has the shared memory it has")
+    monkeypatch.setenv("CUDA_ON_CPU_CARD", str(card))
+    for window in (0, 50):
+        case = Case(20, 19, 199, 8, 1, dim, window, torch.float16, 10 * dim + card, n_chain=30)
+        q, k, v, parents = inputs(case, kernels.device)
+        found = kernels.tree_attention(q, k, v, *mask_of(case, parents), window, dim**-0.5)
+        assert_attention(found, q, k, v, visible(case, parents))
+
+
 def assert_attention(found, q, k, v, mask):
     """Output and log-sum-exp are close to the reference's for the keys that are there; mask (n, n_keys) bool."""
     (out, lse), mask, n_keys = found, mask.to(q.device), mask.shape[1]
@@ -257,7 +271,7 @@ def test_the_dense_mask(seed):
     """The mask of the reference, against the plain definition."""
     case = random_case(seed)
     parents = parents_of(case.first + case.n, seed)
-    whole = make_tree_mask(parents.numpy(), case.first, case.n_before, torch.device("cpu"))
+    whole = make_tree_mask(parents.numpy(), case.first, case.n_before)
     mask = replace(whole, window=case.window or None)
     dense = mask.dense()
     expected = visible(case, parents)
@@ -274,9 +288,26 @@ def test_commit_rows(kernels, dtype, seed):
     first, n = draw.choice([0, 3]), draw.choice([1, 7, 8, 9, 30])
     rows = torch.randperm(40, generator=generator)[:n].sort().values
     mine = [store.clone().to(kernels.device) for store in stores]
-    kernels.commit_rows(*mine, rows.to(kernels.device), first)
+    kernels.commit_rows(*mine, rows, first)
     reference.commit_rows(*stores, rows, first)
     assert all(torch.equal(own.cpu(), store) for own, store in zip(mine, stores, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_transfer(kernels, seed):
+    """To the card and back, aligned to vectors and not; nothing around it is touched."""
+    draw = random.Random(seed)
+    n, starts = draw.choice([1, 15, 16, 500, 70_000]), [draw.choice([0, 16, 3]) for _ in range(3)]
+    source = torch.randint(1, 256, (n + 64,), dtype=torch.uint8)
+    there, back = torch.zeros(n + 64, dtype=torch.uint8, device=kernels.device), torch.zeros(n + 64, dtype=torch.uint8)
+    if kernels.device == "cuda":
+        source, back = source.pin_memory(), back.pin_memory()
+    parts = [block[start : start + n] for block, start in zip((source, there, back), starts, strict=True)]
+    kernels.transfer(parts[1], parts[0])
+    kernels.transfer(parts[2], parts[1])
+    assert torch.equal(there[starts[1] : starts[1] + n].cpu(), parts[0])  # a copy back waits for both
+    assert torch.equal(parts[2], parts[0])
+    assert back.count_nonzero() == there.count_nonzero() == n
 
 
 def drafted(seed):
@@ -370,6 +401,62 @@ def test_verify_where_next_to_nothing_is_left(kernels, kernel, is_sampled):
     assert ends == ({0, 2} if is_sampled else {2})
 
 
+def spread(likely, vocabulary=3001):
+    """A distribution with some tokens' probabilities; the others share the rest."""
+    probs = torch.full((vocabulary,), (1 - sum(likely.values())) / (vocabulary - len(likely)))
+    for token, prob in likely.items():
+        probs[token] = prob
+    return probs
+
+
+# Kernel, tree, tokens, deterministic nodes, the target's and the draft's likely tokens by node, noise, the last node accepted.
+IN_PARTS = {
+    # A node is left while its residual is still read, and the first pass of the next follows without another before it.
+    "top_down": (
+        verify_top_down, [-1, 0, 0, 2], [0, 10, 2000, 500], [0],
+        {0: {2000: 0.9, 10: 1e-6}, 2: {2000: 1e-9, 500: 1e-3}}, {0: {10: 0.9, 2000: 0.05}, 2: {500: 0.9}},
+        [0, 0.5, 0.5, 0.5, 0.4], 2,
+    ),
+    "bottom_up": (
+        verify_bottom_up, [-1, 0, 0, 1, 1, 2], [0, 7, 8, 10, 2000, 500], [0, 1, 2],
+        {0: {7: 0.3, 8: 0.6}, 1: {10: 1e-4, 2000: 0.68}, 2: {500: 1e-3, 2000: 0.9}},
+        {1: {10: 0.5, 2000: 0.2}, 2: {500: 0.5}}, [0, 0.9, 0.1, 0.5, 0.5, 0.5, 0.4], 2,
+    ),
+    # Two sampled children are rejected, and the token of a deterministic one loses nothing.
+    "hybrid": (
+        verify_top_down, [-1, 0, 0, 0], [0, 10, 2000, 500], [0, 3],
+        {0: {10: 1e-6, 2000: 1e-6, 500: 0.5}}, {0: {10: 0.4, 2000: 0.3, 500: 0.2}}, [0, 0.5, 0.5, 0.5, 0.4], 3,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", IN_PARTS.values(), ids=IN_PARTS)
+def test_verify_by_blocks_of_which_one_is_ahead(kernels, case):
+    kernel, parents, tokens, deterministic, likely, drafted_likely, noise, end = case
+    nodes = range(len(parents))
+    target, draft = (torch.stack([spread(known.get(node, {})) for node in nodes]) for known in (likely, drafted_likely))
+    sampled = SampledNodes(~np.isin(nodes, deterministic), draft, np.array(nodes))
+    tree = DraftTree(Topology(np.array(parents)), torch.tensor(tokens), sampled)
+    for _ in range(8):  # which block is ahead changes
+        mine, plain = verdicts(kernels, kernel, tree, target, torch.tensor(noise, dtype=torch.float64))
+        assert mine == plain and plain[0] == end
+
+
+@pytest.mark.parametrize("kernel", [verify_top_down, verify_bottom_up], ids=["top_down", "bottom_up"])
+def test_verify_accepts_the_second_of_two_equal_deterministic_siblings_never(kernels, kernel):
+    target = torch.full((3, 2000), 0.5 / 1999)
+    target[:, 7] = 0.5
+    nothing = SampledNodes(np.zeros(3, dtype=bool), target[:0], np.full(3, -1))
+    tree = DraftTree(Topology(np.array([-1, 0, 0])), torch.tensor([1, 7, 7]), nothing)
+    ends = []
+    for first in (0.6, 0.4):
+        noise = torch.tensor([0, first, 0.1, 0.3], dtype=torch.float64)
+        mine, plain = verdicts(kernels, kernel, tree, target, noise)
+        assert mine == plain
+        ends.append(plain[0])
+    assert ends == [0, 1]
+
+
 def test_the_bonus_at_the_ends_of_the_distribution(kernels):
     """Noise of 0, of almost 1, and distributions whose tokens lie at the ends."""
     root = [torch.tensor(x, device=kernels.device) for x in ([0, 0], [], [7], [False], [-1])]
@@ -384,6 +471,66 @@ def test_the_bonus_at_the_ends_of_the_distribution(kernels):
                 assert verdict.tolist() == [0, token]
 
 
+def strided(generator, dtype, *shape, device="cpu"):
+    """Random numbers as a view into a larger store of NaN, its rows further apart than they are long."""
+    store = torch.full((*shape[:-1], shape[-1] + 24), torch.nan, dtype=dtype)
+    store[..., 8:-16] = torch.randn(shape, generator=generator).to(dtype)
+    return store.to(device)[..., 8:-16]
+
+
+def assert_rounds_alike(found, expected):
+    """Within one step of the dtype, which another order of a float32 sum may decide, and seldom that."""
+    assert found.dtype == expected.dtype and found.shape == expected.shape
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1.01 * torch.finfo(found.dtype).eps)
+    assert (found == expected).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_rms_norm(kernels, seed):
+    """Of rows and of heads, with a residual and without."""
+    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    dtype, width = draw.choice([torch.float16, torch.bfloat16]), draw.choice([8, 64, 128, 520, 1032, 4096, 16384])
+    n = draw.choice([1, 3, 9, 17]) if width < 4096 else 2
+    weight = strided(generator, dtype, width, device=kernels.device)
+    if seed % 2:
+        x = strided(generator, dtype, n, draw.choice([1, 5]), width, device=kernels.device)
+        assert_rounds_alike(kernels.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+        return
+    x, delta = (strided(generator, dtype, n, width, device=kernels.device) for _ in range(2))
+    plain = x.clone()
+    expected = reference.add_rms_norm(plain, delta, weight, 1e-5)
+    assert_rounds_alike(kernels.add_rms_norm(x, delta, weight, 1e-5), expected)
+    assert torch.equal(x, plain)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_rotate_and_store(kernels, seed):
+    """q, k and v as parts of one product; rows in any order, or one behind the other. Bit for bit."""
+    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    dtype, dim = draw.choice([torch.float16, torch.bfloat16]), draw.choice([16, 64, 80, 96, 128])
+    n, kv_heads, group, capacity = draw.choice([1, 2, 7, 33]), draw.choice([1, 2, 3]), draw.choice([1, 4]), 40
+    heads = kv_heads * group
+    product = strided(generator, dtype, n, (heads + 2 * kv_heads) * dim, device=kernels.device)
+    qkv = [one.view(n, -1, dim) for one in product.split([heads * dim, kv_heads * dim, kv_heads * dim], dim=1)]
+    rotary = [strided(generator, dtype, n, dim, device=kernels.device) for _ in range(2)]
+    stores = [torch.randn(kv_heads, capacity, dim, generator=generator).to(dtype).to(kernels.device) for _ in range(2)]
+    plain, first = [store.clone() for store in stores], draw.randrange(capacity - n)
+    rows = torch.randperm(capacity, generator=generator)[:n].to(kernels.device) if seed % 2 else None
+    expected = reference.rotate_and_store(*qkv, rotary, *plain, slice(first, first + n) if rows is None else rows)
+    assert torch.equal(kernels.rotate_and_store(*qkv, *rotary, *stores, rows, first), expected)
+    assert all(torch.equal(*pair) for pair in zip(stores, plain, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 8), (3, 2056), (9, 96)])
+def test_silu_mul(kernels, shape, dtype):
+    """Of two parts of one product; far from zero as well."""
+    product = 4 * strided(torch.Generator().manual_seed(0), dtype, shape[0], 2 * shape[1], device=kernels.device)
+    product[0, :8] = torch.tensor([-200, -90, -20, -0.0, 0.0, 20, 90, 200])
+    gate, up = product.split(shape[1], dim=1)
+    assert_rounds_alike(kernels.silu_mul(gate, up), reference.silu_mul(gate, up))
+
+
 def samples(device):
     """One call of each op."""
     case = random_case(3)
@@ -396,15 +543,35 @@ def samples(device):
     noise = torch.rand(len(tree.topology) + 1, dtype=torch.float64)
     arrays, noise = arguments(candidates, noise, torch.device(device))
     verification = (*arrays, tree.sampled.draft_probs.to(device), target.to(device), noise, candidates.n_levels)
+    x, delta, weight, rotary = (torch.randn(n, 64, device=device).half() for n in (3, 3, 1, 3))
+    heads, stores = torch.randn(3, 2, 64, device=device).half(), torch.randn(2, 2, 9, 64, device=device).half()
     return {
+        "rms_norm": (x, weight[0], 1e-5),
+        "add_rms_norm": (x, delta, weight[0], 1e-5),
+        "rotate_and_store": (heads, heads, heads, rotary, rotary, *stores, torch.tensor([1, 8, 4], device=device), 7),
+        "silu_mul": (x, delta),
         "tree_attention": attention,
         "tree_masks": (parents,),
-        "commit_rows": (store, store.clone(), torch.tensor([1, 4], device=device), 2),
+        "transfer": (store, store.cpu().pin_memory() if device == "cuda" else store.clone()),
+        "commit_rows": (store, store.clone(), torch.tensor([1, 4]), 2),
         "verify": (*verification, candidates.independent, True),
     }
 
 
-@pytest.mark.parametrize("name", ["tree_attention", "tree_masks", "commit_rows", "verify"])
+OPS = (
+    "add_rms_norm",
+    "commit_rows",
+    "rms_norm",
+    "rotate_and_store",
+    "silu_mul",
+    "tree_attention",
+    "transfer",
+    "tree_masks",
+    "verify",
+)
+
+
+@pytest.mark.parametrize("name", OPS)
 def test_what_torch_knows_of_an_op(kernels, name):
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(getattr(kernels, name).default, samples(kernels.device)[name], test_utils=checks)
@@ -415,7 +582,7 @@ def test_what_torch_knows_of_an_op(kernels, name):
     [
         ("tree_attention", 0, lambda x: x.float(), "float16 or bfloat16"),
         ("tree_attention", 1, lambda x: x[:, 1:], "entries in dimension 1"),
-        ("tree_attention", 2, lambda x: x.float(), "dtype of q"),
+        ("tree_attention", 2, lambda x: x.float(), "dtype of the first"),
         ("tree_attention", 0, lambda x: x[..., :40], "head dimension"),
         ("tree_attention", 3, lambda x: x.long(), "wrong dtype"),
         ("tree_attention", 3, lambda x: x[:1], "masks must have"),
@@ -425,7 +592,23 @@ def test_what_torch_knows_of_an_op(kernels, name):
         ("tree_masks", 0, lambda x: x.int(), "wrong dtype"),
         ("tree_masks", 0, lambda x: x[::2], "contiguous"),
         ("commit_rows", 0, lambda x: x[..., :62].contiguous(), "entries in dimension 3|16 bytes"),
+        ("transfer", 1, lambda x: x[1:], "as many bytes"),
+        ("transfer", 0, lambda x: x.transpose(0, 1), "contiguous"),
+        ("commit_rows", 2, lambda x: x.int(), "int64 on the host"),
         ("commit_rows", 3, lambda _: 19, "past the end"),
+        ("rms_norm", 0, lambda x: x.float(), "float16 or bfloat16"),
+        ("rms_norm", 0, lambda x: x[:, :63], "multiple of 8"),
+        ("rms_norm", 0, lambda x: x.flatten()[4:-60].view(2, 64), "multiples of 16 bytes"),
+        ("rms_norm", 1, lambda x: x[:56], "weight must have 64"),
+        ("add_rms_norm", 1, lambda x: x[:1], "delta must have 3"),
+        ("add_rms_norm", 1, lambda x: x.float(), "dtype of the first"),
+        ("rotate_and_store", 0, lambda x: x[..., :56], "multiple of 16"),
+        ("rotate_and_store", 2, lambda x: x[:, :1], "v must have 2"),
+        ("rotate_and_store", 3, lambda x: x[:, :32], "cos must have 64"),
+        ("rotate_and_store", 6, lambda x: x[:, 1:], "values must be contiguous"),
+        ("rotate_and_store", 7, lambda x: x.int(), "wrong dtype"),
+        ("rotate_and_store", 7, lambda _: None, "past the end"),
+        ("silu_mul", 1, lambda x: x[:2], "up must have 3"),
         ("verify", 1, lambda x: x[1:], "children must have"),
         ("verify", 6, lambda x: x.double(), "target has the wrong dtype"),
     ],

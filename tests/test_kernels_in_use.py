@@ -8,12 +8,17 @@ import emulated
 import pytest
 import torch
 from languages import target_probs
+from pretended_card import CardTensor, pretended_card
 from recorded import record
 from test_exactness import RECIPES, languages
 from tiny import CASES, feed, open_llm, prefill, prompt_of, random_tree, runner_of
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from offload_rt import LLM
+from offload_rt.config import EngineConfig
 from offload_rt.executor.cuda_graphs import GraphShape
-from offload_rt.ops import extension
+from offload_rt.ops import TreeMask, extension
 from offload_rt.speculate.select import rule_of
 
 
@@ -76,7 +81,7 @@ def test_a_model_computes_the_same(served, monkeypatch, bfloat16_model):
         runner = runner_of(llm)
         assert runner.dtype == torch.bfloat16
         mine = logits_of_steps(runner)
-        assert served.counts["tree_attention"] and served.counts["tree_masks"] and served.counts["commit_rows"]
+        assert served.counts["tree_attention"] and served.counts["commit_rows"]
         monkeypatch.undo()
         before = served.counts.copy()
         plain = logits_of_steps(runner)
@@ -85,7 +90,8 @@ def test_a_model_computes_the_same(served, monkeypatch, bfloat16_model):
 
 
 def test_a_captured_pass_computes_the_same(served, monkeypatch, bfloat16_model):
-    """For other trees and longer caches than those it was captured for."""
+    """For other trees and longer caches than those it was captured for, without a dense mask."""
+    monkeypatch.setattr(TreeMask, "dense", None)
     with open_llm(bfloat16_model) as plain, open_llm(bfloat16_model) as graphs:
         runner_of(graphs).use_graphs(GraphShape(32, 512, 64), record)
         mine = logits_of_passes(runner_of(graphs))
@@ -93,6 +99,63 @@ def test_a_captured_pass_computes_the_same(served, monkeypatch, bfloat16_model):
         assert served.counts["tree_attention"] == 3 * runner_of(graphs).spec.n_layers
         monkeypatch.undo()
         assert_close(mine, logits_of_passes(runner_of(plain)))
+
+
+class Launches(TorchDispatchMode):
+    """Counts the kernels that a card would be given: all calls but views, new memory, and copies of a tensor to itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.n = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        on_card = [one.inner for one in tree_leaves((args, kwargs, out)) if isinstance(one, CardTensor)]
+        is_no_copy = name == "copy_" and len({one.data_ptr() for one in on_card}) == 1
+        if on_card and not (func.is_view or is_no_copy or name in ("_unsafe_view", "empty", "new_empty", "detach")):
+            self.n += 2 if name == "tree_attention" else 1  # its parts are combined by a second kernel
+        return out
+
+
+@pytest.fixture
+def card(served, monkeypatch):
+    """A pretended card on which emulated kernels serve."""
+    with pretended_card(monkeypatch):
+        monkeypatch.setattr(extension, "serves", lambda x: x.is_cuda)
+        yield
+
+
+def on_card(directory, place):
+    """A model whose layers are all streamed, or all computed by captured passes."""
+    settings = {"device": "cuda", "max_model_len": 128, "drafter": "none"}
+    with LLM.open(EngineConfig(str(directory), **settings)) as unloaded:
+        plan = unloaded.plan
+    streamed = {"device_memory": plan.reserved.total + 2 * plan.slot_nbytes}
+    llm = LLM(str(directory), **settings, **(streamed if place == "streamed" else {}))
+    if place == "captured":
+        runner_of(llm).use_graphs(GraphShape(32, 256, 64), record)
+    assert bool(runner_of(llm).streamer.order) == (place == "streamed")
+    return llm
+
+
+@pytest.mark.parametrize("place", ["streamed", "captured"])
+@pytest.mark.parametrize(("name", "n"), [("llama", 11), ("llama-biases", 11), ("qwen3", 13)])
+def test_launches_of_a_layer(card, tmp_path, name, n, place):
+    """By what three more layers take; with the logits of a CPU."""
+    counts = []
+    for n_layers in (3, 6):
+        sizes = {"head_dim": 64, "intermediate_size": 128, "num_hidden_layers": n_layers}
+        CASES[name].build(0, torch.bfloat16, **sizes).save_pretrained(tmp_path)
+        prompt, tokens, tree = prompt_of(0, 20), prompt_of(1, 7), random_tree(7, 1)
+        with on_card(tmp_path, place) as llm, open_llm(tmp_path) as plain:
+            cache = prefill(runner_of(llm), prompt, 96)
+            with Launches() as launches:
+                mine = feed(runner_of(llm), cache, tokens, tree)
+            counts.append(launches.n)
+            cache = prefill(runner_of(plain), prompt, 96)
+            assert_close([mine.cpu()], [feed(runner_of(plain), cache, tokens, tree)])
+    assert counts[1] - counts[0] == 3 * n <= 3 * 14
 
 
 def decided_trees(independent):

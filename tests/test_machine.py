@@ -7,9 +7,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pretended_card import pretended_card
 
+from offload_rt.engine import profile
+from offload_rt.executor.cost import CostEstimator
 from offload_rt.system import machine
 from offload_rt.system.machine import (
     ComputeTimes,
@@ -191,3 +195,49 @@ def test_every_depth_is_weighed_with_every_width() -> None:
     profile, moved = MachineProfile("simulated", False, (), 1.0, 0.0, compute), PassBytes((), 10**9)
     seconds = pass_times(profile, moved, np.array([[1], [51]]), 0, np.array([0.0, 0.25, 0.5]))
     assert seconds == pytest.approx(np.array([[1.0, 1.25, 1.5], [1.5, 1.75, 2.0]]))
+
+
+# Rates.
+
+
+def test_memory_is_timed_by_more_than_the_caches_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    linear, read = torch.nn.functional.linear, []
+    monkeypatch.setattr(
+        torch.nn.functional, "linear", lambda x, matrix: read.append(matrix.nbytes) or linear(x, matrix)
+    )
+    monkeypatch.setattr(profile, "cache_nbytes", lambda: 100 << 20)
+    assert profile.memory_gbps(torch.bfloat16, torch.device("cpu")) > 0 and set(read) == {400 << 20}
+    monkeypatch.setattr(profile, "memory_free", lambda: 64 << 20)
+    profile.memory_gbps(torch.bfloat16, torch.device("cpu"))
+    assert read[-1] == 16 << 20, "never more than a part of what is free"
+
+
+class Clock:
+    """An event of a card on which each piece of work takes 10 ms."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: "Clock") -> float:
+        return 10.0
+
+
+def test_rates_of_a_card_are_of_its_own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Clock)
+    with pretended_card(monkeypatch, nbytes=256 << 20):
+        card = torch.device("cuda", 0)
+        assert profile.memory_gbps(torch.float16, card) == pytest.approx((64 << 20) / 0.01 / 1e9)
+        assert profile.upload_gbps(card, 32 << 20) == pytest.approx((32 << 20) / 0.01 / 1e9)
+
+
+def test_a_level_of_the_draft_takes_as_long_as_reading_it_until_one_was_timed() -> None:
+    cost = CostEstimator(_profile(1.0, 1.0, memory=500.0), PassBytes((), 10**9), 13 * 10**9)
+    assert cost.level_s == pytest.approx(0.026)
+    cost.drafted(4, 4 * 0.05)
+    assert 0.026 < cost.level_s < 0.05

@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,15 @@ from hypothesis import strategies as st
 
 from offload_rt.cli import run
 from offload_rt.errors import CapacityError
-from offload_rt.offload.placement import MemoryBudget, Plan, ReservedMemory, least_budget, place_layers, spread
+from offload_rt.offload.placement import (
+    MemoryBudget,
+    Plan,
+    ReservedMemory,
+    least_budget,
+    place_layers,
+    spread,
+    with_host_slots,
+)
 
 LAYERS = st.one_of(
     st.lists(st.integers(1, 1000), min_size=1, max_size=40),
@@ -41,6 +50,29 @@ def test_a_plan_keeps_to_its_budgets(layers: list[int], need: ReservedMemory, sh
     assert len(plan.tiers) == len(layers)
     assert set(plan.tiers) <= {"device", "host", "disk"}
     assert plan.layer_nbytes == tuple(layers)
+
+
+@given(layers=LAYERS, need=NEED, share=st.floats(0, 1), host=st.floats(0, 1.2), buffers=st.integers(0, 1000))
+def test_layers_on_the_host_and_slots_for_those_of_the_disk_are_within_its_budget(
+    layers: list[int], need: ReservedMemory, share: float, host: float, buffers: int
+) -> None:
+    budget = least_budget(layers, need) + int(share * sum(layers))
+    beside = MemoryBudget(budget, int(host * sum(layers)), has_card=True, buffers=buffers)
+    try:
+        plan = place_layers(layers, need, beside)
+    except CapacityError as error:
+        least = int(re.search(r"\((\d+) bytes\)", error.need).group(1))
+        assert str(least) in error.change and least > beside.host
+        plan = place_layers(layers, need, replace(beside, host=least))
+        with pytest.raises(CapacityError):
+            place_layers(layers, need, replace(beside, host=least - 1))
+    for now in (plan, with_host_slots(plan)) if "host" in plan.tiers else (plan,):
+        assert now.host_nbytes + buffers <= now.budget.host or set(now.tiers) == {"device"}
+        assert 0 < now.n_host_slots <= now.n_slots if "disk" in now.tiers else now.n_host_slots <= now.n_slots
+        # What gives way to slots goes to the disk.
+        assert [("disk", "host").count(tier) for tier in now.tiers] == [
+            ("disk", "host").count(tier) for tier in plan.tiers
+        ]
 
 
 @given(layers=LAYERS, need=NEED)
@@ -76,7 +108,8 @@ def test_a_pass_moves_what_is_not_resident_and_computes_all(
     layers: list[int], need: ReservedMemory, share: float, host: float
 ) -> None:
     budget = least_budget(layers, need) + int(share * sum(layers))
-    plan = place_layers(layers, need, MemoryBudget(budget, int(host * sum(layers)), has_card=host > 0))
+    card = host > 0
+    plan = place_layers(layers, need, MemoryBudget(budget, card * max(layers) + int(host * sum(layers)), has_card=card))
     disk, streamed = plan.on("disk"), sum(layers) - plan.on("device")
     assert plan.streamed_nbytes == streamed
     assert dict(plan.pass_bytes.streamed) == {"host": streamed if host else 0, "disk": disk}

@@ -4,6 +4,7 @@ import itertools
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ def test_every_card_says_where_its_figures_are_from(card) -> None:
 
 
 def test_the_roofline_is_the_longer_of_reading_and_multiplying() -> None:
-    spec, roof = spec_of(KNOWN["llama2-7b"]), Roof(flops=1e12, bandwidth=1e11, launch_s=0.0)
+    spec, roof = spec_of(KNOWN["llama2-7b"]), Roof(flops=1e12, bandwidth=1e11)
     n_weights = sum(int(np.prod(shape)) for _, shape in spec.layer_tensors(0))
     assert roof.layer_s(spec, 1, 0, 2) == pytest.approx(2 * n_weights / 1e11, rel=0.01)
     assert roof.layer_s(spec, 1000, 0, 2) == pytest.approx(2 * 1000 * n_weights / 1e12, rel=0.05)
@@ -93,8 +94,22 @@ def test_the_roofline_is_the_longer_of_reading_and_multiplying() -> None:
     assert float(times.at(np.array([64]), 1024)[0]) == pytest.approx(by_hand)
 
 
+@pytest.mark.parametrize("name", ["llama2-70b", "llama-68m"])
+def test_a_layer_waits_for_the_host_only_where_it_launches_more_slowly_than_the_device_computes(name: str) -> None:
+    spec, bare = spec_of(KNOWN[name]), Roof(flops=1e15, bandwidth=1e12)
+    roof = replace(bare, gap_s=1e-6, launch_s=5e-6)
+    replayed, eager = (
+        [roof.layer_s(spec, n_rows, 0, 2, is_replayed=is_replayed) for n_rows in (1, 600)]
+        for is_replayed in (True, False)
+    )
+    assert replayed == pytest.approx([bare.layer_s(spec, n_rows, 0, 2) + 11e-6 for n_rows in (1, 600)])
+    # A chunk has 512 rows.
+    by_host = [11 * 5e-6, 2 * 11 * 5e-6]
+    assert eager == pytest.approx(by_host if name == "llama-68m" else replayed)
+
+
 def test_products_that_were_timed_are_scaled_by_the_weights_of_a_model() -> None:
-    roof = Roof(1e12, 1e11, 0.0, ((1, 1e-11), (8, 4e-11), (64, 32e-11)))
+    roof = Roof(1e12, 1e11, products=((1, 1e-11), (8, 4e-11), (64, 32e-11)))
     for n_rows, of_a_weight in ((1, 1e-11), (4, 2.2857e-11), (64, 32e-11), (500, 1e-9)):
         assert roof.product_s(10**6, n_rows, 2) == pytest.approx(10**6 * of_a_weight, rel=1e-4)
     measured = measure_roof(torch.float32, torch.device("cpu"))
@@ -130,6 +145,37 @@ def test_a_70b_is_planned_for_a_4090_without_weights(capsys: pytest.CaptureFixtu
     assert found["plan"]["tiers"].count("host") + found["plan"]["tiers"].count("device") == 80
     assert found["predicted_seconds_per_token"] == pytest.approx(0.54, abs=0.08)  # Sequoia on this card: 0.57
     assert found["bound"].startswith("the host-to-card link")
+
+
+@pytest.mark.parametrize("card", ["rtx4090", "h200"])
+def test_the_share_of_the_link_and_the_time_of_a_level_are_told(card: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*PAIR, "--gpu", card, "--ram", "160GB", "--device-memory", "22GiB"]
+    found = planned(arguments, capsys)
+    nbytes, rate = found["link_seconds"]["host"] * found["links"]["host"], found["links"]["host"]
+    assert found["pass_over_link"]["host"] == pytest.approx(found["pass_seconds"] / (nbytes / rate))
+    assert (
+        0.9 < found["link_busy"]["host"] == pytest.approx(1 / found["pass_over_link"]["host"])
+        and found["link_busy"]["host"] <= 1
+    )
+    level = found["draft_level"]
+    assert level["seconds"] * (found["tree_levels"] - 1) == pytest.approx(found["draft_seconds"])
+    assert level["ratio"] == pytest.approx(level["seconds"] / (level["nbytes"] / level["gbps"] / 1e9))
+    assert level["nbytes"] == pytest.approx(2 * (6.74e9 - 32000 * 4096), rel=0.01) and 1 < level["ratio"] < 1.5
+    assert plan.main(arguments) == 0
+    out = capsys.readouterr().out
+    assert f"busy for {found['link_busy']['host']:.1%} of a pass" in out
+    assert f"a level of the draft takes {1e3 * level['seconds']:.2f} ms: {level['ratio']:.2f} times" in out
+
+
+def test_a_resident_model_is_forecast_as_replayed() -> None:
+    """One that is streamed is launched kernel by kernel, and its kernels are long."""
+    narrow = request("llama2-7b", "llama-68m", tree_size=16, max_model_len=256)
+    card, (target, draft) = machine("h200"), narrow.models
+    resident, streamed = (card.costs(target, draft, is_resident) for is_resident in (True, False))
+    assert predict(narrow, card).compute_s == pytest.approx(float(resident.target.at(np.array([16]), 128)[0]))
+    assert resident.draft == streamed.draft
+    # At least the launches of two layers, and what the host does between two levels.
+    assert predict(narrow, card).level.seconds > 22e-6 + card.level_s > card.level_s > 0
 
 
 def test_layers_that_do_not_fit_beside_the_card_come_from_the_disk(capsys: pytest.CaptureFixture[str]) -> None:

@@ -114,6 +114,65 @@ def test_probabilities_sum_to_one_and_keep_the_best_token(temperature, top_p, to
     assert (got.gather(-1, best[:, None]).ravel() > 0).all(), "the most probable token is never filtered"
 
 
+# Top-p orders a row's first tokens, and all of a row only where these do not reach it.
+
+
+def plain_top_p(logits, temperature, top_p, top_k):
+    """The distribution by ordering all of every row, equally probable tokens in the order of their ids."""
+    probs = torch.softmax((logits - logits.amax(-1, keepdim=True)) / temperature, -1)
+    probs = probs * (probs >= probs.topk(top_k).values[:, -1:])
+    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+    before = ordered.double().cumsum(-1) - ordered.double()
+    stays = before < top_p * probs.sum(-1, keepdim=True, dtype=torch.float64)
+    probs = probs * torch.zeros_like(stays).scatter(-1, order, stays)
+    return probs / probs.sum(-1, keepdim=True)
+
+
+def rows_of_all_kinds(seed, n_tokens):
+    """Smooth rows, rows of few different values, flat ones, flat but for one token, and of one token that is possible."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(10, n_tokens, generator=generator)
+    flat, but_one = torch.zeros(1, n_tokens), torch.zeros(1, n_tokens)
+    but_one[0, n_tokens // 2] = 3.0
+    single = torch.full((1, n_tokens), -torch.inf).index_fill_(1, torch.tensor([n_tokens - 1]), 0.0)
+    return torch.cat((3 * noise[:4], 12 * noise[4:6], (2 * noise[6:]).round(), flat, but_one, single))
+
+
+@given(
+    st.sampled_from([30, 511, 512, 513, 1700]),
+    st.sampled_from([1e-9, 1e-3, 0.25, 0.5, 0.9, 0.99, 1 - 1e-6, 1 - 1e-12]) | st.floats(1e-6, 1 - 1e-6),
+    st.sampled_from([0.05, 0.3, 0.7, 1.0, 2.0, 50.0]),
+    st.sampled_from([1, 40, 600, 10**6]),
+    st.integers(0, 10**6),
+)
+def test_top_p_is_that_of_ordering_every_token(n_tokens, top_p, temperature, top_k, seed):
+    logits = rows_of_all_kinds(seed, n_tokens)
+    got = probs(logits, SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k), [], [])
+    assert torch.equal(got, plain_top_p(logits, temperature, top_p, min(top_k, n_tokens)))
+
+
+@pytest.mark.parametrize("penalty", [1.0, 2.0])
+def test_only_rows_that_need_it_are_ordered_as_a_whole(monkeypatch, penalty):
+    """Each with its own path, where a penalty looks back on it."""
+    sort, ordered = torch.Tensor.sort, []
+    monkeypatch.setattr(
+        torch.Tensor, "sort", lambda self, *args, **more: ordered.append(self.shape) or sort(self, *args, **more)
+    )
+    logits = 6 * torch.randn(150, 2000, generator=torch.Generator().manual_seed(0))
+    flat = [3, 70, 149]
+    logits[flat] = 1.0
+    paths = [[row, row + 1] for row in range(150)]
+    settings = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": penalty}
+    got = probs(logits, SamplingParams(**settings), [], paths)
+    assert ordered == [(len(flat), 2000)]
+    looked_back = logits.clone()
+    for row, path in enumerate(paths):
+        looked_back[row, path] = torch.where(
+            logits[row, path] > 0, logits[row, path] / penalty, logits[row, path] * penalty
+        )
+    assert torch.equal(got, plain_top_p(looked_back, 0.8, 0.9, 2000))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_narrow_logits_are_widened_before_anything(dtype):
     logits, contexts = random_logits(0)

@@ -1,5 +1,7 @@
 """The virtual clock: limits that are known by hand, rules of the slots, and agreement with the cost model's closed form."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -17,7 +19,7 @@ LINKS = (("disk", 2.0), ("host", 20.0))
 
 
 def plan_of(n_layers: int, device: float, host: float | None = None) -> Plan:
-    """A plan of layers of a GB, with room for so many on the device, slots included, and on the host of a card."""
+    """A plan of layers of a GB, with room for so many on the device and on the host of a card, slots included."""
     budget = MemoryBudget(int(device * LAYER), int((host or 0) * LAYER), has_card=host is not None)
     return place_layers([LAYER] * n_layers, ReservedMemory(0, 0, 0), budget)
 
@@ -63,7 +65,7 @@ def test_without_layers_coming_ahead_all_of_drafting_is_added() -> None:
 
 
 def test_disk_and_host_are_stages_that_overlap() -> None:
-    plan = plan_of(12, 2, 0)
+    plan = plan_of(12, 2, 2)
     schedule = StreamSchedule.of(plan, LINKS)
     assert schedule.links == LINKS and set(schedule.paths) == {("disk", "host")}
     assert steady(schedule, Work(0.0, 0.1, 0.0)) == pytest.approx(12 * 0.5)
@@ -72,7 +74,7 @@ def test_disk_and_host_are_stages_that_overlap() -> None:
 
 
 def test_what_comes_from_the_disk_crosses_the_link_of_the_card_as_well() -> None:
-    plan = plan_of(16, 3, 8)
+    plan = plan_of(16, 3, 11)
     n_disk, n_streamed = plan.tiers.count("disk"), plan.tiers.count("disk") + plan.tiers.count("host")
     assert n_disk == 8
     assert dict(plan.pass_bytes.streamed) == {"host": n_streamed * LAYER, "disk": n_disk * LAYER}
@@ -87,7 +89,7 @@ def test_contention_slows_the_device_while_bytes_come_in() -> None:
 
 
 SCHEDULES = st.builds(
-    lambda n, device, host: plan_of(n, min(2 + device * (n - 2), n - 1), None if host is None else host * n),
+    lambda n, device, host: plan_of(n, min(2 + device * (n - 2), n - 1), None if host is None else 3 + host * n),
     st.integers(24, 80),
     st.floats(0, 0.7),
     st.none() | st.floats(0, 1),
@@ -120,8 +122,8 @@ def test_more_memory_is_never_slower(n: int, host: int, compute_s: float, draft_
 
     host = min(host, n - 1)
     # Which layers are the host's shifts by one, and with it how evenly they alternate: half of a layer's time is let through.
-    assert seconds(3, host + 1) <= seconds(3, host) + 0.25
-    assert seconds(4, 0) <= seconds(3, 0) + 1e-6
+    assert seconds(3, 3 + host + 1) <= seconds(3, 3 + host) + 0.25
+    assert seconds(4, 3) <= seconds(3, 3) + 1e-6
 
 
 def test_passes_cost_what_their_context_costs() -> None:
@@ -132,6 +134,7 @@ def test_passes_cost_what_their_context_costs() -> None:
     whole = float(target.at(np.array([len(topology)]), 100)[0])
     work = costs.work(topology, 100)
     assert work.draft_s == pytest.approx(0.02 * topology.depths.max())
+    assert replace(costs, level_s=0.005).draft_s(topology, 100) == pytest.approx(0.025 * topology.depths.max())
     assert (work.layers_s, work.after_s) == pytest.approx((0.95 * whole, 0.05 * whole + 0.01))
     schedule = StreamSchedule.of(plan_of(12, 12), LINKS)
     run = generate(schedule, costs, (topology, acceptance), (100, 1100))

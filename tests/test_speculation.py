@@ -98,7 +98,7 @@ def test_greedy_tokens_of_every_family_are_transformers(zoo, texts, name):
 @pytest.fixture(autouse=True)
 def steady(monkeypatch):
     """An LLM grows its trees as if passes were slow and drafting cheap, on any machine, and knows nothing of others."""
-    monkeypatch.setattr(builder, "CostEstimator", lambda profile, moved: Steady())
+    monkeypatch.setattr(builder, "CostEstimator", lambda *_: Steady())
     monkeypatch.setattr(PairStats, "load", lambda *_: PairStats())
 
 

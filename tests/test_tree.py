@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import random_tree
 
-from offload_rt import ops
-from offload_rt.tree.topology import DraftTree, SampledNodes, Topology
+from offload_rt.tree.topology import DraftTree, GrowingTree, SampledNodes, Topology
 
 trees = st.builds(random_tree, st.integers(1, 24), st.integers(0, 2**31))
 chains = st.builds(Topology.chain, st.integers(1, 24))
@@ -16,8 +15,7 @@ chains = st.builds(Topology.chain, st.integers(1, 24))
 
 def visible(topology, start, stop):
     """(stop - start, stop) bool: which of nodes [0, stop) the nodes [start, stop) attend to."""
-    trunk, parents = topology.tree_rows(start, stop)
-    mask = ops.make_tree_mask(parents, start - trunk, trunk, torch.device("cpu")).dense()
+    mask = topology.mask(start, stop, 0).dense()
     return torch.ones(stop - start, stop, dtype=torch.bool) if mask is None else mask
 
 
@@ -64,6 +62,27 @@ def test_a_long_prompt_above_a_tree_makes_no_mask_of_its_length_squared():
     seen = visible(Topology(np.array([-1, 0, 0, 1])).after_chain(n), n + 1, n + 4)
     assert seen[:, : n + 1].all()
     assert seen[:, n + 1 :].tolist() == [[True, False, False], [False, True, False], [True, False, True]]
+
+
+@given(trees | chains, st.data())
+def test_a_tree_that_grows_sees_what_the_whole_one_does(topology, data):
+    """A level or a part of one at a time, also after another tree at the same place."""
+    order = np.argsort(topology.depths, kind="stable")
+    place = np.argsort(order)
+    tree = Topology(np.array([-1, *place[topology.parents[order[1:]]]]))
+    growing = GrowingTree(len(tree) + 9)
+    growing.add(np.zeros(len(tree) + 8))
+    growing.clear()
+    start = 0
+    while start < len(tree):
+        most = next((node for node in range(start + 1, len(tree)) if tree.parents[node] >= start), len(tree))
+        stop = data.draw(st.integers(start + 1, most))
+        assert growing.add(tree.parents[max(start, 1) : stop]) == range(max(start, 1), stop)
+        mask = growing.mask(start, stop, 3)
+        seen = torch.ones(stop - start, 3 + stop, dtype=torch.bool) if mask.dense() is None else mask.dense()
+        assert seen[:, :3].all() and torch.equal(seen[:, 3:], visible(tree, start, stop))
+        assert growing.depths.tolist() == tree.depths[:stop].tolist()
+        start = stop
 
 
 @given(trees)

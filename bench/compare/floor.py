@@ -27,7 +27,7 @@ def main() -> None:
         n_resident = llm.plan.tiers.count("device")
         dtype, device = llm.engine_plan.dtype, llm.engine_plan.device
         disk = _sweep_gbps(llm)
-    gbps = {"disk": disk, "memory": memory_gbps(dtype, device, 256 << 20)}
+    gbps = {"disk": disk, "memory": memory_gbps(dtype, device)}
     if device.type == "cuda":
         gbps["host"] = _copy_gbps()
     print(json.dumps({"gbps": gbps, "n_resident": n_resident}))

@@ -1,7 +1,7 @@
-"""How long does tree attention take, beside a dense mask, no mask, and FlexAttention?"""
+"""How long does tree attention take, beside a dense mask, no mask, FlexAttention, and the least that a card needs for it?"""
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.nn.functional as F
@@ -11,19 +11,60 @@ from bench.gpu.shapes import random_tree
 from bench.gpu.timing import CARD, in_turn
 from offload_rt import ops
 from offload_rt.ops import reference
+from offload_rt.tree.topology import Topology
 
-EXPECTED_S = 90
-HEADS, KV_HEADS, HEAD_DIM, PREFIX = 64, 8, 128, 4096
-N_NODES = (768, 1, 64, 256, 2048)
+EXPECTED_S = 100
+_PRODUCT, _COPY = "matrix product", "copy on the card"
 
 
-def measure() -> Iterator[dict[str, object]]:
-    """Seconds of each, by tree size; the sizes of the README come first."""
+@dataclass(frozen=True)
+class Shapes:
+    """Sizes of trees, those of the README first, with heads and keys before them; a test makes them small."""
+
+    n_nodes: tuple[int, ...] = (768, 1, 64, 256, 2048)
+    heads: int = 64
+    kv_heads: int = 8
+    head_dim: int = 128
+    prefix: int = 4096
+    product_width: int = 8192
+    nbytes_copied: int = 1 << 30
+
+
+def measure(shapes: Shapes = Shapes()) -> Iterator[dict[str, object]]:
+    """Seconds of each by tree size, the floor measured between them, and how often ours takes that of flash and the floor."""
     found: dict[str, object] = {}
-    for n in N_NODES:
-        works, broken = _that_work(_works(n))
-        found[str(n)] = {name: asdict(spread) for name, spread in in_turn(works).items()} | broken
+    for n in shapes.n_nodes:
+        tree = random_tree(n)
+        works, broken = _that_work(_works(tree, shapes))
+        spreads = in_turn(works | _ceilings(shapes))
+        medians = {name: spread.median for name, spread in spreads.items()}
+        floor = _floor(tree, shapes, medians)
+        ours = medians.get("tree_attention", float("nan"))
+        against = {
+            "floor": ours / floor["seconds"],
+            "flash, no mask": ours / medians.get("flash, no mask", float("nan")),
+        }
+        times = {name: asdict(spread) for name, spread in spreads.items()}
+        found[str(n)] = times | broken | {"floor": floor, "tree_attention against": against}
         yield found
+
+
+def _ceilings(shapes: Shapes) -> dict[str, Callable[[], object]]:
+    a, b = (
+        torch.randn(shapes.product_width, shapes.product_width, dtype=torch.bfloat16, device=CARD) for _ in range(2)
+    )
+    source, target = (torch.empty(shapes.nbytes_copied, dtype=torch.uint8, device=CARD) for _ in range(2))
+    return {_PRODUCT: lambda: torch.mm(a, b), _COPY: lambda: target.copy_(source)}
+
+
+def _floor(tree: Topology, shapes: Shapes, medians: dict[str, float]) -> dict[str, float]:
+    """Seconds of the products of rows with the keys they see, and of reading and writing everything once; the larger counts."""
+    n_pairs = len(tree) * shapes.prefix + sum(len(tree.path_to(node)) + 1 for node in range(len(tree)))
+    flops, n_keys = 4 * shapes.heads * shapes.head_dim * n_pairs, shapes.prefix + len(tree)
+    nbytes = 2 * shapes.head_dim * 2 * (shapes.heads * len(tree) + shapes.kv_heads * n_keys)
+    products = flops / (2 * shapes.product_width**3 / medians[_PRODUCT])
+    memory = nbytes / (2 * shapes.nbytes_copied / medians[_COPY])
+    return {"seconds": max(products, memory), "products": products, "memory": memory}
 
 
 def _that_work(works: dict[str, Callable[[], object]]) -> tuple[dict[str, Callable[[], object]], dict[str, object]]:
@@ -38,11 +79,16 @@ def _that_work(works: dict[str, Callable[[], object]]) -> tuple[dict[str, Callab
     return {name: work for name, work in works.items() if name not in broken}, broken
 
 
-def _works(n: int) -> dict[str, Callable[[], object]]:
-    mask = ops.make_tree_mask(random_tree(n).parents, 0, PREFIX, CARD)
-    q = torch.randn(n, HEADS, HEAD_DIM, dtype=torch.bfloat16, device=CARD)
-    k, v = (torch.randn(KV_HEADS, PREFIX + n, HEAD_DIM, dtype=torch.bfloat16, device=CARD) for _ in range(2))
-    dense, scale = mask.dense(), HEAD_DIM**-0.5
+def _works(tree: Topology, shapes: Shapes) -> dict[str, Callable[[], object]]:
+    n = len(tree)
+    mask = ops.make_tree_mask(tree.parents, 0, shapes.prefix)
+    mask = mask.of(ops.to_device(mask.tensors, CARD))
+    q = torch.randn(n, shapes.heads, shapes.head_dim, dtype=torch.bfloat16, device=CARD)
+    k, v = (
+        torch.randn(shapes.kv_heads, shapes.prefix + n, shapes.head_dim, dtype=torch.bfloat16, device=CARD)
+        for _ in range(2)
+    )
+    dense, scale = mask.dense(), shapes.head_dim**-0.5
     queries = q.transpose(0, 1)[None]
 
     def sdpa(visible: Tensor | None) -> Tensor:
@@ -54,14 +100,14 @@ def _works(n: int) -> dict[str, Callable[[], object]]:
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
             return sdpa(None)
 
-    works = {
+    works: dict[str, Callable[[], object]] = {
         "tree_attention": lambda: ops.tree_attention(q, k, v, mask, scale),
-        "sdpa, dense mask": lambda: sdpa(dense),
-        # torch's fast kernels take a mask, or groups, not both.
-        "sdpa, dense mask, groups as rows": lambda: reference.grouped_attention(q, k, v, dense, scale),
         "flash, no mask": unmasked,
     }
-    if n > 1:
+    if dense is not None:
+        works["sdpa, dense mask"] = lambda: sdpa(dense)
+        # torch's fast kernels take a mask, or groups, not both.
+        works["sdpa, dense mask, groups as rows"] = lambda: reference.grouped_attention(q, k, v, dense, scale)
         works["flex_attention"] = _Flex(queries, k[None], v[None], dense, scale)
     return works
 

@@ -83,6 +83,8 @@ def placement_table(title: str, plan: Plan, cache_rows: int) -> Table:
     for tier in ("device", "host", "disk"):
         if plan.tiers.count(tier):
             table.add_row(f"{plan.tiers.count(tier)} of {len(plan.tiers)} layers", tier, format_size(plan.on(tier)))
+    if plan.n_host_slots:
+        table.add_row(f"{plan.n_host_slots} slots", "host", format_size(plan.n_host_slots * plan.slot_nbytes))
     used = f"{format_size(plan.device_nbytes)} of {format_size(plan.budget.device)}"
     table.add_row("used of the budget", "device", used, end_section=True)
     return table

@@ -4,6 +4,7 @@ The engine's own placement and choice of tree run on a virtual clock. No weight 
 layers give the rate of the disk where `--disk` does not. Without a draft model plain decoding is planned.
 """
 
+import gc
 import json
 from argparse import Namespace
 from dataclasses import asdict, dataclass, replace
@@ -73,7 +74,12 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns its exit code."""
     text = f"What a model would take on a machine, from its config.json alone; built in are {', '.join(KNOWN)}."
     parser = Parser("offload-rt plan", text, EngineConfig, PlanSettings, without=_NO_FLAGS)
-    return exit_code(lambda: _plan(parser.parse_args(arguments)))
+    # Nearly all that torch and transformers make while they load stays: looking for garbage among it is an eighth of loading.
+    gc.disable()
+    try:
+        return exit_code(lambda: _plan(parser.parse_args(arguments)))
+    finally:
+        gc.enable()
 
 
 def _plan(flags: Namespace) -> None:
@@ -185,6 +191,16 @@ def _print(forecast: "Forecast", curve: "Sweep | None") -> None:
             f"{plain_s:.3f} s per token: {plain_s / forecast.run.seconds_per_token:.2f} times faster"
         )
     print(f"a pass waits for {forecast.bound}")
+    for name, share in forecast.busy.items():
+        link = "host-to-card link" if name == "host" else "disk"
+        print(
+            f"the {link} is busy for {share:.1%} of a pass, which takes {1 / share:.3f} times its bytes over its rate"
+        )
+    if (level := forecast.level) is not None:
+        print(
+            f"a level of the draft takes {1e3 * level.seconds:.2f} ms: {level.ratio:.2f} times as long as reading its "
+            f"{level.nbytes / 1e9:.2f} GB at {level.gbps:.0f} GB/s"
+        )
     if len(topology) > 1:
         print(f"acceptance: {forecast.request.acceptance.source}")
     print("\n".join(machine.sources))
@@ -233,6 +249,9 @@ def _figures(forecast: "Forecast | None") -> dict[str, Any]:
         "draft_seconds": forecast.draft_s,
         "compute_seconds": forecast.compute_s,
         "link_seconds": forecast.link_s,
+        "link_busy": forecast.busy,
+        "pass_over_link": {name: 1 / share for name, share in forecast.busy.items()},
+        "draft_level": forecast.level and {**asdict(forecast.level), "ratio": forecast.level.ratio},
         "bound": forecast.bound,
     }
 

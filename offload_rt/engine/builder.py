@@ -1,5 +1,6 @@
 """Building the parts of an engine from its settings: what is planned, and what is loaded by the plan."""
 
+import platform
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
@@ -11,16 +12,16 @@ import torch
 from offload_rt.config import EngineConfig
 from offload_rt.engine import profile
 from offload_rt.engine.engine import Engine
-from offload_rt.engine.memory_plan import LIBRARIES, MemoryPlan, Sizes, less_margin, plan_memory
+from offload_rt.engine.memory_plan import LIBRARIES, READ_BUFFERS, MemoryPlan, Sizes, less_margin, plan_memory
 from offload_rt.engine.scheduler import Scheduler
 from offload_rt.errors import CapacityError, DeviceError, SettingsError
 from offload_rt.executor.cost import CostEstimator
 from offload_rt.executor.cuda_graphs import CudaCapture, GraphShape
 from offload_rt.executor.runner import Runner
 from offload_rt.offload import stream_cuda, stream_threads
-from offload_rt.offload.disk import DiskTier
+from offload_rt.offload.disk import DiskTier, ReadSettings
 from offload_rt.offload.memory import MemoryTier
-from offload_rt.offload.placement import MemoryBudget
+from offload_rt.offload.placement import MemoryBudget, Plan, with_host_slots
 from offload_rt.offload.streamer import LayerSources
 from offload_rt.offload.tier import done_ahead, read_parallel
 from offload_rt.speculate.draft_model import ROWS_PER_NODE, DraftModel, draft_rows
@@ -28,12 +29,16 @@ from offload_rt.speculate.pair_stats import PairStats
 from offload_rt.speculate.protocols import Drafter, DraftParts
 from offload_rt.speculate.select import Drafting
 from offload_rt.system.machine import MachineProfile, cards, memory_free, memory_limit
+from offload_rt.system.numa import Cpus, cpus_near
 from offload_rt.system.trace import Trace
 from offload_rt.weights.checkpoint import Checkpoint
 from offload_rt.weights.header import TensorRecord
-from offload_rt.weights.layout import PackedLayer, host_block, pack
+from offload_rt.weights.layout import PAGE, PackedLayer, align_up, host_block, packed_layout
 
 Progress = Callable[[int, int], None]
+
+# Spent at most on capturing passes of a model before its first one.
+_CAPTURING_S = 1.0
 
 _REFUSED = (
     "the driver pins no more memory of the host: layers go through a few pinned slots, "
@@ -64,7 +69,20 @@ def pick_device(name: str) -> torch.device:
         raise DeviceError("--device cuda", need=need, have=_why_no_card(), change="use --device cpu")
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
+    _expand_segments()
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def _expand_segments() -> None:
+    """Let torch's blocks on the card grow, unless the user has set anything or CUDA has begun.
+
+    Otherwise what is left between blocks of varying sizes counts against a tight cap. Not in WSL, where the driver refuses
+    such memory (pytorch/pytorch 192330).
+    """
+    has_begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch has no types there
+    is_set = has_begun or torch._C._accelerator_getAllocatorSettings()
+    if not is_set and "microsoft" not in platform.release().lower():
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def _why_no_card() -> str:
@@ -96,6 +114,8 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting
     disk = DiskTier(checkpoint.layers)
     try:
         layer_nbytes = tuple(disk.layout(i).nbytes for i in range(checkpoint.spec.n_layers))
+        if device.type == "cuda":  # also packed; only slots on the host hold layers as they lie in files
+            layer_nbytes = tuple(map(max, layer_nbytes, map(_packed_nbytes, checkpoint.layers)))
         target = replace(Sizes.of_checkpoint(checkpoint, dtype), layer_nbytes=layer_nbytes)
         memory = plan_memory(config, drafting, (target, draft), dtype, budget)
         if memory.plan.tiers.count("disk"):
@@ -112,6 +132,16 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting
     )  # fmt: skip
 
 
+def _packed_nbytes(records: Sequence[TensorRecord]) -> int:
+    """Bytes that a block takes, packed, in whole pages."""
+    return align_up(packed_layout((one.key, one.shape, one.torch_dtype()) for one in records).nbytes, PAGE)
+
+
+def _open_files(checkpoint: Checkpoint, settings: ReadSettings, device: torch.device) -> DiskTier:
+    """Layers and the rest of a model, to be read to where they stay: as they lie in the file for a CPU, packed for a GPU."""
+    return DiskTier([*checkpoint.layers, checkpoint.non_layer], settings, packed=device.type == "cuda")
+
+
 def load(engine_plan: EnginePlan, trace: Trace, progress: Progress | None = None) -> Engine:
     """Load what the plan keeps in memory, start the streamer, and measure what passes cost where a drafter asks.
 
@@ -120,21 +150,23 @@ def load(engine_plan: EnginePlan, trace: Trace, progress: Progress | None = None
     """
     plan, disk, device = engine_plan.plan, engine_plan.disk, engine_plan.device
     checkpoint, draft = engine_plan.checkpoint, engine_plan.drafting.draft
-    n_bytes = plan.reserved.non_layer + sum(disk.nbytes(i) for i, name in enumerate(plan.tiers) if name != "disk")
-    with ExitStack() as closes:
+    with ExitStack() as closes, ExitStack() as loading:
         closes.callback(disk.close)
         if device.type == "cuda":
             closes.callback(torch.cuda.empty_cache)
             _cap_device_memory(plan.budget.device, device, closes)
+            _sum_in_float32(closes)
         host = closes.enter_context(closing(MemoryTier(register=device.type == "cuda")))
-        loader = _Loader(device, host, _Meter(n_bytes + (draft.nbytes if draft else 0), progress), closes)
-        runner = loader.model(checkpoint, engine_plan.dtype, disk, plan.tiers, plan.n_slots, trace)
+        models = (checkpoint,) if draft is None else (checkpoint, draft)
+        files = [loading.enter_context(closing(_open_files(one, disk.settings, device))) for one in models]
+        n_bytes = sum(files[0].nbytes(i) for i, name in enumerate((*plan.tiers, "device")) if name != "disk")
+        n_bytes += sum(files[1].nbytes(i) for i in range(draft.spec.n_layers + 1)) if draft else 0
+        loader = _Loader(device, host, _Meter(n_bytes, progress), closes, cpus_near(device))
+        runner = loader.model(checkpoint, engine_plan.dtype, files[0], trace, (plan, disk))
         draft_runner = None
         if draft is not None:
-            tiers = ("device",) * draft.spec.n_layers
-            with closing(DiskTier(draft.layers)) as files:
-                # Its passes are in the trace as levels of a tree; layer by layer they would fill it.
-                draft_runner = loader.model(draft, draft.dtype, files, tiers, 0, Trace(on=False))
+            # Its passes are in the trace as levels of a tree; layer by layer they would fill it.
+            draft_runner = loader.model(draft, draft.dtype, files[1], Trace(on=False))
         if device.type == "cuda":
             _capture_passes(engine_plan, runner, draft_runner)
         drafter, cost = _open_drafter(engine_plan, runner, draft_runner, trace)
@@ -151,14 +183,22 @@ def _cap_device_memory(nbytes: int, device: torch.device, closes: ExitStack) -> 
     torch.cuda.set_per_process_memory_fraction(min(nbytes / all_of_card, 1.0), device)
 
 
+def _sum_in_float32(closes: ExitStack) -> None:
+    """Let cuBLAS add the parts of a product in float32 until `closes`; by default it may round them to 16 bits before."""
+    products = torch.backends.cuda.matmul
+    for name in ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"):
+        closes.callback(setattr, products, name, getattr(products, name))
+        setattr(products, name, False)
+
+
 def _capture_passes(engine_plan: EnginePlan, runner: Runner, draft: Runner | None) -> None:
     """Let models that lie on the card as a whole compute by CUDA graphs."""
     capture, n_nodes = CudaCapture(), engine_plan.limits.n_nodes
     if not runner.streamer.order:
-        runner.use_graphs(GraphShape(n_nodes, engine_plan.cache_rows, n_nodes), capture)
+        runner.use_graphs(GraphShape(n_nodes, engine_plan.cache_rows, n_nodes), capture, _CAPTURING_S)
     if draft is not None:
         n_keys = draft_rows(engine_plan.max_model_len, n_nodes)
-        draft.use_graphs(GraphShape(n_nodes, n_keys, ROWS_PER_NODE * n_nodes), capture)
+        draft.use_graphs(GraphShape(n_nodes, n_keys, ROWS_PER_NODE * n_nodes), capture, _CAPTURING_S)
 
 
 def _open_drafter(
@@ -168,8 +208,8 @@ def _open_drafter(
     if limits.n_nodes == 1:
         machine = MachineProfile("not measured", False, (("disk", 1.0), ("host", 1.0)), 1.0)
     else:
-        machine = profile.pass_profile(runner, moved, (limits.n_nodes, engine_plan.max_model_len))
-    cost = CostEstimator(machine, moved)
+        machine = profile.pass_profile(runner, moved, (limits.n_nodes, engine_plan.max_model_len - 2))
+    cost = CostEstimator(machine, moved, drafting.draft.nbytes if drafting.draft else 0)
     model, pair_stats = None, PairStats()
     if draft is not None and drafting.draft is not None:
         model = DraftModel(draft, runner.spec.vocab_size, limits.n_levels, trace)
@@ -198,62 +238,73 @@ class _Loader:
 
     host    takes the layers that stay in memory of the host
     closes  releases what is opened here
+    cpus    processors near the device; empty: all are
     """
 
     device: torch.device
     host: MemoryTier
     meter: _Meter
     closes: ExitStack
+    cpus: Cpus
 
     def model(
         self,
         checkpoint: Checkpoint,
         dtype: torch.dtype,
-        disk: DiskTier,
-        tiers: Sequence[str],
-        n_slots: int,
+        files: DiskTier,
         trace: Trace,
+        streamed: tuple[Plan, DiskTier] | None = None,
     ) -> Runner:
-        """A model whose layers come from `disk` and lie in `tiers`, one name for each; streamed through `n_slots`."""
-        is_cuda = self.device.type == "cuda"
-        with closing(DiskTier([checkpoint.non_layer])) as files:
-            image = self._on_device(self._read(files, 0))
-        non_layer = checkpoint.format.view(image.layout, image.block, dtype)
+        """A model read from `files`: its layers, then the rest. All lies on the device, or where a plan says.
+
+        streamed  the plan, and the tier of its layers that stay on the disk
+        """
+        n, blocks = checkpoint.spec.n_layers, [*checkpoint.layers, checkpoint.non_layer]
         resident = self.closes.enter_context(closing(MemoryTier()))
-        self._fill({"device": resident, "host": self.host}, disk, list(zip(tiers, checkpoint.layers, strict=True)))
-        streamed = tuple({"device": None, "host": self.host, "disk": disk}[name] for name in tiers)
-        open_streamer = stream_cuda.open_streamer if is_cuda else stream_threads.open_streamer
-        streamer = open_streamer(LayerSources(resident, streamed, n_slots), trace, self.device)
+        tiers = streamed[0].tiers if streamed else ("device",) * n
+        self._fill({"device": resident, "host": self.host}, files, list(zip((*tiers, "device"), blocks, strict=True)))
+        non_layer = checkpoint.format.view(resident.layout(n), resident.image(n).block, dtype)
+        sources = self._sources(resident, *streamed) if streamed else LayerSources(resident, (None,) * n, 0)
+        open_streamer = (stream_cuda if self.device.type == "cuda" else stream_threads).open_streamer
+        streamer = open_streamer(sources, trace, self.device)
         runner = Runner(checkpoint.spec, streamer, non_layer, checkpoint.format, self.device, dtype, trace)
         return self.closes.enter_context(closing(runner))
 
-    def _fill(
-        self, to: dict[str, MemoryTier], disk: DiskTier, layers: list[tuple[str, tuple[TensorRecord, ...]]]
-    ) -> None:
-        """Put each layer, of a tier's name and its tensors, into its tier; the same bytes of a file are kept once.
+    def _sources(self, resident: MemoryTier, plan: Plan, disk: DiskTier) -> LayerSources:
+        """Where the layers of a plan are, which gives up layers on the host where the driver has refused to pin some."""
+        now = with_host_slots(plan) if self.host.is_refused else plan
+        for i, (before, after) in enumerate(zip(plan.tiers, now.tiers, strict=True)):
+            if before != after:
+                self.host.drop(i)
+        streamed = tuple({"device": None, "host": self.host, "disk": disk}[name] for name in now.tiers)
+        return LayerSources(resident, streamed, now.n_slots, now.n_host_slots, self.cpus)
 
-        The next one is read while one is packed, pinned or brought to the device.
+    def _fill(
+        self, to: dict[str, MemoryTier], files: DiskTier, blocks: list[tuple[str, tuple[TensorRecord, ...]]]
+    ) -> None:
+        """Put each block, of a tier's name and its tensors, into its tier; the same bytes of a file are kept once.
+
+        The next one is read while one is pinned.
         """
         same: dict[tuple[str, tuple[TensorRecord, ...]], list[int]] = {}
-        for i, layer in enumerate(layers):
-            if layer[0] in to:
-                same.setdefault(layer, []).append(i)
-        with closing(done_ahead((partial(self._read, disk, one[0]) for one in same.values()), "loads")) as images:
+        for i, block in enumerate(blocks):
+            if block[0] in to:
+                same.setdefault(block, []).append(i)
+        new = (self._new_block(name, files.layout(numbers[0]).nbytes) for (name, _), numbers in same.items())
+        reads = (partial(self._read, files, one[0], block) for one, block in zip(same.values(), new, strict=True))
+        with closing(done_ahead(reads, "loads")) as images:
             for (name, _), numbers in same.items():
                 image = next(images)
-                if name == "device":
-                    image = self._on_device(image)
                 for i in numbers:
                     to[name].put(i, image)
 
-    def _read(self, disk: DiskTier, i: int) -> PackedLayer:
-        """Layer i in memory of the host: as it lies in the file where a CPU computes, packed for a GPU."""
-        image = PackedLayer(host_block(disk.layout(i).nbytes), disk.layout(i))
-        read_parallel(disk.reads(i, image.block), disk.n_parallel, self.meter)
-        return image if self.device.type == "cpu" else pack(image.layout.views(image.block))
+    def _new_block(self, tier: str, nbytes: int) -> torch.Tensor:
+        on_card = tier == "device" and self.device.type == "cuda"
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device) if on_card else host_block(nbytes)
 
-    def _on_device(self, image: PackedLayer) -> PackedLayer:
-        return PackedLayer(image.block.to(self.device), image.layout)
+    def _read(self, files: DiskTier, i: int, block: torch.Tensor) -> PackedLayer:
+        read_parallel(files.reads(i, block), files.n_parallel, self.meter, self.cpus)
+        return PackedLayer(block, files.layout(i))
 
 
 def _pick_dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:
@@ -272,7 +323,7 @@ def memory_budget(config: EngineConfig, device: torch.device) -> MemoryBudget:
     on_card, all_of_card = torch.cuda.mem_get_info(device)
     of_card = _within(config.device_nbytes, "--device-memory", less_margin(on_card), all_of_card)
     of_host = _within(config.host_nbytes, "--host-memory", spare, memory_limit())
-    return MemoryBudget(of_card, of_host, LIBRARIES, has_card=True)
+    return MemoryBudget(of_card, of_host, LIBRARIES, has_card=True, buffers=READ_BUFFERS)
 
 
 def _within(asked: int | None, flag: str, default: int, limit: int) -> int:

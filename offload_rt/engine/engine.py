@@ -131,7 +131,7 @@ class Engine:
         is_prefill = any(one.sequence.stats.n_passes == 0 for one in going)
         predicted = self.cost.seconds(np.array([n_rows]), context, drafted - started)[0]
         logits = self.runner.forward(steps)
-        self.runner.finish()
+        self.runner.finish(logits)
         computed = time.perf_counter()
         n_new = [self._accept(one, tree, rows) for one, tree, rows in zip(going, trees, logits, strict=True)]
         ended = time.perf_counter()

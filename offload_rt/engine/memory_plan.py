@@ -26,6 +26,9 @@ from offload_rt.weights.layout import packed_layout
 _MARGIN, _LEAST_MARGIN = 0.05, 256 << 20
 # What libraries of a GPU take of the budget for their own work, and what is lost between blocks of different sizes.
 LIBRARIES = 256 << 20
+# What threads that read take of the host's budget: buffers of at most 8 MiB and some pages in all, while loading a draft
+# model and while layers come from the disk.
+READ_BUFFERS = 17 << 20
 # Part of the budget that the default context may take.
 _CACHE_SHARE = 1 / 8
 # The default context is never shorter, however small the budget: a refusal is better than a model that forgets at once.

@@ -4,7 +4,7 @@ import hashlib
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from itertools import pairwise
 from statistics import median
@@ -19,7 +19,8 @@ from offload_rt.offload.pinning import pin, unpin
 from offload_rt.offload.streamer import LayerView
 from offload_rt.offload.tier import Tier, read_parallel
 from offload_rt.system.files import read_cached, write_cached
-from offload_rt.system.machine import ComputeTimes, MachineProfile, PassBytes
+from offload_rt.system.machine import ComputeTimes, MachineProfile, PassBytes, cache_nbytes, memory_free
+from offload_rt.system.numa import cpus_near, staying_near
 from offload_rt.tree.topology import Topology
 from offload_rt.weights.header import TensorRecord
 from offload_rt.weights.layout import host_block
@@ -59,17 +60,20 @@ def link_gbps(tier: Tier, n_layers: int, seconds: float = 0.5) -> float:
             return nbytes / elapsed / 1e9
 
 
-def memory_gbps(dtype: torch.dtype, device: torch.device, nbytes: int = 64 << 20) -> float:
+def beyond_caches(device: torch.device) -> int:
+    """Bytes of which the device's caches hold little, and at most a quarter of what is free."""
+    if device.type == "cuda":
+        return min(1 << 30, torch.cuda.mem_get_info(device)[0] // 4)  # the cache of a 4090 holds 72 MB
+    return min(max(256 << 20, 4 * cache_nbytes()), memory_free() // 4)
+
+
+def memory_gbps(dtype: torch.dtype, device: torch.device) -> float:
     """GB/s at which the device reads a matrix in a product with one vector."""
     width = 4096
-    matrix = torch.ones(nbytes // dtype.itemsize // width, width, dtype=dtype, device=device)
+    matrix = torch.ones(beyond_caches(device) // dtype.itemsize // width, width, dtype=dtype, device=device)
     vector = torch.ones(1, width, dtype=dtype, device=device)
-    seconds = []
-    for _ in range(4):
-        started = time.perf_counter()
-        torch.nn.functional.linear(vector, matrix).sum().item()
-        seconds.append(time.perf_counter() - started)
-    return nbytes / median(seconds[1:]) / 1e9
+    seconds = _timed(device, lambda: torch.nn.functional.linear(vector, matrix))
+    return matrix.nbytes / median(seconds) / 1e9
 
 
 def profile(tier: Tier, n_layers: int, dtype: torch.dtype, device: torch.device) -> MachineProfile:
@@ -83,19 +87,33 @@ def profile(tier: Tier, n_layers: int, dtype: torch.dtype, device: torch.device)
 def upload_gbps(device: torch.device, nbytes: int = 256 << 20) -> float:
     """GB/s at which a GPU copies pinned memory of the host."""
     source, target = host_block(nbytes), torch.empty(nbytes, dtype=torch.uint8, device=device)
-    pinned = pin(source)
+    with staying_near(cpus_near(device)):
+        pinned = pin(source)
     try:
-        seconds = []
-        for _ in range(4):
-            torch.cuda.synchronize(device)
-            started = time.perf_counter()
-            target.copy_(source, non_blocking=True)
-            torch.cuda.synchronize(device)
-            seconds.append(time.perf_counter() - started)
+        seconds = _timed(device, lambda: target.copy_(source, non_blocking=True))
     finally:
         if pinned:
             unpin(source)
-    return nbytes / min(seconds[1:]) / 1e9
+    return nbytes / min(seconds) / 1e9
+
+
+def _timed(device: torch.device, work: Callable[[], object], n_times: int = 3) -> list[float]:
+    """Seconds of some work each time, by the device's own clock where it is a card, after a first time that is not counted."""
+    seconds = []
+    for _ in range(1 + n_times):
+        if device.type == "cuda":
+            start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch gives it no types
+            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            start.record()
+            work()
+            end.record()
+            end.synchronize()
+            seconds.append(start.elapsed_time(end) / 1e3)
+        else:
+            started = time.perf_counter()
+            work()
+            seconds.append(time.perf_counter() - started)
+    return seconds[1:]
 
 
 def pass_profile(runner: Runner, moved: PassBytes, rows: tuple[int, int]) -> MachineProfile:
@@ -155,7 +173,7 @@ def _grid(n_rows: int, max_context: int) -> tuple[tuple[int, ...], tuple[int, ..
 def _still_holds(runner: Runner, compute: ComputeTimes) -> bool:
     """Whether one width takes about as long as it did; the times may be of an hour in which others used the machine."""
     width, context = compute.widths[len(compute.widths) // 2], compute.contexts[0]
-    cache = runner.new_cache(context + width)
+    cache = runner.new_cache(context + width + 1, is_alone=True)
     with closing(runner.streamer.sweep()) as sweep:
         now = _seconds_of_a_pass(runner, next(sweep), cache, width, context)
     runner.free_cache(cache)
@@ -163,12 +181,12 @@ def _still_holds(runner: Runner, compute: ComputeTimes) -> bool:
 
 
 def compute_times(runner: Runner, n_rows: int, max_context: int) -> ComputeTimes:
-    """Time one layer and the head at several widths, and at a short and a long context.
+    """Time passes of several widths, at a short and a long context.
 
     Attention's share is linear in both, so the long context is timed at the least and the largest width only.
     """
     widths, contexts = _grid(n_rows, max_context)
-    cache = runner.new_cache(contexts[1] + n_rows)
+    cache = runner.new_cache(contexts[1] + n_rows + 1, is_alone=True)
     with closing(runner.streamer.sweep()) as sweep:
         block = next(sweep)
         short = [_seconds_of_a_pass(runner, block, cache, width, contexts[0]) for width in widths]
@@ -178,15 +196,27 @@ def compute_times(runner: Runner, n_rows: int, max_context: int) -> ComputeTimes
     return ComputeTimes(widths, contexts, (tuple(short), tuple((np.array(short) + np.maximum(more, 0)).tolist())))
 
 
-@torch.inference_mode()
 def _seconds_of_a_pass(runner: Runner, block: LayerView, cache: int, width: int, context: int) -> float:
-    """Seconds of all layers, each as slow as this one, and of the head."""
+    """Seconds of a pass for which no layer is waited: one that is replayed, or all layers, each as slow as this one."""
     runner.assume_context(cache, context)
     step = Step(cache, torch.zeros(width, dtype=torch.int64), Topology.chain(width), width, context)
-    hidden = torch.zeros(width, runner.spec.hidden_size, dtype=runner.dtype, device=runner.device)
+    if not runner.replays(step):
+        return _seconds_layer_by_layer(runner, block, step)
+    moments = []
+    for _ in range(_REPEATS + 3):  # the first runs as it is, the second is captured
+        moments.append(_now(runner))
+        runner.forward([step])
+        runner.discard(cache)
+    return min(after - before for before, after in pairwise(moments[2:]))
+
+
+@torch.inference_mode()
+def _seconds_layer_by_layer(runner: Runner, block: LayerView, step: Step) -> float:
+    """Seconds of all layers, each as slow as this one, and of the head."""
+    hidden = torch.zeros(step.n_rows, runner.spec.hidden_size, dtype=runner.dtype, device=runner.device)
     best = [float("inf"), float("inf")]
     for _ in range(_REPEATS):
-        chunks = runner.chunks([step])
+        _, chunks = runner.upload([step])
         moments = [_now(runner)]
         runner.layer(block, hidden, chunks)
         moments.append(_now(runner))

@@ -9,16 +9,17 @@ from offload_rt.system.machine import MachineProfile, PassBytes, pass_time, pass
 
 # Weight of the newest pass in the running estimates.
 _NEWEST = 0.25
-# Seconds of a level of the draft until one was timed.
-_LEVEL_S = 2e-3
 
 
 class CostEstimator:
-    """Predicts the seconds of passes; learns from each how fast the link is and how far off the cost model is."""
+    """Predicts the seconds of passes; learns from each how fast the link is and how far off the cost model is.
 
-    def __init__(self, profile: MachineProfile, moved: PassBytes) -> None:
+    draft_nbytes  of the draft model's weights: until a level was timed, it takes as long as reading these
+    """
+
+    def __init__(self, profile: MachineProfile, moved: PassBytes, draft_nbytes: int = 0) -> None:
         self.profile, self._moved = profile, moved
-        self._slack, self.level_s, self._learns = 1.0, _LEVEL_S, True
+        self._slack, self.level_s, self._learns = 1.0, draft_nbytes / (profile.memory_gbps * 1e9), True
 
     def fixed(self, level_s: float) -> "CostEstimator":
         """One that predicts as this one does now, with `level_s` seconds for a level of the draft, and learns nothing."""

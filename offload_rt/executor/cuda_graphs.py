@@ -1,23 +1,32 @@
 """Passes of a resident model at a few fixed shapes, captured as CUDA graphs and replayed."""
 
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from offload_rt import ops
-from offload_rt.kv.cache import KVBuffer
+from offload_rt.kv.cache import ContiguousCache, KVBuffer, KVCache
 from offload_rt.models.architecture import Architecture, LayerWeights
 from offload_rt.weights.layout import packed_layout
 
 # Rows and keys are rounded up to these, so that few shapes are captured: a level of 5 rows is computed as 8.
 _WIDTHS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 _KEYS = 256
+# Where keys that are not there cost nothing, a pass has room for so many at least.
+_LEAST_KEYS = 1024
 # Captured shapes of one buffer. Each takes some megabytes of the driver's; a tree seldom needs more than twenty.
 _MOST_KEPT = 40
 
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 Replay = Callable[[], None]
+# What is made of logits (rows, vocabulary) on the device: one row for each. Of equal ones the first is captured for all.
+Reduce = Callable[[Tensor], Tensor]
 Capture = Callable[[Callable[[], None]], Replay]
 
 
@@ -94,6 +103,22 @@ class GraphInputs(PassRows):
         mask.extent[:] = source.extent
 
 
+class _Captured:
+    """A computation that runs as it is the first time, is captured the second time, and replayed from then on."""
+
+    def __init__(self) -> None:
+        self._n_runs = 0
+        self._replay: Replay | None = None
+
+    def run(self, compute: Callable[[], None], capture: Capture) -> None:
+        """Compute. Where memory runs out while it is captured, it goes on running as it is."""
+        if self._n_runs == 1:
+            with suppress(torch.OutOfMemoryError):
+                self._replay = capture(compute)
+        (self._replay or compute)()
+        self._n_runs += 1
+
+
 class GraphPass:
     """One pass of a fixed shape over one KV buffer; to the layers it is the `PassContext`.
 
@@ -106,35 +131,47 @@ class GraphPass:
         of_row = model.spec.row_inputs(one, one, buffer.keys.dtype)
         self._host = GraphInputs.empty(shape, of_row, torch.device("cpu"))
         self._inputs = GraphInputs.empty(shape, of_row, buffer.keys.device)
-        self.row_inputs = self._inputs.row_inputs
-        self._masks: dict[int | None, ops.TreeMask] = {}
-        self._logits = logits[: shape.n_rows]
-        self._n_runs = 0
-        self._replay: Replay | None = None
+        self.row_inputs, self._mask = self._inputs.row_inputs, self._inputs.mask
+        self._logits, self._captured = logits[: shape.n_rows], _Captured()
 
     def run(self, rows: PassRows, capture: Capture) -> None:
-        """Compute these rows: the first time as usual, the second time captured, then replayed."""
+        """Compute these rows."""
         self._host.fill(rows, spare=self._buffer.capacity - 1)
-        self._inputs.block.copy_(self._host.block)
-        if self._n_runs == 1:
-            self._replay = capture(self.compute)
-        (self._replay or self.compute)()
-        self._n_runs += 1
+        ops.fill(self._inputs.block, self._host.block)
+        self._captured.run(self.compute, capture)
 
     @torch.inference_mode()
     def compute(self) -> None:
         """Embedding, layers and head; writes the rows of the cache and the logits."""
         model, non_layer = self._model.spec, self._model.non_layer
-        self._masks = {}  # what the reference makes of a mask is part of what is captured
+        self._mask = replace(self._inputs.mask)  # what the reference makes of a mask is part of what is captured
         hidden = model.embed(non_layer, self._inputs.ids)
         for i, weights in enumerate(self._model.layers):
             hidden = model.layer(i, weights, hidden, self)
         self._logits.copy_(model.head(non_layer, hidden))
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *,
+        scale: float, window: int | None = None, rotary: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
         """See `PassContext.attend`."""
-        mask = self._masks.setdefault(window, replace(self._inputs.mask, window=window))
-        return self._buffer.attend(layer, self._inputs.rows, q, k, v, mask, scale)
+        return self._buffer.attend(layer, self._inputs.rows, q, k, v, self._mask.within(window), scale, rotary)
+
+
+class _Reduction:
+    """What is made of the first logits of a pass."""
+
+    def __init__(self, reduce: Reduce, logits: Tensor) -> None:
+        self._reduce, self._logits, self._captured = reduce, logits, _Captured()
+        self.out = logits[:0]
+
+    def run(self, capture: Capture) -> None:
+        """Reduce the logits that the pass has written."""
+        self._captured.run(self._compute, capture)
+
+    @torch.inference_mode()
+    def _compute(self) -> None:
+        self.out = self._reduce(self._logits)
 
 
 class GraphRunner:
@@ -151,8 +188,27 @@ class GraphRunner:
         self._model, self._most, self._new_buffer, self._capture = model, most, new_buffer, capture
         self._most_rows = max(width for width in _WIDTHS if width <= max(most.n_rows, 1))
         self._passes: dict[KVBuffer, dict[GraphShape, GraphPass]] = {}
+        self._reductions: dict[tuple[int, Reduce], _Reduction] = {}
         self._reusable: KVBuffer | None = None
         self._logits: Tensor | None = None
+
+    def prepare(self, seconds: float) -> None:
+        """Capture passes of all widths, each at the shortest length, for as long as `seconds` allow.
+
+        The largest comes first: the others find room in the memory that it took.
+        """
+        buffer = self.reuse(self._most.n_keys, is_alone=True)
+        assert buffer is not None, "it is as large as the largest"
+        widths = [width for width in _WIDTHS if width <= self._most_rows and width < buffer.capacity]
+        started = time.perf_counter()
+        for width in (*widths[-1:], *widths[:-1]):
+            if time.perf_counter() - started > seconds:
+                break
+            nodes = torch.arange(width)
+            row_inputs = self._model.spec.row_inputs(nodes, nodes + 1, buffer.keys.dtype)
+            rows = PassRows(nodes * 0, nodes, row_inputs, ops.make_tree_mask(nodes.numpy() - 1, 0, 0))
+            for _ in range(2):
+                self.forward(buffer, rows)
 
     def reuse(self, capacity: int, is_alone: bool) -> KVBuffer | None:
         """The buffer that sequences use which run alone, one after the other, with its passes; None if it is too small.
@@ -174,42 +230,54 @@ class GraphRunner:
         if buffer is not self._reusable:
             self._passes.pop(buffer, None)
 
-    def fits(self, buffer: KVBuffer, shape: GraphShape) -> bool:
-        """Whether such a pass can be served; the buffer needs one spare row behind its keys."""
+    def fits(self, cache: KVCache, shape: GraphShape) -> bool:
+        """Whether such a pass can be served; the cache needs one spare row behind its keys."""
         has_rows = shape.n_rows <= self._most_rows and shape.n_tree_rows <= self._most.n_tree_rows
-        return has_rows and shape.n_keys < buffer.capacity
+        return isinstance(cache, ContiguousCache) and has_rows and shape.n_keys < cache.capacity
 
-    def forward(self, buffer: KVBuffer, rows: PassRows) -> Tensor:
-        """Logits (n, vocabulary) of the rows, valid until the next pass; writes their keys and values to the buffer."""
+    def forward(self, buffer: KVBuffer, rows: PassRows, reduce: Reduce | None = None) -> Tensor:
+        """Logits (n, vocabulary) of the rows, or what `reduce` makes of them, one row for each; valid until the next pass.
+
+        Writes their keys and values to the buffer.
+        """
         n = len(rows.ids)
         if self._logits is None:
-            shape = (self._most_rows, self._model.spec.vocab_size)
-            self._logits = torch.empty(shape, dtype=buffer.keys.dtype, device=buffer.keys.device)
+            size = (self._most_rows, self._model.spec.vocab_size)
+            self._logits = torch.empty(size, dtype=buffer.keys.dtype, device=buffer.keys.device)
+        logits = self._logits
         if buffer not in self._passes:
             self._passes[buffer] = {}
             for part in (buffer.keys, buffer.values):  # 0 times what an uninitialised row holds may be NaN
                 part[:, :, rows.mask.n_keys - n :].zero_()
-        self._pass_of(buffer, self._rounded(n, rows.mask.n_keys, buffer), self._logits).run(rows, self._capture)
-        return self._logits[:n]
+        shape = self._rounded(n, rows.mask.n_keys, buffer)
+        _most_recent(self._passes[buffer], shape, lambda: GraphPass(self._model, buffer, shape, logits)).run(
+            rows, self._capture
+        )
+        if reduce is None:
+            return logits[:n]
+        reduction = _most_recent(
+            self._reductions, (shape.n_rows, reduce), lambda: _Reduction(reduce, logits[: shape.n_rows])
+        )
+        reduction.run(self._capture)
+        return reduction.out[:n]
 
     def _rounded(self, n_rows: int, n_keys: int, buffer: KVBuffer) -> GraphShape:
         """The shape that serves a pass."""
         steps = -(-n_keys // _KEYS)
         # Where absent keys cost nothing, few shapes serve a growing cache.
         if ops.goes_by_extent(buffer.keys):
-            steps = 1 << (steps - 1).bit_length()
+            steps = max(1 << (steps - 1).bit_length(), _LEAST_KEYS // _KEYS)
         n_keys = min(steps * _KEYS, buffer.capacity)
         width = next(width for width in _WIDTHS if width >= n_rows)
         return GraphShape(width, n_keys, min(n_keys, self._most.n_tree_rows))
 
-    def _pass_of(self, buffer: KVBuffer, shape: GraphShape, logits: Tensor) -> GraphPass:
-        """The pass of a shape, which becomes the most recently used one; the least recently used one goes."""
-        passes = self._passes[buffer]
-        known = passes.pop(shape, None)
-        passes[shape] = known or GraphPass(self._model, buffer, shape, logits)
-        if len(passes) > _MOST_KEPT:
-            del passes[next(iter(passes))]
-        return passes[shape]
+
+def _most_recent(kept: dict[_Key, _Value], key: _Key, make: Callable[[], _Value]) -> _Value:
+    """The value of a key, which becomes the most recently used one; of too many the least recently used one goes."""
+    kept[key] = kept.pop(key) if key in kept else make()
+    if len(kept) > _MOST_KEPT:
+        del kept[next(iter(kept))]
+    return kept[key]
 
 
 class CudaCapture:
@@ -224,9 +292,32 @@ class CudaCapture:
         self._anchor = self(self._flag.zero_)
 
     def __call__(self, compute: Callable[[], object]) -> Replay:
-        """Capture what `compute` launches; it has run before, so that nothing is set up for the first time."""
+        """Capture what `compute` launches; it has run before, so that nothing is set up for the first time.
+
+        Raises OutOfMemoryError where there is no room for it.
+        """
+        with suppress(torch.OutOfMemoryError):
+            return self._capture(compute)
+        # During a capture torch gives nothing back of what it keeps for other work.
+        torch.cuda.empty_cache()
+        return self._capture(compute)
+
+    def _capture(self, compute: Callable[[], object]) -> Replay:
+        """By the graph's own methods: `torch.cuda.graph` waits for the device, copies included, and empties the cache."""
         graph = torch.cuda.CUDAGraph()
-        # Other threads go on enqueueing copies during the capture.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            compute()
+        with torch.cuda.stream(self._stream):
+            # Other threads go on enqueueing copies during the capture.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                compute()
+            except BaseException:
+                with suppress(RuntimeError):  # the capture may have become invalid
+                    graph.capture_end()
+                raise
+            try:
+                graph.capture_end()
+            except RuntimeError as error:  # the driver has no room for the graph
+                if "out of memory" not in str(error):
+                    raise
+                raise torch.OutOfMemoryError(str(error)) from error
         return graph.replay

@@ -1,21 +1,22 @@
 """One model, one pass: every layer is visited once, for all sequences of the batch."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
 
 import torch
 from torch import Tensor
 
 from offload_rt import ops
-from offload_rt.executor.cuda_graphs import Capture, GraphRunner, GraphShape, PassRows, ResidentModel
+from offload_rt.errors import NumericsError
+from offload_rt.executor.cuda_graphs import Capture, GraphRunner, GraphShape, PassRows, Reduce, ResidentModel
 from offload_rt.kv.cache import ContiguousCache, KVBuffer, KVCache
 from offload_rt.models.architecture import Architecture, LayerWeights
 from offload_rt.offload.streamer import LayerView, Streamer
 from offload_rt.system.trace import COMPUTE, Trace
-from offload_rt.tree.topology import Topology
+from offload_rt.tree.topology import GrowingTree, Topology
 from offload_rt.weights.formats import WeightFormat
 
 # Rows that go through a layer together. One pass over the weights serves a long prompt chunk by chunk, and activations stay
@@ -33,14 +34,16 @@ class Step:
     n_wanted  logits are computed for the last n_wanted tokens
     n_prompt  tokens of the prompt, which plain decoding computes together
     n_done    the first n_done tokens are pending in the cache already, computed by earlier passes
+    reduce    what is made of the logits, and given in their place
     """
 
     cache: int
     tokens: Tensor
-    topology: Topology
+    topology: Topology | GrowingTree
     n_wanted: int
     n_prompt: int
     n_done: int = 0
+    reduce: Reduce | None = None
 
     @property
     def n_rows(self) -> int:
@@ -48,48 +51,59 @@ class Step:
         return len(self.tokens) - self.n_done
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Segment:
-    """Rows [start, stop) of a step, which are rows `rows` of a chunk; masks are made on `device`."""
+    """Rows [start, stop) of a step, which are rows `rows` of a chunk."""
 
     step: Step
     cache: KVCache
     start: int
     stop: int
     rows: slice
-    device: torch.device
-    masks: dict[int | None, ops.TreeMask] = field(default_factory=dict)
 
     def positions(self) -> Tensor:
         """(n,) int64 positions in the sequence."""
-        return torch.from_numpy(self.step.topology.depths[self.start : self.stop]) + self.cache.n_committed
+        return torch.from_numpy(self.step.topology.depths[self.start : self.stop]).long() + self.cache.n_committed
 
-    def mask(self, window: int | None) -> ops.TreeMask:
-        """Which cached rows each row looks at."""
-        if not self.masks:
-            trunk, parents = self.step.topology.tree_rows(self.start, self.stop)
-            n_before = self.cache.n_committed + trunk
-            self.masks[None] = ops.make_tree_mask(parents, self.start - trunk, n_before, self.device)
-        if window not in self.masks:
-            self.masks[window] = replace(self.masks[None], window=window)
-        return self.masks[window]
+    def mask(self) -> ops.TreeMask:
+        """Which cached rows each row sees, without a window; on the host."""
+        return self.step.topology.mask(self.start, self.stop, self.cache.n_committed)
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows of a pass that go through a layer together; to the layers it is the `PassContext`."""
+    """Rows of a pass that go through a layer together; to the layers it is the `PassContext`.
+
+    masks  one for each segment, without a window
+    """
 
     rows: slice
     segments: tuple[_Segment, ...]
+    masks: tuple[ops.TreeMask, ...]
     row_inputs: tuple[Tensor, ...]
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *,
+        scale: float, window: int | None = None, rotary: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
         """See `PassContext.attend`."""
-        outs = [
-            one.cache.attend(layer, one.start, q[one.rows], k[one.rows], v[one.rows], one.mask(window), scale)
-            for one in self.segments
-        ]
+        outs = []
+        for one, mask in zip(self.segments, self.masks, strict=True):
+            rows = one.rows
+            turn = None if rotary is None else (rotary[0][rows], rotary[1][rows])
+            outs.append(one.cache.attend(layer, one.start, q[rows], k[rows], v[rows], mask.within(window), scale, turn))
         return torch.cat(outs) if len(outs) > 1 else outs[0]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that the layers need of these rows."""
+        return [*self.row_inputs, *(one for mask in self.masks for one in mask.tensors)]
+
+    def of(self, tensors: Iterator[Tensor]) -> "Chunk":
+        """This chunk of the next `tensors`, such as copies on a device."""
+        row_inputs = tuple(itertools.islice(tensors, len(self.row_inputs)))
+        masks = tuple(mask.of(itertools.islice(tensors, len(mask.tensors))) for mask in self.masks)
+        return replace(self, row_inputs=row_inputs, masks=masks)
 
 
 @dataclass(eq=False, repr=False)
@@ -106,7 +120,7 @@ class Runner:
     kv: type[KVCache] = ContiguousCache
 
     def __post_init__(self) -> None:
-        self._chunk_rows, self._ids = CHUNK_ROWS, count()
+        self._chunk_rows, self._ids = CHUNK_ROWS, itertools.count()
         self._caches: dict[int, KVCache] = {}
         self._graphs: GraphRunner | None = None
 
@@ -114,53 +128,69 @@ class Runner:
     def forward(self, steps: Sequence[Step]) -> list[Tensor]:
         """One sweep over the layers; writes the pending rows of every cache.
 
-        Returns per step logits (n_wanted, vocabulary) in the dtype of the computation.
+        Returns per step logits (n_wanted, vocabulary) in the dtype of the computation, or what its `reduce` makes of them.
         Raises CapacityError if a cache is too small, LinkError if a layer does not arrive.
         """
         for step in steps:
             self._caches[step.cache].begin(step.tokens.tolist())
-        if len(steps) == 1 and (logits := self._replay(steps[0])) is not None:
-            return [logits]
-        ids = torch.cat([step.tokens[step.n_done :] for step in steps]).to(self.device)
+        if len(steps) == 1 and self.replays(steps[0]):
+            return [self._replay(steps[0])]
+        ids, chunks = self.upload(steps)
         hidden = self.spec.embed(self.non_layer, ids)
-        chunks = self.chunks(steps)
         with closing(self.streamer.sweep()) as sweep:
             for block in sweep:
                 with self.trace.span(COMPUTE, f"layer {block.i}"):
                     self.layer(block, hidden, chunks)
         with self.trace.span(COMPUTE, "head"):
-            return self.logits(hidden, steps)
+            logits = self.logits(hidden, steps)
+        return [step.reduce(rows) if step.reduce else rows for step, rows in zip(steps, logits, strict=True)]
 
-    def finish(self) -> None:
-        """Wait until the device has computed all that was enqueued; copies go on."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+    def finish(self, logits: Sequence[Tensor] = ()) -> None:
+        """Wait until the device has computed all that was enqueued; copies go on.
 
-    def use_graphs(self, most: GraphShape, capture: Capture) -> None:
-        """From now on compute passes of one sequence by graphs, up to this shape; all layers must be resident."""
+        Raises NumericsError if these logits are not all numbers, which `sampling.probs` finds out on a CPU.
+        """
+        if self.device.type == "cpu":
+            return
+        done = torch.ones((), dtype=torch.bool, device=self.device)
+        if not all(ops.to_host([done, *(rows.amax(-1).isfinite().all() for rows in logits)], is_long=True)):
+            change = "check the checkpoint, or try --dtype float32"
+            raise NumericsError("the model's logits are not all numbers", change=change)
+
+    def use_graphs(self, most: GraphShape, capture: Capture, seconds: float = 0.0) -> None:
+        """From now on compute passes of one sequence by graphs, up to this shape; all layers must be resident.
+
+        seconds  spent at most, beside one pass, on capturing those that are likely to come
+        """
         if self.kv is not ContiguousCache:
             return
         layers = [self.format.view(block.layout, block.data, self.dtype) for block in self.streamer.sweep()]
         model = ResidentModel(self.spec, layers, self.non_layer)
         new_buffer = partial(KVBuffer.empty, self.spec, dtype=self.dtype, device=self.device)
         self._graphs = GraphRunner(model, most, new_buffer, capture)
+        if seconds:
+            self._graphs.prepare(seconds)
 
     def close(self) -> None:
         """End all transfers, and drop what was captured, which holds the weights."""
         self._graphs = None
         self.streamer.close()
 
-    def _replay(self, step: Step) -> Tensor | None:
-        """Logits of a step (n_wanted, vocabulary) by graphs; None where they do not serve."""
+    def replays(self, step: Step) -> bool:
+        """Whether graphs serve for a step."""
         cache, n_tokens = self._caches[step.cache], len(step.tokens)
         shape = GraphShape(step.n_rows, cache.n_committed + n_tokens, n_tokens)
-        if self._graphs is None or not isinstance(cache, ContiguousCache) or not self._graphs.fits(cache.buffer, shape):
-            return None
-        whole = _Segment(step, cache, step.n_done, n_tokens, slice(0, step.n_rows), torch.device("cpu"))
-        rows = torch.arange(shape.n_keys - step.n_rows, shape.n_keys)
-        inputs = PassRows(step.tokens[step.n_done :], rows, self._row_inputs([whole]), whole.mask(window=None))
+        return self._graphs is not None and self._graphs.fits(cache, shape)
+
+    def _replay(self, step: Step) -> Tensor:
+        """What `forward` gives for a step that graphs serve for."""
+        cache, n_tokens = self._caches[step.cache], len(step.tokens)
+        assert self._graphs is not None and isinstance(cache, ContiguousCache), "it has been asked for"
+        whole = _Segment(step, cache, step.n_done, n_tokens, slice(0, step.n_rows))
+        rows = torch.arange(step.n_done, n_tokens) + cache.n_committed
+        inputs = PassRows(step.tokens[step.n_done :], rows, self._row_inputs([whole]), whole.mask())
         with self.trace.span(COMPUTE, "all layers"):
-            return self._graphs.forward(cache.buffer, inputs)[step.n_rows - step.n_wanted :]
+            return self._graphs.forward(cache.buffer, inputs, step.reduce)[step.n_rows - step.n_wanted :]
 
     def layer(self, block: LayerView, hidden: Tensor, chunks: Sequence[Chunk]) -> None:
         """One layer on all rows, in place: hidden (n, hidden_size)."""
@@ -211,8 +241,15 @@ class Runner:
         """Take the first n rows of a cache for committed, whatever they hold, to time passes after n tokens."""
         self._caches[id].committed = [0] * n
 
-    def chunks(self, steps: Sequence[Step]) -> list[Chunk]:
-        """Cut the rows of all steps, one behind the other, into chunks."""
+    def upload(self, steps: Sequence[Step]) -> tuple[Tensor, list[Chunk]]:
+        """Bring all that a pass needs of its rows to the device, at once: their tokens, and the chunks they go through in."""
+        chunks = self._chunks(steps)
+        ids = torch.cat([step.tokens[step.n_done :] for step in steps])
+        there = iter(ops.to_device([ids, *(one for chunk in chunks for one in chunk.tensors)], self.device))
+        return next(there), [chunk.of(there) for chunk in chunks]
+
+    def _chunks(self, steps: Sequence[Step]) -> list[Chunk]:
+        """Cut the rows of all steps, one behind the other, into chunks; on the host."""
         parts: list[list[_Segment]] = []
         n_rows = 0
         for step in steps:
@@ -222,12 +259,13 @@ class Runner:
                 if at == 0:
                     parts.append([])
                 n = min(self._chunk_rows - at, len(step.tokens) - start)
-                parts[-1].append(_Segment(step, cache, start, start + n, slice(at, at + n), self.device))
+                parts[-1].append(_Segment(step, cache, start, start + n, slice(at, at + n)))
                 start, n_rows = start + n, n_rows + n
         chunks = []
         for first, segments in zip(range(0, n_rows, self._chunk_rows), parts, strict=True):
-            row_inputs = tuple(one.to(self.device) for one in self._row_inputs(segments))
-            chunks.append(Chunk(slice(first, first + segments[-1].rows.stop), tuple(segments), row_inputs))
+            masks = tuple(one.mask() for one in segments)
+            rows = slice(first, first + segments[-1].rows.stop)
+            chunks.append(Chunk(rows, tuple(segments), masks, self._row_inputs(segments)))
         return chunks
 
     def _row_inputs(self, segments: list[_Segment]) -> tuple[Tensor, ...]:

@@ -46,13 +46,15 @@ class KVCache(ABC):
 
     @abstractmethod
     def attend(
-        self, layer: int, start: int, q: Tensor, k: Tensor, v: Tensor, mask: ops.TreeMask, scale: float
-    ) -> Tensor:
+        self, layer: int, start: int, q: Tensor, k: Tensor, v: Tensor, mask: ops.TreeMask, scale: float,
+        rotary: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
         """Keep keys and values of pending rows [start, start + n); attention of these rows.
 
-        q     (n, n_heads, head_dim)
-        k, v  (n, n_kv_heads, head_dim)
-        mask  what they look at among the n_committed + start + n first rows
+        q       (n, n_heads, head_dim)
+        k, v    (n, n_kv_heads, head_dim)
+        mask    what they look at among the n_committed + start + n first rows
+        rotary  cosines and sines (n, head_dim) each, by which q and k are rotated first; None: not at all
         Returns (n, n_heads, head_dim).
         """
 
@@ -122,13 +124,13 @@ class KVBuffer:
         return self.keys.shape[2]
 
     def attend(
-        self, layer: int, rows: slice | Tensor, q: Tensor, k: Tensor, v: Tensor, mask: ops.TreeMask, scale: float
-    ) -> Tensor:
+        self, layer: int, rows: slice | Tensor, q: Tensor, k: Tensor, v: Tensor, mask: ops.TreeMask, scale: float,
+        rotary: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
         """Write k and v to `rows`; attention of q to the first mask.n_keys rows. Shapes as in `KVCache.attend`."""
-        self.keys[layer, :, rows] = k.transpose(0, 1)
-        self.values[layer, :, rows] = v.transpose(0, 1)
-        n = mask.n_keys
-        return ops.tree_attention(q, self.keys[layer, :, :n], self.values[layer, :, :n], mask, scale)
+        keys, values, n = self.keys[layer], self.values[layer], mask.n_keys
+        q = ops.rotate_and_store(q, k, v, rotary, keys, values, rows)
+        return ops.tree_attention(q, keys[:, :n], values[:, :n], mask, scale)
 
 
 class ContiguousCache(KVCache):
@@ -149,13 +151,13 @@ class ContiguousCache(KVCache):
         return KVBytes(device=n_rows * model.kv_nbytes(itemsize))
 
     def attend(
-        self, layer: int, start: int, q: Tensor, k: Tensor, v: Tensor, mask: ops.TreeMask, scale: float
-    ) -> Tensor:
+        self, layer: int, start: int, q: Tensor, k: Tensor, v: Tensor, mask: ops.TreeMask, scale: float,
+        rotary: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
         """Write k and v behind the rows there are, and attend to all of them."""
         first = self.n_committed + start
-        return self.buffer.attend(layer, slice(first, first + len(q)), q, k, v, mask, scale)
+        return self.buffer.attend(layer, slice(first, first + len(q)), q, k, v, mask, scale, rotary)
 
     def move(self, rows: Sequence[int], first: int) -> None:
         """Move rows in place."""
-        keys, values = self.buffer.keys, self.buffer.values
-        ops.commit_rows(keys, values, torch.tensor(rows, device=keys.device), first)
+        ops.commit_rows(self.buffer.keys, self.buffer.values, torch.tensor(rows), first)

@@ -1,7 +1,9 @@
 """What the rest of the package asks of a model, whatever its layers look like."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import NamedTuple, Protocol
 
 import torch
@@ -24,6 +26,10 @@ class LayerWeights(Protocol):
     def linear(self, x: Tensor, name: str) -> Tensor:
         """x (n, n_in) through the matrix `<name>.weight`, bias included: (n, n_out)."""
 
+    def linears(self, x: Tensor, names: Sequence[str]) -> tuple[Tensor, ...]:
+        """`linear` for each of these; a format may compute them together and return parts of one product."""
+        return tuple(map(self.linear, repeat(x), names))
+
     def rows(self, ids: Tensor, name: str) -> Tensor:
         """Rows `ids` (n,) of the table `<name>.weight`, in the dtype of the computation: (n, width)."""
 
@@ -35,11 +41,15 @@ class PassContext(Protocol):
     def row_inputs(self) -> tuple[Tensor, ...]:
         """What `Architecture.row_inputs` gave for the rows of x, on the device."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *,
+        scale: float, window: int | None = None, rotary: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
         """Keep k and v (n, n_kv_heads, head_dim) of these rows in the cache and return the output of attention.
 
         q       (n, n_heads, head_dim)
         window  how many positions back a row sees, itself included; None: all of them
+        rotary  cosines and sines (n, head_dim) each, by which q and k are rotated first; None: they are as they should be
         Returns (n, n_heads, head_dim).
         """
 
@@ -91,7 +101,7 @@ class Architecture(ABC):
 
     @abstractmethod
     def layer(self, i: int, weights: LayerWeights, x: Tensor, context: PassContext) -> Tensor:
-        """Layer i on the hidden states x (n, hidden_size) of n rows. Returns (n, hidden_size)."""
+        """Layer i on the hidden states x (n, hidden_size) of n rows, which it may overwrite. Returns (n, hidden_size)."""
 
     @abstractmethod
     def head(self, weights: LayerWeights, x: Tensor) -> Tensor:

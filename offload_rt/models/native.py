@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +12,8 @@ from offload_rt import ops
 from offload_rt.models.architecture import Architecture, LayerWeights, PassContext, TensorShape
 from offload_rt.models.rope import Rope
 
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 _EMBED, _NORM, _HEAD = "model.embed_tokens", "model.norm", "lm_head"
 # Old Llama checkpoints carry the rotary frequencies, which follow from the config.
 _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
@@ -45,15 +48,12 @@ class NativeDecoder(Architecture):
         head_norms = (_norm("self_attn.q_norm", self.head_dim), _norm("self_attn.k_norm", self.head_dim))
         return (
             _norm("input_layernorm", d),
-            *_linear("self_attn.q_proj", q, d, self.qkv_bias),
-            *_linear("self_attn.k_proj", kv, d, self.qkv_bias),
-            *_linear("self_attn.v_proj", kv, d, self.qkv_bias),
+            *_linears(dict(zip(_QKV, (q, kv, kv), strict=True)), d, self.qkv_bias),
             *(head_norms if self.qk_norm else ()),
-            *_linear("self_attn.o_proj", d, q, self.o_bias),
+            *_linears({"self_attn.o_proj": d}, q, self.o_bias),
             _norm("post_attention_layernorm", d),
-            *_linear("mlp.gate_proj", m, d, self.mlp_bias),
-            *_linear("mlp.up_proj", m, d, self.mlp_bias),
-            *_linear("mlp.down_proj", d, m, self.mlp_bias),
+            *_linears(dict.fromkeys(_GATE_UP, m), d, self.mlp_bias),
+            *_linears({"mlp.down_proj": d}, m, self.mlp_bias),
         )
 
     def non_layer_tensors(self) -> tuple[TensorShape, ...]:
@@ -77,23 +77,19 @@ class NativeDecoder(Architecture):
     def layer(self, i: int, weights: LayerWeights, x: Tensor, context: PassContext) -> Tensor:
         """Attention and MLP, each on a norm of the residual stream and added to it."""
         h = ops.rms_norm(x, weights.vector("input_layernorm"), self.eps)
-        x = x + self._attention(i, weights, h, context)
-        h = ops.rms_norm(x, weights.vector("post_attention_layernorm"), self.eps)
-        gate = torch.nn.functional.silu(weights.linear(h, "mlp.gate_proj"))
-        return x + weights.linear(gate.mul_(weights.linear(h, "mlp.up_proj")), "mlp.down_proj")
+        out = weights.linear(self._attend(i, weights, weights.linears(h, _QKV), context), "self_attn.o_proj")
+        h = ops.add_rms_norm(x, out, weights.vector("post_attention_layernorm"), self.eps)
+        return x.add_(weights.linear(ops.silu_mul(*weights.linears(h, _GATE_UP)), "mlp.down_proj"))
 
-    def _attention(self, i: int, weights: LayerWeights, h: Tensor, context: PassContext) -> Tensor:
-        heads = (h.shape[0], -1, self.head_dim)
-        q = weights.linear(h, "self_attn.q_proj").view(heads)
-        k = weights.linear(h, "self_attn.k_proj").view(heads)
-        v = weights.linear(h, "self_attn.v_proj").view(heads)
+    def _attend(self, i: int, weights: LayerWeights, qkv: tuple[Tensor, ...], context: PassContext) -> Tensor:
+        """The output of attention (n, n_heads * head_dim)."""
+        q, k, v = (one.view(len(one), -1, self.head_dim) for one in qkv)
         if self.qk_norm:
             q = ops.rms_norm(q, weights.vector("self_attn.q_norm"), self.eps)
             k = ops.rms_norm(k, weights.vector("self_attn.k_norm"), self.eps)
         cos, sin = context.row_inputs
-        q, k = ops.rotate(q, cos, sin), ops.rotate(k, cos, sin)
-        out = context.attend(i, q, k, v, scale=self.head_dim**-0.5, window=self.windows[i])
-        return weights.linear(out.reshape(h.shape[0], -1), "self_attn.o_proj")
+        out = context.attend(i, q, k, v, scale=self.head_dim**-0.5, window=self.windows[i], rotary=(cos, sin))
+        return out.reshape(len(out), -1)
 
     def head(self, weights: LayerWeights, x: Tensor) -> Tensor:
         """The last norm and the head."""
@@ -106,7 +102,7 @@ class NativeDecoder(Architecture):
 
     def scratch_nbytes(self, n_rows: int, n_logits: int, itemsize: int) -> int:
         """The wider of attention and MLP, beside the residual stream."""
-        attention = (2 * self.n_heads + 2 * self.n_kv_heads) * self.head_dim
+        attention = 3 * (self.n_heads + self.n_kv_heads) * self.head_dim
         widest = max(attention, 3 * self.intermediate_size) + 4 * self.hidden_size
         return n_rows * widest * itemsize + n_logits * self.vocab_size * (itemsize + 8)
 
@@ -115,6 +111,7 @@ def _norm(name: str, width: int) -> TensorShape:
     return TensorShape(f"{name}.weight", (width,))
 
 
-def _linear(name: str, n_out: int, n_in: int, bias: bool) -> tuple[TensorShape, ...]:
-    weight = TensorShape(f"{name}.weight", (n_out, n_in))
-    return (weight, TensorShape(f"{name}.bias", (n_out,))) if bias else (weight,)
+def _linears(n_out: Mapping[str, int], n_in: int, bias: bool) -> tuple[TensorShape, ...]:
+    """Matrices of the same input, and behind them their biases: back to back, they are one product."""
+    weights = tuple(TensorShape(f"{name}.weight", (n, n_in)) for name, n in n_out.items())
+    return weights + (tuple(TensorShape(f"{name}.bias", (n,)) for name, n in n_out.items()) if bias else ())

@@ -63,14 +63,16 @@ class DiskTier:
     address its dtype cannot have does a block go through a bounce buffer into a packed layout.
     """
 
-    def __init__(self, layers: Sequence[Sequence[TensorRecord]], settings: ReadSettings | None = None) -> None:
-        """layers: per block its tensors' records."""
-        self._settings = settings or ReadSettings()
-        self.n_parallel = self._settings.n_parallel
+    def __init__(
+        self, layers: Sequence[Sequence[TensorRecord]], settings: ReadSettings | None = None, packed: bool = False
+    ) -> None:
+        """layers: per block its tensors' records; packed: read through bounce buffers into packed layouts all the same."""
+        self.settings = settings or ReadSettings()
+        self.n_parallel = self.settings.n_parallel
         self._files: dict[Path, int] = {}
         self._stamps = {record.path: record.stamp for records in layers for record in records}
         self._bounce = threading.local()
-        self._blocks = [_plan(records, self._settings.request_nbytes) for records in layers]
+        self._blocks = [_plan(records, self.settings.request_nbytes, packed) for records in layers]
         try:
             for path in sorted({record.path for records in layers for record in records}):
                 self._files[path] = _open(path)
@@ -88,7 +90,10 @@ class DiskTier:
         return sum(part.nbytes for part in self._blocks[i][1])
 
     def reads(self, i: int, into: Tensor) -> list[Read]:
-        """One read for each request; each raises LinkError if the file fails or ends early."""
+        """One read for each request; each raises LinkError if the file fails or ends early.
+
+        A packed block may be read into memory of a card.
+        """
         return [partial(self._read, part, into) for part in self._blocks[i][1]]
 
     def close(self) -> None:
@@ -138,11 +143,14 @@ class DiskTier:
         return block[:nbytes]
 
 
-def _plan(records: Sequence[TensorRecord], request_nbytes: int) -> tuple[Layout, tuple[_Part, ...]]:
+def _plan(records: Sequence[TensorRecord], request_nbytes: int, packed: bool) -> tuple[Layout, tuple[_Part, ...]]:
     """The layout of a block, and the requests that fill it."""
     runs = _runs(records)
     layout = _phased_layout(runs)
-    phased = not any(entry.offset % entry.dtype.itemsize for entry in layout.entries)
+    # Where tensors of one block are moved or packed, they keep the order of the records: that in which they are used.
+    entries = {entry.name: entry for entry in layout.entries}
+    layout = Layout(tuple(entries[record.key] for record in records), layout.nbytes)
+    phased = not packed and not any(entry.offset % entry.dtype.itemsize for entry in layout.entries)
     if not phased:
         layout = packed_layout((record.key, record.shape, record.torch_dtype()) for record in records)
         runs = [_Run(record.path, record.start, record.stop, (record,)) for record in records]

@@ -1,7 +1,7 @@
 """Which layer lives where, given the budgets."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offload_rt.config import format_size
 from offload_rt.errors import CapacityError
@@ -34,12 +34,18 @@ class MemoryBudget:
     host       0 where there is no tier between device and disk
     libraries  of those of the device
     has_card   the device has memory of its own, so what comes from the disk crosses the host's link as well
+    buffers    of those of the host: what reading takes
     """
 
     device: int
     host: int = 0
     libraries: int = 0
     has_card: bool = False
+    buffers: int = 0
+
+    def host_room(self, nbytes: int) -> int:
+        """Blocks of so many bytes that the host has room for."""
+        return max(self.host - self.buffers, 0) // nbytes
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,7 @@ class Plan:
     tiers         per layer "device", "host" or "disk"
     layer_nbytes  bytes of each layer
     n_slots       blocks of `slot_nbytes` that streamed layers pass through
+    n_host_slots  as many on the host, beside a card, for layers of the disk on their way
     """
 
     tiers: tuple[str, ...]
@@ -56,6 +63,7 @@ class Plan:
     n_slots: int
     reserved: ReservedMemory
     budget: MemoryBudget
+    n_host_slots: int = 0
 
     @property
     def slot_nbytes(self) -> int:
@@ -66,6 +74,11 @@ class Plan:
     def device_nbytes(self) -> int:
         """Bytes the plan uses on the device."""
         return self.reserved.total + self.n_slots * self.slot_nbytes + self.on("device")
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes the plan uses on the host, beside a card."""
+        return self.n_host_slots * self.slot_nbytes + self.on("host")
 
     def on(self, tier: str) -> int:
         """Bytes of the layers of a tier."""
@@ -113,10 +126,35 @@ def place_layers(layer_nbytes: Sequence[int], reserved: ReservedMemory, budget: 
     n_slots = min(n_slots, n - n_resident)
     resident = spread(n, n_resident)
     streamed = [i for i in range(n) if i not in resident]
-    n_host = min(budget.host // largest, len(streamed))
+    room = budget.host_room(largest)
+    n_host_slots = _host_slots(n_slots, largest, budget) if budget.has_card and room < len(streamed) else 0
+    n_host = min(room - n_host_slots, len(streamed))
     host = {streamed[k] for k in spread(len(streamed), n_host)}
     tiers = tuple("device" if i in resident else "host" if i in host else "disk" for i in range(n))
-    return Plan(tiers, tuple(layer_nbytes), n_slots, reserved, budget)
+    return Plan(tiers, tuple(layer_nbytes), n_slots, reserved, budget, n_host_slots)
+
+
+def with_host_slots(plan: Plan) -> Plan:
+    """The same with slots on the host for layers that lie there as well; some of these are left to the disk where they must."""
+    hosted = [i for i, tier in enumerate(plan.tiers) if tier == "host"]
+    n_host_slots = _host_slots(plan.n_slots, plan.slot_nbytes, plan.budget)
+    n_kept = min(plan.budget.host_room(plan.slot_nbytes) - n_host_slots, len(hosted))
+    left = {hosted[k] for k in spread(len(hosted), len(hosted) - n_kept)}
+    tiers = tuple("disk" if i in left else tier for i, tier in enumerate(plan.tiers))
+    return replace(plan, tiers=tiers, n_host_slots=n_host_slots)
+
+
+def _host_slots(n_slots: int, nbytes: int, budget: MemoryBudget) -> int:
+    """How many slots of so many bytes there are on the host: as many as on the device where there is room."""
+    least = budget.buffers + nbytes
+    if budget.host < least:
+        raise CapacityError(
+            "the host memory budget is too small for layers on their way from the disk",
+            need=f"{format_size(least)} ({least} bytes) at least",
+            have=format_size(budget.host),
+            change=f"set --host-memory to {least} or more, or raise --device-memory",
+        )
+    return min(n_slots, budget.host_room(nbytes))
 
 
 def spread(n: int, k: int) -> set[int]:

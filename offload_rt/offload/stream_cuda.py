@@ -2,7 +2,6 @@
 
 import time
 from collections import deque
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from threading import Thread
@@ -19,7 +18,7 @@ from offload_rt.system.trace import LINK, Trace, slot_lane
 
 @dataclass(frozen=True)
 class _Copy:
-    """A copy of (part of) a layer into a slot, between two events."""
+    """The copy of a layer into a slot, between two events."""
 
     start: Event
     end: Event
@@ -142,21 +141,19 @@ class CudaStreamer(Streamer):
             return (self._n_consumed + len(self._ready)) % len(self._slots)
 
     def _copy(self, block: LayerView, slot: int) -> Event:
-        """One copy where the block lies on the host as on the device; otherwise one for each tensor."""
-        after = self._free[slot]
-        for target, source in self._moves(block, self._slots[slot]):
-            start, after = self._device.copy(target, source, after)
-            self._timings.append(_Copy(start, after, len(target), block.i, slot))
+        moves = self._moves(block, self._slots[slot])
+        start, end = self._device.copy(moves, self._free[slot])
+        self._timings.append(_Copy(start, end, sum(len(target) for target, _ in moves), block.i, slot))
         self._count_finished()
-        return after
+        return end
 
-    def _moves(self, block: LayerView, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def _moves(self, block: LayerView, target: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Targets and sources: one pair where the block lies on the host as on the device; otherwise one for each tensor."""
         packed = self._sources.packed_layout(block.i)
         if block.layout == packed:
-            yield target[: packed.nbytes], block.data[: packed.nbytes]
-            return
-        for at, to in zip(block.layout.entries, packed.entries, strict=True):
-            yield target[to.offset : to.offset + to.nbytes], block.data[at.offset : at.offset + at.nbytes]
+            return [(target[: packed.nbytes], block.data[: packed.nbytes])]
+        source = {at.name: block.data[at.offset : at.offset + at.nbytes] for at in block.layout.entries}
+        return [(target[to.offset : to.offset + to.nbytes], source[to.name]) for to in packed.entries]
 
     def _count_finished(self) -> None:
         """Add up what has ended: copies, and from the end of a layer's compute to the arrival of the next one."""

@@ -10,6 +10,7 @@ import torch
 from offload_rt.offload.pinning import pin, unpin
 from offload_rt.offload.streamer import LayerSources, LayerView, Streamer
 from offload_rt.offload.tier import Read
+from offload_rt.system.numa import stay_near, staying_near
 from offload_rt.system.trace import DISK, LINK, NOTHING_ASKED, SLOTS_FULL, WAIT, Trace, slot_lane, waits
 from offload_rt.weights.layout import host_block
 
@@ -42,7 +43,8 @@ class ThreadStreamer(Streamer):
         self._link = DISK if pinned else LINK
         longest = max((sources.source(i).layout(i).nbytes for i in self.order), default=0)
         self._slots = [host_block(longest) for _ in range(sources.n_slots if self.order else 0)]
-        self._pinned = [slot for slot in self._slots if pinned and pin(slot)]
+        with staying_near(sources.cpus):  # pinning touches what nobody has touched
+            self._pinned = [slot for slot in self._slots if pinned and pin(slot)]
         self._fetches: deque[_Fetch] = deque()  # begun and not consumed; only the last one has parts that are not begun
         self._n_reading = 0
         self._note_standstill()
@@ -96,6 +98,7 @@ class ThreadStreamer(Streamer):
             self._note_standstill()
 
     def _work(self) -> None:
+        stay_near(self._sources.cpus)
         while (part := self._next_part()) is not None:
             self._read(*part)
 

@@ -3,7 +3,7 @@
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from offload_rt.errors import LinkError
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.offload.meter import LinkMeter
 from offload_rt.offload.tier import Tier
+from offload_rt.system.numa import Cpus
 from offload_rt.system.trace import Trace
 from offload_rt.weights.layout import Layout, PackedLayer, packed_layout
 
@@ -23,14 +24,18 @@ _NOTHING = PackedLayer(torch.empty(0, dtype=torch.uint8), Layout((), 0))
 class LayerSources:
     """Where the layers of a model come from.
 
-    resident  the tier of the layers that are computed where they lie
-    streamed  per layer the tier it is read from, None where it is resident
-    n_slots   blocks on the device that streamed layers pass through
+    resident      the tier of the layers that are computed where they lie
+    streamed      per layer the tier it is read from, None where it is resident
+    n_slots       blocks on the device that streamed layers pass through
+    n_host_slots  blocks on the host that transient ones pass through before
+    cpus          processors near a card, which the threads that read stay on; empty: any
     """
 
     resident: MemoryTier
     streamed: tuple[Tier | None, ...]
     n_slots: int
+    n_host_slots: int = 0
+    cpus: Cpus = frozenset()
 
     @property
     def order(self) -> list[int]:
@@ -58,7 +63,7 @@ class LayerSources:
         for i, tier in enumerate(self.streamed):
             here.put(i, tier.image(i) if isinstance(tier, MemoryTier) and tier.is_pinned(i) else _NOTHING)
         streamed = tuple(tier if self.is_transient(i) else None for i, tier in enumerate(self.streamed))
-        return LayerSources(here, streamed, self.n_slots)
+        return replace(self, resident=here, streamed=streamed, n_slots=self.n_host_slots)
 
 
 @dataclass(frozen=True)

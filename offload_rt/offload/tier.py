@@ -8,6 +8,7 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
+from offload_rt.system.numa import Cpus, stay_near
 from offload_rt.weights.layout import Layout
 
 # Fills its own part of a block and returns how many bytes crossed the link.
@@ -37,10 +38,13 @@ class Tier(Protocol):
         """Release memory and files."""
 
 
-def read_parallel(reads: Sequence[Read], n_parallel: int, progress: Progress | None = None) -> int:
+def read_parallel(
+    reads: Sequence[Read], n_parallel: int, progress: Progress | None = None, cpus: Cpus = frozenset()
+) -> int:
     """Do reads with several under way at once; returns the bytes that crossed the link, raises an error of one of them.
 
     progress  told the bytes of each read that has ended, from the thread that did it
+    cpus      processors that the threads stay on; empty: any
     Leaves no read under way; starts none after an error.
     """
     waiting, is_over = iter(reads), threading.Event()
@@ -60,7 +64,7 @@ def read_parallel(reads: Sequence[Read], n_parallel: int, progress: Progress | N
             raise
         return moved
 
-    with ThreadPoolExecutor(n_parallel, "reads") as pool:
+    with ThreadPoolExecutor(n_parallel, "reads", stay_near, (cpus,)) as pool:
         try:
             return sum(task.result() for task in [pool.submit(work) for _ in range(min(n_parallel, len(reads)))])
         finally:

@@ -1,23 +1,73 @@
 """One entry point per op. A kernel of csrc/ serves where it is built and fits, else the plain torch reference."""
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from offload_rt.ops import extension, reference
-from offload_rt.ops.reference import merge, rms_norm, rotate
-from offload_rt.ops.tree_mask import TreeMask
+from offload_rt.ops.reference import merge
+from offload_rt.ops.transfer import fill, to_device, to_host
+from offload_rt.ops.tree_mask import TreeMask, make_tree_mask
 from offload_rt.ops.verification import Candidates, can_verify, verify
 
 __all__ = [
-    "Candidates", "TreeMask", "can_verify", "commit_rows", "goes_by_extent", "make_tree_mask", "merge",
-    "partial_attention", "rms_norm", "rotate", "tree_attention", "tree_masks", "verify",
+    "Candidates", "TreeMask", "add_rms_norm", "can_verify", "commit_rows", "fill", "goes_by_extent", "make_tree_mask",
+    "merge", "partial_attention", "rms_norm", "rotate_and_store", "silu_mul", "to_device", "to_host", "tree_attention",
+    "tree_masks", "verify",
 ]  # fmt: skip
 
+_HALVES = (torch.float16, torch.bfloat16)
 _HEAD_DIMS = (64, 96, 128)
 # A block holds the whole tree in shared memory.
 _MOST_MASKED_ROWS = 6144
 _VECTOR_BYTES = 16
+# A block holds a row to be normed in registers.
+_WIDEST_NORMED = 16384
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last dimension of x (n, d) or (n, heads, d), weight (d,); see the reference."""
+    if _in_vectors(x, weight) and x.shape[-1] <= _WIDEST_NORMED:
+        out: Tensor = extension.kernels().rms_norm(x, weight, eps)
+        return out
+    return reference.rms_norm(x, weight, eps)
+
+
+def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`rms_norm` of x + delta, which x becomes; x, delta (n, d)."""
+    if _in_vectors(x, delta, weight) and x.shape[-1] <= _WIDEST_NORMED:
+        out: Tensor = extension.kernels().add_rms_norm(x, delta, weight, eps)
+        return out
+    return reference.add_rms_norm(x, delta, weight, eps)
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """SiLU of the gate, times up; all (n, d)."""
+    if _in_vectors(gate, up):
+        out: Tensor = extension.kernels().silu_mul(gate, up)
+        return out
+    return reference.silu_mul(gate, up)
+
+
+def rotate_and_store(
+    q: Tensor, k: Tensor, v: Tensor, rotary: tuple[Tensor, Tensor] | None, keys: Tensor, values: Tensor,
+    rows: slice | Tensor,
+) -> Tensor:  # fmt: skip
+    """Rotate q and k, write k and v to rows of a layer's cache, and return q; see the reference."""
+    if rotary is None or q.shape[-1] % 16 or not _in_vectors(q, k, v, *rotary, keys, values):
+        return reference.rotate_and_store(q, k, v, rotary, keys, values, rows)
+    at = (rows, 0) if isinstance(rows, Tensor) else (None, rows.start)
+    out: Tensor = extension.kernels().rotate_and_store(q, k, v, *rotary, keys, values, *at)
+    return out
+
+
+def _in_vectors(*tensors: Tensor) -> bool:
+    """Whether kernels that move 16 bytes at a time serve for these; memory itself begins at a multiple of 16 bytes."""
+    x, n = tensors[0], _VECTOR_BYTES // 2
+    return extension.serves(x) and x.dtype in _HALVES and all(
+        one.dtype == x.dtype and one.stride(-1) == 1
+        and not any(size % n for size in (one.shape[-1], one.storage_offset(), *one.stride()[:-1]))
+        for one in tensors
+    )  # fmt: skip
 
 
 def tree_attention(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: float) -> Tensor:
@@ -43,7 +93,7 @@ def partial_attention(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: fl
 
 def goes_by_extent(x: Tensor) -> bool:
     """Whether the kernel serves for queries or keys (..., head_dim); its time does not depend on absent keys."""
-    return extension.serves(x) and x.dtype in (torch.float16, torch.bfloat16) and x.shape[-1] in _HEAD_DIMS
+    return extension.serves(x) and x.dtype in _HALVES and x.shape[-1] in _HEAD_DIMS
 
 
 def tree_masks(parents: Tensor) -> tuple[Tensor, Tensor]:
@@ -54,20 +104,9 @@ def tree_masks(parents: Tensor) -> tuple[Tensor, Tensor]:
     return reference.tree_masks(parents)
 
 
-def make_tree_mask(parents: np.ndarray, first: int, n_before: int, device: torch.device) -> TreeMask:
-    """What rows `first` and on of a tree see, without a window; made on a device, by one transfer to it.
-
-    parents   (n,) int64, parents[i] < i, negative for a root
-    n_before  keys before the tree
-    """
-    numbers = torch.from_numpy(np.append(parents, (n_before, len(parents)))).to(device)
-    bits, depths = tree_masks(numbers[:-2])
-    return TreeMask(bits[first:], depths[first:], depths, numbers[-2:].int(), n_before + len(parents))
-
-
 def commit_rows(keys: Tensor, values: Tensor, rows: Tensor, first: int) -> None:
-    """Move rows `first + rows` of a cache to `first` and on, in place; see the reference."""
+    """Move rows `first + rows`, of the host, of a cache to `first` and on, in place; see the reference."""
     if extension.serves(keys) and keys.shape[3] * keys.element_size() % _VECTOR_BYTES == 0:
         extension.kernels().commit_rows(keys, values, rows, first)
     else:
-        reference.commit_rows(keys, values, rows, first)
+        reference.commit_rows(keys, values, to_device([rows], keys.device)[0], first)

@@ -51,6 +51,9 @@ def describe(library: str) -> None:
         n = parents.shape[0]
         return parents.new_empty((n, (n + 31) // 32), dtype=torch.int32), parents.new_empty((n,), dtype=torch.int32)
 
+    def transfer(target: Tensor, source: Tensor) -> None:
+        return None
+
     def commit_rows(keys: Tensor, values: Tensor, rows: Tensor, first: int) -> None:
         return None
 
@@ -66,5 +69,21 @@ def describe(library: str) -> None:
     ) -> None:  # fmt: skip
         return None
 
-    for fake in (tree_attention, tree_masks, commit_rows, verify, dequantize):
+    def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return x.new_empty(x.shape)
+
+    def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return x.new_empty(x.shape)
+
+    def rotate_and_store(
+        q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor,
+        rows: Tensor | None, first: int,
+    ) -> Tensor:  # fmt: skip
+        return q.new_empty(q.shape)
+
+    def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+        return gate.new_empty(gate.shape)
+
+    layer = (rms_norm, add_rms_norm, rotate_and_store, silu_mul, dequantize)
+    for fake in (tree_attention, tree_masks, transfer, commit_rows, verify, *layer):
         torch.library.register_fake(f"{library}::{fake.__name__}", fake)

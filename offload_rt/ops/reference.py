@@ -16,6 +16,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * wide.to(x.dtype)
 
 
+def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`rms_norm` of x + delta, which x becomes; x, delta (n, d)."""
+    return rms_norm(x.add_(delta), weight, eps)
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """SiLU of the gate, times up; all (n, d)."""
+    return F.silu(gate).mul_(up)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding in the half-split layout of the Llama family.
 
@@ -23,6 +33,25 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     low, high = x.chunk(2, dim=-1)
     return x * cos[:, None] + torch.cat((-high, low), dim=-1) * sin[:, None]
+
+
+def rotate_and_store(
+    q: Tensor, k: Tensor, v: Tensor, rotary: tuple[Tensor, Tensor] | None, keys: Tensor, values: Tensor,
+    rows: slice | Tensor,
+) -> Tensor:  # fmt: skip
+    """Rotate q and k by the cosines and sines of `rotary`, None: not at all; write k and v to rows of a layer's cache.
+
+    q             (n, heads, head_dim)
+    k, v          (n, kv_heads, head_dim)
+    keys, values  (kv_heads, capacity, head_dim), written
+    rows          n rows of them, a tensor being int64
+    Returns q, rotated.
+    """
+    if rotary is not None:
+        q, k = rotate(q, *rotary), rotate(k, *rotary)
+    keys[:, rows] = k.transpose(0, 1)
+    values[:, rows] = v.transpose(0, 1)
+    return q
 
 
 def tree_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float) -> Tensor:

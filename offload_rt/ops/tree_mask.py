@@ -1,12 +1,56 @@
 """Which keys each row of a tree sees."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 # Entries of a dense mask that is kept for the next layer instead of being made again.
 KEPT_ENTRIES = 2 << 20
+
+
+def packed_ancestors(parents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Packed ancestor masks and depths of one or more trees.
+
+    parents  (n,) int64, parents[i] < i; negative for a root
+    Returns (n, ceil(n / 32)) int32, where bit j % 32 of word j // 32 in row i says that row j is row i or an ancestor of it,
+    and (n,) int32 depths, 0 at a root.
+    """
+    n, nodes = len(parents), np.arange(len(parents))
+    words, depths = np.zeros((n + 1, -(-n // 32)), dtype=np.uint32), np.zeros(n + 1, dtype=np.int32)
+    words[nodes, nodes // 32] = own_bits(nodes)
+    depths[:n] = parents >= 0
+    # Row n stands above all roots. A round adds what the ancestor at the end of the reach has gathered, and doubles the reach.
+    above = np.append(np.where(parents < 0, n, parents), n)
+    while (above < n).any():
+        words |= words[above]
+        depths += depths[above]
+        above = above[above]
+    return words[:n].view(np.int32), depths[:n]
+
+
+def own_bits(nodes: np.ndarray) -> np.ndarray:
+    """(n,) uint32: the bit of each node in its word."""
+    return np.uint32(1) << (nodes % 32).astype(np.uint32)
+
+
+def make_tree_mask(parents: np.ndarray, first: int, n_before: int) -> "TreeMask":
+    """What rows `first` and on of a tree see, without a window; on the host.
+
+    parents   (n,) int64, parents[i] < i, negative for a root
+    n_before  keys before the tree
+    """
+    bits, depths = packed_ancestors(parents)
+    return packed_mask(bits[first:], depths[first:], depths, n_before)
+
+
+def packed_mask(bits: np.ndarray, depths: np.ndarray, key_depths: np.ndarray, n_before: int) -> "TreeMask":
+    """A mask without a window, on the host, of arrays as `TreeMask` has them; `n_before` keys stand before the tree."""
+    rows, at, keys_at = (torch.from_numpy(np.ascontiguousarray(one)) for one in (bits, depths, key_depths))
+    extent = torch.tensor((n_before, len(key_depths)), dtype=torch.int32)
+    return TreeMask(rows, at, keys_at, extent, n_before + len(key_depths))
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +75,23 @@ class TreeMask:
     window: int | None = None
     is_exact: bool = True
     _kept: dict[str, Tensor] = field(default_factory=dict, init=False)
+    _windows: dict[int | None, "TreeMask"] = field(default_factory=dict, init=False)
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Bits, depths, depths of the keys and extent."""
+        return self.bits, self.depths, self.key_depths, self.extent
+
+    def of(self, tensors: Iterable[Tensor]) -> "TreeMask":
+        """This mask of other `tensors`, such as copies on a device."""
+        bits, depths, key_depths, extent = tensors
+        return replace(self, bits=bits, depths=depths, key_depths=key_depths, extent=extent)
+
+    def within(self, window: int | None) -> "TreeMask":
+        """This mask with a window; one and the same for all layers that have it."""
+        if window not in self._windows:
+            self._windows[window] = replace(self, window=window)
+        return self._windows[window]
 
     def split(self, n: int) -> tuple["TreeMask", "TreeMask"]:
         """The masks of the first n keys, all of them before the tree, and of the others."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from offload_rt.ops import extension
+from offload_rt.ops.transfer import to_device, to_host
 
 # A block keeps track of no more.
 _MOST_LEVELS = 1024
@@ -15,7 +16,8 @@ _MOST_LEVELS = 1024
 class Candidates(NamedTuple):
     """A drafted tree as the kernels read it.
 
-    starts, children      the children of node v in the order of their verification: children[starts[v] : starts[v + 1]]
+    starts, children      the children of node v in the order of their verification, the sampled ones first:
+                          children[starts[v] : starts[v + 1]]
     tokens                (n,) int64
     is_sampled            (n,) bool
     row_of, draft_probs   the draft's distribution after node v is draft_probs[row_of[v]]
@@ -44,7 +46,7 @@ def arguments(candidates: Candidates, uniforms: Tensor, device: torch.device) ->
     """The tree's arrays and the uniforms on a device, by one transfer: the five arrays; uniforms."""
     arrays = [candidates.starts, candidates.children, candidates.tokens, candidates.is_sampled, candidates.row_of]
     arrays = [np.asarray(array, dtype=np.int64) for array in (*arrays, uniforms.numpy().view(np.int64))]
-    there = torch.from_numpy(np.concatenate(arrays)).to(device)
+    (there,) = to_device([torch.from_numpy(np.concatenate(arrays))], device)
     starts, children, tokens, is_sampled, row_of, noise = torch.split(there, [len(array) for array in arrays])
     return [starts, children, tokens, is_sampled.bool(), row_of], noise.view(torch.float64)
 
@@ -62,5 +64,5 @@ def verify(
     verdict = extension.kernels().verify(
         *arrays, draft_probs, target, noise, candidates.n_levels, candidates.independent, leaf_to_root
     )
-    end, bonus = verdict.tolist()
+    end, bonus = to_host([verdict])[0].tolist()
     return end, bonus

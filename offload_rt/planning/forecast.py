@@ -10,7 +10,6 @@ from offload_rt.config import EngineConfig
 from offload_rt.engine.memory_plan import LIBRARIES, MemoryPlan, Sizes, less_margin, plan_memory, reserved_memory
 from offload_rt.errors import CapacityError, SettingsError
 from offload_rt.executor.cost import CostEstimator
-from offload_rt.models.architecture import Architecture
 from offload_rt.offload.placement import MemoryBudget, least_budget
 from offload_rt.planning.acceptance import Assumed
 from offload_rt.planning.hardware import Card
@@ -18,13 +17,16 @@ from offload_rt.planning.roofline import Roof, head_share
 from offload_rt.planning.simulate import Costs, Generation, StreamSchedule, generate
 from offload_rt.speculate.protocols import DraftLimits
 from offload_rt.speculate.select import pick_drafter
-from offload_rt.system.machine import ComputeTimes, MachineProfile
+from offload_rt.system.machine import MachineProfile
 from offload_rt.tree.choose import choose, sizes_up_to
 from offload_rt.tree.search import search
 from offload_rt.tree.topology import Topology
 
 # Seconds of a pass on a card besides its layers and its head: embedding, sampling, verification (assumed).
 _FIXED_S = 0.01
+# Seconds between two levels of a draft on a card (assumed): the host wakes up, chooses nodes, and launches the next level. Of
+# trees of 256 nodes 1.25 ms of CPU time were counted, on busy cores and with products and sorting that a card does.
+LEVEL_S = 5e-4
 # Points of a curve.
 _N_POINTS = 12
 # Choosing a tree asks what a level of the draft takes, and that depends on the tree.
@@ -39,7 +41,8 @@ class Machine:
 
     budget      bytes that may be used
     links       ("disk", GB/s) and ("host", GB/s)
-    compute     seconds of a model's passes, by its spec and dtype
+    roof        what it reaches with numbers of a dtype
+    level_s     see `Costs`
     contention  see `StreamSchedule`
     sources     where its figures are from, a sentence each
     """
@@ -47,8 +50,9 @@ class Machine:
     title: str
     budget: MemoryBudget
     links: tuple[tuple[str, float], ...]
-    compute: Callable[[Architecture, torch.dtype], ComputeTimes]
+    roof: Callable[[torch.dtype], Roof]
     fixed_s: float = 0.0
+    level_s: float = 0.0
     contention: float = 0.0
     sources: tuple[str, ...] = ()
 
@@ -66,14 +70,21 @@ class Machine:
             title=card.title,
             budget=MemoryBudget(device, less_margin(ram), LIBRARIES, has_card=True),
             links=(("disk", disk_gbps), ("host", link_gbps or card.link.gbps)),
-            compute=Roof.of(card).compute_times,
+            roof=lambda _: Roof.of(card),
             fixed_s=_FIXED_S,
+            level_s=LEVEL_S,
             contention=1.0 / card.memory_gbps,
             sources=(
                 f"card: {card.source}",
                 "its link: given" if link_gbps else f"{card.link.name}: {card.link.source}",
             ),
         )
+
+    def costs(self, target: Sizes, draft: Sizes | None, is_resident: bool) -> Costs:
+        """What computing takes. A draft model is replayed as graphs, and so is a target that is resident as a whole."""
+        of_target = self.roof(target.dtype).compute_times(target.spec, target.dtype, is_resident)
+        of_draft = self.roof(draft.dtype).compute_times(draft.spec, draft.dtype) if draft else None
+        return Costs(of_target, of_draft, head_share(target.spec), self.fixed_s, self.level_s)
 
 
 @dataclass(frozen=True)
@@ -93,6 +104,20 @@ class PlanRequest:
 
 
 @dataclass(frozen=True)
+class DraftLevel:
+    """A level of the draft: its seconds, the bytes of weights that it reads, and GB/s at which the device reads."""
+
+    seconds: float
+    nbytes: int
+    gbps: float
+
+    @property
+    def ratio(self) -> float:
+        """Of its time to that of reading its bytes."""
+        return self.seconds / (self.nbytes / self.gbps / 1e9)
+
+
+@dataclass(frozen=True)
 class Forecast:
     """What would happen.
 
@@ -101,6 +126,7 @@ class Forecast:
     plain      on the virtual clock, without
     link_s     seconds for which a pass keeps each link busy
     draft_s    seconds of drafting a tree, compute_s of layers and head
+    level      the mean level of a tree; None where no model drafts
     bound      what a pass waits for, in words
     """
 
@@ -113,7 +139,13 @@ class Forecast:
     link_s: dict[str, float]
     draft_s: float
     compute_s: float
+    level: DraftLevel | None
     bound: str
+
+    @property
+    def busy(self) -> dict[str, float]:
+        """Part of a pass in which each link is busy."""
+        return {name: seconds / self.run.pass_s for name, seconds in self.link_s.items()}
 
 
 def predict(request: PlanRequest, machine: Machine) -> Forecast:
@@ -125,8 +157,7 @@ def predict(request: PlanRequest, machine: Machine) -> Forecast:
             "the context is too long", need=f"{context} tokens and {request.tokens} more",
             have=f"room for {fitted.max_model_len}", change="lower --context or --max-new-tokens, or raise --max-model-len",
         )  # fmt: skip
-    of_draft = machine.compute(draft.spec, draft.dtype) if draft is not None else None
-    costs = Costs(machine.compute(target.spec, target.dtype), of_draft, head_share(target.spec), machine.fixed_s)
+    costs = machine.costs(target, draft, is_resident=fitted.plan.streamed_nbytes == 0)
     schedule = StreamSchedule.of(fitted.plan, machine.links, machine.contention)
     profile = MachineProfile(machine.title, False, machine.links, 1.0, machine.fixed_s, costs.target)
     moved = fitted.plan.pass_bytes
@@ -144,8 +175,16 @@ def predict(request: PlanRequest, machine: Machine) -> Forecast:
         link_s=link_s,
         draft_s=draft_s,
         compute_s=compute_s,
+        level=_level(topology, draft, draft_s, machine),
         bound=_bound(link_s, draft_s, compute_s, compute_s / one_row_s),
     )
+
+
+def _level(topology: Topology, draft: Sizes | None, draft_s: float, machine: Machine) -> DraftLevel | None:
+    if draft is None or len(topology) == 1:
+        return None
+    nbytes = sum(draft.layer_nbytes) + draft.spec.vocab_size * draft.spec.hidden_size * draft.dtype.itemsize
+    return DraftLevel(draft_s / (topology.n_levels - 1), nbytes, machine.roof(draft.dtype).bandwidth / 1e9)
 
 
 def _tree(request: PlanRequest, limits: DraftLimits, costs: Costs, cost: CostEstimator) -> Topology:

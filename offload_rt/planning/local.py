@@ -12,12 +12,12 @@ from offload_rt.engine import profile
 from offload_rt.engine.builder import memory_budget, pick_device
 from offload_rt.errors import OffloadError, SettingsError
 from offload_rt.offload.disk import DiskTier
-from offload_rt.planning.forecast import Machine
+from offload_rt.planning.forecast import LEVEL_S, Machine
 from offload_rt.planning.roofline import Roof
 from offload_rt.weights.checkpoint import open_checkpoint
 
-# A matrix of 64 MiB in bfloat16 (more than caches hold) is multiplied with so many rows, until that has taken so long.
-_SHAPE, _WIDTHS, _PATIENCE_S = (8192, 4096), (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024), 0.5
+# A matrix of so many columns is multiplied with so many rows, until that has taken so long.
+_N_COLUMNS, _WIDTHS, _PATIENCE_S = 4096, (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024), 0.5
 
 
 def this_machine(config: EngineConfig, disk_gbps: float | None) -> Machine:
@@ -38,7 +38,8 @@ def this_machine(config: EngineConfig, disk_gbps: float | None) -> Machine:
         title=f"this machine, {device.type}",
         budget=memory_budget(config, device),
         links=(("disk", disk_gbps), ("host", host_gbps)),
-        compute=lambda spec, dtype: roof(dtype).compute_times(spec, dtype),
+        roof=roof,
+        level_s=LEVEL_S if device.type == "cuda" else 0.0,
         sources=("computing: from products of a matrix of random numbers, timed", source),
     )
 
@@ -46,17 +47,19 @@ def this_machine(config: EngineConfig, disk_gbps: float | None) -> Machine:
 @torch.inference_mode()
 def measure_roof(dtype: torch.dtype, device: torch.device) -> Roof:
     """Time products of one matrix with more and more rows; takes a second or two, whatever the model."""
-    matrix = torch.randn(_SHAPE, device=device).to(dtype)
+    shape = profile.beyond_caches(device) // dtype.itemsize // _N_COLUMNS, _N_COLUMNS
+    matrix = torch.empty(shape, dtype=dtype, device=device).uniform_(-1, 1)
     products: list[tuple[int, float]] = []
     started = time.perf_counter()
     for n_rows in _WIDTHS:
-        rows = torch.randn(n_rows, _SHAPE[1], device=device).to(dtype)
+        rows = torch.randn(n_rows, _N_COLUMNS, device=device).to(dtype)
         seconds = min(_timed_product(rows, matrix) for _ in range(3))
         products.append((n_rows, max(seconds / matrix.numel(), products[-1][1] if products else 0.0)))
         if time.perf_counter() - started > _PATIENCE_S:
             break
     n_rows, seconds = products[-1]
-    return Roof(2 * n_rows / seconds, dtype.itemsize / products[0][1], 0.0, tuple(products))
+    roof = Roof(2 * n_rows / seconds, dtype.itemsize / products[0][1], products=tuple(products))
+    return roof.on_card() if device.type == "cuda" else roof
 
 
 def _timed_product(rows: torch.Tensor, matrix: torch.Tensor) -> float:

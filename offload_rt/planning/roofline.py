@@ -1,21 +1,30 @@
 """What computing takes: the longer of reading and multiplying, by published rates or by products that were timed."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
+from offload_rt.executor.runner import CHUNK_ROWS
 from offload_rt.models.architecture import Architecture
 from offload_rt.planning.hardware import Card
 from offload_rt.system.machine import ComputeTimes
 
 # Part of the published rates that is reached. Products of 8192 by 8192 in torch, as users measured them: 158.6 of 165.2
-# TFLOP/s on an RTX 4090, 215 of 312 on an A800 (github.com/mli/transformers-benchmarks, issue 4, where a copy on the latter
-# reaches 1727 of 1935 GB/s); the lower of the two, since the products of a tree are lower and wider than these.
-_OF_PRODUCTS, _OF_MEMORY = 0.7, 0.85
-# Seconds to launch the kernels of a layer one by one from Python: about a dozen at 5 us each (remembered).
-_LAUNCH_S = 6e-5
+# TFLOP/s on an RTX 4090, 215 of 312 on an A800 (github.com/mli/transformers-benchmarks, issue 4); the lower of the two, since
+# the products of a tree are lower and wider than these. Of memory the least of these: a copy on that A800 1727 of 1935 GB/s,
+# reading on an RTX 4090 921 of 1008 (github.com/krrishnarraj/clpeak, issue 106), on an RTX 3090 854 of 936
+# (github.com/ashalliants/ninfer-3090, pull request 50).
+_OF_PRODUCTS, _OF_MEMORY = 0.7, 0.89
+# Kernels of a layer (docs/kernels.md): products for q, k and v together, o, gate and up together, down; two norms, rotation,
+# attention and the joining of its parts, SiLU, the last sum.
+_N_LAUNCHES = 11
+# Seconds by which each kernel of a captured graph ends later than its work says. A sum of 1024 numbers took 1.1 to 1.3 us in
+# a graph (github.com/pytorch/pytorch, issue 161104), a kernel that does nothing 0.58 (github.com/ahrefs/ocannl, issue 488).
+_GAP_S = 1.25e-6
+# Seconds of the host for each kernel that it launches itself: 4 to 6 us (susun-blog.com/blog/pegainfer-3-cuda-graph).
+_LAUNCH_S = 5e-6
 _WIDTHS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 _CONTEXTS = (0, 1024, 4096, 16384, 65536, 131072)
 
@@ -26,19 +35,25 @@ class Roof:
 
     flops      operations a second in matrix products
     bandwidth  bytes a second of its memory
-    launch_s   seconds a layer takes at least
+    gap_s      seconds between two kernels of a layer
+    launch_s   seconds of the host for each kernel that is launched; it goes ahead of the device, which waits where it is faster
     products   (rows, seconds for each weight that they are multiplied with), ascending; empty: not measured
     """
 
     flops: float
     bandwidth: float
-    launch_s: float
+    gap_s: float = 0.0
+    launch_s: float = 0.0
     products: tuple[tuple[int, float], ...] = ()
 
     @classmethod
     def of(cls, card: Card) -> "Roof":
         """Of a card, as part of what its vendor says."""
-        return cls(_OF_PRODUCTS * card.tflops * 1e12, _OF_MEMORY * card.memory_gbps * 1e9, _LAUNCH_S)
+        return cls(_OF_PRODUCTS * card.tflops * 1e12, _OF_MEMORY * card.memory_gbps * 1e9, _GAP_S, _LAUNCH_S)
+
+    def on_card(self) -> "Roof":
+        """The same rates, on a card that computes by kernels."""
+        return replace(self, gap_s=_GAP_S, launch_s=_LAUNCH_S)
 
     def seconds(self, flops: float, nbytes: float) -> float:
         """Of so many operations on so many bytes."""
@@ -51,14 +66,26 @@ class Roof:
             return n_weights * float(np.interp(n_rows, widths, seconds))
         return self.seconds(2 * n_rows * n_weights, n_weights * itemsize)
 
-    def layer_s(self, spec: Architecture, n_rows: int, context: int, itemsize: int, i: int = 0) -> float:
-        """Seconds of layer i on so many rows that look back on so many tokens, and of their attention."""
+    def layer_s(
+        self, spec: Architecture, n_rows: int, context: int, itemsize: int, i: int = 0, is_replayed: bool = True
+    ) -> float:
+        """Seconds of layer i on so many rows that look back on so many tokens.
+
+        Its kernels run one after the other: products, attention, what lies between them, and a gap behind each.
+
+        is_replayed  as a captured graph; else the host launches every kernel, for each chunk of the rows
+        """
         n_weights = layer_weights(spec, i)
         kv_nbytes = (context + n_rows) * spec.kv_nbytes(itemsize) / spec.n_layers
         attention = self.seconds(spec.flops(i, n_rows, context) - 2 * n_rows * n_weights, kv_nbytes)
-        return max(self.product_s(n_weights, n_rows, itemsize) + attention, self.launch_s)
+        # What a product reads and writes besides its weights, a kernel before or behind it writes or reads.
+        widths = sum(sum(shape) for _, shape in spec.layer_tensors(i) if len(shape) == 2)
+        between = self.seconds(0.0, 2 * n_rows * widths * itemsize)
+        device_s = self.product_s(n_weights, n_rows, itemsize) + attention + between + _N_LAUNCHES * self.gap_s
+        host_s = 0.0 if is_replayed else _N_LAUNCHES * math.ceil(n_rows / CHUNK_ROWS) * self.launch_s
+        return max(device_s, host_s)
 
-    def compute_times(self, spec: Architecture, dtype: torch.dtype) -> ComputeTimes:
+    def compute_times(self, spec: Architecture, dtype: torch.dtype, is_replayed: bool = True) -> ComputeTimes:
         """Seconds of all layers and the head by width and context."""
         # Layers that are alike are asked for once: the table has a hundred entries, a model as many layers.
         itemsize = dtype.itemsize
@@ -68,7 +95,8 @@ class Roof:
             alike.setdefault(kind, []).append(i)
 
         def seconds(n_rows: int, context: int) -> float:
-            layers = sum(len(same) * self.layer_s(spec, n_rows, context, itemsize, same[0]) for same in alike.values())
+            asked = n_rows, context, itemsize
+            layers = sum(len(same) * self.layer_s(spec, *asked, same[0], is_replayed) for same in alike.values())
             return layers + self.product_s(spec.vocab_size * spec.hidden_size, n_rows, itemsize)
 
         table = tuple(tuple(seconds(n_rows, context) for n_rows in _WIDTHS) for context in _CONTEXTS)

@@ -144,12 +144,14 @@ class Costs:
     draft    of the draft model; None where nothing is drafted by a model
     head     share of the target's time that is the head's
     fixed_s  of a pass besides: embedding, sampling, verification
+    level_s  of a level of the draft besides: the host's wait for it, and what it does before the next
     """
 
     target: ComputeTimes
     draft: ComputeTimes | None = None
     head: float = 0.0
     fixed_s: float = 0.0
+    level_s: float = 0.0
 
     def work(self, topology: Topology, context: int) -> Work:
         """Of drafting a tree after so many tokens, and of the pass that verifies it."""
@@ -162,7 +164,7 @@ class Costs:
         if self.draft is None or len(topology) == 1:
             return 0.0
         inner = topology.depths[np.unique(topology.parents[1:])]
-        return float(self.draft.at(np.bincount(inner), context).sum())
+        return float((self.draft.at(np.bincount(inner), context) + self.level_s).sum())
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,61 @@
-"""The draft's distributions, and how the tokens of sampled children are drawn from them."""
+"""The draft's distributions, how the tokens of children are taken from them, and what the host reads of it, in one piece."""
 
+from dataclasses import dataclass
+
+import numpy as np
 import torch
 from torch import Generator, Tensor
 
+from offload_rt.errors import NumericsError
+from offload_rt.ops import to_host
+
 # Stands for the logarithm of 0. It is below that of every float32, so tokens of probability 0 come last, in random order.
 _LOG_ZERO = -200.0
+
+
+@dataclass(frozen=True)
+class MostProbable:
+    """The k most probable tokens of each row, and their probabilities at a temperature; their logits where it is None.
+
+    Called with logits (rows, vocabulary of the draft), gives what `packed` gives.
+    vocab_size  of the target, see `fitted`
+    """
+
+    k: int
+    vocab_size: int
+    temperature: float | None = None
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """By one sort; nothing is copied to the host."""
+        values = fitted(logits, self.vocab_size)
+        if self.temperature is not None:
+            values = probs_of(values, self.temperature)
+        best = values.topk(min(self.k, values.shape[-1]), dim=-1)
+        return packed(best.indices, best.values)
+
+
+def fitted(logits: Tensor, vocab_size: int) -> Tensor:
+    """Logits (rows, vocabulary) of the draft as float32, cut or filled up to the target's vocabulary."""
+    missing = vocab_size - logits.shape[-1]
+    whole = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
+    return whole.float()
+
+
+def packed(tokens: Tensor, values: Tensor) -> Tensor:
+    """(rows, k) tokens and (rows, m) float32 values as (rows, k + m) int32; the first values are to tell of wrong logits."""
+    return torch.cat((tokens.int(), values.view(torch.int32)), dim=-1)
+
+
+def unpacked(both: Tensor, n_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens (rows, k) int64 and values (rows, m) float32 of what `packed` gave, on the host.
+
+    Raises NumericsError if a first value is not a number.
+    """
+    tokens, values = both[:, :n_tokens].long().numpy(), both[:, n_tokens:].view(torch.float32).numpy()
+    if not np.isfinite(values[:, 0]).all():
+        problem = "the draft model's logits are not all numbers"
+        raise NumericsError(problem, change="check its checkpoint")
+    return tokens, values
 
 
 def probs_of(logits: Tensor, temperature: float) -> Tensor:
@@ -28,3 +79,12 @@ def without_replacement(probs: Tensor, n: int, generator: Generator, excluded: T
     if excluded is not None:
         keys.masked_fill_(excluded, -torch.inf)
     return keys.topk(n, dim=-1).indices
+
+
+def independent(probs: Tensor, n: int, generator: Generator) -> Tensor:
+    """Draw n tokens from each distribution, (rows, n), with replacement.
+
+    Raises NumericsError if a distribution is of no numbers, after a wait of its own: to torch that is an error on the card.
+    """
+    unpacked(to_host([packed(probs[:, :0], probs[:, :1])])[0], 0)
+    return torch.multinomial(probs, n, replacement=True, generator=generator)

@@ -3,16 +3,16 @@
 from collections.abc import Sequence as Several
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from offload_rt.errors import NumericsError
+from offload_rt.executor.cuda_graphs import Reduce
 from offload_rt.executor.runner import Runner, Step
 from offload_rt.executor.sequence import Sequence
+from offload_rt.ops import to_host
 from offload_rt.sampling import generator_on
 from offload_rt.system.trace import DRAFT, Trace
-from offload_rt.tree.topology import Topology
+from offload_rt.tree.topology import GrowingTree, Topology
 
 # Rows that may be computed for a tree, in nodes of the tree: a growing tree drops nodes that better ones displace.
 ROWS_PER_NODE = 2
@@ -23,16 +23,18 @@ class DraftState:
 
     A row here is a row of the draft's cache; leaves that need no logits have none. Row 0 is the root.
 
-    vocab_size  of the draft, which is given its last token in place of one that only the target has
+    vocab_size  of the target; in place of a token that only the target has the draft is given its own last one
+    most_rows   of a tree
     generator   on the device; children are drawn with it
     """
 
-    def __init__(self, runner: Runner, cache: int, vocab_size: int, generator: torch.Generator) -> None:
-        self._runner, self.cache, self._last_token, self.generator = runner, cache, vocab_size - 1, generator
+    def __init__(self, runner: Runner, cache: int, vocab_size: int, most_rows: int, generator: torch.Generator) -> None:
+        self._runner, self.cache, self.vocab_size, self.generator = runner, cache, vocab_size, generator
+        self._last_token = runner.spec.vocab_size - 1
         self.n_prompt = 0
         self.lacking: list[int] = []
         self.tokens: list[int] = []
-        self.parents: list[int] = []
+        self._tree = GrowingTree(most_rows)
         self.n_done = 0
 
     def start(self, tokens: list[int], n_prompt: int) -> None:
@@ -40,21 +42,21 @@ class DraftState:
         self._commit_path(tokens)
         n_kept = self._runner.rewind(self.cache, self._known(tokens[:-1]))
         self.lacking, self.n_prompt = tokens[n_kept:-1], n_prompt
-        self.tokens, self.parents, self.n_done = [tokens[-1]], [-1], 0
+        self.tokens, self.n_done = [tokens[-1]], 0
+        self._tree.clear()
 
     def add(self, parents: Several[int], tokens: Several[int]) -> range:
         """Add rows, to be computed next; returns them."""
-        first = len(self.tokens)
-        self.parents += parents
         self.tokens += tokens
-        return range(first, len(self.tokens))
+        return self._tree.add(parents)
 
-    def step(self) -> Step:
+    def step(self, reduce: Reduce | None) -> Step:
         """What is to be computed: what the cache lacks of the sequence, and the rows added since the last step."""
-        tree = Topology(np.array(self.parents))
         tokens = torch.tensor(self._known(self.lacking + self.tokens))
+        # What is lacking comes with the root, before any other row.
+        tree = Topology.chain(len(tokens)) if self.lacking else self._tree
         n_new = len(self.tokens) - self.n_done
-        return Step(self.cache, tokens, tree.after_chain(len(self.lacking)), n_new, self.n_prompt, self.n_done)
+        return Step(self.cache, tokens, tree, n_new, self.n_prompt, self.n_done, reduce)
 
     def computed(self) -> None:
         """The step has been taken."""
@@ -68,7 +70,7 @@ class DraftState:
         n = self._runner.n_committed(self.cache)
         if self.n_done == 0 or n >= len(tokens) - 1 or tokens[n] != self.tokens[0]:
             return
-        children = {(self.parents[row], self.tokens[row]): row for row in range(1, self.n_done)}
+        children = {(int(self._tree.parents[row]), self.tokens[row]): row for row in range(1, self.n_done)}
         rows = [0]
         for token in tokens[n + 1 : -1]:
             row = children.get((rows[-1], token))
@@ -88,14 +90,21 @@ class TreeBuilder(Protocol):
 
     state: DraftState
 
-    def take(self, logits: Tensor) -> None:
-        """Grow by the logits (rows, vocabulary) float32 of the rows added last; add those to be computed next."""
+    @property
+    def reduce(self) -> Reduce | None:
+        """What is to be made of the logits of the rows added last, such as their most probable tokens; None: nothing."""
+
+    def choose(self, out: Tensor) -> Tensor:
+        """What the host needs to know of these logits (rows, vocabulary), or of what `reduce` made of them, on the device."""
+
+    def take(self, chosen: Tensor) -> None:
+        """Grow by what was chosen, on the host; add the rows to be computed next. Raises NumericsError for wrong logits."""
 
 
 class DraftModel:
     """Computes the draft's logits for the trees of several sequences at once.
 
-    vocab_size  of the target, which the logits are cut or filled up to
+    vocab_size  of the target
     max_levels  of a tree: room for so many tokens stays free in the draft's context
     trace       gets a span for each pass, a level or round of the trees
     """
@@ -112,8 +121,8 @@ class DraftModel:
         """
         if sequence not in self._states:
             cache = self._runner.new_cache(draft_rows(sequence.longest, n_nodes), is_alone)
-            generator = generator_on(self._runner.device, sequence.generator)
-            self._states[sequence] = DraftState(self._runner, cache, self._runner.spec.vocab_size, generator)
+            generator, most_rows = generator_on(self._runner.device, sequence.generator), ROWS_PER_NODE * n_nodes
+            self._states[sequence] = DraftState(self._runner, cache, self.vocab_size, most_rows, generator)
         state = self._states[sequence]
         first = _window_start(len(sequence.tokens), self._limit)
         state.start(sequence.tokens[first:], max(sequence.n_prompt - first, 1))
@@ -128,20 +137,18 @@ class DraftModel:
     def grow(self, builders: Several[TreeBuilder]) -> int:
         """Let all tree builders grow to their end, a level or round of all of them in each pass; returns the passes made.
 
+        The device is waited for once in each.
+
         Raises NumericsError if a logit is not a number.
         """
         growing, n_passes = list(builders), 0
         while growing := [one for one in growing if len(one.state.tokens) > one.state.n_done]:
             with self._trace.span(DRAFT, f"level {n_passes + 1}"):
-                logits = self._runner.forward([one.state.step() for one in growing])
-                for one, rows in zip(growing, logits, strict=True):
+                outs = self._runner.forward([one.state.step(one.reduce) for one in growing])
+                chosen = to_host([one.choose(out) for one, out in zip(growing, outs, strict=True)])
+                for one, tokens in zip(growing, chosen, strict=True):
                     one.state.computed()
-                    if not bool(rows.amax(-1).isfinite().all()):
-                        problem = "the draft model's logits are not all numbers"
-                        raise NumericsError(problem, change="check its checkpoint")
-                    missing = self.vocab_size - rows.shape[-1]
-                    whole = torch.nn.functional.pad(rows, (0, missing), value=-torch.inf) if missing else rows
-                    one.take(whole.float())
+                    one.take(tokens)
             n_passes += 1
         return n_passes
 

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from offload_rt.executor.cuda_graphs import Reduce
 from offload_rt.speculate import child_sampling
 from offload_rt.speculate.draft_model import ROWS_PER_NODE, DraftState
 from offload_rt.speculate.pair_stats import Estimates
@@ -71,12 +72,21 @@ class DynamicTreeBuilder:
         self._expanded = root  # places whose logits come next
         self._seen: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # row -> its candidates' tokens and probabilities
 
-    def take(self, logits: Tensor) -> None:
+    @property
+    def reduce(self) -> Reduce:
+        """The candidates of each node and their probabilities."""
+        k = min(_N_CHILDREN, self._n_nodes - 1)
+        return child_sampling.MostProbable(k, self.state.vocab_size, self._temperature or 1.0)
+
+    def choose(self, out: Tensor) -> Tensor:
+        """They are all taken."""
+        return out
+
+    def take(self, chosen: Tensor) -> None:
         """Let the children of the nodes computed last compete; those that enter are computed next."""
-        probs = child_sampling.probs_of(logits, self._temperature or 1.0)
-        best = probs.topk(min(_N_CHILDREN, self._n_nodes - 1, probs.shape[-1]), dim=-1)
-        probabilities, tokens = best.values.double().cpu().numpy(), best.indices.cpu().numpy()
-        now, above, k = self._nodes, self._expanded, tokens.shape[1]
+        k = chosen.shape[1] // 2
+        tokens, values = child_sampling.unpacked(chosen, k)
+        now, above, probabilities = self._nodes, self._expanded, values.astype(np.float64)
         self._seen.update(zip(now.rows[above].tolist(), zip(tokens, probabilities, strict=True), strict=True))
         more = _Nodes(
             chances=(now.chances[above, None] * self._estimates.calibration.chances(probabilities)).ravel(),

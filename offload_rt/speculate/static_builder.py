@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from offload_rt.executor.cuda_graphs import Reduce
 from offload_rt.speculate import child_sampling
 from offload_rt.speculate.draft_model import DraftState
 from offload_rt.tree.choose import Acceptance
@@ -15,6 +16,8 @@ from offload_rt.tree.topology import DraftTree, SampledNodes, Topology
 
 # A copied token that is at least so probable to the draft is left to sampling, for sampled children have larger subtrees.
 _LIKELY = 0.2
+# The most probable tokens of a level are so many or a power of two above.
+_LEAST_CHILDREN = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,27 +76,70 @@ class StaticTreeBuilder:
         self._shape = shape_of(plan.topology)
         self._tokens = np.zeros(len(plan.topology), dtype=np.int64)
         self._tokens[0] = state.tokens[0]
-        self._level = 0
-        self._draft_probs: list[Tensor] = []
+        self._level = self._n_probs = 0
+        self._draft_probs: Tensor | None = None
 
-    def take(self, logits: Tensor) -> None:
+    @property
+    def reduce(self) -> Reduce | None:
+        """The most probable tokens, of one of a few numbers so that few are captured; sampling takes the logits."""
+        if self._plan.child_sampling != "deterministic":
+            return None
+        k = max(1 << (self._n_children - 1).bit_length(), _LEAST_CHILDREN)
+        return child_sampling.MostProbable(k, self.state.vocab_size)
+
+    def choose(self, out: Tensor) -> Tensor:
+        """Draw the children, unless they are there already."""
+        if self._plan.child_sampling == "deterministic":
+            return out
+        logits = child_sampling.fitted(out, self.state.vocab_size)
+        probs = self._keep(child_sampling.probs_of(logits, self._plan.temperature))
+        n, generator = self._n_children, self.state.generator
+        if self._plan.child_sampling == "independent":
+            return child_sampling.packed(child_sampling.independent(probs, n, generator), probs[:, :1])
+        if self._level or not self.copied:
+            return child_sampling.packed(child_sampling.without_replacement(probs, n, generator), probs[:, :1])
+        token = slice(self.copied[0], self.copied[0] + 1)
+        excluded = torch.zeros_like(probs, dtype=torch.bool)
+        excluded[:, token] = probs[:, token] <= _LIKELY
+        tokens = child_sampling.without_replacement(probs, n, generator, excluded)
+        return child_sampling.packed(tokens, torch.cat((probs[:, :1], probs[:, token]), dim=-1))
+
+    def take(self, chosen: Tensor) -> None:
         """Give the next level its tokens; its inner nodes are computed next."""
         shape, topology, level = self._shape, self._shape.topology, self._level
+        is_deterministic = self._plan.child_sampling == "deterministic"
+        n_tokens = chosen.shape[1] // 2 if is_deterministic else self._n_children
+        tokens, values = child_sampling.unpacked(chosen, n_tokens)
+        if values.shape[1] == 2 and not is_deterministic and values[0, 1] > _LIKELY:
+            self.copied = ()  # it was left to sampling
         nodes = shape.below[level]
         places = np.searchsorted(shape.inner[level], topology.parents[nodes])
-        children = self._children(logits, int(np.bincount(places).max()))
-        self._tokens[nodes] = children.cpu().numpy()[places, topology.ranks[nodes]]
+        self._tokens[nodes] = tokens[places, topology.ranks[nodes]]
         self._level += 1
         inner = shape.inner[level + 1]
         self.state.add(shape.row_of[topology.parents[inner]].tolist(), self._tokens[inner].tolist())
 
+    @property
+    def _n_children(self) -> int:
+        """The most that a node of this level has."""
+        return int(self._shape.topology.ranks[self._shape.below[self._level]].max()) + 1
+
+    def _keep(self, probs: Tensor) -> Tensor:
+        """Keep the distributions of a level beside those of the levels above; returns them."""
+        if self._draft_probs is None:
+            n_inner = int(self._shape.row_of.max()) + 1
+            self._draft_probs = probs.new_empty(n_inner, probs.shape[1])
+        first, self._n_probs = self._n_probs, self._n_probs + len(probs)
+        self._draft_probs[first : self._n_probs] = probs
+        return self._draft_probs[first : self._n_probs]
+
     def tree(self, size: Callable[[np.ndarray], int]) -> DraftTree:
         """The whole tree, once no row is left to compute; its size was chosen before."""
         topology, sampled = self._shape.topology, None
-        if self._draft_probs:
+        if self._draft_probs is not None:
             is_sampled = np.arange(len(topology)) > 0
             independent = self._plan.child_sampling == "independent"
-            sampled = SampledNodes(is_sampled, torch.cat(self._draft_probs), self._shape.row_of, independent)
+            sampled = SampledNodes(is_sampled, self._draft_probs, self._shape.row_of, independent)
         return DraftTree(topology, torch.from_numpy(self._tokens), sampled, self._plan.expected)
 
     def learn(self, path: list[int], after: list[int]) -> None:
@@ -104,22 +150,3 @@ class StaticTreeBuilder:
                 return  # along a copied continuation, which tells nothing of the draft
             rank = None if accepted is None else int(topology.ranks[accepted])
             self._acceptance.observe(len(topology.children[node]), rank)
-
-    def _children(self, logits: Tensor, n: int) -> Tensor:
-        if self._plan.child_sampling == "deterministic":
-            return logits.topk(n, dim=-1).indices
-        probs, generator = child_sampling.probs_of(logits, self._plan.temperature), self.state.generator
-        self._draft_probs.append(probs)
-        if self._plan.child_sampling == "independent":
-            return torch.multinomial(probs, n, replacement=True, generator=generator)
-        excluded = self._exclude_copied(probs) if self._level == 0 and self.copied else None
-        return child_sampling.without_replacement(probs, n, generator, excluded)
-
-    def _exclude_copied(self, probs: Tensor) -> Tensor | None:
-        """The copied token, excluded from the root's sampled children; None, and nothing copied, where it is likely."""
-        if probs[0, self.copied[0]] > _LIKELY:
-            self.copied = ()
-            return None
-        excluded = torch.zeros_like(probs, dtype=torch.bool)
-        excluded[:, self.copied[0]] = True
-        return excluded

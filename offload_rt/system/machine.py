@@ -129,6 +129,12 @@ def memory_limit() -> int:
     return min([int(psutil.virtual_memory().total), *limits])
 
 
+def cache_nbytes() -> int:
+    """Bytes of the largest cache of the first core, as the kernel tells them; 0 where it does not."""
+    sizes = (_lines(path)[0] for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"))
+    return max((int(size.removesuffix("K")) << 10 for size in sizes), default=0)
+
+
 def cards() -> list[str]:
     """Names of the NVIDIA cards that the driver sees, whether torch can use them or not; none where there is no driver."""
     import pynvml

@@ -1,11 +1,14 @@
 """Trees of drafted tokens: their shape, their tokens, and what a verification rule accepts of them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from offload_rt.ops.tree_mask import TreeMask, make_tree_mask, own_bits, packed_mask
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,24 +86,67 @@ class Topology:
     @cached_property
     def _last_in_run(self) -> np.ndarray:
         """(n,) the last ancestor of each node in the run, the node itself counted."""
-        last = np.arange(len(self))
-        for node, parent in enumerate(self.parents[self._n_run :].tolist(), self._n_run):
-            last[node] = last[parent]
+        nodes = np.arange(len(self))
+        last = np.where(nodes < self._n_run, nodes, self.parents)
+        while (last >= self._n_run).any():
+            last = last[last]
         return last
 
-    def tree_rows(self, start: int, stop: int) -> tuple[int, np.ndarray]:
-        """What the nodes [start, stop) attend to: a trunk that all of them see, and ancestors among the rows behind it.
+    def mask(self, start: int, stop: int, n_before: int) -> TreeMask:
+        """What the nodes [start, stop) see, `n_before` keys before all nodes included.
 
-        Returns the length of the trunk, at most `start`, and the parents of nodes [trunk, stop) counted from the trunk's
-        end, -1 for a root. A prompt above a tree is part of the trunk, so no mask of its length squared is ever made.
+        Nodes that all of them see, such as a prompt above a tree, count as keys before the tree: no mask of a prompt's
+        length squared is ever made.
         """
         trunk = min(int(self._last_in_run[start:stop].min()) + 1, start)
         # A node of an earlier part may hang from inside the trunk; none of these nodes attends to it.
-        return trunk, np.maximum(self.parents[trunk:stop] - trunk, -1)
+        parents = np.maximum(self.parents[trunk:stop] - trunk, -1)
+        return make_tree_mask(parents, start - trunk, n_before + trunk)
 
     def after_chain(self, n: int) -> "Topology":
         """This tree below a chain of n nodes, whose last is the parent of the root."""
         return Topology(np.concatenate((np.arange(-1, n - 1), self.parents + n))) if n else self
+
+
+class GrowingTree:
+    """A tree of up to `capacity` nodes that come level by level. What a node sees is packed when it comes.
+
+    parents  (capacity,) int64, of which those of the nodes there are have been set
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.parents = np.full(capacity, -1)
+        self._depths = np.zeros(capacity, dtype=np.int32)
+        self._words = np.zeros((capacity, -(-capacity // 32)), dtype=np.uint32)
+        self._words[0, 0] = 1
+        self._n = 1
+
+    def __len__(self) -> int:
+        return self._n
+
+    @property
+    def depths(self) -> np.ndarray:
+        """(n,) int32, 0 at the root."""
+        return self._depths[: self._n]
+
+    def clear(self) -> None:
+        """Keep the root alone."""
+        self._n = 1
+
+    def add(self, parents: Sequence[int]) -> range:
+        """Add nodes below those there are; returns them."""
+        nodes, above = np.arange(self._n, self._n + len(parents)), np.asarray(parents, dtype=np.int64)
+        assert (above < self._n).all(), "a level hangs from those above"
+        self.parents[nodes], self._depths[nodes] = above, self._depths[above] + 1
+        self._words[nodes] = self._words[above]
+        self._words[nodes, nodes // 32] |= own_bits(nodes)
+        self._n += len(parents)
+        return range(self._n - len(parents), self._n)
+
+    def mask(self, start: int, stop: int, n_before: int) -> TreeMask:
+        """What the nodes [start, stop) see, `n_before` keys before all nodes included."""
+        bits = self._words[start:stop, : -(-stop // 32)].view(np.int32)
+        return packed_mask(bits, self._depths[start:stop], self._depths[:stop], n_before)
 
 
 @dataclass(frozen=True)

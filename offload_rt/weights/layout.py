@@ -1,9 +1,10 @@
 """A layer is one flat block of bytes: where each tensor lies in it, and how to pack and view it."""
 
+import itertools
 import math
 import mmap
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,6 +27,10 @@ class TensorEntry:
         """Bytes of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    def view(self, block: Tensor) -> Tensor:
+        """The tensor in a block, without copying."""
+        return block[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -39,10 +44,18 @@ class Layout:
 
         block  (>= nbytes,) uint8
         """
-        return {
-            entry.name: block[entry.offset : entry.offset + entry.nbytes].view(entry.dtype).view(entry.shape)
-            for entry in self.entries
-        }
+        return {entry.name: entry.view(block) for entry in self.entries}
+
+    def joined(self, names: Sequence[str]) -> TensorEntry | None:
+        """Tensors that lie back to back in this order, as one along their first dimension; None where there are none such."""
+        entries = {entry.name: entry for entry in self.entries}
+        if not all(name in entries for name in names):
+            return None
+        parts = [entries[name] for name in names]
+        for a, b in itertools.pairwise(parts):
+            if b.offset != a.offset + a.nbytes or (b.dtype, b.shape[1:]) != (a.dtype, a.shape[1:]):
+                return None
+        return replace(parts[0], shape=(sum(part.shape[0] for part in parts), *parts[0].shape[1:]))
 
 
 @dataclass(frozen=True)

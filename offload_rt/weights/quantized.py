@@ -199,7 +199,9 @@ class View(dense.View):
         return F.linear(x, self._weight(name), None if bias is None else bias.to(self._dtype))
 
     def linears(self, x: Tensor, names: Sequence[str]) -> tuple[Tensor, ...]:
-        """One product after the other: they share the memory that matrices are dequantised into."""
+        """One product after the other where one is dequantised: they share the memory for that."""
+        if self._matrices.keys().isdisjoint(names):
+            return super().linears(x, names)
         return tuple(self.linear(x, name) for name in names)
 
     def rows(self, ids: Tensor, name: str) -> Tensor:

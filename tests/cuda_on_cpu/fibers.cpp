@@ -2,6 +2,7 @@
 
 #include <cstring>
 #include <deque>
+#include <map>
 #include <memory>
 #include <numeric>
 #include <random>
@@ -26,12 +27,12 @@ struct Copy {
   bool is_there;
 };
 
-enum class State { ready, at_block, at_warp, done };
+enum class State { ready, at_block, at_grid, at_warp, done };
 
 struct Fiber {
   Here here;
   State state = State::ready;
-  int index = 0;
+  int index = 0, block = 0;  // among all that run
   std::vector<Copy> open;
   std::deque<std::vector<Copy>> groups;
 #if defined(__x86_64__)
@@ -47,15 +48,20 @@ struct Warp {
   int n_arrived = 0;
 };
 
+struct Block {
+  std::vector<unsigned char> shared;
+  int n_waiting = 0;
+};
+
 struct Machine {
   std::vector<std::unique_ptr<unsigned char[]>> stacks;
   std::vector<Fiber> fibers;
   std::vector<Warp> warps;
-  std::vector<unsigned char> shared;
-  size_t nbytes_shared = 0;
+  std::vector<Block> blocks;
+  std::map<std::pair<int, const void*>, size_t> limits;
   const std::function<void()>* kernel = nullptr;
   Fiber* current = nullptr;
-  int n_at_block = 0;
+  int n_at_grid = 0;
   std::string failure;
   std::mt19937 order{1};
 #if defined(__x86_64__)
@@ -153,54 +159,92 @@ bool run_warp(int warp) {
   return has_run;
 }
 
-void run_block(Dim3 block, int n_threads) {
-  const int n_warps = n_threads / 32;
-  machine.fibers.assign(n_threads, Fiber());
-  machine.warps.assign(n_warps, Warp());
-  machine.n_at_block = 0;
-  std::memset(machine.shared.data(), kPoison, machine.nbytes_shared + kGuardBytes);
-  for (int i = 0; i < n_threads; ++i) {
+// Runs blocks at the same time.
+void run_blocks(const std::vector<Dim3>& places, int n_threads, size_t nbytes_shared) {
+  const int n_fibers = n_threads * static_cast<int>(places.size());
+  machine.fibers.assign(n_fibers, Fiber());
+  machine.warps.assign(n_fibers / 32, Warp());
+  machine.n_at_grid = 0;
+  machine.blocks.resize(places.size());
+  for (Block& block : machine.blocks) {
+    block.shared.assign(nbytes_shared + kGuardBytes, kPoison);
+    block.n_waiting = 0;
+  }
+  while (machine.stacks.size() < machine.fibers.size()) machine.stacks.emplace_back(new unsigned char[kStackBytes]);
+  for (int i = 0; i < n_fibers; ++i) {
     Fiber& fiber = machine.fibers[i];
-    fiber.here = {Dim3(i), block};
-    fiber.index = i;
+    fiber.index = i, fiber.block = i / n_threads;
+    fiber.here = {Dim3(i % n_threads), places[fiber.block]};
     prepare(fiber, machine.stacks[i].get());
   }
-  std::vector<int> order(n_warps);
-  std::iota(order.begin(), order.end(), 0);
-  std::shuffle(order.begin(), order.end(), machine.order);
+  std::vector<int> blocks(places.size()), warps(n_threads / 32);
+  std::iota(blocks.begin(), blocks.end(), 0);
+  std::iota(warps.begin(), warps.end(), 0);
+  std::shuffle(warps.begin(), warps.end(), machine.order);
   for (bool has_run = true; has_run && machine.failure.empty();) {
     has_run = false;
-    for (int warp : order) has_run |= run_warp(warp);
+    // Whichever block goes first is far ahead of the others: as far as it gets without them.
+    std::shuffle(blocks.begin(), blocks.end(), machine.order);
+    for (int block : blocks)
+      for (bool again = true; again && machine.failure.empty(); has_run |= again) {
+        again = false;
+        for (int warp : warps) again |= run_warp(block * n_threads / 32 + warp);
+      }
   }
   for (const Fiber& fiber : machine.fibers)
     if (fiber.state != State::done) fail("thread " + std::to_string(fiber.index) + " waits for ever");
-  for (size_t i = 0; i < kGuardBytes; ++i)
-    if (machine.shared[machine.nbytes_shared + i] != kPoison) fail("a write past the end of shared memory");
+  for (const Block& block : machine.blocks)
+    for (size_t i = nbytes_shared; i < block.shared.size(); ++i)
+      if (block.shared[i] != kPoison) fail("a write past the end of shared memory");
+}
+
+void check(const Launch& launch) {
+  const auto limit = machine.limits.find({launch.card, launch.kernel});
+  const size_t most_shared = limit == machine.limits.end() ? 48 << 10 : limit->second;
+  if (launch.nbytes_shared > most_shared) fail("more shared memory than a block of this kernel may have");
+  if (launch.n_threads > 1024 || launch.grid.y > 65535 || launch.grid.z > 65535) fail("a grid or block is too large");
+  if (launch.is_cooperative && launch.grid.x > kProcessors) fail("more blocks than run at the same time");
 }
 
 }  // namespace
 
-void run(Dim3 grid, int n_threads, size_t nbytes_shared, const std::function<void()>& kernel) {
+void run(const Launch& launch, const std::function<void()>& body) {
   machine.failure.clear();
-  machine.kernel = &kernel;
-  machine.nbytes_shared = nbytes_shared;
-  machine.shared.resize(nbytes_shared + kGuardBytes);
-  while (machine.stacks.size() < static_cast<size_t>(n_threads))
-    machine.stacks.emplace_back(new unsigned char[kStackBytes]);
-  for (unsigned z = 0; z < grid.z; ++z)
-    for (unsigned y = 0; y < grid.y; ++y)
-      for (unsigned x = 0; x < grid.x && machine.failure.empty(); ++x) run_block(Dim3(x, y, z), n_threads);
+  machine.kernel = &body;
+  check(launch);
+  std::vector<Dim3> together;
+  for (unsigned z = 0; z < launch.grid.z; ++z)
+    for (unsigned y = 0; y < launch.grid.y; ++y)
+      for (unsigned x = 0; x < launch.grid.x && machine.failure.empty(); ++x) {
+        together.emplace_back(x, y, z);
+        if (launch.is_cooperative && together.size() < launch.grid.x) continue;
+        run_blocks(together, launch.n_threads, launch.nbytes_shared);
+        together.clear();
+      }
   if (!machine.failure.empty()) throw std::runtime_error(machine.failure);
 }
 
+bool limit_shared_memory(int card, const void* kernel, int nbytes) {
+  return machine.limits.emplace(std::pair(card, kernel), nbytes).second;
+}
+
 const Here& here() { return machine.current->here; }
-unsigned char* shared_memory() { return machine.shared.data(); }
+unsigned char* shared_memory() { return machine.blocks[machine.current->block].shared.data(); }
 
 void sync_block() {
-  Fiber& own = *machine.current;
-  own.state = State::at_block;
-  if (++machine.n_at_block == static_cast<int>(machine.fibers.size())) {
-    machine.n_at_block = 0;
+  const int n = static_cast<int>(machine.fibers.size() / machine.blocks.size()), block = machine.current->block;
+  machine.current->state = State::at_block;
+  if (++machine.blocks[block].n_waiting == n) {
+    machine.blocks[block].n_waiting = 0;
+    for (int i = block * n; i < (block + 1) * n; ++i) machine.fibers[i].state = State::ready;
+  }
+  to_scheduler();
+}
+
+void sync_grid() {
+  machine.current->state = State::at_grid;
+  if (++machine.n_at_grid == static_cast<int>(machine.fibers.size())) {
+    machine.n_at_grid = 0;
     for (Fiber& fiber : machine.fibers) fiber.state = State::ready;
   }
   to_scheduler();

@@ -19,13 +19,29 @@ struct Here {
   Dim3 thread, block;
 };
 
-// Runs `kernel` once for every thread of every block of the grid.
-// Throws std::runtime_error where threads wait for each other for ever, or write past the end of shared memory.
-void run(Dim3 grid, int n_threads, size_t nbytes_shared, const std::function<void()>& kernel);
+constexpr int kProcessors = 16;
+
+struct Launch {
+  int card;
+  const void* kernel;
+  Dim3 grid;
+  int n_threads;
+  size_t nbytes_shared;
+  bool is_cooperative;  // all blocks run at the same time
+};
+
+// Runs `body` once for every thread of every block of the grid.
+// Throws std::runtime_error where threads wait for each other for ever, or write past the end of shared memory, and where
+// a card would refuse the launch.
+void run(const Launch& launch, const std::function<void()>& body);
+
+// What a block of a kernel may have on a card beyond 48 KB. False if that has been said before.
+bool limit_shared_memory(int card, const void* kernel, int nbytes);
 
 const Here& here();
 unsigned char* shared_memory();
 void sync_block();
+void sync_grid();
 
 // Called by all lanes of a warp with a pointer to what each brings; the last to come does `work` for all of them.
 // `work` names the operation: lanes that meet in different ones are reported.

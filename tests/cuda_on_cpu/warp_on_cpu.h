@@ -11,6 +11,7 @@ namespace offload_rt {
 
 inline unsigned char* shared_memory() { return cuda_on_cpu::shared_memory(); }
 inline void sync_block() { cuda_on_cpu::sync_block(); }
+inline void sync_grid() { cuda_on_cpu::sync_grid(); }
 inline void sync_warp() {
   cuda_on_cpu::meet([](void* const (&)[32]) {}, nullptr);
 }
@@ -126,6 +127,11 @@ inline float widen<Half>(uint16_t x) {
 template <typename T>
 uint32_t pack(float low, float high) {
   return narrow<T>(low) | static_cast<uint32_t>(narrow<T>(high)) << 16;
+}
+
+template <typename T>
+float2 unpack(uint32_t both) {
+  return {widen<T>(both & 0xffff), widen<T>(both >> 16)};
 }
 
 struct MatrixLoad {

@@ -5,6 +5,7 @@ import math
 import torch
 import torch.nn.functional as F
 
+from offload_rt.models.architecture import LayerWeights
 from offload_rt.weights.formats import StoredTensor
 
 CONFIG = {"quant_method": "int8_rows"}
@@ -57,7 +58,7 @@ class Format:
         return math.prod(stored.shape) * dtype.itemsize if stored.dtype == torch.int8 else 0
 
 
-class View:
+class View(LayerWeights):
     def __init__(self, tensors, dtype):
         self._tensors, self._dtype = tensors, dtype
 

@@ -1,11 +1,14 @@
 """Weights as they are in the checkpoint: a matrix is its own bytes."""
 
 import math
+from collections.abc import Sequence
+from itertools import repeat
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from offload_rt.models.architecture import LayerWeights
 from offload_rt.weights.formats import Source, StoredTensor
 from offload_rt.weights.layout import Layout
 
@@ -43,12 +46,12 @@ class Format:
         return math.prod(stored.shape) * dtype.itemsize if stored.dtype != dtype else 0
 
 
-class View:
+class View(LayerWeights):
     """The weights of one layer, used where they lie, see `WeightFormat.view`."""
 
     def __init__(self, layout: Layout, block: Tensor, dtype: torch.dtype) -> None:
         self._tensors = layout.views(block)
-        self._dtype = dtype
+        self._layout, self._block, self._dtype = layout, block, dtype
 
     def vector(self, name: str) -> Tensor:
         """The tensor `<name>.weight`, in the dtype of the computation."""
@@ -59,6 +62,20 @@ class View:
         bias = self._tensors.get(f"{name}.bias")
         weight = self._tensors[f"{name}.weight"].to(self._dtype)
         return F.linear(x, weight, None if bias is None else bias.to(self._dtype))
+
+    def linears(self, x: Tensor, names: Sequence[str]) -> tuple[Tensor, ...]:
+        """See `LayerWeights.linears`; one product on a card, where each takes a launch, if the matrices lie back to back."""
+        weight = self._joined(names, "weight") if x.is_cuda else None
+        bias = self._joined(names, "bias") if weight is not None else None
+        if weight is None or (bias is None and any(f"{name}.bias" in self._tensors for name in names)):
+            return tuple(map(self.linear, repeat(x), names))
+        widths = [len(self._tensors[f"{name}.weight"]) for name in names]
+        return tuple(torch.split(F.linear(x, weight, bias), widths, dim=1))
+
+    def _joined(self, names: Sequence[str], part: str) -> Tensor | None:
+        """The tensors `<name>.<part>` as one; None where they lie apart, or are converted, which is planned one by one."""
+        entry = self._layout.joined([f"{name}.{part}" for name in names])
+        return entry.view(self._block) if entry is not None and entry.dtype == self._dtype else None
 
     def rows(self, ids: Tensor, name: str) -> Tensor:
         """Rows `ids` (n,) of the table `<name>.weight`, in the dtype of the computation: (n, width)."""

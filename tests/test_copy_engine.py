@@ -1,0 +1,177 @@
+"""How long a small copy waits behind layers, on a pretended card with one copy engine and a clock of its own."""
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from offload_rt.offload import copy_device
+from offload_rt.offload.copy_device import CopyDevice
+
+CHUNK, N_CHUNKS, N_LAYERS = 8, 6, 3
+
+
+class Engine(TorchFunctionMode):
+    """Copies of all streams, one byte a second.
+
+    By what is published of cards: what became ready first is served first, no stream before another, but a stream that has
+    its next copy ready when one ends goes on.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now, self.streams = 0, list[Stream]()
+        self.current: Stream | None = None
+        self.n_timing = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.copy_ and self.current is not None:
+            assert kwargs == {"non_blocking": True}
+            self.current.put("copy", args)
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def on(self, stream: "Stream") -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def run(self, until: "Moment | None" = None) -> None:
+        """Go on until a moment has come, or all is done."""
+        last: Stream | None = None
+        while True:
+            self._pass_moments()
+            ready = [one for one in self.streams if one.ready_at is not None]
+            if not ready or (until is not None and until.at is not None):
+                return
+            stream = last if last in ready else min(ready, key=lambda one: one.ready_at)
+            target, source = stream.work.popleft()[1]
+            torch.Tensor.copy_(target, source)
+            self.now += len(source)
+            last, stream.ready_at = stream, None
+
+    def _pass_moments(self) -> None:
+        """Let every stream come to its next copy, as far as it may."""
+        moved = True
+        while moved:
+            moved = False
+            for stream in self.streams:
+                while stream.work and stream.work[0][0] != "copy":
+                    kind, moment = stream.work[0]
+                    if kind == "wait" and moment.at is None:
+                        break
+                    moment.at = self.now if moment.at is None else moment.at
+                    stream.work.popleft()
+                    moved = True
+                if stream.work and stream.work[0][0] == "copy" and stream.ready_at is None:
+                    stream.ready_at = self.now
+
+
+class Moment:
+    """One recording of an event."""
+
+    at: int | None = None
+
+
+class Stream:
+    def __init__(self, engine: Engine) -> None:
+        self.work: deque[tuple[str, Any]] = deque()
+        self.ready_at: int | None = None
+        engine.streams.append(self)
+
+    def put(self, kind: str, what: Any) -> None:
+        self.work.append((kind, what))
+
+    def wait_event(self, event: "Event") -> None:
+        if event.moment is not None:
+            self.put("wait", event.moment)
+
+
+class Event:
+    def __init__(self, engine: Engine, enable_timing: bool = False, blocking: bool = False) -> None:
+        self.moment: Moment | None = None
+        self._engine, self._blocking = engine, blocking
+        engine.n_timing += enable_timing
+
+    def record(self, stream: Stream) -> None:
+        self.moment = Moment()
+        stream.put("record", self.moment)
+
+    def synchronize(self) -> None:
+        assert self._blocking, "a thread spins"
+        assert self.moment is not None
+        self._engine.run(self.moment)
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    with Engine() as made:
+        monkeypatch.setattr(copy_device, "_CHUNK", CHUNK)
+        monkeypatch.setattr(copy_device, "Stream", lambda device: Stream(made))
+        monkeypatch.setattr(copy_device, "Event", lambda **how: Event(made, **how))
+        monkeypatch.setattr(torch.cuda, "stream", made.on)
+        yield made
+
+
+def some_bytes(n: int) -> Tensor:
+    return torch.randint(0, 256, (n,), dtype=torch.uint8)
+
+
+def wait_of_a_small_copy(engine: Engine, after: Event) -> int:
+    """Seconds until a copy of one byte on another stream is done, given to the card with all that is queued already."""
+    compute, done = Stream(engine), Event(engine, blocking=True)
+    with engine.on(compute):
+        torch.zeros(1).copy_(torch.ones(1), non_blocking=True)
+    done.record(compute)
+    done.synchronize()
+    assert done.moment is not None and after.moment is not None and done.moment.at is not None
+    return done.moment.at
+
+
+@pytest.mark.parametrize("size", [CHUNK * N_CHUNKS, CHUNK])
+def test_on_one_stream_a_small_copy_waits_for_all_layers_even_in_chunks(engine: Engine, size: int) -> None:
+    """As it was, and why chunks alone do not help."""
+    stream, done = Stream(engine), Event(engine)
+    with engine.on(stream):
+        for _ in range(N_LAYERS * N_CHUNKS * CHUNK // size):
+            some_bytes(size).copy_(some_bytes(size), non_blocking=True)
+    done.record(stream)
+    assert wait_of_a_small_copy(engine, done) == N_LAYERS * N_CHUNKS * CHUNK + 1
+
+
+def test_a_small_copy_waits_for_one_chunk(engine: Engine) -> None:
+    device = CopyDevice(torch.device("cuda"))
+    after = device.event()
+    layers = [(torch.zeros(CHUNK * N_CHUNKS, dtype=torch.uint8), some_bytes(CHUNK * N_CHUNKS)) for _ in range(N_LAYERS)]
+    for layer in layers:
+        start, after = device.copy([layer], after)
+    n_timing = engine.n_timing
+    assert wait_of_a_small_copy(engine, after) <= CHUNK + 1
+    device.synchronize()
+    assert all(torch.equal(*layer) for layer in layers)
+    assert n_timing == 1 + 2 * N_LAYERS, "timing events are of layers, not of chunks"
+    # The link is never idle while a chunk is left, and events stand where a layer begins and ends.
+    assert engine.now == N_LAYERS * N_CHUNKS * CHUNK + 1
+    assert (start.moment.at, after.moment.at) == (engine.now - N_CHUNKS * CHUNK, engine.now)
+
+
+def test_copies_wait_for_the_event_before_them_and_come_in_order(engine: Engine) -> None:
+    """Of tensors of any length; a slot that is still computed from is not written to."""
+    device, compute = CopyDevice(torch.device("cuda")), Stream(engine)
+    used = device.event()
+    with engine.on(compute):
+        torch.zeros(100).copy_(torch.ones(100), non_blocking=True)
+    used.record(compute)
+    slot = torch.zeros(30, dtype=torch.uint8)
+    first, second = some_bytes(30), some_bytes(30)
+    start, _ = device.copy([(slot[:3], first[:3]), (slot[3:], first[3:])], used)
+    _, end = device.copy([(slot, second)], device.event())
+    device.wait(end)
+    assert start.moment.at == 100 and end.moment.at == 160
+    assert torch.equal(slot, second)
