@@ -166,7 +166,7 @@ def test_a_view_multiplies_with_the_rows_it_shows(name: str, stored_in: torch.dt
     tensors = {"first.weight": torch.randn(7, 5), "first.bias": bias, "norm.weight": norm}
     packed = pack({
         name: (torch.randint(-9, 9, shape) / (8 if dtype.is_floating_point else 1)).to(dtype)
-        for name, shape, dtype in _stored(fmt, tensors, stored_in)
+        for name, shape, dtype, _ in _stored(fmt, tensors, stored_in)
     })  # fmt: skip
     packed.layout.views(packed.block)["first.bias"].copy_(bias)
     packed.layout.views(packed.block)["norm.weight"].copy_(norm)

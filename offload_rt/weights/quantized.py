@@ -127,9 +127,7 @@ class QuantizedFormat(ABC):
             matrix = self.matrix(module, (shape[0], shape[1]), source)
             if matrix is not None:
                 self._matrices.setdefault(module, set()).add(matrix)
-                return tuple(
-                    one._replace(name=f"{module}.{one.name}", dtype=one.dtype or dtype) for one in matrix.stored
-                )
+                return tuple(one.of(module)._replace(dtype=one.dtype or dtype) for one in matrix.stored)
         return (StoredTensor(name, shape, dtype),)
 
     def is_unused(self, name: str, source: Source) -> bool:
