@@ -9,7 +9,7 @@ from bench.measure import ROOT
 from offload_rt import LLM
 from offload_rt.config import EngineConfig
 from offload_rt.speculate.protocols import Drafter, DraftParts
-from offload_rt.speculate.select import pick_drafter
+from offload_rt.speculate.select import drafter_type, pick_drafter
 from offload_rt.tree.topology import Topology
 
 TARGET, DRAFT = str(ROOT / "models/demo-target"), str(ROOT / "models/demo-draft")
@@ -44,8 +44,9 @@ class Method:
     def open(self, model: str, n_nodes: int, dtype: str, device_memory: str | int, max_model_len: int) -> LLM:
         """A model that decodes this way, with trees of so many nodes whatever they cost."""
         config = EngineConfig(
-            model, None if self.drafter == "ngram" else DRAFT, dtype=dtype, device_memory=device_memory,
-            max_model_len=max_model_len, drafter=self.drafter, rule=self.rule, tree_size=n_nodes,
+            model, DRAFT if drafter_type(self.drafter).needs_model else None, dtype=dtype,
+            device_memory=device_memory, max_model_len=max_model_len, drafter=self.drafter, rule=self.rule,
+            tree_size=None if self.drafter == "none" else n_nodes,
             tree_depth=n_nodes if self.shape is chain else None,
         )  # fmt: skip
         drafting = pick_drafter(config)
@@ -67,7 +68,7 @@ METHODS = (
     Method("SpecInfer chains", "static_tree", "specinfer", chains),
     Method("Sequoia", "static_tree", "sequoia"),
     Method("Sequoia tree + traversal", "static_tree", "traversal"),
-    Method("dynamic", "dynamic_tree"),
+    Method("dynamic", "dynamic_tree", "match"),
 )
 # Which is expected to give more tokens per pass: (better, worse).
 PAIRS = (

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 
 from bench.measure import Spread, commit, machine
+from offload_rt import SamplingParams
+from offload_rt.executor.sequence import Sequence
 from offload_rt.speculate import child_sampling
 from offload_rt.speculate.select import rule_of
 from offload_rt.speculate.static_builder import Shape
@@ -56,6 +58,7 @@ def main() -> None:
     flags = parser.parse_args()
     print(f"{machine()}\n{flags.nodes} nodes, vocabulary {flags.vocabulary}; milliseconds; commit {commit()}")
     generator = torch.Generator().manual_seed(0)
+    sequence = Sequence([0], SamplingParams(seed=0), 1_000_000)
     found = {}
     for name in registry.names("speculate.verify"):
         rule = rule_of(name)
@@ -66,7 +69,8 @@ def main() -> None:
             moments = [time.perf_counter()]
             target = torch.softmax(logits, -1)
             moments.append(time.perf_counter())
-            verdict = rule.verify(tree, target, generator)
+            verdict = rule.verify(tree, target, sequence)
+            sequence.tokens += [0] * (len(verdict.path) + 1)
             moments.append(time.perf_counter())
             if i > 0:  # the first compiles
                 softmax_ms.append(1e3 * (moments[1] - moments[0]))

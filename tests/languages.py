@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from tiny import sequence_of
 from torch import Tensor
 
 from offload_rt.speculate.protocols import VerificationRule
 from offload_rt.speculate.residual import Decision, ResidualRule
-from offload_rt.speculate.verify import match
+from offload_rt.speculate.verify import coupled, match
 from offload_rt.tree.topology import DraftTree, SampledNodes, Topology
 
 VOCABULARY, LONGEST = 3, 4
@@ -148,21 +149,22 @@ class _Fork(Exception):
 
 
 def scripted(verify: Callable, tree: DraftTree, target: Tensor) -> Iterator[tuple[Decision, float]]:
-    """As `decisions`, where all chance is in `match.draw`: `verify` runs again for every sequence of its outcomes."""
+    """As `decisions`, where all chance is in the module's `draw`: `verify` runs again for every sequence of its outcomes."""
     scripts: list[tuple[tuple, float]] = [((), 1.0)]
     while scripts:
         script, p = scripts.pop()
         left = list(script)
 
-        def draw(probs: Tensor, generator: torch.Generator, left: list = left) -> int:
+        def draw(probs: Tensor, noise: object, left: list = left) -> int:
             if not left:
                 raise _Fork(probs)
             return left.pop(0)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(match, "draw", draw)
+            patch.setattr(coupled, "draw", draw)
             try:
-                verdict = verify(tree, target, torch.Generator())
+                verdict = verify(tree, target, sequence_of(0))
             except _Fork as fork:
                 scripts += [((*script, token), p * q) for token, q in enumerate(fork.probs.tolist()) if q > 0]
                 continue

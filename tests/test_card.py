@@ -84,8 +84,8 @@ def test_greedy_tokens_are_transformers(zoo, card, name, where):
 @pytest.mark.parametrize(
     ("drafter", "rule"),
     [
-        ("none", "match"), ("ngram", "match"), ("dynamic_tree", "match"), ("adaptive_tree", "traversal"),
-        ("static_tree", "sequoia"), ("static_tree", "specinfer"), ("static_tree", "match"),
+        ("none", "match"), ("ngram", "match"), ("dynamic_tree", "match"), ("adaptive_tree", "coupled"),
+        ("static_tree", "traversal"), ("static_tree", "sequoia"), ("static_tree", "specinfer"), ("static_tree", "match"),
     ],
 )  # fmt: skip
 def test_every_drafter_and_rule(zoo, card, drafter, rule):

@@ -21,6 +21,7 @@ from offload_rt import SamplingParams
 from offload_rt.config import EngineConfig
 from offload_rt.errors import SettingsError
 from offload_rt.executor.sequence import Sequence
+from offload_rt.sampling import top_tokens
 from offload_rt.speculate.protocols import DraftLimits
 from offload_rt.speculate.select import drafter_type, pick_drafter, rule_of
 from offload_rt.system import registry
@@ -33,7 +34,7 @@ N_NEW = (1, 2, 5, 40)
 MODEL_DRAFTERS = [name for name in registry.names("speculate.draft") if drafter_type(name).needs_model]
 every_combination = pytest.mark.parametrize(("name", "rule"), COMBINATIONS)
 # What samples, with the rules that need it; adaptive_tree samples as static_tree does.
-SAMPLING = [(name, rule) for name, rule in COMBINATIONS if name == "static_tree" and rule != "match"]
+SAMPLING = [(name, rule) for name, rule in COMBINATIONS if name == "static_tree" and rule not in ("match", "coupled")]
 right = pytest.mark.parametrize(("name", "rule"), SAMPLING)
 
 
@@ -61,7 +62,7 @@ def assert_tree(tree, sequence, n_nodes, vocab_size):
     assert int(tokens[0]) == sequence.tokens[-1]
     assert tokens.dtype == torch.int64 and int(tokens.min()) >= 0 and int(tokens.max()) < vocab_size
     assert 1.0 <= tree.expected <= len(topology)
-    for node, children in enumerate(topology.children):
+    for node, children in enumerate(tree.candidates().topology.children):
         siblings = tokens[list(children)].tolist()
         if tree.sampled is None or not tree.sampled.independent:
             assert len(set(siblings)) == len(siblings), f"below node {node} the same token twice"
@@ -120,9 +121,10 @@ def test_a_drafter_goes_on_after_every_verdict_on_every_node(llm, name, rule):
             trees = drafter.propose(sequences, 17)
             for tree, sequence in zip(trees, sequences, strict=True):
                 assert_tree(tree, sequence, 17, 128)
-                path = tree.topology.path_to(min(node, len(tree.topology) - 1))
+                path = tree.topology.path_to(min(node, len(tree.candidates().topology) - 1))
                 verdict = Verdict(tuple(path), (7 * node + 3) % 128)
-                drafter.learn(sequence, tree, verdict, None)
+                logits = torch.randn(len(tree.topology), 128, generator=torch.Generator().manual_seed(node))
+                drafter.learn(sequence, tree, verdict, top_tokens(logits, drafter.n_predicted))
                 sequence.extend([*tree.tokens[path].tolist(), verdict.bonus])
             sequences = [one for one in sequences if one.finish_reason is None]
 
@@ -132,9 +134,12 @@ def test_its_trees_go_through_the_rule(llm, name, rule):
     verify = rule_of(rule).verify
     generator = torch.Generator().manual_seed(0)
     for temperature in (0.0, 0.8):
-        for tree in drafter_of(llm, name, rule, LIMITS).propose(sequences_of(temperature), 17):
+        sequences = sequences_of(temperature)
+        trees = drafter_of(llm, name, rule, LIMITS).propose(sequences, 17)
+        for proposed, sequence in zip(trees, sequences, strict=True):
+            tree = proposed.candidates()
             draft_probs = torch.rand(len(tree.topology), 128, generator=generator).pow(9)
-            verdict = verify(tree, draft_probs / draft_probs.sum(-1, keepdim=True), generator)
+            verdict = verify(tree, draft_probs / draft_probs.sum(-1, keepdim=True), sequence)
             above = [0, *verdict.path]
             assert [int(tree.topology.parents[node]) for node in verdict.path] == above[:-1]
             assert 0 <= verdict.bonus < 128
@@ -157,7 +162,7 @@ def test_a_drafter_says_what_it_needs_and_works_with_its_rule(name):
 @every_combination
 def test_only_a_drafter_that_gives_draft_probs_samples(llm, name, rule):
     trees = drafter_of(llm, name, rule, LIMITS).propose(sequences_of(0.9), 17)
-    gives = drafter_type(name).gives_draft_probs
+    gives = drafter_type(name).gives_draft_probs and rule != "coupled"  # whose noise decides every token
     assert any(tree.sampled is not None for tree in trees) == gives
     zero = drafter_of(llm, name, rule, LIMITS).propose(sequences_of(0.0), 17)
     assert all(tree.sampled is None or not tree.sampled.is_sampled.any() for tree in zero), (
@@ -257,7 +262,7 @@ def test_children_are_drawn_from_their_distribution(small, name, rule, prompt):
         ({"drafter": "static_tree"}, ["--drafter static_tree", "--draft-model"]),
         ({"drafter": "dynamic_tree"}, ["--drafter dynamic_tree", "--draft-model"]),
         ({"drafter": "ngram", "rule": "sequoia"}, ["--rule sequoia", "ngram", "--rule match"]),
-        ({"rule": "traversal"}, ["--rule traversal", "ngram", "--rule match"]),
+        ({"rule": "traversal"}, ["--rule traversal", "recycle", "--rule match"]),
         ({"drafter": "dynamic_tree", "draft_model": "somewhere", "rule": "specinfer"}, ["--rule specinfer"]),
     ],
 )  # fmt: skip
@@ -270,10 +275,10 @@ def test_a_drafter_or_rule_that_cannot_be_is_refused(settings, words):
 @pytest.mark.parametrize(
     ("settings", "drafter", "rule"),
     [
-        ({}, "ngram", "match"),
+        ({}, "recycle", "match"),
         ({"draft_model": "somewhere"}, "adaptive_tree", "traversal"),
         ({"draft_model": "somewhere", "rule": "match"}, "adaptive_tree", "match"),
-        ({"drafter": "dynamic_tree", "draft_model": "somewhere"}, "dynamic_tree", "match"),
+        ({"drafter": "dynamic_tree", "draft_model": "somewhere"}, "dynamic_tree", "coupled"),
     ],
 )
 def test_the_default_is_the_best_there_is(settings, drafter, rule):

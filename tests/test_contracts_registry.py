@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny import sequence_of
 from transformers import AutoModelForCausalLM
 
 import offload_rt.speculate.draft
@@ -85,12 +86,12 @@ def _tree() -> DraftTree:
 @pytest.mark.parametrize("name", registry.names("speculate.verify"))
 def test_a_rule_gives_a_path_from_the_root_down_and_a_token_of_the_distribution(name: str) -> None:
     rule = rule_of(name)
-    assert rule.child_sampling in (None, "without_replacement", "independent")
-    generator = torch.Generator().manual_seed(0)
+    assert rule.child_sampling in (None, "without_replacement", "independent", "coupled")
+    generator, sequence = torch.Generator().manual_seed(0), sequence_of(0)
     for _ in range(50):
         draft_probs = torch.rand(4, 7, generator=generator).pow(4)
         draft_probs[:, 0] = 0
-        verdict = rule.verify(_tree(), draft_probs / draft_probs.sum(-1, keepdim=True), generator)
+        verdict = rule.verify(_tree(), draft_probs / draft_probs.sum(-1, keepdim=True), sequence)
         assert isinstance(verdict, Verdict)
         assert verdict.path in ((), (1,), (2,), (1, 3))
         assert 1 <= verdict.bonus < 7

@@ -116,10 +116,10 @@ class Watched:
     def __init__(self) -> None:
         self.trees: list[DraftTree] = []
 
-    def verify(self, tree: DraftTree, target: torch.Tensor, generator: torch.Generator) -> Verdict:
+    def verify(self, tree: DraftTree, target: torch.Tensor, sequence: Sequence) -> Verdict:
         assert len(target) == len(tree.topology)
         self.trees.append(tree)
-        return rule_of("match").verify(tree, target, generator)
+        return rule_of("match").verify(tree, target, sequence)
 
 
 def test_unverified_rows_reach_neither_the_rule_nor_the_sequence(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:

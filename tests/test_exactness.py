@@ -18,7 +18,7 @@ from languages import (
     scripted,
     target_probs,
 )
-from tiny import chi_square_p, random_tree
+from tiny import chi_square_p, random_tree, sequence_of
 from torch import Tensor
 
 from offload_rt.speculate import child_sampling
@@ -369,27 +369,27 @@ def test_match_goes_on_while_a_child_carries_the_token(n, seed):
         assert (*tree.path_to(decision.end), int(decision.probs.argmax())) not in texts
 
 
-def bonus_of_the_root(tree, target, generator):
-    verdict = match.RULE.verify(tree, target, generator)
-    return Verdict(verdict.path, match.draw(target[0], generator))
+def bonus_of_the_root(tree, target, sequence):
+    verdict = match.RULE.verify(tree, target, sequence)
+    return Verdict(verdict.path, match.draw(target[0], sequence.generator))
 
 
-def bonus_drawn_again(tree, target, generator):
+def bonus_drawn_again(tree, target, sequence):
     """The rejected draw is thrown away, as if it had carried no news."""
-    verdict = match.RULE.verify(tree, target, generator)
-    return Verdict(verdict.path, match.draw(target[(0, *verdict.path)[-1]], generator))
+    verdict = match.RULE.verify(tree, target, sequence)
+    return Verdict(verdict.path, match.draw(target[(0, *verdict.path)[-1]], sequence.generator))
 
 
-def always_the_first_child(tree, target, generator):
+def always_the_first_child(tree, target, sequence):
     node, path = 0, []
     while tree.topology.children[node]:
         node = tree.topology.children[node][0]
         path.append(node)
-    return Verdict(tuple(path), match.draw(target[node], generator))
+    return Verdict(tuple(path), match.draw(target[node], sequence.generator))
 
 
-def probs_of_the_wrong_node(tree, target, generator):
-    return match.RULE.verify(tree, target.roll(1, 0), generator)
+def probs_of_the_wrong_node(tree, target, sequence):
+    return match.RULE.verify(tree, target.roll(1, 0), sequence)
 
 
 @pytest.mark.parametrize(
@@ -540,13 +540,13 @@ def check_verdict(verdict: Verdict, tree: DraftTree, target: Tensor) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_verdict_is_a_path_the_target_allows_and_follows_from_the_generator(rule):
+def test_a_verdict_is_a_path_the_target_allows_and_follows_from_the_seed(rule):
     module = rule_of(rule)
     for seed in range(24):
         tree, target, _ = random_case(seed, torch.float32)
         before = target.clone(), tree.tokens.clone(), tree.sampled.draft_probs.clone()
-        verdicts = [module.verify(tree, target, torch.Generator().manual_seed(seed)) for _ in range(2)]
-        assert verdicts[0] == verdicts[1], "all chance comes from the generator"
+        verdicts = [module.verify(tree, target, sequence_of(seed)) for _ in range(2)]
+        assert verdicts[0] == verdicts[1], "all chance comes from the sequence"
         check_verdict(verdicts[0], tree, target)
         assert all(map(torch.equal, before, (target, tree.tokens, tree.sampled.draft_probs))), "a rule changes nothing"
 
@@ -562,10 +562,13 @@ def test_two_verdicts_in_a_row_are_independent_and_have_the_acceptance_stated(ru
             if p_bonus > 0:
                 key = (decision.end, bonus)
                 acceptance[key] = acceptance.get(key, 0.0) + p * p_bonus
-    place, n_pairs, generator = {key: i for i, key in enumerate(acceptance)}, 1500, torch.Generator().manual_seed(3)
+    place, n_pairs, sequence = {key: i for i, key in enumerate(acceptance)}, 1500, sequence_of(3)
     counts = np.zeros((len(acceptance), len(acceptance)))
     for _ in range(n_pairs):
-        pair = [module.verify(tree, draft_probs, generator) for _ in range(2)]
+        pair = []
+        for _ in range(2):
+            pair.append(module.verify(tree, draft_probs, sequence))
+            sequence.tokens += [*tree.path_to((0, *pair[-1].path)[-1]), pair[-1].bonus]
         counts[tuple(place[(0, *verdict.path)[-1], verdict.bonus] for verdict in pair)] += 1
     expected = n_pairs * np.outer(list(acceptance.values()), list(acceptance.values()))
     often = expected >= 5
@@ -603,7 +606,7 @@ def test_a_large_vocabulary_in_float32(sharpness):
                 assert found.end == end and bool(found.probs.isfinite().all()) and bool((found.probs >= 0).all())
                 torch.testing.assert_close(found.probs.double(), probs, rtol=1e-3, atol=1e-6)
         for rule in RULES:
-            verdict = rule_of(rule).verify(tree, target, torch.Generator().manual_seed(seed))
+            verdict = rule_of(rule).verify(tree, target, sequence_of(seed))
             check_verdict(verdict, tree, target)
 
 
@@ -613,16 +616,16 @@ def test_at_temperature_zero_the_right_path_is_taken(rule):
     for seed in range(24):
         tree, target, _ = random_case(seed, torch.float32)
         right = torch.nn.functional.one_hot(target.argmax(-1), target.shape[1]).float()
-        # Independent draws may carry the right token twice: match follows both, the others the first.
+        # Independent draws may carry the right token twice: match and coupled follow both, the others the first.
         nodes, path = [0], []
         while True:
             children = [child for node in nodes for child in tree.topology.children[node]]
             nodes = [child for child in children if right[nodes[0], tree.tokens[child]] == 1]
             if not nodes:
                 break
-            nodes = nodes if rule == "match" else nodes[:1]
+            nodes = nodes if rule in ("match", "coupled") else nodes[:1]
             path = tree.topology.path_to(nodes[0])
-        found = module.verify(tree, right, torch.Generator().manual_seed(seed))
+        found = module.verify(tree, right, sequence_of(seed))
         assert tree.tokens[list(found.path)].tolist() == tree.tokens[path].tolist()
         assert found.bonus == int(right[(0, *path)[-1]].argmax())
         depths.add(len(path))

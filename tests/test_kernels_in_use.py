@@ -11,7 +11,7 @@ from languages import target_probs
 from pretended_card import CardTensor, pretended_card
 from recorded import record
 from test_exactness import RECIPES, languages
-from tiny import CASES, feed, open_llm, prefill, prompt_of, random_tree, runner_of
+from tiny import CASES, feed, open_llm, prefill, prompt_of, random_tree, runner_of, sequence_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -175,8 +175,8 @@ def test_a_rule_decides_the_same(served, monkeypatch, rule):
     rule, verdicts = rule_of(rule), []
     trees = list(decided_trees(rule.child_sampling == "independent"))
     for _ in range(2):
-        generator = torch.Generator().manual_seed(0)
-        verdicts.append([rule.verify(tree, target, generator) for tree, target in trees])
+        sequence = sequence_of(0)
+        verdicts.append([rule.verify(tree, target, sequence) for tree, target in trees])
         monkeypatch.undo()
     assert served.counts["verify"] == len(trees) > 20
     assert verdicts[0] == verdicts[1]

@@ -49,6 +49,7 @@ from offload_rt.tree.topology import Verdict
 MODEL_DRAFTERS = [name for name in registry.names("speculate.draft") if drafter_type(name).needs_model]
 # At temperature 0 adaptive_tree does what dynamic_tree does, and above it what static_tree does.
 TREES = ["static_tree", "dynamic_tree"]
+WITHOUT_MODEL = ["ngram", "lookahead", "recycle"]
 PROMPTS = [prompt_of(seed, n) for seed, n in enumerate((9, 1, 30, 14))]
 LENGTHS = (32, 24, 12, 28)
 
@@ -119,7 +120,7 @@ def test_the_size_of_the_trees_changes_no_token(zoo, texts, tree_size):
         assert_greedy(llm, texts("llama"))
 
 
-@pytest.mark.parametrize("drafter", ["ngram", *TREES])
+@pytest.mark.parametrize("drafter", [*WITHOUT_MODEL, *TREES])
 def test_a_penalty_looks_back_along_each_path(zoo, drafter):
     pair, params = zoo.pair("llama", 0), [SamplingParams(max_new_tokens=n, repetition_penalty=1.4) for n in LENGTHS]
     # What was just said is proposed again, and punished along the path that proposes it.
@@ -177,7 +178,7 @@ def assert_exact(texts, distributions):
         assert_distribution(found, probs)
 
 
-@pytest.mark.parametrize(("name", "rule"), [one for one in COMBINATIONS if one[0] in ("ngram", *TREES)])
+@pytest.mark.parametrize(("name", "rule"), [one for one in COMBINATIONS if one[0] in (*WITHOUT_MODEL, *TREES)])
 def test_the_joint_distribution_of_sampled_tokens(small_llm, distributions, name, rule):
     drafter = drafter_of(small_llm, name, rule, DraftLimits(6, 4))
     assert_exact(sampled_texts(small_llm.engine.runner, drafter, rule_of(rule), 6), distributions)
@@ -200,18 +201,19 @@ class BonusFromTheTarget:
     """Forgets, when it draws the bonus, what was rejected."""
 
     @staticmethod
-    def verify(tree, target, generator):
-        uniforms = torch.rand(len(tree.topology), dtype=torch.float64, generator=generator)
+    def verify(tree, target, sequence):
+        uniforms = torch.rand(len(tree.topology), dtype=torch.float64, generator=sequence.generator)
         end = sequoia.RULE.decide(tree, target, uniforms).end
-        return Verdict(tuple(tree.topology.path_to(end)), draw(target[end], generator))
+        return Verdict(tuple(tree.topology.path_to(end)), draw(target[end], sequence.generator))
 
 
 class StaleNoise:
     """Begins every step with the same noise."""
 
     @staticmethod
-    def verify(tree, target, generator):
-        return sequoia.RULE.verify(tree, target, generator.manual_seed(generator.initial_seed()))
+    def verify(tree, target, sequence):
+        sequence.generator.manual_seed(sequence.generator.initial_seed())
+        return sequoia.RULE.verify(tree, target, sequence)
 
 
 @pytest.mark.parametrize("wrong", [BonusFromTheTarget, StaleNoise])
@@ -235,7 +237,7 @@ def test_every_size_and_length_runs_and_is_plain_decoding_at_temperature_zero(
     prompt, asked = [2, 0, 1, 3, 2, 0, 1], [(n, t) for n in (1, 2, 20) for t in (0.0, 0.8)]
     plain = generate(pair.model, prompt, 20)
     limits = DraftLimits(size, depth or 24, fixed_size=True, fixed_depth=depth is not None)
-    for name in ("ngram", *TREES):
+    for name in (*WITHOUT_MODEL, *TREES):
         rule = drafter_type(name).best_rule
         sequences = [Sequence(list(prompt), SamplingParams(n, temperature=t, seed=n), 64) for n, t in asked]
         drafter = drafter_of(llm, name, rule, limits)
@@ -475,7 +477,7 @@ def test_a_draft_with_a_vocabulary_padded_otherwise(tmp_path, n_more, temperatur
 # Copying
 
 
-@pytest.mark.parametrize("drafter", ["ngram", *TREES])
+@pytest.mark.parametrize("drafter", [*WITHOUT_MODEL, *TREES])
 def test_a_text_that_repeats_itself_is_accepted_many_tokens_a_pass(tmp_path, drafter):
     """The next token follows from the last alone, so the text goes round in circles; the draft knows nothing of it."""
     model = CASES["llama"].build(3, num_hidden_layers=3)

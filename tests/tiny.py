@@ -24,11 +24,12 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from offload_rt import LLM
+from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.scheduler import Scheduler
 from offload_rt.executor.runner import Runner, Step
+from offload_rt.executor.sequence import Sequence as TokenSequence
 from offload_rt.speculate.draft_model import DraftModel
 from offload_rt.speculate.protocols import Drafter, DraftLimits, DraftParts, VerificationRule
 from offload_rt.speculate.select import drafter_type, rule_of
@@ -102,7 +103,7 @@ COMBINATIONS = [
     (drafter, rule)
     for drafter in registry.names("speculate.draft")
     for rule in registry.names("speculate.verify")
-    if drafter_type(drafter).gives_draft_probs or rule_of(rule).child_sampling is None
+    if drafter_type(drafter).gives_draft_probs or rule_of(rule).child_sampling in (None, "coupled")
 ]
 PLACES = {"resident": {"device"}, "disk": {"disk"}, "mixed": {"device", "disk"}}
 
@@ -241,6 +242,11 @@ def engine_of(llm: LLM, drafter: Drafter, rule: VerificationRule | None = None, 
     """An engine over the runner of an LLM with another drafter, room for any number of sequences, and no clock."""
     scheduler = Scheduler(1_000_000, n_nodes)
     return Engine(runner_of(llm), drafter, rule or Match(), Steady(), Trace(on=False), scheduler)
+
+
+def sequence_of(seed: int) -> TokenSequence:
+    """A sequence of one token, for its random numbers."""
+    return TokenSequence([0], SamplingParams(seed=seed), 1_000_000)
 
 
 def runner_of(llm: LLM) -> Runner:

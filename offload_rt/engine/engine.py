@@ -150,24 +150,31 @@ class Engine:
         """The step that feeds a cache what it lacks of its sequence, and the tree."""
         tokens = one.sequence.tokens
         lacking = tokens[self.runner.rewind(one.cache, tokens[:-1]) : -1]
+        n_read = min(len(lacking), one.n_nodes - len(tree.topology)) if self.drafter.reads_prompt else 0
         return Step(
             cache=one.cache,
             tokens=torch.cat((torch.tensor(lacking, dtype=torch.int64), tree.tokens)),
             topology=tree.topology.after_chain(len(lacking)),
-            n_wanted=len(tree.topology),
+            n_wanted=n_read + len(tree.topology),
             n_prompt=one.sequence.n_prompt,
         )
 
     def _accept(self, one: RunningSequence, tree: DraftTree, logits: Tensor) -> int:
-        """Verify a tree by the logits (n, vocabulary) of its nodes; returns the tokens that the sequence took."""
-        sequence = one.sequence
+        """Verify a tree by the logits (n, vocabulary) of its nodes, behind those of rows that the drafter reads.
+
+        Returns the tokens that the sequence took.
+        """
+        sequence, n_read = one.sequence, len(logits) - len(tree.topology)
+        if n_read and (predicted := top_tokens(logits[:n_read], self.drafter.n_predicted)):
+            self.drafter.read(sequence, predicted)
+        logits = logits[n_read:]
         n_lacking = len(sequence.tokens) - 1 - self.runner.n_committed(one.cache)
         candidates, paths = tree.candidates(), []
         n_candidates = len(candidates.topology)
         if sequence.sampling.repetition_penalty != 1.0:  # it looks back on each node's own path, too
             paths = [candidates.path_to(node) for node in range(n_candidates)]
         target = probs(logits[:n_candidates], sequence.sampling, sequence.tokens, paths)
-        verdict = self.rule.verify(candidates, target, sequence.generator)
+        verdict = self.rule.verify(candidates, target, sequence)
         self.drafter.learn(sequence, tree, verdict, top_tokens(logits, self.drafter.n_predicted))
         sequence.stats.add_tree(candidates, verdict)
         self.runner.commit(one.cache, [*range(n_lacking + 1), *(n_lacking + node for node in verdict.path)])

@@ -7,6 +7,7 @@ import torch
 
 from offload_rt.config import SamplingParams
 from offload_rt.executor.stats import SequenceStats
+from offload_rt.ops.noise import NoiseRows
 from offload_rt.text.detokenize import TextStream
 
 
@@ -20,6 +21,8 @@ class Sequence:
     end_ids        tokens that end the text
     text           turns tokens into text and looks for stop strings; None without a tokenizer
     finish_reason  None while it goes on; "stop" for an end id or a stop string, "length" for a limit
+    generator      random numbers, seeded by the sampling's seed or else by chance
+    noise          by the same seed, for each position
     """
 
     tokens: list[int]
@@ -37,6 +40,7 @@ class Sequence:
             self.generator.seed()
         else:
             self.generator.manual_seed(self.sampling.seed)
+        self.noise = NoiseRows(self.generator.initial_seed())
 
     @property
     def n_new(self) -> int:

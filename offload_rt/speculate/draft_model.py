@@ -11,6 +11,8 @@ from offload_rt.executor.runner import Runner, Step
 from offload_rt.executor.sequence import Sequence
 from offload_rt.ops import to_host
 from offload_rt.sampling import generator_on
+from offload_rt.speculate.child_sampling import fitted
+from offload_rt.speculate.perturbation import Perturbation
 from offload_rt.system.trace import DRAFT, Trace
 from offload_rt.tree.topology import GrowingTree, Topology
 
@@ -23,9 +25,10 @@ class DraftState:
 
     A row here is a row of the draft's cache; leaves that need no logits have none. Row 0 is the root.
 
-    vocab_size  of the target; in place of a token that only the target has the draft is given its own last one
-    most_rows   of a tree
-    generator   on the device; children are drawn with it
+    vocab_size    of the target; in place of a token that only the target has the draft is given its own last one
+    most_rows     of a tree
+    generator     on the device; children are drawn with it
+    perturbation  by the noise that the target's tokens are drawn with; None where the tree is not coupled
     """
 
     def __init__(self, runner: Runner, cache: int, vocab_size: int, most_rows: int, generator: torch.Generator) -> None:
@@ -36,6 +39,7 @@ class DraftState:
         self.tokens: list[int] = []
         self._tree = GrowingTree(most_rows)
         self.n_done = 0
+        self.perturbation: Perturbation | None = None
 
     def start(self, tokens: list[int], n_prompt: int) -> None:
         """Begin a tree below the last of `tokens`, keeping the rows that an earlier tree has of them."""
@@ -44,6 +48,11 @@ class DraftState:
         self.lacking, self.n_prompt = tokens[n_kept:-1], n_prompt
         self.tokens, self.n_done = [tokens[-1]], 0
         self._tree.clear()
+
+    def perturbed(self, logits: Tensor) -> Tensor:
+        """The logits (rows, vocabulary) of the rows added last, with the noise of their positions."""
+        assert self.perturbation is not None, "the tree is coupled"
+        return self.perturbation(fitted(logits, self.vocab_size), self._tree.depths[-len(logits) :])
 
     def add(self, parents: Several[int], tokens: Several[int]) -> range:
         """Add rows, to be computed next; returns them."""
@@ -114,10 +123,11 @@ class DraftModel:
         self._limit = max(runner.spec.max_positions - max_levels, 1)
         self._states: dict[Sequence, DraftState] = {}
 
-    def start(self, sequence: Sequence, n_nodes: int, is_alone: bool) -> DraftState:
+    def start(self, sequence: Sequence, n_nodes: int, is_alone: bool, n_coupled: int = 0) -> DraftState:
         """Begin a tree at the end of a sequence; where the draft's context is shorter, it sees as much as fits.
 
-        is_alone  no other sequence is drafted for
+        is_alone   no other sequence is drafted for
+        n_coupled  levels whose children are ranked after the noise that the target's tokens are drawn with
         """
         if sequence not in self._states:
             cache = self._runner.new_cache(draft_rows(sequence.longest, n_nodes), is_alone)
@@ -126,6 +136,9 @@ class DraftModel:
         state = self._states[sequence]
         first = _window_start(len(sequence.tokens), self._limit)
         state.start(sequence.tokens[first:], max(sequence.n_prompt - first, 1))
+        state.perturbation = None
+        if n_coupled:
+            state.perturbation = Perturbation.of(sequence, n_coupled, self.vocab_size, self._runner.device)
         return state
 
     def end(self, sequence: Sequence) -> None:
@@ -144,13 +157,25 @@ class DraftModel:
         growing, n_passes = list(builders), 0
         while growing := [one for one in growing if len(one.state.tokens) > one.state.n_done]:
             with self._trace.span(DRAFT, f"level {n_passes + 1}"):
-                outs = self._runner.forward([one.state.step(one.reduce) for one in growing])
-                chosen = to_host([one.choose(out) for one, out in zip(growing, outs, strict=True)])
+                outs = self._runner.forward([one.state.step(_captured(one)) for one in growing])
+                chosen = to_host([_chosen(one, out) for one, out in zip(growing, outs, strict=True)])
                 for one, tokens in zip(growing, chosen, strict=True):
                     one.state.computed()
                     one.take(tokens)
             n_passes += 1
         return n_passes
+
+
+def _captured(builder: TreeBuilder) -> Reduce | None:
+    """What is made of logits as part of the pass; nothing in a coupled tree, where noise is added to them first."""
+    return builder.reduce if builder.state.perturbation is None else None
+
+
+def _chosen(builder: TreeBuilder, out: Tensor) -> Tensor:
+    """What the host needs to know of the rows added last; `out` is what the pass gave for them."""
+    if builder.state.perturbation is not None and builder.reduce is not None:
+        out = builder.reduce(builder.state.perturbed(out))
+    return builder.choose(out)
 
 
 def draft_rows(longest: int, n_nodes: int) -> int:

@@ -1,5 +1,6 @@
 """Prompt lookup: what followed the last tokens when they stood in the sequence before."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -61,6 +62,31 @@ class MatchRates:
         n_right = next((i for i, (copied, token) in enumerate(pairs) if copied != token), len(pairs))
         self._right[match.n_equal] += n_right
         self._tried[match.n_equal] += min(n_right + 1, len(pairs))
+
+
+def copied_paths(matches: list[Match], rates: MatchRates) -> dict[tuple[int, ...], float]:
+    """The paths that some matches propose below the root, a path before those that go on from it, and their chances."""
+    chances: dict[tuple[int, ...], float] = {}
+    left = 1.0
+    for match in matches:
+        rate = rates.rate(match.n_equal)
+        above = 1.0
+        for n in range(1, len(match.tokens) + 1):
+            # Never more than the node above it has, which a match before this one may have brought.
+            above = chances.setdefault(match.tokens[:n], min(left * rate**n, above))
+        left *= 1.0 - rate
+    return chances
+
+
+def path_tree(root: int, paths: Iterable[tuple[int, ...]]) -> tuple[list[int], list[int]]:
+    """Parents and tokens of the tree of some paths, each of which goes on from one before it by a token."""
+    at: dict[tuple[int, ...], int] = {(): 0}
+    parents, tokens = [-1], [root]
+    for path in paths:
+        at[path] = len(parents)
+        parents.append(at[path[:-1]])
+        tokens.append(path[-1])
+    return parents, tokens
 
 
 def append_ngram(tree: DraftTree, tokens: tuple[int, ...], n_nodes: int) -> DraftTree:

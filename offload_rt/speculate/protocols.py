@@ -5,7 +5,6 @@ from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from offload_rt.executor.cost import CostEstimator
@@ -34,11 +33,13 @@ class DraftLimits:
 class Drafter(Protocol):
     """Proposes trees, and learns from what becomes of them; right for any sequence it is handed.
 
-    n_predicted  how many of the target's most probable tokens `learn` is shown at every node; 0: none
+    n_predicted   how many of the target's most probable tokens `learn` is shown at every node; 0: none
+    reads_prompt  whether `read` is shown as many at the last rows of a prompt, as far as there is room for their logits
     """
 
     limits: DraftLimits
     n_predicted: int = 0
+    reads_prompt: bool = False
 
     def propose(self, sequences: Several[Sequence], n_nodes: int) -> list[DraftTree]:
         """One tree of at most `n_nodes` nodes for each sequence; the root is its last token.
@@ -52,6 +53,10 @@ class Drafter(Protocol):
         predicted  by the target after every node of the tree, rejected and unverified ones too; None for n_predicted = 0
         """
 
+    def read(self, sequence: Sequence, predicted: TopTokens) -> None:
+        """What the target predicts after each of the last tokens of the sequence but the very last, computed just now."""
+        return
+
     def end(self, sequence: Sequence) -> None:
         """The sequence has ended or was aborted: release what is held for it."""
 
@@ -64,10 +69,13 @@ class VerificationRule(Protocol):
 
     @property
     def child_sampling(self) -> str | None:
-        """How siblings are to be drawn: "without_replacement" or "independent"; None: it takes any tree."""
+        """How siblings are to be drawn: "without_replacement" or "independent".
 
-    def verify(self, tree: DraftTree, target: Tensor, generator: torch.Generator) -> Verdict:
-        """What to accept, given the target's distribution (n, vocabulary) after each node."""
+        "coupled": it takes any tree, best one of the tokens that are most probable after the sequence's noise; None: any tree.
+        """
+
+    def verify(self, tree: DraftTree, target: Tensor, sequence: Sequence) -> Verdict:
+        """What to accept, given the target's distribution (n, vocabulary) after each node, by the sequence's random numbers."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +103,7 @@ class DrafterType:
     gives_draft_probs its children are drawn from distributions that it states, above temperature 0
     best_rule         a name in verify/
     default_sizes     of its trees: they are tried in turn until one fits into memory
+    n_levels          of its trees, unless the setting says otherwise; deeper candidates are hardly ever reached
     """
 
     open: Callable[[DraftParts], Drafter]
@@ -102,3 +111,4 @@ class DrafterType:
     gives_draft_probs: bool
     best_rule: str
     default_sizes: tuple[int, ...]
+    n_levels: int = 24

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from offload_rt import ops
+from offload_rt.executor.sequence import Sequence
 from offload_rt.ops import Candidates
 from offload_rt.sampling import draw
 from offload_rt.speculate.verify.match import Match
@@ -38,8 +39,9 @@ class ResidualRule:
     bottom_up: bool
     child_sampling: str
 
-    def verify(self, tree: DraftTree, target: Tensor, generator: torch.Generator) -> Verdict:
+    def verify(self, tree: DraftTree, target: Tensor, sequence: Sequence) -> Verdict:
         """What to accept, given the target's distribution (n, vocabulary) after each node, with fresh noise for each."""
+        generator = sequence.generator
         uniforms = torch.rand(len(tree.topology), dtype=torch.float64, generator=generator)
         if ops.can_verify(target, tree.topology.n_levels):
             noise = torch.cat((uniforms, torch.rand(1, dtype=torch.float64, generator=generator)))
@@ -47,7 +49,7 @@ class ResidualRule:
             end, bonus = ops.verify(candidates(tree), probs, target, noise, self.bottom_up)
             return Verdict(tuple(tree.topology.path_to(end)), bonus)
         if tree.sampled is None:  # as at temperature 0: no rule accepts more, and the compiler stays out of memory
-            return Match().verify(tree, target, generator)
+            return Match().verify(tree, target, sequence)
         decision = self.decide(tree, target.cpu(), uniforms)
         return Verdict(tuple(tree.topology.path_to(decision.end)), draw(decision.probs, generator))
 

@@ -14,8 +14,6 @@ from offload_rt.weights.checkpoint import Checkpoint
 if TYPE_CHECKING:  # it takes a second to load, and a plan needs none
     from transformers import PreTrainedTokenizerBase
 
-# Levels of a tree unless the setting says otherwise; deeper nodes are hardly ever reached.
-_N_LEVELS = 24
 # Part of the memory budget that a default tree may take.
 _TREE_SHARE = 1 / 8
 
@@ -43,7 +41,7 @@ class Drafting:
         """
         room, sizes = min(budget * _TREE_SHARE, budget - least), self.type.default_sizes
         n_nodes = config.tree_size or next((n for n in sizes if extra(n) <= room), sizes[-1])
-        n_levels = 1 if n_nodes == 1 else config.tree_depth or _N_LEVELS
+        n_levels = 1 if n_nodes == 1 else config.tree_depth or self.type.n_levels
         return DraftLimits(n_nodes, n_levels, config.tree_size is not None, config.tree_depth is not None)
 
 
@@ -63,7 +61,7 @@ def pick_drafter(config: EngineConfig) -> Drafting:
     """Drafter and rule of the settings. Raises SettingsError for a combination that does not work."""
     name = config.drafter
     if name == "auto":
-        name = "ngram" if config.draft_model is None else "adaptive_tree"
+        name = "recycle" if config.draft_model is None else "adaptive_tree"
     chosen = drafter_type(name)
     if config.draft_model is not None and not chosen.needs_model:
         users = [other for other in registry.names("speculate.draft") if drafter_type(other).needs_model]
@@ -77,7 +75,7 @@ def pick_drafter(config: EngineConfig) -> Drafting:
     if config.draft_model is None and chosen.needs_model:
         raise SettingsError(f"--drafter {name}", need="a draft model", change="give one by --draft-model")
     rule = rule_of(chosen.best_rule if config.rule == "auto" else config.rule)
-    if rule.child_sampling is not None and not chosen.gives_draft_probs:
+    if rule.child_sampling not in (None, "coupled") and not chosen.gives_draft_probs:
         raise SettingsError(
             f"--rule {config.rule}", need="a drafter that draws by probabilities", have=name, change="use --rule match"
         )

@@ -30,7 +30,7 @@ def tree_drafter(dynamic_at_zero: bool, dynamic_above: bool) -> DrafterType:
         open=partial(TreeDrafter, is_dynamic=(dynamic_at_zero, dynamic_above)),
         needs_model=True,
         gives_draft_probs=not dynamic_above,
-        best_rule="match" if dynamic_above else "traversal",
+        best_rule="coupled" if dynamic_above else "traversal",
         default_sizes=_SIZES,
     )
 
@@ -96,12 +96,18 @@ class TreeDrafter(Drafter):
 
     def estimates_at(self, temperature: float) -> Estimates:
         """What is known of the kind of tree it proposes at a temperature."""
-        return self.pair_stats.at(self._kind(temperature), temperature)
+        kind = self._kind(temperature)
+        return self.pair_stats.at(f"coupled-{kind}" if self._is_coupled(temperature) else kind, temperature)
 
     def _kind(self, temperature: float) -> str:
-        if self._is_dynamic[temperature > 0]:
+        is_sampled = temperature > 0 and not self._is_coupled(temperature)
+        if self._is_dynamic[is_sampled]:
             return "dynamic"
-        return self._child_sampling if temperature > 0 else "deterministic"
+        return self._child_sampling if is_sampled else "deterministic"
+
+    def _is_coupled(self, temperature: float) -> bool:
+        """Whether the noise of the sequence decides what is proposed, so that chance is left to nothing as at temperature 0."""
+        return self._child_sampling == "coupled" and temperature > 0
 
     def _start_tree(self, sequence: Sequence, n_nodes: int, n_sequences: int) -> _Proposal | None:
         """None where there is nothing to draft."""
@@ -109,12 +115,14 @@ class TreeDrafter(Drafter):
         if n_nodes == 1 or n_levels == 1:
             return None
         temperature = sequence.sampling.temperature
-        kind, estimates = self._kind(temperature), self.estimates_at(temperature)
+        kind, estimates, n_coupled = self._kind(temperature), self.estimates_at(temperature), 0
+        if self._is_coupled(temperature):
+            n_coupled, temperature = n_levels - 1, 0.0
         match = self._likely_match(sequence, min(n_levels - 1, n_nodes - 2))
         copied = match.tokens if match else ()
         n_nodes -= len(copied)
         if kind == "dynamic":
-            state = self._model.start(sequence, n_rows, n_sequences == 1)
+            state = self._model.start(sequence, n_rows, n_sequences == 1, n_coupled)
             least_gain = self._cost.level_s / float(self._cost.seconds(np.array([1]), len(sequence.tokens))[0])
             size = (n_nodes, n_levels)
             return _Proposal(
@@ -123,7 +131,7 @@ class TreeDrafter(Drafter):
         topology, expected = self._choose(sequence, (n_nodes, n_levels, n_sequences))
         if len(topology) == 1:
             return None
-        state = self._model.start(sequence, n_rows, n_sequences == 1)
+        state = self._model.start(sequence, n_rows, n_sequences == 1, n_coupled)
         plan = StaticTree(topology, expected, kind, temperature, copied)
         return _Proposal(StaticTreeBuilder(state, plan, estimates.acceptance), estimates, match)
 

@@ -1,8 +1,10 @@
 """Draw from the target's distribution and go on while a child carries the token. Lossless for any drafter."""
 
-import torch
+from collections.abc import Callable
+
 from torch import Tensor
 
+from offload_rt.executor.sequence import Sequence
 from offload_rt.sampling import draw
 from offload_rt.tree.topology import DraftTree, Verdict
 
@@ -12,16 +14,21 @@ class Match:
 
     child_sampling = None
 
-    def verify(self, tree: DraftTree, target: Tensor, generator: torch.Generator) -> Verdict:
+    def verify(self, tree: DraftTree, target: Tensor, sequence: Sequence) -> Verdict:
         """What to accept, given the target's distribution (n, vocabulary) after each node."""
-        nodes = [0]
-        while True:
-            token = draw(target[nodes[0]], generator)
-            children = [child for node in nodes for child in tree.topology.children[node]]
-            carriers = [child for child in children if int(tree.tokens[child]) == token]
-            if not carriers:
-                return Verdict(tuple(tree.topology.path_to(nodes[0])), token)
-            nodes = carriers
+        return walk(tree, lambda node: draw(target[node], sequence.generator))
+
+
+def walk(tree: DraftTree, token_after: Callable[[int], int]) -> Verdict:
+    """Go from the root to the child that carries the token drawn after its parent, until none does."""
+    nodes = [0]
+    while True:
+        token = token_after(nodes[0])
+        children = [child for node in nodes for child in tree.topology.children[node]]
+        carriers = [child for child in children if int(tree.tokens[child]) == token]
+        if not carriers:
+            return Verdict(tuple(tree.topology.path_to(nodes[0])), token)
+        nodes = carriers
 
 
 RULE = Match()
