@@ -42,7 +42,15 @@ setup(
         "rich>=13.9,<16",
     ],
     extras_require={
-        "dev": ["pytest>=8.3,<10", "hypothesis>=6.120,<7", "ruff>=0.12,<1", "mypy>=1.18,<3", "matplotlib>=3.9,<4"],
+        "dev": [
+            "pytest>=8.3,<10",
+            "hypothesis>=6.120,<7",
+            "ruff>=0.12,<1",
+            "mypy>=1.18,<3",
+            "matplotlib>=3.9,<4",
+            # The tests' oracle of quantised checkpoints.
+            "compressed-tensors>=0.20,<0.21",
+        ],
         # What `make compare` runs beside offload_rt, at the versions it was tried with.
         "compare": [TORCH, "accelerate>=1.15,<1.16", "deepspeed>=0.19.8,<0.20", "matplotlib>=3.9,<4"],
         "plot": ["matplotlib>=3.9,<4"],

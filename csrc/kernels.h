@@ -141,4 +141,23 @@ constexpr int kMostVerifyBlocks = 32;
 constexpr int kMostLevels = 1024;
 void verify(const Verify& args, cudaStream_t stream);
 
+enum class CodeKind : int { kRows, kColumns, kAwq, kInt8, kFloat4, kNormal4, kFloat8 };
+enum class FloatKind : int { kFloat, kHalf, kBFloat16 };
+
+// A quantised matrix; see Packing in offload_rt/ops/dequantize.py.
+struct Dequantize {
+  const void* codes;
+  const void* scales;     // (rows / block_rows, n_scales) of scale_kind
+  const int32_t* zeros;   // as scales, or null: `offset` is subtracted
+  const int32_t* groups;  // the row of scales of each row, of kColumns and kAwq, or the column of each column; or null
+  void* out;              // (n_rows, n_columns) of out_kind
+  int64_t n_rows, row_size;  // row_size: words or bytes of codes in a row
+  int n_columns, n_scales, bits, block_rows, block_columns, offset;
+  CodeKind kind;
+  FloatKind scale_kind, out_kind;
+  bool is_aligned;  // eight neighbouring columns are 16 bytes of their own
+};
+
+void dequantize(const Dequantize& args, cudaStream_t stream);
+
 }  // namespace offload_rt

@@ -246,6 +246,64 @@ Tensor verify(Tensor starts, Tensor children, Tensor tokens, Tensor is_sampled, 
   return verdict;
 }
 
+offload_rt::FloatKind float_kind(const Tensor& x, const char* name) {
+  switch (x.scalar_type()) {
+    case ScalarType::Float: return offload_rt::FloatKind::kFloat;
+    case ScalarType::Half: return offload_rt::FloatKind::kHalf;
+    case ScalarType::BFloat16: return offload_rt::FloatKind::kBFloat16;
+    default: STD_TORCH_CHECK(false, name, " must be float32, float16 or bfloat16");
+  }
+}
+
+// Codes of the right dtype and shape; returns the words or bytes of a row.
+int64_t check_codes(const Tensor& codes, offload_rt::CodeKind kind, int64_t bits, int64_t n_rows, int64_t n_columns) {
+  using offload_rt::CodeKind;
+  STD_TORCH_CHECK(bits >= 1 && bits <= 8, "codes must have 1 to 8 bits, not ", bits);
+  const bool is_nibble = kind == CodeKind::kFloat4 || kind == CodeKind::kNormal4;
+  const bool is_byte = is_nibble || kind == CodeKind::kFloat8;
+  check_dense(codes, "codes", kind == CodeKind::kInt8 ? ScalarType::Char : is_byte ? ScalarType::Byte : ScalarType::Int, 2);
+  const int64_t width = kind == CodeKind::kRows  ? (n_columns * bits + 31) / 32
+                        : kind == CodeKind::kAwq ? (n_columns + 7) / 8
+                        : is_nibble              ? (n_columns + 1) / 2
+                                                 : n_columns;
+  check_size(codes, "codes", 0, kind == CodeKind::kColumns ? (n_rows * bits + 31) / 32 : n_rows);
+  check_size(codes, "codes", 1, width);
+  return width;
+}
+
+void dequantize(Tensor codes, Tensor scales, std::optional<Tensor> zeros, std::optional<Tensor> groups, int64_t kind, int64_t bits,
+                int64_t block_rows, int64_t block_columns, int64_t offset, Tensor out) {
+  STD_TORCH_CHECK(kind >= 0 && kind <= static_cast<int64_t>(offload_rt::CodeKind::kFloat8), "unknown kind of codes: ", kind);
+  STD_TORCH_CHECK(block_rows > 0 && block_columns > 0, "blocks must not be empty");
+  check_dense(out, "out", out.scalar_type(), 2);
+  check_dense(scales, "scales", scales.scalar_type(), 2);
+  offload_rt::Dequantize args{};
+  args.kind = static_cast<offload_rt::CodeKind>(kind);
+  args.out_kind = float_kind(out, "out"), args.scale_kind = float_kind(scales, "scales");
+  args.n_rows = out.size(0), args.n_columns = count(out.size(1), "columns"), args.n_scales = count(scales.size(1), "scales");
+  args.row_size = check_codes(codes, args.kind, bits, args.n_rows, args.n_columns);
+  const bool groups_rows = args.kind == offload_rt::CodeKind::kColumns || args.kind == offload_rt::CodeKind::kAwq;
+  if (!groups || !groups_rows) check_size(scales, "scales", 0, (out.size(0) + block_rows - 1) / block_rows);
+  if (!groups || groups_rows) check_size(scales, "scales", 1, (out.size(1) + block_columns - 1) / block_columns);
+  if (zeros) {
+    check_dense(*zeros, "zeros", ScalarType::Int, 2);
+    for (int64_t dim = 0; dim < 2; ++dim) check_size(*zeros, "zeros", dim, scales.size(dim));
+    args.zeros = data<int32_t>(*zeros);
+  }
+  if (groups) {
+    check_dense(*groups, "groups", ScalarType::Int, 1);
+    check_size(*groups, "groups", 0, out.size(groups_rows ? 0 : 1));
+    args.groups = data<int32_t>(*groups);
+  }
+  if (out.numel() == 0) return;
+  const Device device(out);
+  args.codes = codes.data_ptr(), args.scales = scales.data_ptr(), args.out = out.data_ptr();
+  args.bits = static_cast<int>(bits), args.offset = count(offset, "offset");
+  args.block_rows = count(block_rows, "rows of a block"), args.block_columns = count(block_columns, "columns of a block");
+  args.is_aligned = out.size(1) % 8 == 0 && reinterpret_cast<uintptr_t>(out.data_ptr()) % 16 == 0;
+  offload_rt::dequantize(args, device.stream);
+}
+
 Tensor normed(const Tensor& x, const Tensor* delta, const Tensor& weight, double eps) {
   const bool is_half = check_half(x, "x");
   const int64_t n_dims = x.dim(), width = x.size(n_dims - 1);
@@ -366,6 +424,8 @@ OFFLOAD_RT_LIBRARY(OFFLOAD_RT_NAME, m) {
   m.def("silu_mul(Tensor gate, Tensor up) -> Tensor");
   m.def("verify(Tensor starts, Tensor children, Tensor tokens, Tensor is_sampled, Tensor row_of, Tensor draft_probs, Tensor target, "
         "Tensor uniforms, int n_levels, bool independent, bool leaf_to_root) -> Tensor");
+  m.def("dequantize(Tensor codes, Tensor scales, Tensor? zeros, Tensor? groups, int kind, int bits, int block_rows, "
+        "int block_columns, int offset, Tensor(a!) out) -> ()");
 }
 
 OFFLOAD_RT_LIBRARY_IMPL(OFFLOAD_RT_NAME, OFFLOAD_RT_KEY, m) {
@@ -378,4 +438,5 @@ OFFLOAD_RT_LIBRARY_IMPL(OFFLOAD_RT_NAME, OFFLOAD_RT_KEY, m) {
   m.impl("rotate_and_store", TORCH_BOX(&rotate_and_store));
   m.impl("silu_mul", TORCH_BOX(&silu_mul));
   m.impl("verify", TORCH_BOX(&verify));
+  m.impl("dequantize", TORCH_BOX(&dequantize));
 }

@@ -157,7 +157,7 @@ def test_a_config_that_cannot_be_read_is_refused(
         ({"model_type": ["llama"]}, ["model_type"]),
         ({"model_type": "_spec"}, ["'_spec'"]),
         ({"architectures": ["LlamaForSequenceClassification"]}, ["LlamaForSequenceClassification"]),
-        ({"quantization_config": {"quant_method": "gptq"}}, ["'quantization_config'"]),
+        ({"quantization_config": {"quant_method": "exl3"}}, ["'quantization_config'"]),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, ["rope"]),
         ({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, ["spiral"]),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "wobble": 1}}, ["wobble"]),

@@ -11,6 +11,7 @@ from checkpoints import llama_config, llama_tensors, raw_bytes, write_checkpoint
 from formats import int8_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quantize import Choice, config_of
 from tiny import open_llm, prompt_of
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from offload_rt.offload.disk import DiskTier
 from offload_rt.system import registry
 from offload_rt.weights import formats
 from offload_rt.weights.checkpoint import open_checkpoint
-from offload_rt.weights.formats import WeightFormat, format_of
+from offload_rt.weights.formats import Source, WeightFormat, format_of
 from offload_rt.weights.layout import ALIGNMENT, PAGE, align_up, host_block, pack, packed_layout
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -117,7 +118,15 @@ def test_a_host_block_begins_on_a_page_and_can_be_written_to_its_end(nbytes: int
 
 # weights/formats/
 
-CONFIGS = {"dense": None, "int8_rows": int8_rows.CONFIG}
+CONFIGS = {
+    "dense": None,
+    "int8_rows": int8_rows.CONFIG,
+    "compressed_tensors": config_of(Choice("pack-quantized", group_size=4)),
+    "fp8": config_of(Choice("fp8", group_size=4)),
+    "awq": config_of(Choice("awq", group_size=4)),
+    "gptq": config_of(Choice("gptq", group_size=4)),
+    "bitsandbytes": config_of(Choice("nf4")),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -127,7 +136,7 @@ def second_format(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _stored(fmt: WeightFormat, tensors: dict[str, Tensor], dtype: torch.dtype) -> list:
-    return [one for name, tensor in tensors.items() for one in fmt.stored(name, tuple(tensor.shape), dtype)]
+    return [one for name, tensor in tensors.items() for one in fmt.stored(name, tuple(tensor.shape), dtype, Source({}))]
 
 
 def test_every_format_is_found_by_the_config_it_matches() -> None:
@@ -138,7 +147,7 @@ def test_every_format_is_found_by_the_config_it_matches() -> None:
         assert format_of(config).name == name
 
 
-@pytest.mark.parametrize("config", [{"quant_method": "gptq"}, {}, [], "int4", 7])
+@pytest.mark.parametrize("config", [{"quant_method": "exl3"}, {"quant_method": []}, {}, [], "int4", 7])
 def test_a_config_that_no_format_matches_is_refused_by_name(config: object) -> None:
     with pytest.raises(UnsupportedModelError, match="'quantization_config'") as caught:
         format_of(config)
@@ -149,12 +158,15 @@ def test_a_config_that_no_format_matches_is_refused_by_name(config: object) -> N
 @pytest.mark.parametrize("stored_in", DTYPES)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_view_multiplies_with_the_rows_it_shows(name: str, stored_in: torch.dtype, computed_in: torch.dtype) -> None:
-    """Bit for bit: rows, products and biases are of the same numbers, in the dtype of the computation."""
+    """Bit for bit: rows, products and biases are of the same numbers, in the dtype of the computation.
+
+    A format may hold the transpose of a matrix, of which a product may be summed up in another order.
+    """
     fmt, bias, norm = format_of(CONFIGS[name]), torch.randn(7).to(stored_in), torch.randn(5).to(stored_in)
     tensors = {"first.weight": torch.randn(7, 5), "first.bias": bias, "norm.weight": norm}
     packed = pack({
-        name: torch.randint(-9, 9, shape).to(dtype) / (1 if dtype == torch.int8 else 8)
-        for name, shape, dtype in _stored(fmt, tensors, stored_in)
+        name: (torch.randint(-9, 9, shape) / (8 if dtype.is_floating_point else 1)).to(dtype)
+        for name, shape, dtype, _ in _stored(fmt, tensors, stored_in)
     })  # fmt: skip
     packed.layout.views(packed.block)["first.bias"].copy_(bias)
     packed.layout.views(packed.block)["norm.weight"].copy_(norm)
@@ -162,7 +174,8 @@ def test_a_view_multiplies_with_the_rows_it_shows(name: str, stored_in: torch.dt
     matrix = view.rows(torch.arange(7), "first")
     assert matrix.dtype == computed_in
     assert matrix.abs().sum() > 0
-    assert torch.equal(view.linear(x, "first"), F.linear(x, matrix, bias.to(computed_in)))
+    products = [F.linear(x, one, bias.to(computed_in)) for one in (matrix, matrix.T.contiguous().T)]
+    assert any(torch.equal(view.linear(x, "first"), one) for one in products)
     assert all(torch.equal(one, view.linear(x, "first")) for one in view.linears(x, ("first", "first")))
     assert torch.equal(view.rows(torch.tensor([3, 0, 3]), "first"), matrix[[3, 0, 3]])
     assert torch.equal(view.vector("norm"), norm.to(computed_in))

@@ -51,7 +51,7 @@ class EnginePlan(MemoryPlan):
     """All that is decided before a weight moves.
 
     disk    the target's layers, opened
-    notice  what the user should know of the device; empty if nothing
+    notice  what the user should know of device and weights; empty if nothing
     """
 
     checkpoint: Checkpoint
@@ -127,7 +127,8 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting
         raise
     return EnginePlan(
         memory.plan, memory.limits, memory.max_model_len, memory.cache_rows,
-        checkpoint, drafting, device, dtype, disk, _notice(config.device, device),
+        checkpoint, drafting, device, dtype, disk,
+        "\n".join(filter(None, (_notice(config.device, device), checkpoint.format.notice))),
     )  # fmt: skip
 
 

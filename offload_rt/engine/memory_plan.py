@@ -59,7 +59,7 @@ class Sizes:
     @classmethod
     def of_checkpoint(cls, checkpoint: Checkpoint, dtype: torch.dtype) -> "Sizes":
         """Of the tensors as they are stored, computed with in `dtype`."""
-        stored = [StoredTensor(one.name, one.shape, one.torch_dtype()) for one in checkpoint.records]
+        stored = [StoredTensor(one.key, one.shape, one.torch_dtype()) for one in checkpoint.records]
         return cls(
             spec=checkpoint.spec,
             layer_nbytes=tuple(sum(one.stop - one.start for one in layer) for layer in checkpoint.layers),

@@ -63,6 +63,12 @@ def describe(library: str) -> None:
     ) -> Tensor:  # fmt: skip
         return starts.new_empty((2,))
 
+    def dequantize(
+        codes: Tensor, scales: Tensor, zeros: Tensor | None, groups: Tensor | None, kind: int, bits: int, block_rows: int,
+        block_columns: int, offset: int, out: Tensor,
+    ) -> None:  # fmt: skip
+        return None
+
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return x.new_empty(x.shape)
 
@@ -78,6 +84,6 @@ def describe(library: str) -> None:
     def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
         return gate.new_empty(gate.shape)
 
-    layer = (rms_norm, add_rms_norm, rotate_and_store, silu_mul)
+    layer = (rms_norm, add_rms_norm, rotate_and_store, silu_mul, dequantize)
     for fake in (tree_attention, tree_masks, transfer, commit_rows, verify, *layer):
         torch.library.register_fake(f"{library}::{fake.__name__}", fake)

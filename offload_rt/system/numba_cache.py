@@ -6,13 +6,15 @@ from typing import Any
 from numba import njit
 
 
-def compiled(*, fastmath: bool | set[str] = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate a function to be compiled when it is first called. fastmath: as numba's `njit` takes it."""
+def compiled(
+    *, fastmath: bool | set[str] = False, nogil: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate a function to be compiled when it is first called. fastmath, nogil: as numba's `njit` takes them."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
-            return njit(cache=True, fastmath=fastmath)(function)
+            return njit(cache=True, fastmath=fastmath, nogil=nogil)(function)
         except RuntimeError:  # no folder that numba knows of can be written
-            return njit(fastmath=fastmath)(function)
+            return njit(fastmath=fastmath, nogil=nogil)(function)
 
     return decorate

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,10 @@ from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationE
 from offload_rt.errors import CheckpointError
 from offload_rt.models.architecture import Architecture, TensorShape
 from offload_rt.models.families import spec_of
-from offload_rt.weights.formats import StoredTensor, WeightFormat, format_of
+from offload_rt.weights.formats import WeightFormat, format_of
 from offload_rt.weights.header import FLOATS, TensorRecord, read_header
 from offload_rt.weights.layout import PAGE
+from offload_rt.weights.source import OTHER_CONFIG, Source
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _WANTED_FILES = (
@@ -26,7 +27,6 @@ _WANTED_FILES = (
 )  # fmt: skip
 _DAMAGED = "download it again"
 _WHOLE = "give the directory of a whole checkpoint"
-_OTHER_CONFIG = "use the config.json that belongs to these weights"
 
 
 @dataclass(frozen=True)
@@ -151,16 +151,17 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     found = _tensors(directory)
 
     def records(tensors: Iterable[TensorShape], prefix: str = "") -> tuple[TensorRecord, ...]:
-        stored = [one for name, shape in tensors for one in weight_format.stored(name, shape, None)]
-        return tuple(_expect(found, prefix, one) for one in stored)
+        source = Source(found, prefix)
+        stored = [one for name, shape in tensors for one in weight_format.stored(name, shape, None, source)]
+        return tuple(source.expect(one) for one in stored)
 
     layers = tuple(records(spec.layer_tensors(i), spec.layer_prefix(i)) for i in range(spec.n_layers))
     checkpoint = Checkpoint(directory, spec, weight_format, layers, records(spec.non_layer_tensors()))
     expected = {record.name for record in checkpoint.records}
     for name, record in found.items():
-        if name not in expected and not spec.is_unused(name):
+        if name not in expected and not spec.is_unused(name) and not weight_format.is_unused(name, Source(found)):
             raise CheckpointError(
-                f"{record.path.name}: tensor {name!r} belongs to no part of a {spec.family} model", change=_OTHER_CONFIG
+                f"{record.path.name}: tensor {name!r} belongs to no part of a {spec.family} model", change=OTHER_CONFIG
             )
     return checkpoint
 
@@ -209,29 +210,6 @@ def _sharded(directory: Path) -> dict[str, TensorRecord]:
         problem = f"the index says {missing[0]!r} is in {where[missing[0]]}, but it is not"
         raise CheckpointError(problem, change=_DAMAGED)
     return found
-
-
-def _expect(found: dict[str, TensorRecord], prefix: str, stored: StoredTensor) -> TensorRecord:
-    """The record of a stored tensor. Raises CheckpointError if there is none of its shape and dtype."""
-    name = prefix + stored.name
-    record = found.get(name)
-    if record is None:
-        raise CheckpointError(
-            f"tensor {name!r} is missing from the weights", change=f"download the checkpoint again, or {_OTHER_CONFIG}"
-        )
-    if record.shape != stored.shape:
-        raise CheckpointError(
-            f"{record.path.name}: tensor {name!r} is misshapen", need=str(list(stored.shape)),
-            have=str(list(record.shape)), change=_OTHER_CONFIG,
-        )  # fmt: skip
-    allowed = FLOATS.values() if stored.dtype is None else (stored.dtype,)
-    if record.torch_dtype() not in allowed:
-        raise CheckpointError(
-            f"{record.path.name}: tensor {name!r} has dtype {record.dtype!r}",
-            need="one of " + ", ".join(str(dtype).removeprefix("torch.") for dtype in allowed),
-            change=f"use an unquantised checkpoint, or {_OTHER_CONFIG}",
-        )
-    return replace(record, key=stored.name)
 
 
 def end_ids(directory: Path) -> frozenset[int]:

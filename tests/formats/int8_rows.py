@@ -38,14 +38,18 @@ def dequantized(stored):
 
 class Format:
     name = "int8_rows"
+    notice = ""
 
     def __init__(self, quantization_config):
         pass
 
-    def stored(self, name, shape, dtype):
+    def stored(self, name, shape, dtype, source):
         if len(shape) == 1:
             return (StoredTensor(name, shape, dtype),)
         return (StoredTensor(name, shape, torch.int8), StoredTensor(f"{name}_scale", (shape[0], 1), torch.float32))
+
+    def is_unused(self, name, source):
+        return False
 
     def view(self, layout, block, dtype):
         return View(layout.views(block), dtype)

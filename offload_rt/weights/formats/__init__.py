@@ -4,7 +4,7 @@ Each file has `matches(quantization_config) -> bool` and a class `Format`, a `We
 `quantization_config` of a config.json, None where there is none.
 """
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,23 +13,30 @@ from offload_rt.errors import UnsupportedModelError
 from offload_rt.models.architecture import LayerWeights
 from offload_rt.system import registry
 from offload_rt.weights.layout import Layout
+from offload_rt.weights.source import Source, StoredTensor
 
-
-class StoredTensor(NamedTuple):
-    """A tensor of a file or block. A `dtype` of None stands for any that a computation can be done in."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype | None
+__all__ = ["Source", "StoredTensor", "WeightFormat", "format_of"]
 
 
 class WeightFormat(Protocol):
-    """How the tensors of an architecture are stored, and used where their bytes lie."""
+    """How the tensors of an architecture are stored, and used where their bytes lie.
+
+    notice  what the user should know of how it computes; empty if nothing
+    """
 
     name: str
+    notice: str
 
-    def stored(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> tuple[StoredTensor, ...]:
-        """The stored tensors that hold the tensor `name` of the architecture; those that are no codes are of `dtype`."""
+    def stored(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None, source: Source
+    ) -> tuple[StoredTensor, ...]:
+        """The stored tensors that hold the tensor `name` of the architecture; those that are no codes are of `dtype`.
+
+        Raises CheckpointError where what the source holds of it contradicts the config.
+        """
+
+    def is_unused(self, name: str, source: Source) -> bool:
+        """Whether a checkpoint may hold this tensor, none of the stored ones, although nothing is computed with it."""
 
     def view(self, layout: Layout, block: Tensor, dtype: torch.dtype) -> LayerWeights:
         """The weights of a block, to compute with in `dtype`.

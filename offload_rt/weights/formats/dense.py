@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from offload_rt.models.architecture import LayerWeights
-from offload_rt.weights.formats import StoredTensor
+from offload_rt.weights.formats import Source, StoredTensor
 from offload_rt.weights.layout import Layout
 
 
@@ -22,13 +22,20 @@ class Format:
     """Each tensor is stored as it is, in any dtype that a computation can be done in."""
 
     name = "dense"
+    notice = ""
 
     def __init__(self, quantization_config: None) -> None:
         pass
 
-    def stored(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> tuple[StoredTensor, ...]:
+    def stored(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None, source: Source
+    ) -> tuple[StoredTensor, ...]:
         """The tensor itself."""
         return (StoredTensor(name, shape, dtype),)
+
+    def is_unused(self, name: str, source: Source) -> bool:
+        """No tensor is."""
+        return False
 
     def view(self, layout: Layout, block: Tensor, dtype: torch.dtype) -> "View":
         """Weights of another dtype are converted at each use."""

@@ -1,0 +1,141 @@
+// Quantised matrices to plain ones: (code - zero) * scale, rounded to the dtype of the scales, then to that of the matrix.
+//
+// A thread makes eight neighbouring columns of a row. The product of a code of at most 8 bits and a scale of 16 is exact in
+// float32, so rounding it once gives what a product in the dtype of the scales gives.
+#include <cstring>
+
+#include "kernels.h"
+#include "launch.h"
+#include "warp.cuh"
+
+namespace offload_rt {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kColumns = 8;
+
+__device__ __forceinline__ float float_from(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, 4);
+  return x;
+}
+
+__device__ __forceinline__ uint16_t narrow(float x, FloatKind kind) {
+  return static_cast<uint16_t>(kind == FloatKind::kHalf ? pack<Half>(x, 0.f) : pack<BFloat16>(x, 0.f));
+}
+
+__device__ __forceinline__ float widen(uint16_t bits, FloatKind kind) {
+  if (kind == FloatKind::kBFloat16) return float_from(static_cast<uint32_t>(bits) << 16);
+  const uint32_t size = bits & 0x7fff, sign = static_cast<uint32_t>(bits & 0x8000) << 16;
+  // Exponent and mantissa are moved to those of float32 and scaled by 2^112, the difference of the biases.
+  return float_from(size << 13 | sign | (size >= 0x7c00 ? 0x7f800000u : 0u)) * 5192296858534827628530496329220096.f;
+}
+
+__device__ __forceinline__ float load(const void* from, int64_t i, FloatKind kind) {
+  return kind == FloatKind::kFloat ? static_cast<const float*>(from)[i] : widen(static_cast<const uint16_t*>(from)[i], kind);
+}
+
+// The `bits` bits from bit `at` on of words that lie `stride` apart.
+__device__ __forceinline__ uint32_t dense_code(const uint32_t* words, int64_t stride, int64_t at, int bits) {
+  const int shift = static_cast<int>(at % 32);
+  const uint32_t* word = words + at / 32 * stride;
+  uint32_t code = *word >> shift;
+  if (shift + bits > 32) code |= word[stride] << (32 - shift);
+  return code & ((1u << bits) - 1);
+}
+
+__device__ __forceinline__ float float4_value(uint32_t code) {
+  const uint32_t size = code & 7;
+  const float value = size < 4 ? 0.5f * static_cast<float>(size) : static_cast<float>((2 + (size & 1)) << (size / 2 - 2));
+  return code & 8 ? -value : value;
+}
+
+// bitsandbytes' nf4; a tree of choices needs no table in memory.
+__device__ __forceinline__ float normal4_value(uint32_t code) {
+  const bool a = code & 8, b = code & 4, c = code & 2, d = code & 1;
+  if (!a) {
+    if (!b) return c ? (d ? -0.39491748809814453f : -0.5250730514526367f) : (d ? -0.6961928009986877f : -1.f);
+    return c ? (d ? 0.f : -0.09105003625154495f) : (d ? -0.18477343022823334f : -0.28444138169288635f);
+  }
+  if (!b) return c ? (d ? 0.33791524171829224f : 0.24611230194568634f) : (d ? 0.16093020141124725f : 0.07958029955625534f);
+  return c ? (d ? 1.f : 0.7229568362236023f) : (d ? 0.5626170039176941f : 0.44070982933044434f);
+}
+
+__device__ __forceinline__ float float8_value(uint32_t code) {
+  const uint32_t size = code & 0x7f;
+  if (size == 0x7f) return float_from(0x7fc00000u);
+  return float_from((code & 0x80) << 24 | size << 20) * 1329227995784915872903807060280344576.f;  // 2^120
+}
+
+__device__ __forceinline__ float value_of(const Dequantize& args, int64_t row, int column) {
+  const uint32_t* words = static_cast<const uint32_t*>(args.codes);
+  const uint8_t* bytes = static_cast<const uint8_t*>(args.codes) + row * args.row_size;
+  switch (args.kind) {
+    case CodeKind::kRows:
+      return static_cast<float>(
+          dense_code(words + row * args.row_size, 1, static_cast<int64_t>(column) * args.bits, args.bits));
+    case CodeKind::kColumns:
+      return static_cast<float>(dense_code(words + column, args.n_columns, row * args.bits, args.bits));
+    case CodeKind::kAwq:  // columns 0 to 7 are in nibbles 0, 4, 1, 5, 2, 6, 3, 7
+      return static_cast<float>(words[row * args.row_size + column / 8] >> (column % 2 * 16 + column % 8 / 2 * 4) & 15u);
+    case CodeKind::kInt8:
+      return static_cast<float>(static_cast<int8_t>(bytes[column]));
+    case CodeKind::kFloat4:
+      return float4_value(bytes[column / 2] >> (4 * (column % 2)) & 15u);
+    case CodeKind::kNormal4:
+      return normal4_value(bytes[column / 2] >> (4 - 4 * (column % 2)) & 15u);
+    default:
+      return float8_value(bytes[column]);
+  }
+}
+
+__device__ __forceinline__ void store(const Dequantize& args, int64_t at, int n, const float (&values)[kColumns]) {
+  if (args.out_kind == FloatKind::kFloat) {
+    for (int i = 0; i < n; ++i) static_cast<float*>(args.out)[at + i] = values[i];
+    return;
+  }
+  const bool is_half = args.out_kind == FloatKind::kHalf;
+  if (args.is_aligned) {
+    uint32_t pairs[kColumns / 2];
+#pragma unroll
+    for (int i = 0; i < kColumns / 2; ++i) {
+      const float low = values[2 * i], high = values[2 * i + 1];
+      pairs[i] = is_half ? pack<Half>(low, high) : pack<BFloat16>(low, high);
+    }
+    static_cast<uint4*>(args.out)[at / kColumns] = {pairs[0], pairs[1], pairs[2], pairs[3]};
+    return;
+  }
+  for (int i = 0; i < n; ++i) static_cast<uint16_t*>(args.out)[at + i] = narrow(values[i], args.out_kind);
+}
+
+__global__ void __launch_bounds__(kThreads) dequantize_kernel(Dequantize args) {
+  const int64_t thread = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const int n_parts = (args.n_columns + kColumns - 1) / kColumns;
+  const int64_t row = thread / n_parts;
+  if (row >= args.n_rows) return;
+  const int column = static_cast<int>(thread % n_parts) * kColumns, n = min(kColumns, args.n_columns - column);
+  const bool groups_rows = args.kind == CodeKind::kColumns || args.kind == CodeKind::kAwq;
+  const int64_t scale_row = args.groups && groups_rows ? args.groups[row] : row / args.block_rows;
+  int block = column / args.block_columns, left = args.block_columns - column % args.block_columns;
+  float values[kColumns];
+#pragma unroll
+  for (int i = 0; i < kColumns; ++i) {
+    if (i >= n) break;
+    const int64_t at = scale_row * args.n_scales + (args.groups && !groups_rows ? args.groups[column + i] : block);
+    const float zero = static_cast<float>(args.zeros ? args.zeros[at] : args.offset);
+    float value = (value_of(args, row, column + i) - zero) * load(args.scales, at, args.scale_kind);
+    if (args.scale_kind != FloatKind::kFloat) value = widen(narrow(value, args.scale_kind), args.scale_kind);
+    values[i] = value;
+    if (--left == 0) ++block, left = args.block_columns;
+  }
+  store(args, row * args.n_columns + column, n, values);
+}
+
+}  // namespace
+
+void dequantize(const Dequantize& args, cudaStream_t stream) {
+  const int64_t n_threads = args.n_rows * ((args.n_columns + kColumns - 1) / kColumns);
+  launch(dequantize_kernel, dim3(static_cast<unsigned>((n_threads + kThreads - 1) / kThreads)), kThreads, 0, stream, args);
+}
+
+}  // namespace offload_rt

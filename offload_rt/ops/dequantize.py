@@ -1,0 +1,136 @@
+"""Quantised matrices to plain ones: (code - zero) * scale in the dtype of the scales, rounded once, then cast."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from offload_rt.ops import extension
+
+# Column i of eight lies in this nibble of an AWQ word.
+AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
+# The values of e2m1, the 4-bit float of MXFP4.
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+# The values of bitsandbytes' nf4: quantiles of the normal distribution.
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634,
+    0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+# Rows that the reference computes at a time have about so many weights; each takes some 32 bytes meanwhile.
+REFERENCE_WEIGHTS, REFERENCE_NBYTES = 1 << 19, 16 << 20
+ORDERS = ("rows", "columns", "awq", "plain", "e2m1", "nf4")
+_KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+Order = Literal["rows", "columns", "awq", "plain", "e2m1", "nf4"]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How the codes of a matrix lie, and which of them share a scale.
+
+    order   rows, columns: `bits` bits each, densely in the int32 words of a row or column, low bits first
+            awq: 4 bits each, eight columns in an int32 word in the order of AutoAWQ
+            plain: int8 or float8_e4m3fn, each its own value
+            e2m1, nf4: 4 bits each, two columns in a uint8, the first in the low nibble of e2m1, in the high one of nf4
+    block   rows and columns of the matrix that share a scale
+    offset  subtracted from the codes where there are no zero points
+    """
+
+    order: Order
+    bits: int
+    block: tuple[int, int]
+    offset: int = 0
+
+    @property
+    def groups_rows(self) -> bool:
+        """Whether a list of groups is one of rows; else it is one of columns."""
+        return self.order in ("columns", "awq")
+
+    def words(self, n_rows: int, n_columns: int) -> tuple[int, int]:
+        """The shape of the codes of a matrix."""
+        if self.order == "columns":
+            return -(-n_rows * self.bits // 32), n_columns
+        if self.order == "plain":
+            return n_rows, n_columns
+        per_word = 8 if self.order in ("e2m1", "nf4") else 32
+        return n_rows, -(-n_columns * self.bits // per_word)
+
+
+def dequantize(
+    codes: Tensor, scales: Tensor, zeros: Tensor | None, groups: Tensor | None, packing: Packing, out: Tensor
+) -> None:
+    """Write the matrix that these codes stand for.
+
+    codes   packing.words(rows, columns)
+    scales  (rows / block, columns / block), of the dtype of the product, float32 for nf4; with `groups` their side is as
+            long as they say
+    zeros   as scales, int32
+    groups  (columns,) int32, or of rows: the scale of each, instead of its place by `block`
+    out     (rows, columns), dense, of any dtype
+    """
+    run = partial(reference_dequantize)
+    if scales.dtype in _KERNEL_DTYPES and out.dtype in _KERNEL_DTYPES:
+        if extension.serves(out):
+            run = partial(_on_card)
+        elif out.device.type == "cpu":
+            from offload_rt.ops.dequantize_kernels import dequantize_on_cpu  # numba takes a second to import
+
+            run = partial(dequantize_on_cpu)
+    run(codes, scales, zeros, groups, packing, out)
+
+
+def _on_card(
+    codes: Tensor, scales: Tensor, zeros: Tensor | None, groups: Tensor | None, packing: Packing, out: Tensor
+) -> None:
+    is_float8 = codes.dtype == torch.float8_e4m3fn
+    kind = len(ORDERS) if is_float8 else ORDERS.index(packing.order)
+    codes = codes.view(torch.uint8) if is_float8 else codes
+    extension.kernels().dequantize(
+        codes, scales, zeros, groups, kind, packing.bits, *packing.block, packing.offset, out
+    )
+
+
+def unpack(codes: Tensor, order: Order, bits: int, n_rows: int, n_columns: int) -> Tensor:
+    """The values of codes before zero points and scales: (n_rows, n_columns), int32 or float."""
+    if order == "plain":
+        return codes
+    if order in ("e2m1", "nf4"):
+        halves = (codes & 15, codes >> 4) if order == "e2m1" else (codes >> 4, codes & 15)
+        nibbles = torch.stack(halves, -1).view(n_rows, -1)[:, :n_columns]
+        return torch.tensor(E2M1 if order == "e2m1" else NF4, device=codes.device)[nibbles.int()]
+    if order == "awq":
+        shifts = 4 * torch.tensor(AWQ_NIBBLES, dtype=torch.int32, device=codes.device)
+        return ((codes[:, :, None] >> shifts) & 15).view(n_rows, -1)[:, :n_columns]
+    if order == "columns":
+        return unpack(codes.T, "rows", bits, n_columns, n_rows).T
+    at = bits * torch.arange(n_columns, device=codes.device)
+    word, shift = at // 32, (at % 32).int()
+    # A code may end in the next word; the last word is followed by none.
+    words = torch.cat((codes, codes.new_zeros(n_rows, 1)), 1)
+    low = words[:, word] >> shift & ~(-1 << (32 - shift).clamp(max=bits))
+    return low | (words[:, word + 1] << (32 - shift).clamp(max=31)) & (1 << bits) - 1 & -(shift > 32 - bits).int()
+
+
+def reference_dequantize(
+    codes: Tensor, scales: Tensor, zeros: Tensor | None, groups: Tensor | None, packing: Packing, out: Tensor
+) -> None:
+    """See `dequantize`; some rows at a time, so that what it takes besides stays small."""
+    n_rows, n_columns = out.shape
+    row_scale, column_scale = (
+        torch.arange(n, device=out.device) // size for n, size in zip(out.shape, packing.block, strict=True)
+    )
+    if groups is not None:
+        row_scale, column_scale = (groups, column_scale) if packing.groups_rows else (row_scale, groups)
+    step = max(REFERENCE_WEIGHTS // max(n_columns, 1) // 32, 1) * 32
+    for first in range(0, n_rows, step):
+        last = min(first + step, n_rows)
+        part = codes[first:last]
+        if packing.order == "columns":
+            part = codes[first * packing.bits // 32 : -(-last * packing.bits // 32)]
+        values = unpack(part, packing.order, packing.bits, last - first, n_columns).to(scales.dtype)
+        at = row_scale[first:last, None], column_scale[None]
+        zero = packing.offset if zeros is None else zeros[at].to(scales.dtype)
+        out[first:last] = (values - zero) * scales[at]

@@ -1,0 +1,218 @@
+"""Dequantising on a CPU: bit for bit what `reference_dequantize` computes, one row at a time in float32, rows dealt to threads.
+
+A product of a code of at most 8 bits and a scale of 16 is exact in float32, so rounding it to the dtype of the scales gives
+what a product in that dtype gives. numba knows neither float16 nor bfloat16: both are made of bits here.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from offload_rt.ops.dequantize import AWQ_NIBBLES, E2M1, NF4, ORDERS, Packing
+from offload_rt.system.numba_cache import compiled
+
+_ROWS, _COLUMNS, _AWQ, _INT8, _E2M1, _NF4, _FLOAT8 = range(7)  # as ORDERS
+_NOTHING, _HALF, _BFLOAT16 = range(3)
+_ROUNDING = {torch.float32: _NOTHING, torch.float16: _HALF, torch.bfloat16: _BFLOAT16}
+# Starting a thread takes as long as a tenth of so many weights.
+_LEAST_PER_THREAD = 1 << 20
+_TABLES = np.array((E2M1, NF4), np.float32)
+_NIBBLES = np.array(AWQ_NIBBLES, np.int64)
+
+
+def dequantize_on_cpu(
+    codes: Tensor, scales: Tensor, zeros: Tensor | None, groups: Tensor | None, packing: Packing, out: Tensor
+) -> None:
+    """See `dequantize`; scales and out of float16, bfloat16 or float32."""
+    kind = _FLOAT8 if codes.dtype == torch.float8_e4m3fn else ORDERS.index(packing.order)
+    written = _ROUNDING[out.dtype]
+    narrow, wide = np.empty((0, 0), np.uint16), np.empty((0, 0), np.float32)
+    if written == _NOTHING:
+        wide = out.numpy()
+    else:
+        narrow = out.view(torch.int16).numpy().view(np.uint16)
+    scale = scales.float().contiguous().numpy()
+    zero = np.full_like(scale, packing.offset) if zeros is None else zeros.float().contiguous().numpy()
+    places = np.empty(0, np.int32) if groups is None else groups.numpy()
+    rounded = _ROUNDING[scales.dtype]
+    numbers = (kind, packing.bits, *packing.block, rounded if rounded != written else _NOTHING, written)
+    bytes = codes.contiguous().view(torch.uint8).view(-1).numpy()
+    row_nbytes = len(bytes) // max(len(codes), 1)
+
+    def compute(first: int, last: int) -> None:
+        rows = first, last, out.shape[1]
+        _dequantize(rows, bytes, row_nbytes, scale, zero, places, numbers, narrow, wide)
+
+    n_threads = max(min(torch.get_num_threads(), out.numel() // _LEAST_PER_THREAD), 1)
+    if n_threads == 1:
+        compute(0, len(out))
+        return
+    bounds = [len(out) * i // n_threads for i in range(n_threads + 1)]
+    with ThreadPoolExecutor(n_threads) as pool:
+        list(pool.map(compute, bounds[:-1], bounds[1:]))
+
+
+@compiled(nogil=True)
+def _dequantize(rows, codes, row_nbytes, scales, zeros, groups, numbers, narrow, wide):  # type: ignore[no-untyped-def]  # numba infers the types
+    kind, bits, block_rows, block_columns, rounded, written = numbers
+    first, last, n_columns = rows
+    groups_rows = kind in (_COLUMNS, _AWQ)
+    values, spare = np.empty(n_columns, np.float32), np.empty(n_columns, np.float32)
+    halves, places = np.empty(n_columns, np.uint16), groups[: 0 if groups_rows else len(groups)]
+    for row in range(first, last):
+        own = codes if kind == _COLUMNS else codes[row * row_nbytes : (row + 1) * row_nbytes]
+        if kind == _ROWS:
+            _unpack_row(own, bits, values)
+        elif groups_rows:
+            _unpack_columns(own.view(np.uint32), row, bits, kind == _AWQ, values)
+        else:
+            _unpack_bytes(own, kind, values)
+        at = groups[row] if groups_rows and len(groups) else row // block_rows
+        _scale(values, zeros[at], scales[at], places, block_columns)
+        if rounded == _BFLOAT16:
+            _to_bfloat16(values, halves)
+            _from_bfloat16(halves, values)
+        elif rounded == _HALF:
+            _to_half(values, spare, halves)
+            _from_half(halves, values)
+        if written == _BFLOAT16:
+            _to_bfloat16(values, narrow[row])
+        elif written == _HALF:
+            _to_half(values, spare, narrow[row])
+        else:
+            wide[row] = values
+
+
+@compiled()
+def _scale(values, zeros, scales, places, block):  # type: ignore[no-untyped-def]  # numba infers the types
+    """values <- (value - zero) * scale; places (n,) says which of them, or else each serves `block` values."""
+    n = len(values)
+    if len(places):
+        for i in range(n):
+            values[i] = (values[i] - zeros[places[i]]) * scales[places[i]]
+    elif block == 1:
+        for i in range(n):
+            values[i] = (values[i] - zeros[i]) * scales[i]
+    else:
+        for j in range(0, n, block):
+            zero, scale = zeros[j // block], scales[j // block]
+            for i in range(j, min(j + block, n)):
+                values[i] = (values[i] - zero) * scale
+
+
+@compiled()
+def _unpack_row(codes, bits, values):  # type: ignore[no-untyped-def]  # numba infers the types
+    n = len(values)
+    if bits == 4:
+        for i in range(n // 2):
+            values[2 * i] = np.float32(codes[i] & np.uint8(15))
+            values[2 * i + 1] = np.float32(codes[i] >> np.uint8(4))
+        if n % 2:
+            values[n - 1] = np.float32(codes[n // 2] & np.uint8(15))
+    elif bits == 8:
+        for i in range(n):
+            values[i] = np.float32(codes[i])
+    else:
+        words = codes.view(np.uint32)
+        for i in range(n):
+            word, shift = i * bits // 32, i * bits % 32
+            code = words[word] >> np.uint32(shift)
+            if shift + bits > 32:  # the code ends in the next word
+                code |= words[word + 1] << np.uint32(32 - shift)
+            values[i] = np.float32(code & np.uint32((1 << bits) - 1))
+
+
+@compiled()
+def _unpack_bytes(codes, kind, values):  # type: ignore[no-untyped-def]  # numba infers the types
+    n = len(values)
+    if kind == _INT8:
+        signed = codes.view(np.int8)
+        for i in range(n):
+            values[i] = np.float32(signed[i])
+    elif kind in (_E2M1, _NF4):
+        table, first = kind - _E2M1, 4 * (kind - _E2M1)  # the shift of the first of two columns
+        for i in range(n):
+            values[i] = _TABLES[table, codes[i // 2] >> np.uint8(first ^ 4 * (i % 2)) & np.uint8(15)]
+    else:
+        _unpack_float8(codes, values)
+
+
+@compiled()
+def _unpack_columns(words, row, bits, is_awq, values):  # type: ignore[no-untyped-def]  # numba infers the types
+    n = len(values)
+    if is_awq:  # these words are those of the row alone
+        for i in range(n):
+            values[i] = np.float32(words[i // 8] >> np.uint32(4 * _NIBBLES[i % 8]) & np.uint32(15))
+        return
+    first, shift = row * bits // 32 * n, np.uint32(row * bits % 32)
+    mask = np.uint32((1 << bits) - 1)
+    for i in range(n):
+        values[i] = np.float32((words[first + i] >> shift) & mask)
+    if shift + bits > 32:  # the code ends in the next word
+        above = np.uint32(32) - shift
+        for i in range(n):
+            code = (words[first + i] >> shift) | (words[first + n + i] << above)
+            values[i] = np.float32(code & mask)
+
+
+@compiled()
+def _unpack_float8(codes, values):  # type: ignore[no-untyped-def]  # numba infers the types
+    """e4m3fn: moved to where float32 has exponent and mantissa, and scaled by the difference of the biases; exact."""
+    bits = values.view(np.uint32)
+    for i in range(len(values)):
+        code = np.uint32(codes[i])
+        size = code & np.uint32(0x7F)
+        moved = (code & np.uint32(0x80)) << np.uint32(24) | size << np.uint32(20)
+        bits[i] = np.uint32(0x7FC00000) if size == np.uint32(0x7F) else moved
+    for i in range(len(values)):
+        values[i] *= np.float32(2.0**120)
+
+
+@compiled()
+def _to_bfloat16(values, halves):  # type: ignore[no-untyped-def]  # numba infers the types
+    """The bits of `values` as bfloat16, rounded to even."""
+    bits = values.view(np.uint32)
+    for i in range(len(values)):
+        odd = bits[i] >> np.uint32(16) & np.uint32(1)
+        halves[i] = np.uint16((bits[i] + np.uint32(0x7FFF) + odd) >> np.uint32(16))
+
+
+@compiled()
+def _from_bfloat16(halves, values):  # type: ignore[no-untyped-def]  # numba infers the types
+    bits = values.view(np.uint32)
+    for i in range(len(values)):
+        bits[i] = np.uint32(halves[i]) << np.uint32(16)
+
+
+@compiled()
+def _to_half(values, spare, halves):  # type: ignore[no-untyped-def]  # numba infers the types
+    """The bits of `values` as float16, rounded to even; `spare` is written."""
+    bits, sums = values.view(np.uint32), spare.view(np.uint32)
+    for i in range(len(values)):
+        spare[i] = abs(values[i]) + np.float32(
+            0.5
+        )  # its last bit is 2^-24, as that of the subnormal numbers of float16
+    for i in range(len(values)):
+        size = bits[i] & np.uint32(0x7FFFFFFF)
+        odd = size >> np.uint32(13) & np.uint32(1)
+        half = ((size + np.uint32(0xFFF) + odd) >> np.uint32(13)) - np.uint32(112 << 10)
+        half = sums[i] - np.uint32(0x3F000000) if size < np.uint32(0x38800000) else half
+        half = np.uint32(0x7C00) if size >= np.uint32(0x477FF000) else half
+        half = np.uint32(0x7E00) if size > np.uint32(0x7F800000) else half
+        halves[i] = np.uint16(half | bits[i] >> np.uint32(16) & np.uint32(0x8000))
+
+
+@compiled()
+def _from_half(halves, values):  # type: ignore[no-untyped-def]  # numba infers the types
+    bits = values.view(np.uint32)
+    for i in range(len(values)):
+        half = np.uint32(halves[i])
+        size = half & np.uint32(0x7FFF)
+        moved = size << np.uint32(13)
+        # Infinity and NaN: an exponent that stays one when it is scaled.
+        moved = moved | np.uint32(0x7F800000) if size >= np.uint32(0x7C00) else moved
+        bits[i] = moved | (half & np.uint32(0x8000)) << np.uint32(16)
+    for i in range(len(values)):
+        values[i] *= np.float32(2.0**112)

@@ -1,0 +1,43 @@
+"""AWQ in the layout of AutoAWQ's `gemm` kernels: 4 bits, packed along the outputs, in an order of its own."""
+
+from typing import Any
+
+import torch
+
+from offload_rt.ops.dequantize import Packing
+from offload_rt.weights.formats import Source, StoredTensor
+from offload_rt.weights.quantized import QuantizedFormat, QuantizedMatrix, ZeroPoints, group_size, refuse, setting
+
+
+def matches(quantization_config: object) -> bool:
+    """The quant_method of AutoAWQ."""
+    return isinstance(quantization_config, dict) and quantization_config.get("quant_method") == "awq"
+
+
+class Format(QuantizedFormat):
+    """(code - zero) * scale, in the dtype of the scales, as AutoAWQ's `dequantize_gemm`."""
+
+    name = "awq"
+    unused_zeros = frozenset({"bias"})
+
+    def __init__(self, quantization_config: dict[str, Any]) -> None:
+        setting(quantization_config, ("bits", "w_bit"), 4, (4,))
+        version = quantization_config.get("version") or "gemm"
+        if not isinstance(version, str) or version.lower() != "gemm":
+            raise refuse(f"version {version!r} is not understood", need="gemm")
+        if quantization_config.get("backend") == "llm-awq":
+            raise refuse("backend 'llm-awq' packs in another order", need="autoawq")
+        self._size = group_size(quantization_config, ("group_size", "q_group_size"), 128)
+        self._has_zeros = setting(quantization_config, ("zero_point",), True, (False, True))
+        super().__init__()
+
+    def matrix(self, module: str, shape: tuple[int, int], source: Source) -> QuantizedMatrix | None:
+        """See `QuantizedFormat.matrix`."""
+        n_out, n_in = shape
+        packing = Packing("awq", 4, (n_in if self._size == -1 else self._size, 1), 8)
+        n_groups = -(-n_in // packing.block[0])
+        codes = StoredTensor("qweight", packing.words(n_in, n_out), torch.int32)
+        zeros = ZeroPoints(StoredTensor("qzeros", packing.words(n_groups, n_out), torch.int32), "awq")
+        has_zeros = self._has_zeros or source.find(f"{module}.qzeros") is not None
+        scales = StoredTensor("scales", (n_groups, n_out), None)
+        return QuantizedMatrix(shape, packing, codes, scales, zeros if has_zeros else None)

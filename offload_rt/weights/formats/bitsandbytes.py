@@ -1,0 +1,83 @@
+"""bitsandbytes in 4 bits: nf4, whose scales may be quantised as well (double quantisation)."""
+
+import json
+from typing import Any
+
+import torch
+
+from offload_rt.errors import CheckpointError
+from offload_rt.ops.dequantize import NF4, Packing
+from offload_rt.weights.formats import Source, StoredTensor
+from offload_rt.weights.quantized import NestedScales, QuantizedFormat, QuantizedMatrix, refuse, setting
+from offload_rt.weights.source import OTHER_CONFIG
+
+_STATE = "weight.quant_state.bitsandbytes__nf4"
+# Bytes of the longest state that is read; real ones have some two hundred.
+_LONGEST = 1 << 16
+
+
+def matches(quantization_config: object) -> bool:
+    """The quant_method of bitsandbytes."""
+    return isinstance(quantization_config, dict) and quantization_config.get("quant_method") == "bitsandbytes"
+
+
+class Format(QuantizedFormat):
+    """Value times scale in float32, then the dtype of the computation, as bitsandbytes' 4-bit products."""
+
+    name = "bitsandbytes"
+    unused = frozenset({"quant_map", "bitsandbytes__nf4"})
+
+    def __init__(self, quantization_config: dict[str, Any]) -> None:
+        if not setting(quantization_config, ("load_in_4bit", "_load_in_4bit"), False, (False, True)):
+            raise refuse("only load_in_4bit is understood")
+        setting(quantization_config, ("bnb_4bit_quant_type",), "fp4", ("nf4",))
+        setting(quantization_config, ("bnb_4bit_quant_storage",), "uint8", ("uint8",))
+        super().__init__()
+
+    def matrix(self, module: str, shape: tuple[int, int], source: Source) -> QuantizedMatrix | None:
+        """See `QuantizedFormat.matrix`."""
+        record = source.find(f"{module}.weight")
+        if record is None:
+            return None
+        state = _state(source, f"{module}.{_STATE}", shape)
+        table = source.read(StoredTensor(f"{module}.weight.quant_map", (16,), torch.float32))
+        if not torch.equal(table, torch.tensor(NF4)):
+            raise CheckpointError(f"tensor {source.prefix + module + '.weight.quant_map'!r} is not the table of nf4")
+        size = _number(state, "blocksize", shape[1])
+        codes = StoredTensor("weight", (shape[0] * shape[1] // 2, 1), torch.uint8)
+        n_scales = shape[0] * shape[1] // size
+        is_nested = state.get("nested_blocksize") is not None
+        nested, offset = None, state.get("nested_offset")
+        if is_nested:
+            if not isinstance(offset, float | int) or state.get("nested_dtype") != "float32":
+                raise CheckpointError(f"{source.prefix}{module}: nested scales are not of float32 with an offset")
+            block = _number(state, "nested_blocksize")
+            # The offset is another in each layer: the name in the block tells it.
+            name = "weight.nested_absmax"
+            scales = StoredTensor(name, (-(-n_scales // block),), torch.float32, f"{name}{offset!r}")
+            nested = NestedScales(scales, StoredTensor("weight.nested_quant_map", (256,), torch.float32), block, offset)
+        own = StoredTensor("weight.absmax", (n_scales,), torch.uint8 if is_nested else torch.float32)
+        return QuantizedMatrix(shape, Packing("nf4", 4, (1, size)), codes, own, product=torch.float32, nested=nested)
+
+
+def _state(source: Source, name: str, shape: tuple[int, int]) -> dict[str, Any]:
+    """What bitsandbytes notes of a matrix. Raises CheckpointError where it is damaged or of another matrix."""
+    record = source.find(name)
+    length = record.shape if record is not None and len(record.shape) == 1 and record.shape[0] < _LONGEST else (0,)
+    content = bytes(source.read(StoredTensor(name, length, torch.uint8)).tolist())
+    try:
+        state = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"tensor {source.prefix + name!r} is not JSON ({error})") from error
+    if not isinstance(state, dict) or state.get("quant_type") != "nf4" or state.get("shape") != list(shape):
+        problem = f"tensor {source.prefix + name!r} tells of another matrix"
+        raise CheckpointError(problem, need=f"nf4 of shape {list(shape)}", change=OTHER_CONFIG)
+    return state
+
+
+def _number(state: dict[str, Any], name: str, multiple: int = 0) -> int:
+    """A positive number of which `multiple` is one."""
+    value = state.get(name)
+    if type(value) is not int or not 1 <= value <= 1 << 24 or multiple % value:
+        raise CheckpointError(f"{name} is {value!r}", need="a positive number that divides a row of weights")
+    return value

@@ -1,0 +1,175 @@
+"""compressed-tensors (llm-compressor): packed and plain integers, float8, MXFP4; scales by tensor, row, group or block."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from offload_rt.errors import CheckpointError
+from offload_rt.ops.dequantize import Packing
+from offload_rt.weights import quantized
+from offload_rt.weights.formats import Source, StoredTensor
+from offload_rt.weights.quantized import QuantizedFormat, QuantizedMatrix, ZeroPoints
+from offload_rt.weights.source import OTHER_CONFIG
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What a format of the config may hold."""
+
+    types: tuple[str, ...]
+    bits: tuple[int, ...]
+    strategies: tuple[str, ...]
+
+
+_ANY_BITS, _ANY_BLOCK = tuple(range(1, 9)), ("tensor", "channel", "group", "block")
+_PACKED, _MXFP4 = "pack-quantized", "mxfp4-pack-quantized"
+_KINDS = {
+    _PACKED: _Kind(("int",), _ANY_BITS, ("channel", "group")),
+    "int-quantized": _Kind(("int",), _ANY_BITS, _ANY_BLOCK),
+    "float-quantized": _Kind(("float",), (8,), _ANY_BLOCK),
+    "naive-quantized": _Kind(("int", "float"), (8,), _ANY_BLOCK),
+    _MXFP4: _Kind(("float",), (4,), ("group",)),
+}
+
+
+def matches(quantization_config: object) -> bool:
+    """The quant_method of llm-compressor."""
+    return isinstance(quantization_config, dict) and quantization_config.get("quant_method") == "compressed-tensors"
+
+
+@dataclass(frozen=True)
+class _Scheme:
+    """One of the config's groups.
+
+    targets  names of modules, regular expressions behind "re:", or classes such as Linear
+    block    rows and columns that share a scale; 0: all
+    """
+
+    targets: tuple[str, ...]
+    format: str
+    bits: int
+    is_float: bool
+    is_symmetric: bool
+    block: tuple[int, int]
+
+    def rank(self, module: str) -> int:
+        """How narrowly the targets name a module: 3 its name, 2 a regular expression, 1 a class; 0 not at all."""
+        if module in self.targets:
+            return 3
+        if any(one.startswith("re:") and quantized.matches_pattern(one[3:], module) for one in self.targets):
+            return 2
+        return int(("Embedding" if module.endswith("embed_tokens") else "Linear") in self.targets)
+
+
+class Format(QuantizedFormat):
+    """The tensors of the package `compressed_tensors`, decompressed as it does."""
+
+    name = "compressed_tensors"
+    unused = frozenset({
+        "weight_shape", "weight_g_idx", "input_scale", "input_zero_point", "input_global_scale", "output_scale",
+        "output_zero_point", "k_scale", "v_scale", "q_scale", "k_zero_point", "v_zero_point", "q_zero_point",
+    })  # fmt: skip
+    unused_zeros = frozenset({"weight_zero_point"})
+
+    def __init__(self, quantization_config: dict[str, Any]) -> None:
+        for key in ("sparsity_config", "transform_config"):
+            value = quantization_config.get(key)
+            if value and not (isinstance(value, dict) and value.get("format") == "dense"):
+                raise quantized.refuse(f"{key} is not understood")
+        groups = quantization_config.get("config_groups")
+        if not isinstance(groups, dict) or not groups or not all(isinstance(one, dict) for one in groups.values()):
+            raise quantized.refuse("config_groups is missing or no table of tables")
+        overall = quantization_config.get("format")
+        weighed = [one for one in groups.values() if one.get("weights") is not None]
+        self._schemes = [_scheme(one, one.get("format") or overall) for one in weighed]
+        ways = ("input_activations", "output_activations")
+        finer = ["activations"] if any(one.get(way) for one in groups.values() for way in ways) else []
+        finer += ["keys and values"] if quantization_config.get("kv_cache_scheme") else []
+        super().__init__(quantized.finer_notice(finer))
+
+    def matrix(self, module: str, shape: tuple[int, int], source: Source) -> QuantizedMatrix | None:
+        """See `QuantizedFormat.matrix`."""
+        scheme = self._scheme_of(source.prefix + module)
+        if scheme is None:
+            return None
+        block = (scheme.block[0] or shape[0], min(scheme.block[1] or shape[1], shape[1]))
+        grid = (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
+        shapes = {1: (grid, grid[:1])}.get(grid[1], (grid,)) + (((),) if grid == (1, 1) else ())
+        name = "weight_scale"
+        scales = StoredTensor(name, quantized.shape_of(source, f"{module}.{name}", shapes), None)
+        if scheme.format == _PACKED:
+            return _packed(scheme.bits, scheme.is_symmetric, block, scales, (module, shape, source))
+        if scheme.format == _MXFP4:
+            packing = Packing("e2m1", 4, block)
+            codes = StoredTensor("weight_packed", packing.words(*shape), torch.uint8)
+            return QuantizedMatrix(shape, packing, codes, scales._replace(dtype=torch.uint8), product=torch.bfloat16)
+        codes = StoredTensor("weight", shape, torch.float8_e4m3fn if scheme.is_float else torch.int8)
+        zeros = ZeroPoints(StoredTensor("weight_zero_point", scales.shape, torch.int8), "plain")
+        packing = Packing("plain", 8, block)
+        return QuantizedMatrix(shape, packing, codes, scales, None if scheme.is_symmetric else zeros)
+
+    def _scheme_of(self, module: str) -> _Scheme | None:
+        """The scheme of the group that names a module most narrowly; where there is one group, what it quantises is its own."""
+        if len(self._schemes) < 2:
+            return next(iter(self._schemes), None)
+        best = max(self._schemes, key=lambda one: one.rank(module))
+        return best if best.rank(module) else None
+
+
+def _packed(
+    bits: int, is_symmetric: bool, block: tuple[int, int], scales: StoredTensor, of: tuple[str, tuple[int, int], Source]
+) -> QuantizedMatrix:
+    """Integers packed along the inputs, zero points along the outputs; of: module, shape and source."""
+    module, shape, source = of
+    _check_shape(source, f"{module}.weight_shape", shape)
+    packing = Packing("rows", bits, block, 1 << bits - 1)
+    codes = StoredTensor("weight_packed", packing.words(*shape), torch.int32)
+    grid = (shape[0], -(-shape[1] // block[1]))
+    words = Packing("columns", bits, block).words(*grid)
+    zeros = ZeroPoints(StoredTensor("weight_zero_point", words, torch.int32), "columns")
+    groups = StoredTensor("weight_g_idx", shape[1:], torch.int32)
+    given = quantized.groups_of(source, module, groups, block[1], grid[1])
+    return QuantizedMatrix(shape, packing, codes, scales, None if is_symmetric else zeros, given)
+
+
+def _check_shape(source: Source, name: str, shape: tuple[int, int]) -> None:
+    """Raises CheckpointError where `weight_shape` says something else than the config."""
+    record = source.find(name)
+    if record is None:
+        return
+    dtype = torch.int32 if record.dtype == "I32" else torch.int64
+    said = source.read(StoredTensor(name, (2,), dtype)).tolist()
+    if said != list(shape):
+        raise CheckpointError(
+            f"{record.path.name}: tensor {source.prefix + name!r} tells of another matrix", need=str(list(shape)),
+            have=str(said), change=OTHER_CONFIG,
+        )  # fmt: skip
+
+
+def _scheme(group: Mapping[str, Any], format: object) -> _Scheme:
+    """A group of the config. Raises UnsupportedModelError for what is not understood."""
+    weights, targets = group["weights"], group.get("targets")
+    if not isinstance(weights, dict):
+        raise quantized.refuse("weights of a group are no table")
+    if not isinstance(targets, list) or not all(isinstance(one, str) for one in targets):
+        raise quantized.refuse("targets of a group are no list of names")
+    kind = _KINDS.get(format) if isinstance(format, str) else None
+    if kind is None:
+        raise quantized.refuse(f"format {format!r} is not understood", need="one of " + ", ".join(_KINDS))
+    quantized.setting(weights, ("dynamic",), False, (False,))
+    is_float = quantized.setting(weights, ("type",), "int", kind.types) == "float"
+    symmetric = quantized.setting(weights, ("symmetric",), True, (True,) if is_float else (True, False))
+    bits = quantized.setting(weights, ("num_bits",), 8, kind.bits)
+    return _Scheme(tuple(targets), str(format), bits, is_float, symmetric, _block(weights, kind.strategies))
+
+
+def _block(weights: Mapping[str, Any], strategies: tuple[str, ...]) -> tuple[int, int]:
+    """Rows and columns that share a scale, by the strategy; 0: all."""
+    size = quantized.group_size(weights, ("group_size",), -1)
+    default = "group" if size > 0 else "channel" if weights.get("group_size") == -1 else "tensor"
+    strategy = quantized.setting(weights, ("strategy",), default, strategies)
+    if strategy == "block":
+        return quantized.two_numbers(weights, "block_structure")
+    return {"tensor": (0, 0), "channel": (1, 0)}.get(strategy, (1, max(size, 0)))

@@ -1,0 +1,285 @@
+"""What the quantised formats share: matrices that are dequantised one at a time, just before their product."""
+
+import math
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from offload_rt.errors import CheckpointError, UnsupportedModelError
+from offload_rt.ops.dequantize import REFERENCE_NBYTES, Order, Packing, dequantize, unpack
+from offload_rt.weights.formats import Source, StoredTensor, dense
+from offload_rt.weights.header import FLOATS
+from offload_rt.weights.layout import Layout, host_block
+
+# Bytes of the largest tensor that is read to see whether it holds zeros.
+_MOST_ZEROS = 1 << 26
+_FINER = "the checkpoint is made for quantised {}; here they are kept in the dtype of the computation, which is finer"
+
+
+@dataclass(frozen=True)
+class ZeroPoints:
+    """Zero points, stored in an order of codes as a matrix of the shape of the scales.
+
+    plus  what is added to them, modulo 2^bits
+    """
+
+    tensor: StoredTensor
+    order: Order
+    plus: int = 0
+
+
+@dataclass(frozen=True)
+class NestedScales:
+    """Scales that are codes themselves: table[code] times the scale of each `block` of them, plus `offset`, in float32."""
+
+    scales: StoredTensor
+    table: StoredTensor
+    block: int
+    offset: float
+
+
+@dataclass(frozen=True)
+class QuantizedMatrix:
+    """How a matrix is stored; its tensors have names behind that of the module, such as "weight_packed".
+
+    shape    (n_out, n_in); where the codes are packed by columns or for AWQ, they are of its transpose
+    product  dtype of code times scale; None: that of the scales
+    """
+
+    shape: tuple[int, int]
+    packing: Packing
+    codes: StoredTensor
+    scales: StoredTensor
+    zeros: ZeroPoints | None = None
+    groups: StoredTensor | None = None
+    product: torch.dtype | None = None
+    nested: NestedScales | None = None
+
+    @property
+    def stored(self) -> tuple[StoredTensor, ...]:
+        """All its tensors."""
+        zeros = None if self.zeros is None else self.zeros.tensor
+        nested = () if self.nested is None else (self.nested.scales, self.nested.table)
+        parts = (self.codes, self.scales, zeros, self.groups, *nested)
+        return tuple(one for one in parts if one is not None)
+
+    def weight(self, tensors: Mapping[str, Tensor], out: Tensor) -> Tensor:
+        """The matrix (n_out, n_in), written to `out` (n_out * n_in,).
+
+        tensors  the stored ones, by the names that these have here
+        """
+        is_transposed = self.packing.groups_rows
+        shape = self.shape[::-1] if is_transposed else self.shape
+        grid = tuple(-(-n // size) for n, size in zip(shape, self.packing.block, strict=True))
+        scales = tensors[self.scales.name]
+        if self.nested is not None:
+            spread = tensors[self.nested.scales.name].repeat_interleave(self.nested.block)[: scales.numel()]
+            scales = tensors[self.nested.table.name][scales.int()] * spread + self.nested.offset
+        elif scales.dtype in (torch.uint8, torch.float8_e8m0fnu):  # an exponent alone
+            scales = torch.exp2(scales.view(torch.uint8).float() - 127)
+        scales = scales.to(self.product or scales.dtype).view(grid)
+        zeros = None
+        if self.zeros is not None:
+            words, bits = tensors[self.zeros.tensor.name], self.packing.bits
+            zeros = unpack(words, self.zeros.order, bits, *grid).int().contiguous()
+            zeros = (zeros + self.zeros.plus) & (1 << bits) - 1 if self.zeros.plus else zeros
+        groups = None if self.groups is None else tensors[self.groups.name]
+        matrix = out.view(shape)
+        codes = tensors[self.codes.name].view(self.packing.words(*shape))
+        dequantize(codes, scales, zeros, groups, self.packing, matrix)
+        return matrix.T if is_transposed else matrix
+
+
+class QuantizedFormat(ABC):
+    """Which tensors are quantised is what the file says: a matrix that lies in it as floats is used as it is."""
+
+    name: str
+    # Tensors of a checkpoint that are not read, by the last part of their names.
+    unused: frozenset[str] = frozenset()
+    # Those that are not read if they hold zeros, which some tools write where there is nothing.
+    unused_zeros: frozenset[str] = frozenset()
+
+    def __init__(self, notice: str = "") -> None:
+        self.notice = notice
+        self._matrices: dict[str, set[QuantizedMatrix]] = {}
+        self._of_layout: dict[Layout, dict[str, QuantizedMatrix]] = {}
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    @abstractmethod
+    def matrix(self, module: str, shape: tuple[int, int], source: Source) -> QuantizedMatrix | None:
+        """How the matrix of this module (n_out, n_in), which the source does not hold as floats, is stored.
+
+        None where the config has it unquantised. Raises CheckpointError where the source contradicts the config.
+        """
+
+    def stored(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None, source: Source
+    ) -> tuple[StoredTensor, ...]:
+        """See `WeightFormat.stored`."""
+        record, module = source.find(name), name.removesuffix(".weight")
+        if len(shape) == 2 and module != name and (record is None or record.dtype not in FLOATS):
+            matrix = self.matrix(module, (shape[0], shape[1]), source)
+            if matrix is not None:
+                self._matrices.setdefault(module, set()).add(matrix)
+                return tuple(one.of(module)._replace(dtype=one.dtype or dtype) for one in matrix.stored)
+        return (StoredTensor(name, shape, dtype),)
+
+    def is_unused(self, name: str, source: Source) -> bool:
+        """See `WeightFormat.is_unused`."""
+        kind, record = name.rpartition(".")[2], source.find(name)
+        if kind not in self.unused_zeros or record is None or record.stop - record.start > _MOST_ZEROS:
+            return kind in self.unused
+        content = source.read(StoredTensor(name, record.shape, record.torch_dtype()))
+        return not content.view(-1).view(torch.uint8).any()
+
+    def view(self, layout: Layout, block: Tensor, dtype: torch.dtype) -> "View":
+        """See `WeightFormat.view`."""
+        return View(self, layout, block, dtype)
+
+    def scratch_nbytes(self, stored: StoredTensor, n_rows: int, dtype: torch.dtype) -> int:
+        """A dequantised matrix, and what the reference takes besides."""
+        module, _, part = stored.name.rpartition(".")
+        matrices = (one for one in self._matrices.get(module, ()) if one.codes == stored._replace(name=part))
+        numbers = max((math.prod(one.shape) for one in matrices), default=0)
+        if numbers:
+            return numbers * dtype.itemsize + REFERENCE_NBYTES
+        is_converted = stored.name.endswith((".weight", ".bias")) and stored.dtype != dtype
+        return math.prod(stored.shape) * dtype.itemsize if is_converted else 0
+
+    def matrices(self, layout: Layout) -> dict[str, QuantizedMatrix]:
+        """The quantised matrices of a block, by module."""
+        if layout not in self._of_layout:
+            entries = {(entry.name, entry.shape): entry.dtype for entry in layout.entries}
+
+            def is_there(module: str, matrix: QuantizedMatrix) -> bool:
+                found = [(entries.get((one.of(module).key, one.shape)), one.dtype) for one in matrix.stored]
+                return all(dtype is not None and wanted in (None, dtype) for dtype, wanted in found)
+
+            # Without its groups a matrix is a part of one with them.
+            self._of_layout[layout] = {
+                module: max(there, key=lambda one: len(one.stored))
+                for module, kinds in self._matrices.items()
+                if (there := [one for one in kinds if is_there(module, one)])
+            }
+        return self._of_layout[layout]
+
+    def scratch(self, n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """(n,) to write a matrix to; on a CPU it is the same memory each time.
+
+        Fresh memory is zeroed by the system page by page; a card's allocator keeps what was freed, also for a captured graph.
+        """
+        if device.type != "cpu":
+            return torch.empty(n, dtype=dtype, device=device)
+        if len(self._scratch) < n * dtype.itemsize:
+            self._scratch = torch.empty(0)  # free it first
+            self._scratch = host_block(n * dtype.itemsize)
+        return self._scratch[: n * dtype.itemsize].view(dtype)
+
+
+class View(dense.View):
+    """The weights of one layer, see `WeightFormat.view`."""
+
+    def __init__(self, format: QuantizedFormat, layout: Layout, block: Tensor, dtype: torch.dtype) -> None:
+        super().__init__(layout, block, dtype)
+        self._format, self._matrices = format, format.matrices(layout)
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        """See `LayerWeights.linear`."""
+        if name not in self._matrices:
+            return super().linear(x, name)
+        bias = self._tensors.get(f"{name}.bias")
+        return F.linear(x, self._weight(name), None if bias is None else bias.to(self._dtype))
+
+    def linears(self, x: Tensor, names: Sequence[str]) -> tuple[Tensor, ...]:
+        """One product after the other where one is dequantised: they share the memory for that."""
+        if self._matrices.keys().isdisjoint(names):
+            return super().linears(x, names)
+        return tuple(self.linear(x, name) for name in names)
+
+    def rows(self, ids: Tensor, name: str) -> Tensor:
+        """See `LayerWeights.rows`."""
+        return F.embedding(ids, self._weight(name)) if name in self._matrices else super().rows(ids, name)
+
+    def _weight(self, name: str) -> Tensor:
+        """The matrix (n_out, n_in), until the next one is asked for."""
+        matrix = self._matrices[name]
+        tensors = {one.name: self._tensors[one.of(name).key] for one in matrix.stored}
+        device = tensors[matrix.codes.name].device
+        return matrix.weight(tensors, self._format.scratch(math.prod(matrix.shape), self._dtype, device))
+
+
+def finer_notice(what: list[str]) -> str:
+    """That these are not quantised here although the checkpoint asks for it; empty if there are none."""
+    return _FINER.format(" and ".join(what)) if what else ""
+
+
+def refuse(problem: str, need: str = "") -> UnsupportedModelError:
+    """An error about the quantization_config."""
+    return UnsupportedModelError(f"config.json: quantization_config: {problem}", need=need)
+
+
+def setting(config: Mapping[str, Any], names: tuple[str, ...], default: object, allowed: tuple[object, ...]) -> Any:
+    """The value of the first of these keys that the config has. Raises UnsupportedModelError if it is none of `allowed`."""
+    name = next((one for one in names if config.get(one) is not None), names[0])
+    value = config.get(name, default)
+    value = default if value is None else value
+    if not any(type(value) is type(one) and value == one for one in allowed):
+        raise refuse(f"{name} is {value!r}", need="one of " + ", ".join(map(str, allowed)))
+    return value
+
+
+def group_size(config: Mapping[str, Any], names: tuple[str, ...], default: int) -> int:
+    """Numbers that share a scale; -1: all of a row. Raises UnsupportedModelError for what is no such number."""
+    name = next((one for one in names if config.get(one) is not None), names[0])
+    value = config.get(name)
+    value = default if value is None else value
+    if type(value) is not int or not (value == -1 or 1 <= value <= 1 << 24):
+        raise refuse(f"{name} is {value!r}", need="a positive number, or -1")
+    return value
+
+
+def two_numbers(config: Mapping[str, Any], name: str) -> tuple[int, int]:
+    """A pair of positive numbers. Raises UnsupportedModelError if the value of the key is none."""
+    value = config.get(name)
+    if not (isinstance(value, list) and len(value) == 2 and all(type(one) is int and one > 0 for one in value)):
+        raise refuse(f"{name} is {value!r}", need="two positive numbers")
+    return value[0], value[1]
+
+
+def groups_of(source: Source, module: str, stored: StoredTensor, size: int, n_groups: int) -> StoredTensor | None:
+    """The tensor of the groups of inputs, unless it is not there or only says that they lie one behind the other.
+
+    Raises CheckpointError where it names a group that is not there.
+    """
+    full = stored.of(module)
+    if source.find(full.name) is None:
+        return None
+    groups = source.read(full)
+    if torch.equal(groups, (torch.arange(len(groups)) // size).to(groups.dtype)) or (groups == -1).all():
+        return None
+    if int(groups.min()) < 0 or int(groups.max()) >= n_groups:
+        raise CheckpointError(
+            f"tensor {source.prefix + full.name!r} names groups that are not there", need=f"0 to {n_groups - 1}",
+            have=f"{int(groups.min())} to {int(groups.max())}", change="download the checkpoint again",
+        )  # fmt: skip
+    return stored
+
+
+def shape_of(source: Source, name: str, shapes: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
+    """The shape that a tensor has if it is one of these, else the first of them."""
+    record = source.find(name)
+    return record.shape if record is not None and record.shape in shapes else shapes[0]
+
+
+def matches_pattern(pattern: str, name: str) -> bool:
+    """Whether a regular expression of a config matches the beginning of a name. Raises UnsupportedModelError if it is none."""
+    try:
+        return re.match(pattern, name) is not None
+    except (re.error, RecursionError, OverflowError) as error:
+        raise refuse(f"{pattern!r} is no regular expression ({error})") from error

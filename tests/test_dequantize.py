@@ -1,0 +1,179 @@
+"""Dequantising: numba and csrc/ against the plain torch reference, bit for bit, and that against its formula."""
+
+import random
+
+import emulated
+import pytest
+import torch
+from torch import Tensor
+
+from offload_rt.ops import dequantize_kernels, extension
+from offload_rt.ops.dequantize import E2M1, NF4, ORDERS, Packing, reference_dequantize
+from offload_rt.ops.dequantize_kernels import dequantize_on_cpu
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+KINDS = (*ORDERS, "float8")
+WORDS = {"plain": torch.int8, "e2m1": torch.uint8, "nf4": torch.uint8, "float8": torch.uint8}
+
+
+def case(kind: str, seed: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Packing, tuple[int, int]]:
+    """Random codes, scales, zero points, groups, packing and shape; scales reach beyond float16 on both sides."""
+    draw, generator = random.Random(f"{kind}{seed}"), torch.Generator().manual_seed(seed)
+    shape = draw.choice([(1, 8), (65, 99), (40, 64), (33, 7)])
+    bits = (
+        draw.choice([2, 3, 4, 5, 6, 7, 8]) if kind in ("rows", "columns") else 8 if kind in ("plain", "float8") else 4
+    )
+    by_rows = kind in ("columns", "awq")
+    size = draw.choice([1, 8, 13, 32, 200])
+    block = (size, 1) if by_rows else (draw.choice([1, 1, 4, 300]) if kind in ("plain", "float8") else 1, size)
+    is_float = kind in ("e2m1", "nf4", "float8")
+    packing = Packing(
+        "plain" if kind == "float8" else kind, bits, block, 0 if is_float or kind == "plain" else 1 << bits - 1
+    )
+    grid = tuple(-(-n // one) for n, one in zip(shape, block, strict=True))
+    dtype = WORDS.get(kind, torch.int32)
+    codes = torch.randint(
+        torch.iinfo(dtype).min, torch.iinfo(dtype).max + 1, packing.words(*shape), generator=generator
+    )
+    codes = codes.to(dtype).view(torch.float8_e4m3fn) if kind == "float8" else codes.to(dtype)
+    scales = torch.randn(grid, generator=generator) * torch.exp(5 * torch.randn(grid, generator=generator))
+    low, high = (-128, 128) if kind == "plain" else (0, 1 << bits)
+    zeros = (
+        torch.randint(low, high, grid, generator=generator, dtype=torch.int32) if not is_float and seed % 2 else None
+    )
+    groups = None
+    if kind != "float8" and seed % 3 == 0:
+        n, n_groups = (shape[0], grid[0]) if by_rows else (shape[1], grid[1])
+        groups = torch.randint(n_groups, (n,), generator=generator, dtype=torch.int32)
+    scales = scales if kind == "nf4" else scales.to(FLOATS[seed % 5 % 3])
+    return codes, scales, zeros, groups, packing, shape
+
+
+def bits_of(x: Tensor) -> Tensor:
+    return torch.where(x.isnan(), torch.zeros_like(x), x).view(torch.int16 if x.itemsize == 2 else torch.int32)
+
+
+def assert_equal(mine: Tensor, expected: Tensor) -> None:
+    assert torch.equal(mine.isnan(), expected.isnan())
+    assert torch.equal(bits_of(mine), bits_of(expected))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_numba_gives_the_bits_of_the_reference(kind: str) -> None:
+    for seed in range(30):
+        *args, packing, shape = case(kind, seed)
+        for dtype in FLOATS:
+            mine, expected = (torch.full(shape, torch.nan, dtype=dtype) for _ in range(2))
+            dequantize_on_cpu(*args, packing, mine)
+            reference_dequantize(*args, packing, expected)
+            assert_equal(mine, expected)
+
+
+@pytest.mark.parametrize("kind", ["rows", "columns"])
+def test_threads_share_the_rows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each computes some of them, and none is left out."""
+    monkeypatch.setattr(dequantize_kernels, "_LEAST_PER_THREAD", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    for seed in range(6):
+        *args, packing, shape = case(kind, seed)
+        mine, expected = (torch.full(shape, torch.nan) for _ in range(2))
+        dequantize_on_cpu(*args, packing, mine)
+        reference_dequantize(*args, packing, expected)
+        assert_equal(mine, expected)
+
+
+@pytest.fixture(scope="module", params=["emulated", "card"])
+def library(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """The name of the built kernels in torch.ops, and the device they take."""
+    if request.param == "emulated":
+        return emulated.load(), "cpu"
+    if not extension.is_loaded():
+        pytest.skip("no card, or the kernels are not built for one")
+    return "offload_rt", "cuda"
+
+
+def arguments(kind: str, seed: int, dtype: torch.dtype, device: str) -> list:
+    """What the op takes, out last."""
+    codes, scales, zeros, groups, packing, shape = case(kind, seed)
+    codes = codes.view(torch.uint8) if kind == "float8" else codes
+    tensors = [one if one is None else one.to(device) for one in (codes, scales, zeros, groups)]
+    numbers = [KINDS.index(kind), packing.bits, *packing.block, packing.offset]
+    return [*tensors, *numbers, torch.full(shape, torch.nan, dtype=dtype, device=device)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kernel_gives_the_bits_of_the_reference(library: tuple[str, str], kind: str) -> None:
+    op = getattr(torch.ops, library[0]).dequantize
+    for seed in range(24):
+        *args, packing, shape = case(kind, seed)
+        for dtype in FLOATS:
+            given, expected = arguments(kind, seed, dtype, library[1]), torch.empty(shape, dtype=dtype)
+            op(*given)
+            reference_dequantize(*args, packing, expected)
+            assert_equal(given[-1].cpu(), expected)
+
+
+def test_what_torch_knows_of_the_op(library: tuple[str, str]) -> None:
+    args = arguments("columns", 3, torch.bfloat16, library[1])
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(getattr(torch.ops, library[0]).dequantize.default, args, test_utils=checks)
+
+
+@pytest.mark.parametrize(
+    ("place", "change", "message"),
+    [
+        (0, lambda x: x[1:], "codes must have"),
+        (0, lambda x: x.short(), "codes has the wrong dtype"),
+        (1, lambda x: x[:, 1:].contiguous(), "scales must have"),
+        (1, lambda x: x.double(), "scales must be float32"),
+        (2, lambda x: x[:, 1:].contiguous(), "zeros must have"),
+        (3, lambda x: x[1:], "groups must have"),
+        (4, lambda _: 7, "unknown kind"),
+        (5, lambda _: 9, "1 to 8 bits"),
+        (6, lambda _: 0, "blocks must not be empty"),
+        (9, lambda x: x.int(), "out must be float32"),
+        (9, lambda x: x.T, "out must be contiguous"),
+    ],
+)
+def test_wrong_arguments_are_refused_with_a_reason(library: tuple[str, str], place, change, message) -> None:
+    args = arguments("columns", 3, torch.bfloat16, library[1])
+    args[place] = change(args[place])
+    with pytest.raises(RuntimeError, match=message):
+        getattr(torch.ops, library[0]).dequantize(*args)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_reference_is_the_formula(kind: str, dtype: torch.dtype) -> None:
+    """One weight after the other, with Python's integers for the codes."""
+    codes, scales, zeros, groups, packing, shape = case(kind, 9)
+    out = torch.empty(shape, dtype=torch.float64)
+    scales = scales if kind == "nf4" else scales.to(dtype)
+    reference_dequantize(codes, scales, zeros, groups, packing, out)
+    raw = codes.view(torch.uint8).view(len(codes), -1).numpy()
+    for row, column in [(0, 0), (shape[0] - 1, shape[1] - 1), (shape[0] // 2, shape[1] // 3)]:
+        if kind == "columns":
+            words = [int(word) & 0xFFFFFFFF for word in codes[:, column]]
+            value = sum(word << 32 * i for i, word in enumerate(words)) >> row * packing.bits
+        else:
+            value = int.from_bytes(raw[row].tobytes(), "little")
+            value >>= (
+                4 * (column // 8 * 8 + (0, 4, 1, 5, 2, 6, 3, 7)[column % 8]) if kind == "awq" else column * packing.bits
+            )
+        if kind == "nf4":
+            value = int(raw[row, column // 2]) >> (4 - 4 * (column % 2))
+        value &= (1 << packing.bits) - 1
+        if kind == "plain":
+            value -= (value >> 7) << 8
+        elif kind == "e2m1":
+            value = E2M1[value]
+        elif kind == "nf4":
+            value = NF4[value]
+        elif kind == "float8":
+            value = float(torch.tensor(value, dtype=torch.uint8).view(torch.float8_e4m3fn))
+        at = [row // packing.block[0], column // packing.block[1]]
+        if groups is not None:
+            at[0 if packing.groups_rows else 1] = int(groups[row if packing.groups_rows else column])
+        zero = packing.offset if zeros is None else int(zeros[tuple(at)])
+        expected = torch.tensor(value - zero, dtype=torch.float64) * scales[tuple(at)].double()
+        torch.testing.assert_close(out[row, column], expected.to(scales.dtype).double(), rtol=0, atol=0, equal_nan=True)
