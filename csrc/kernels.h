@@ -36,16 +36,6 @@ struct Tiling {
 Tiling choose_tiling(int n_rows, int n_kv_heads, int n_keys, int n_processors);
 void tree_attention(const TreeAttention& args, bool is_half, int tile_rows, cudaStream_t stream);
 
-struct TreeMasks {
-  const int64_t* parents;  // (n,), below zero for a root
-  int32_t* masks;          // (n, words)
-  int32_t* depths;         // (n,)
-  int n, words;
-};
-
-constexpr int kMostMaskedRows = 6144;
-void tree_masks(const TreeMasks& args, cudaStream_t stream);
-
 // Bytes from one place to another, of which either may be pinned memory of the host.
 struct Transfer {
   void* to;

@@ -149,20 +149,6 @@ std::tuple<Tensor, Tensor> tree_attention(Tensor q, Tensor k, Tensor v, Tensor m
   return {out, lse};
 }
 
-std::tuple<Tensor, Tensor> tree_masks(Tensor parents) {
-  check_dense(parents, "parents", ScalarType::Long, 1);
-  const int64_t n = parents.size(0), words = (n + 31) / 32;
-  STD_TORCH_CHECK(n > 0 && n <= offload_rt::kMostMaskedRows, "parents must have 1 to ", offload_rt::kMostMaskedRows,
-                  " entries, has ", n);
-  const Device device(parents);
-  const Tensor masks = torch::stable::new_empty(parents, {n, words}, ScalarType::Int);
-  const Tensor depths = torch::stable::new_empty(parents, {n}, ScalarType::Int);
-  offload_rt::tree_masks({data<int64_t>(parents), written<int32_t>(masks), written<int32_t>(depths), count(n, "rows"),
-                          count(words, "words")},
-                         device.stream);
-  return {masks, depths};
-}
-
 #ifdef CUDA_ON_CPU
 void* on_device(const Tensor& x) { return x.data_ptr(); }
 #else
@@ -414,7 +400,6 @@ Tensor silu_mul(Tensor gate, Tensor up) {
 OFFLOAD_RT_LIBRARY(OFFLOAD_RT_NAME, m) {
   m.def("tree_attention(Tensor q, Tensor k, Tensor v, Tensor masks, Tensor depths, Tensor key_depths, Tensor extent, "
         "int window, float scale) -> (Tensor out, Tensor lse)");
-  m.def("tree_masks(Tensor parents) -> (Tensor masks, Tensor depths)");
   m.def("transfer(Tensor(a!) target, Tensor source) -> ()");
   m.def("commit_rows(Tensor(a!) keys, Tensor(b!) values, Tensor rows, int first) -> ()");
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
@@ -430,7 +415,6 @@ OFFLOAD_RT_LIBRARY(OFFLOAD_RT_NAME, m) {
 
 OFFLOAD_RT_LIBRARY_IMPL(OFFLOAD_RT_NAME, OFFLOAD_RT_KEY, m) {
   m.impl("tree_attention", TORCH_BOX(&tree_attention));
-  m.impl("tree_masks", TORCH_BOX(&tree_masks));
   m.impl("transfer", TORCH_BOX(&transfer));
   m.impl("commit_rows", TORCH_BOX(&commit_rows));
   m.impl("rms_norm", TORCH_BOX(&rms_norm));

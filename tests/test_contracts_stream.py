@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import raw_bytes
+from checkpoints import pack, raw_bytes
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_contracts_tiers import NAMES, on_disk, some_layers
@@ -30,7 +30,7 @@ from offload_rt.offload.stream_cuda import CudaStreamer
 from offload_rt.offload.streamer import LayerSources, LayerView, Streamer
 from offload_rt.offload.tier import Read, Tier
 from offload_rt.system.trace import NOTHING_ASKED, SLOTS_FULL, Trace
-from offload_rt.weights.layout import Layout, PackedLayer, pack
+from offload_rt.weights.layout import Layout, PackedLayer
 
 STREAMERS = {"cuda": stream_cuda, "threads": stream_threads}
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import raw_bytes, write_file
+from checkpoints import pack, raw_bytes, write_file
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -27,7 +27,7 @@ from offload_rt.offload.disk import DiskTier, ReadSettings
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.offload.tier import Tier, done_ahead, read_parallel
 from offload_rt.weights.header import TensorRecord, read_header
-from offload_rt.weights.layout import host_block, pack
+from offload_rt.weights.layout import host_block
 
 Layers = list[dict[str, Tensor]]
 

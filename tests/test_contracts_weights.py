@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from checkpoints import llama_config, llama_tensors, raw_bytes, write_checkpoint
+from checkpoints import llama_config, llama_tensors, pack, raw_bytes, write_checkpoint
 from formats import int8_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,7 +22,7 @@ from offload_rt.system import registry
 from offload_rt.weights import formats
 from offload_rt.weights.checkpoint import open_checkpoint
 from offload_rt.weights.formats import Source, WeightFormat, format_of
-from offload_rt.weights.layout import ALIGNMENT, PAGE, align_up, host_block, pack, packed_layout
+from offload_rt.weights.layout import ALIGNMENT, PAGE, align_up, host_block, packed_layout
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 TENSORS = st.lists(

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checkpoints import llama_config, llama_tensors, write_checkpoint
+from checkpoints import pack as pack_block
 from quantize import Choice, config_of, pack, quantized, write
 from safetensors.torch import load_file, save_file
 from tiny import generate, open_llm, prompt_of
@@ -26,7 +27,6 @@ from offload_rt.ops import extension
 from offload_rt.weights.checkpoint import open_checkpoint
 from offload_rt.weights.formats import Source, WeightFormat, format_of
 from offload_rt.weights.header import read_header
-from offload_rt.weights.layout import pack as pack_block
 from offload_rt.weights.quantized import View
 
 CHOICES = [

@@ -13,6 +13,7 @@ from tiny import random_tree
 from offload_rt import ops
 from offload_rt.executor.cuda_graphs import CudaCapture
 from offload_rt.ops import TreeMask, extension, make_tree_mask, reference
+from offload_rt.ops.tree_mask import packed_ancestors
 from offload_rt.ops.verification import arguments
 from offload_rt.speculate import residual
 from offload_rt.speculate.residual_kernels import verify_bottom_up, verify_top_down
@@ -94,7 +95,7 @@ def inputs(case, device):
 
 def mask_of(case, parents, n_most=0):
     """What the kernel takes of a tree that might have `n_most` keys: masks, depths, those of the keys, extent."""
-    bits, depths = reference.tree_masks(parents)
+    bits, depths = map(torch.from_numpy, packed_ancestors(parents.numpy()))
     rows, n_most = slice(case.first, case.first + case.n), n_most or case.first + case.n + case.n_spare
     wide = torch.zeros(case.n, max(bits.shape[1], (n_most + 31) // 32), dtype=torch.int32)
     wide[:, : bits.shape[1]] = bits[rows]
@@ -240,30 +241,6 @@ def test_two_parts_of_the_keys_join_to_the_whole(kernels, seed):
     error = 4 * torch.finfo(q.dtype).eps
     torch.testing.assert_close(out, expected, atol=error, rtol=error)
     torch.testing.assert_close(lse, expected_lse, atol=1e-4, rtol=1e-5)
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_tree_masks(kernels, seed):
-    draw = random.Random(seed)
-    n = draw.choice([1, 2, 31, 32, 33, 64, 200, 700])
-    parents = parents_of(n, seed, draw.choice([0, 0, 100]))
-    if seed % 3 == 0 and len(parents) > 5:
-        parents[5] = -1  # a second tree
-    bits, depths = kernels.tree_masks(parents.to(kernels.device))
-    seen = ancestors(parents)
-    unpacked = np.unpackbits(bits.cpu().numpy().view(np.uint8), axis=1, bitorder="little")
-    assert np.array_equal(unpacked[:, : len(parents)], seen.numpy()) and not unpacked[:, len(parents) :].any()
-    assert torch.equal(depths.cpu().long(), seen.sum(1) - 1)
-    for mine, plain in zip((bits, depths), reference.tree_masks(parents), strict=True):
-        assert mine.dtype == plain.dtype and torch.equal(mine.cpu(), plain)
-
-
-def test_tree_masks_of_a_long_prompt(kernels):
-    n = 3000
-    bits, depths = kernels.tree_masks(torch.arange(-1, n - 1, device=kernels.device))
-    assert depths.tolist() == list(range(n))
-    unpacked = np.unpackbits(bits.cpu().numpy().view(np.uint8), axis=1, bitorder="little", count=n)
-    assert np.array_equal(unpacked, np.tri(n, dtype=np.uint8))
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -551,7 +528,6 @@ def samples(device):
         "rotate_and_store": (heads, heads, heads, rotary, rotary, *stores, torch.tensor([1, 8, 4], device=device), 7),
         "silu_mul": (x, delta),
         "tree_attention": attention,
-        "tree_masks": (parents,),
         "transfer": (store, store.cpu().pin_memory() if device == "cuda" else store.clone()),
         "commit_rows": (store, store.clone(), torch.tensor([1, 4]), 2),
         "verify": (*verification, candidates.independent, True),
@@ -566,7 +542,6 @@ OPS = (
     "silu_mul",
     "tree_attention",
     "transfer",
-    "tree_masks",
     "verify",
 )
 
@@ -589,8 +564,6 @@ def test_what_torch_knows_of_an_op(kernels, name):
         ("tree_attention", 4, lambda x: x[:1], "depths must have"),
         ("tree_attention", 5, lambda x: x.repeat(50), "a bit for each"),
         ("tree_attention", 6, lambda x: x[:1], "extent must have 2"),
-        ("tree_masks", 0, lambda x: x.int(), "wrong dtype"),
-        ("tree_masks", 0, lambda x: x[::2], "contiguous"),
         ("commit_rows", 0, lambda x: x[..., :62].contiguous(), "entries in dimension 3|16 bytes"),
         ("transfer", 1, lambda x: x[1:], "as many bytes"),
         ("transfer", 0, lambda x: x.transpose(0, 1), "contiguous"),

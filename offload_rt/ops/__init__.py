@@ -12,13 +12,11 @@ from offload_rt.ops.verification import Candidates, can_verify, verify
 __all__ = [
     "Candidates", "TreeMask", "add_rms_norm", "can_verify", "commit_rows", "fill", "goes_by_extent", "make_tree_mask",
     "merge", "partial_attention", "rms_norm", "rotate_and_store", "silu_mul", "to_device", "to_host", "tree_attention",
-    "tree_masks", "verify",
+    "verify",
 ]  # fmt: skip
 
 _HALVES = (torch.float16, torch.bfloat16)
 _HEAD_DIMS = (64, 96, 128)
-# A block holds the whole tree in shared memory.
-_MOST_MASKED_ROWS = 6144
 _VECTOR_BYTES = 16
 # A block holds a row to be normed in registers.
 _WIDEST_NORMED = 16384
@@ -94,14 +92,6 @@ def partial_attention(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: fl
 def goes_by_extent(x: Tensor) -> bool:
     """Whether the kernel serves for queries or keys (..., head_dim); its time does not depend on absent keys."""
     return extension.serves(x) and x.dtype in _HALVES and x.shape[-1] in _HEAD_DIMS
-
-
-def tree_masks(parents: Tensor) -> tuple[Tensor, Tensor]:
-    """Packed ancestor masks and depths; see the reference."""
-    if extension.serves(parents) and len(parents) <= _MOST_MASKED_ROWS:
-        bits, depths = extension.kernels().tree_masks(parents)
-        return bits, depths
-    return reference.tree_masks(parents)
 
 
 def commit_rows(keys: Tensor, values: Tensor, rows: Tensor, first: int) -> None:

@@ -47,10 +47,6 @@ def describe(library: str) -> None:
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
 
-    def tree_masks(parents: Tensor) -> tuple[Tensor, Tensor]:
-        n = parents.shape[0]
-        return parents.new_empty((n, (n + 31) // 32), dtype=torch.int32), parents.new_empty((n,), dtype=torch.int32)
-
     def transfer(target: Tensor, source: Tensor) -> None:
         return None
 
@@ -85,5 +81,5 @@ def describe(library: str) -> None:
         return gate.new_empty(gate.shape)
 
     layer = (rms_norm, add_rms_norm, rotate_and_store, silu_mul, dequantize)
-    for fake in (tree_attention, tree_masks, transfer, commit_rows, verify, *layer):
+    for fake in (tree_attention, transfer, commit_rows, verify, *layer):
         torch.library.register_fake(f"{library}::{fake.__name__}", fake)

@@ -1,6 +1,5 @@
 """What each op means, in plain torch."""
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -122,24 +121,6 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     base = lse.clamp_min(torch.finfo(lse.dtype).min)
     parts = [out * (part - base).exp()[..., None] for out, part in ((out_a, lse_a), (out_b, lse_b))]
     return (parts[0] + parts[1]).to(out_a.dtype), lse
-
-
-def tree_masks(parents: Tensor) -> tuple[Tensor, Tensor]:
-    """Packed ancestor masks and depths of one or more trees.
-
-    parents  (n,) int64, parents[i] < i; negative for a root
-    Returns (n, ceil(n / 32)) int32, where bit j % 32 of word j // 32 in row i says that row j is row i or an ancestor of it,
-    and (n,) int32 depths, 0 at a root.
-    """
-    n = len(parents)
-    mask = np.zeros((n, (n + 31) // 32 * 32), dtype=np.bool_)
-    for node, parent in enumerate(parents.cpu().tolist()):
-        if parent >= 0:
-            mask[node] = mask[parent]
-        mask[node, node] = True
-    bits = np.packbits(mask, axis=1, bitorder="little").view(np.int32)
-    depths = mask.sum(1, dtype=np.int32) - 1
-    return torch.from_numpy(bits).to(parents.device), torch.from_numpy(depths).to(parents.device)
 
 
 def commit_rows(keys: Tensor, values: Tensor, rows: Tensor, first: int) -> None:

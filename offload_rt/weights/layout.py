@@ -1,9 +1,9 @@
-"""A layer is one flat block of bytes: where each tensor lies in it, and how to pack and view it."""
+"""A layer is one flat block of bytes: where each tensor lies in it, and how to view it."""
 
 import itertools
 import math
 import mmap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -84,15 +84,6 @@ def packed_layout(tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -
         entries.append(TensorEntry(name, offset, shape, dtype))
         offset = align_up(offset + entries[-1].nbytes)
     return Layout(tuple(entries), offset)
-
-
-def pack(tensors: Mapping[str, Tensor]) -> PackedLayer:
-    """Copy tensors into one new block."""
-    layout = packed_layout((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items())
-    image = PackedLayer(host_block(layout.nbytes), layout)
-    for name, view in layout.views(image.block).items():
-        view.copy_(tensors[name])
-    return image
 
 
 def host_block(nbytes: int) -> Tensor:
