@@ -80,13 +80,17 @@ def generator_on(device: torch.device, other: torch.Generator) -> torch.Generato
     return torch.Generator(device).manual_seed(seed)
 
 
-def draw(probs: Tensor, generator: torch.Generator) -> int:
-    """One token from a distribution, (vocabulary,), by inverting its distribution function in float64."""
-    cumulative = probs.double().cumsum(0)
-    at = torch.rand((), dtype=torch.float64, generator=generator) * cumulative[-1]
-    # A draw of exactly the total, possible through rounding, must not fall behind the last token of positive probability.
-    token = int(torch.searchsorted(cumulative, at, right=True))
-    return min(token, int(probs.nonzero()[-1]))
+def draw(probs: Tensor, generator: torch.Generator) -> list[int]:
+    """A token from each distribution (n, vocabulary), by inverting its distribution function in float64; after one wait."""
+    (uniforms,) = to_device([torch.rand(len(probs), dtype=torch.float64, generator=generator)], probs.device)
+    tokens = []
+    for rows in _parts(len(probs)):
+        cumulative = probs[rows].double().cumsum(-1)
+        at = torch.searchsorted(cumulative, uniforms[rows, None] * cumulative[:, -1:], right=True)[:, 0]
+        # A draw of exactly the total, possible through rounding, must not fall behind the last token of positive probability.
+        n_behind = (probs[rows] > 0).flip(-1).byte().argmax(-1)
+        tokens.append(at.clamp_max_(probs.shape[-1] - 1 - n_behind))
+    return [int(token) for token in to_host([torch.cat(tokens)])[0]]
 
 
 def _parts(n: int) -> Iterator[slice]:

@@ -234,13 +234,14 @@ def test_a_tensor_of_the_host_does_not_mix(monkeypatch):
 def counted_steps(llm, counts, params):
     """Per step what was counted, and the levels that were drafted; the first two steps are left out."""
     draft, n_levels, found = llm.engine.draft, [0], []
-    forward = draft.forward
+    if draft is not None:
+        forward = draft.forward
 
-    def forward_counted(steps):
-        n_levels[0] += 1
-        return forward(steps)
+        def forward_counted(steps):
+            n_levels[0] += 1
+            return forward(steps)
 
-    draft.forward = forward_counted
+        draft.forward = forward_counted
     llm.engine.add(Sequence(prompt_of(0), params, 100))
     while True:
         before = counts.n_waits, counts.n_uploads, n_levels[0]
@@ -252,22 +253,30 @@ def counted_steps(llm, counts, params):
 
 @pytest.mark.parametrize("place", ["device", "host"])
 @pytest.mark.parametrize(
-    ("drafter", "temperature"), [("adaptive_tree", 0.0), ("static_tree", 0.0), ("static_tree", 0.8)]
+    ("drafter", "rule", "temperature"),
+    [
+        ("adaptive_tree", "traversal", 0.0),
+        ("static_tree", "traversal", 0.0),
+        ("static_tree", "traversal", 0.8),
+        ("dynamic_tree", "match", 0.8),
+        ("adaptive_tree", "coupled", 0.8),
+        ("ngram", "match", 0.8),
+    ],
 )
 def test_the_host_waits_once_a_level_once_for_the_pass_and_once_for_the_verdict(
-    zoo, monkeypatch, drafter, temperature, place
+    zoo, monkeypatch, drafter, rule, temperature, place
 ):
     """And nothing but layers goes through the copy engine: not what a pass needs of its rows, nor rows to commit."""
     pair, settings = zoo.pair("llama", 0), {"tree_size": 24, "tree_depth": 5}
     with pretended_card(monkeypatch, has_kernels=True) as counts:
-        settings |= {"max_model_len": 128, "device": "cuda"} | pair.settings(drafter, "traversal")
+        settings |= {"max_model_len": 128, "device": "cuda"} | pair.settings(drafter, rule)
         if place == "host":
             with LLM.open(EngineConfig(str(pair.target), **settings)) as unloaded:
                 settings["device_memory"] = unloaded.plan.reserved.total + 2 * unloaded.plan.slot_nbytes
         with LLM(str(pair.target), **settings) as llm:
             assert set(llm.plan.tiers) == {place}
             steps = counted_steps(llm, counts, SamplingParams(max_new_tokens=24, temperature=temperature, seed=1))
-    assert len(steps) > 4 and sum(n_levels for *_, n_levels in steps) > 10
+    assert len(steps) > 4 and (drafter == "ngram" or sum(n_levels for *_, n_levels in steps) > 10)
     assert all(n_waits <= n_levels + 2 for n_waits, _, n_levels in steps), steps
     assert not any(n_uploads for _, n_uploads, _ in steps), steps
 

@@ -191,7 +191,7 @@ def test_temperature_zero_is_one_hot(penalty):
     params = SamplingParams(temperature=0.0, repetition_penalty=penalty, top_p=0.5, top_k=3)
     got = probs(logits, params, [], contexts)
     assert torch.equal(got, torch.eye(VOCABULARY)[best])
-    assert [draw(row, torch.Generator()) for row in got] == best
+    assert draw(got, torch.Generator()) == best
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-37, 1e-45, 1e-300])
@@ -245,9 +245,7 @@ def test_draws_follow_the_distribution(probs, scale):
     """Only the proportions count: rounding may leave a sum that is not one."""
     probs, n = torch.tensor(probs), 10_000
     generator = torch.Generator().manual_seed(11)
-    counts = torch.bincount(
-        torch.tensor([draw(probs * scale, generator) for _ in range(n)]), minlength=len(probs)
-    ).double()
+    counts = torch.bincount(torch.tensor(draw((probs * scale).expand(n, -1), generator)), minlength=len(probs)).double()
     assert counts[probs == 0].sum() == 0
     possible = probs > 0
     if possible.sum() > 1:
@@ -260,7 +258,7 @@ def test_draws_from_a_distribution_of_many_tokens():
     """A long tail, as of a real vocabulary, in groups: neither head nor tail is favoured."""
     probs, n = torch.softmax(torch.linspace(0, -4, 3000), 0), 10_000
     generator = torch.Generator().manual_seed(12)
-    is_sampled = torch.tensor([draw(probs, generator) for _ in range(n)])
+    is_sampled = torch.tensor(draw(probs.expand(n, -1), generator))
     expected = probs.double().view(30, 100).sum(1) / probs.double().sum() * n
     assert chi_square_p(torch.bincount(is_sampled // 100, minlength=30).numpy(), expected.numpy()) > 1e-3
 
@@ -268,9 +266,9 @@ def test_draws_from_a_distribution_of_many_tokens():
 @pytest.mark.parametrize(("at", "token"), [(0.0, 2), (1 - 2**-53, 5), (1.0, 5)])
 def test_the_ends_of_the_unit_interval_give_possible_tokens(monkeypatch, at, token):
     """Also a draw of exactly one, which rounding can make of the number nearest to it."""
-    monkeypatch.setattr(sampling.torch, "rand", lambda *size, **options: torch.tensor(at, dtype=torch.float64))
+    monkeypatch.setattr(sampling.torch, "rand", lambda n, **options: torch.full((n,), at, dtype=torch.float64))
     probs = torch.tensor([0.0, 0.0, 0.3, 0.2, 0.0, 0.5, 0.0])
-    assert draw(probs, torch.Generator()) == token
+    assert draw(probs[None], torch.Generator()) == [token]
 
 
 @given(st.integers(0, 2**31), st.integers(1, 40))
@@ -279,12 +277,12 @@ def test_a_token_of_probability_zero_is_never_drawn(seed, n):
     probs = torch.rand(n, generator=generator) * (torch.rand(n, generator=generator) < 0.4)
     probs[int(torch.randint(n, (), generator=generator))] += 1e-6
     probs = probs / probs.sum()
-    assert all(probs[draw(probs, generator)] > 0 for _ in range(20))
+    assert (probs[draw(probs.expand(20, -1), generator)] > 0).all()
 
 
 def test_a_draw_takes_one_number_of_the_generator():
     """Which is what makes a seed mean the same whatever the distribution is."""
     one, other = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
-    draw(torch.tensor([0.5, 0.5]), one)
-    draw(torch.softmax(torch.randn(1000), 0), other)
+    draw(torch.tensor([[0.5, 0.5]]), one)
+    draw(torch.softmax(torch.randn(1, 1000), -1), other)
     assert torch.equal(one.get_state(), other.get_state())

@@ -204,7 +204,7 @@ class BonusFromTheTarget:
     def verify(tree, target, sequence):
         uniforms = torch.rand(len(tree.topology), dtype=torch.float64, generator=sequence.generator)
         end = sequoia.RULE.decide(tree, target, uniforms).end
-        return Verdict(tuple(tree.topology.path_to(end)), draw(target[end], sequence.generator))
+        return Verdict(tuple(tree.topology.path_to(end)), draw(target[end : end + 1], sequence.generator)[0])
 
 
 class StaleNoise:

@@ -51,7 +51,7 @@ class ResidualRule:
         if tree.sampled is None:  # as at temperature 0: no rule accepts more, and the compiler stays out of memory
             return Match().verify(tree, target, sequence)
         decision = self.decide(tree, target.cpu(), uniforms)
-        return Verdict(tuple(tree.topology.path_to(decision.end)), draw(decision.probs, generator))
+        return Verdict(tuple(tree.topology.path_to(decision.end)), draw(decision.probs[None], generator)[0])
 
     def decide(self, tree: DraftTree, target: Tensor, uniforms: Tensor) -> Decision:
         """Verify with given noise.

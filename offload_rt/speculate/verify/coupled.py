@@ -4,11 +4,16 @@ The text is then the one that plain decoding with this rule and seed gives, what
 proposes what is likely to be drawn.
 """
 
+import torch
 from torch import Tensor
 
 from offload_rt.executor.sequence import Sequence
+from offload_rt.ops import to_device, to_host
 from offload_rt.speculate.verify.match import walk
 from offload_rt.tree.topology import DraftTree, Verdict
+
+# Nodes that are drawn after together: what is divided takes no more memory than so many rows.
+_N_ROWS = 64
 
 
 class Coupled:
@@ -17,15 +22,20 @@ class Coupled:
     child_sampling = "coupled"
 
     def verify(self, tree: DraftTree, target: Tensor, sequence: Sequence) -> Verdict:
-        """What to accept, given the target's distribution (n, vocabulary) after each node."""
-        depths, n_tokens = tree.topology.depths.tolist(), target.shape[1]
+        """What to accept, given the target's distribution (n, vocabulary) after each node; see `Match.verify`."""
+        depths, n_tokens = torch.from_numpy(tree.topology.depths), target.shape[1]
         noise = sequence.noise.at(len(sequence.tokens), tree.topology.n_levels, n_tokens, target.device)
-        return walk(tree, lambda node: draw(target[node], noise[depths[node]]))
+        if target.is_cuda:
+            (rows,) = to_device([depths], target.device)
+            parts = zip(target.split(_N_ROWS), rows.split(_N_ROWS), strict=True)
+            tokens = torch.cat([draw(probs, noise.index_select(0, levels)) for probs, levels in parts])
+            return walk(tree, to_host([tokens])[0].tolist().__getitem__)
+        return walk(tree, lambda node: int(draw(target[node], noise[depths[node]])))
 
 
-def draw(probs: Tensor, noise: Tensor) -> int:
-    """One token from a distribution (vocabulary,) by exponential noise: argmax(log p + g), without its rounding."""
-    return int((probs / noise).argmax())
+def draw(probs: Tensor, noise: Tensor) -> Tensor:
+    """A token from each distribution (..., vocabulary) by exponential noise: argmax(log p + g), without its rounding."""
+    return (probs / noise).argmax(-1)
 
 
 RULE = Coupled()

@@ -15,8 +15,13 @@ class Match:
     child_sampling = None
 
     def verify(self, tree: DraftTree, target: Tensor, sequence: Sequence) -> Verdict:
-        """What to accept, given the target's distribution (n, vocabulary) after each node."""
-        return walk(tree, lambda node: draw(target[node], sequence.generator))
+        """What to accept, given the target's distribution (n, vocabulary) after each node.
+
+        A card draws after all nodes at once, and is waited for once.
+        """
+        if target.is_cuda:
+            return walk(tree, draw(target, sequence.generator).__getitem__)
+        return walk(tree, lambda node: draw(target[node : node + 1], sequence.generator)[0])
 
 
 def walk(tree: DraftTree, token_after: Callable[[int], int]) -> Verdict:
