@@ -1,5 +1,6 @@
 """The kernels of csrc/ built for the CPU, every thread of a block a fiber; see cuda_on_cpu/fibers.h."""
 
+import fcntl
 import hashlib
 import shutil
 import subprocess
@@ -38,11 +39,13 @@ def load() -> str:
         pytest.skip("the emulated kernels need g++")
     text = torch.__version__.encode() + b"".join(path.read_bytes() for path in _sources())
     target = BUILD / f"{hashlib.sha256(text).hexdigest()[:16]}.so"
-    if not target.exists():
-        BUILD.mkdir(parents=True, exist_ok=True)
-        unfinished = target.with_suffix(".tmp")
-        subprocess.run(_command(unfinished), check=True)
-        unfinished.replace(target)
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with (BUILD / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the other half of the suite waits for what this one builds
+        if not target.exists():
+            unfinished = target.with_suffix(".tmp")
+            subprocess.run(_command(unfinished), check=True)
+            unfinished.replace(target)
     torch.ops.load_library(str(target))
     extension.describe(LIBRARY)
     return LIBRARY

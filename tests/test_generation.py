@@ -219,7 +219,7 @@ def test_same_seed_same_tokens_other_seed_other_tokens(zoo):
 class Unlearning:
     """The part of a drafter that learns nothing and keeps nothing."""
 
-    n_predicted = 0
+    n_predicted, reads_prompt = 0, False
 
     def learn(self, sequence, tree, verdict, predicted=None):
         pass
