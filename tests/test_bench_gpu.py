@@ -16,6 +16,7 @@ from bench.gpu.__main__ import _is_measured, run_section
 from bench.gpu.table import table, written_into
 from bench.measure import UNKNOWN, Spread, commit
 from offload_rt import LLM, SamplingParams
+from offload_rt.engine import profile
 from offload_rt.weights.checkpoint import open_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -70,6 +71,7 @@ def test_the_section_of_passes_runs(small, monkeypatch):
 
 def test_the_section_of_generation_runs(small, monkeypatch):
     monkeypatch.setattr(generation, "written", small)
+    monkeypatch.setattr(profile, "_grid", lambda *_: ((1, 8), (64, 128)))
     with pretended_card(monkeypatch):
         found = told(generation.measure(generation.Shapes("", 11, "", 5, "275MiB", 1, 12)))
     assert found[-1]["plan"]["streamed_layers"] > 0
@@ -88,6 +90,7 @@ def test_layers_of_the_disk_are_refused(small, monkeypatch):
 def test_the_section_of_models_on_the_card_runs(small, monkeypatch):
     monkeypatch.setattr(onchip, "written", small)
     monkeypatch.setattr(onchip, "device_gbps", lambda: 1.0)
+    monkeypatch.setattr(profile, "_grid", lambda *_: ((1, 8), (64, 128)))
     with pretended_card(monkeypatch):
         found = told(onchip.measure(onchip.Shapes((("llama-2-7b", 9),), 12, (1, 8))))
     shape = found[-1]["shapes"][0]

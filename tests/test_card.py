@@ -92,13 +92,13 @@ def test_every_drafter_and_rule(zoo, card, drafter, rule):
     """One prompt after the other, for what is captured for one ends with it; then two at once."""
     pair, size = zoo.pair("llama", 0), {} if drafter == "none" else {"tree_size": 24}
     with card(), on_card(pair.target, **size, **pair.settings(drafter, rule)) as llm:
-        params = SamplingParams(max_new_tokens=16)
+        params = SamplingParams(max_new_tokens=8)
         found = [llm.generate(prompt_of(seed), params)[0].token_ids for seed in (0, 1)]
         is_sampled = llm.generate(
-            [prompt_of(0), prompt_of(1)], SamplingParams(max_new_tokens=12, temperature=0.8, seed=1)
+            [prompt_of(0), prompt_of(1)], SamplingParams(max_new_tokens=6, temperature=0.8, seed=1)
         )
-    assert found == [generate(pair.model, prompt_of(seed), 16) for seed in (0, 1)]
-    assert [len(one.token_ids) for one in is_sampled] == [12, 12]
+    assert found == [generate(pair.model, prompt_of(seed), 8) for seed in (0, 1)]
+    assert [len(one.token_ids) for one in is_sampled] == [6, 6]
 
 
 @pytest.mark.parametrize("heads", [(4, 2), (4, 4)])
@@ -251,16 +251,16 @@ def counted_steps(llm, counts, params):
     return found[2:]
 
 
-@pytest.mark.parametrize("place", ["device", "host"])
 @pytest.mark.parametrize(
-    ("drafter", "rule", "temperature"),
+    ("drafter", "rule", "temperature", "place"),
     [
-        ("adaptive_tree", "traversal", 0.0),
-        ("static_tree", "traversal", 0.0),
-        ("static_tree", "traversal", 0.8),
-        ("dynamic_tree", "match", 0.8),
-        ("adaptive_tree", "coupled", 0.8),
-        ("ngram", "match", 0.8),
+        ("adaptive_tree", "traversal", 0.0, "device"),
+        ("adaptive_tree", "traversal", 0.0, "host"),
+        ("static_tree", "traversal", 0.0, "device"),
+        ("static_tree", "traversal", 0.8, "host"),
+        ("dynamic_tree", "match", 0.8, "host"),
+        ("adaptive_tree", "coupled", 0.8, "device"),
+        ("ngram", "match", 0.8, "host"),
     ],
 )
 def test_the_host_waits_once_a_level_once_for_the_pass_and_once_for_the_verdict(
@@ -302,10 +302,10 @@ def test_passes_are_captured_when_a_model_is_loaded(zoo, monkeypatch):
     with pretended_card(monkeypatch):
         monkeypatch.setattr(builder, "CudaCapture", lambda: capture)
         monkeypatch.setattr(builder, "_CAPTURING_S", 1e9)
-        with on_card(pair.target, tree_size=24, **pair.settings("adaptive_tree")) as llm:
+        with on_card(pair.target, tree_size=8, **pair.settings("adaptive_tree")) as llm:
             n_loaded = len(captured)
             for graphs in (llm.engine.runner._graphs, llm.engine.draft._graphs):
-                assert sorted(shape.n_rows for shape in graphs._passes[graphs._reusable]) == [1, 2, 4, 8, 16, 24]
-            text = llm.generate(prompt_of(0), SamplingParams(max_new_tokens=24))[0].token_ids
-    assert n_loaded == 12 and not any(isinstance(one, GraphPass) for one in captured[n_loaded:])
-    assert text == generate(pair.model, prompt_of(0), 24)
+                assert sorted(shape.n_rows for shape in graphs._passes[graphs._reusable]) == [1, 2, 4, 8]
+            text = llm.generate(prompt_of(0), SamplingParams(max_new_tokens=10))[0].token_ids
+    assert n_loaded == 8 and not any(isinstance(one, GraphPass) for one in captured[n_loaded:])
+    assert text == generate(pair.model, prompt_of(0), 10)

@@ -178,7 +178,15 @@ def assert_exact(texts, distributions):
         assert_distribution(found, probs)
 
 
-@pytest.mark.parametrize(("name", "rule"), [one for one in COMBINATIONS if one[0] in (*WITHOUT_MODEL, *TREES)])
+# That coupled texts do not depend on the drafter is shown token for token, in test_coupled.py.
+JOINT = [
+    (name, rule)
+    for name, rule in COMBINATIONS
+    if name in (*WITHOUT_MODEL, *TREES) and (rule != "coupled" or name == "dynamic_tree")
+]
+
+
+@pytest.mark.parametrize(("name", "rule"), JOINT)
 def test_the_joint_distribution_of_sampled_tokens(small_llm, distributions, name, rule):
     drafter = drafter_of(small_llm, name, rule, DraftLimits(6, 4))
     assert_exact(sampled_texts(small_llm.engine.runner, drafter, rule_of(rule), 6), distributions)
