@@ -16,18 +16,26 @@ _N_ROWS = 64
 _N_FIRST = 512
 
 
-def probs(logits: Tensor, params: SamplingParams, tokens: Sequence[int], paths: Sequence[Sequence[int]]) -> Tensor:
+def probs(
+    logits: Tensor,
+    params: SamplingParams,
+    tokens: Sequence[int],
+    paths: Sequence[Sequence[int]],
+    out: Tensor | None = None,
+) -> Tensor:
     """The distribution of the next token at each of n nodes, rows summing to one.
 
     logits  (n, vocabulary), any float dtype
     tokens  that a penalty looks back on at every node
     paths   per node the tokens that come after these; read only where there is a penalty
+    out     where to write the result; None: to new memory
     Returns (n, vocabulary) float32, or float64 if the logits are.
     Raises NumericsError if a logit is not a number or plus infinity, or if all of a row are minus infinity; not on a card,
     which nobody waits for here: see `Runner.finish`.
     """
     wide = torch.promote_types(logits.dtype, torch.float32)
-    result, best = torch.empty_like(logits, dtype=wide), torch.empty_like(logits[:, 0], dtype=wide)
+    result = torch.empty_like(logits, dtype=wide) if out is None else out
+    best = torch.empty_like(logits[:, 0], dtype=wide)
     is_whole = torch.ones_like(best, dtype=torch.bool)
     has_penalty = params.repetition_penalty != 1.0
     looked_back_on = torch.tensor(sorted(set(tokens)) if has_penalty else [], dtype=torch.int64)

@@ -14,7 +14,7 @@ from tiny import Steady, Zoo, engine_of, generate, logits_of, open_llm, prompt_o
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.executor.sequence import Sequence
-from offload_rt.speculate.draft.recycle import GrowingTree, PredictionTable, Recycling
+from offload_rt.speculate.draft.recycle import PredictedTree, PredictionTable, Recycling
 from offload_rt.speculate.protocols import DraftLimits, DraftParts
 from offload_rt.speculate.select import drafter_type
 
@@ -78,7 +78,7 @@ def test_a_tree_has_the_most_probable_nodes(n_levels: int) -> None:
         table.keep(tuple(random.integers(5, size=3).tolist()), random.permutation(5)[:4].tolist(), probs.tolist())
     for _ in range(20):
         tokens = random.integers(5, size=4).tolist()
-        tree = GrowingTree(table, tokens, {}, n_levels)
+        tree = PredictedTree(table, tokens, {}, n_levels)
         for n in (5, 60):  # it grows on from where it stands
             tree.grow(n)
             paths: list[tuple[int, ...]] = [()]
@@ -94,7 +94,7 @@ def test_a_copied_continuation_competes_with_predictions() -> None:
     table = PredictionTable()
     table.keep((7,), [1, 2], [0.6, 0.3])
     table.keep((1,), [4], [0.9])
-    tree = GrowingTree(table, [7], {(2,): 0.5, (2, 3): 0.4, (1,): 0.1, (1, 5): 0.05}, 9)
+    tree = PredictedTree(table, [7], {(2,): 0.5, (2, 3): 0.4, (1,): 0.1, (1, 5): 0.05}, 9)
     tree.grow(9)
     found = list(zip(tree.parents, tree.tokens, tree.chances, strict=True))
     wanted = [(-1, 7, 1.0), (0, 1, 0.6), (1, 4, 0.54), (0, 2, 0.5), (3, 3, 0.4), (1, 5, 0.3)]

@@ -498,3 +498,20 @@ def test_a_text_that_repeats_itself_is_accepted_many_tokens_a_pass(tmp_path, dra
         output = llm.generate([1], SamplingParams(max_new_tokens=150))[0]
     assert output.token_ids == expected
     assert output.stats.tokens_per_pass > 3
+
+
+def test_distributions_of_a_tree_lie_where_those_of_the_tree_before_lay(zoo):
+    """Memory in pieces of many sizes would cut up a tight budget."""
+    pair, places = zoo.pair("llama", 0), set()
+    with open_llm(pair.target, tree_size=24, **pair.settings("static_tree", "traversal")) as llm:
+        rule = llm.engine.rule
+
+        class Watched:
+            def verify(self, tree, target, sequence):
+                if tree.sampled is not None:
+                    places.add((target.data_ptr(), tree.sampled.draft_probs.data_ptr()))
+                return rule.verify(tree, target, sequence)
+
+        llm.engine.rule = Watched()
+        llm.generate(prompt_of(0), SamplingParams(max_new_tokens=40, temperature=0.8, seed=1))
+    assert len(places) == 1

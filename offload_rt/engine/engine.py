@@ -51,6 +51,7 @@ class Engine:
     _n_added: int = field(default=0, init=False)
     _waiting: deque[tuple[int, Sequence]] = field(default_factory=deque, init=False)
     _running: list[RunningSequence] = field(default_factory=list, init=False)
+    _probs: Tensor | None = field(default=None, init=False)
 
     def add(self, sequence: Sequence) -> int:
         """Let a sequence join at the next step, or as soon as there is room; returns the id of its events."""
@@ -114,6 +115,7 @@ class Engine:
                 "the device's memory is used up", need="room for a pass of a few tokens",
                 change="lower --device-memory, which leaves more to others, or --max-model-len",
             )  # fmt: skip
+        self._probs = None
         for one in going:
             one.n_nodes = max(one.n_nodes // 2, 1)
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch gives it no types
@@ -173,9 +175,18 @@ class Engine:
         n_candidates = len(candidates.topology)
         if sequence.sampling.repetition_penalty != 1.0:  # it looks back on each node's own path, too
             paths = [candidates.path_to(node) for node in range(n_candidates)]
-        target = probs(logits[:n_candidates], sequence.sampling, sequence.tokens, paths)
+        target = probs(
+            logits[:n_candidates], sequence.sampling, sequence.tokens, paths, self._room(logits, n_candidates)
+        )
         verdict = self.rule.verify(candidates, target, sequence)
         self.drafter.learn(sequence, tree, verdict, top_tokens(logits, self.drafter.n_predicted))
         sequence.stats.add_tree(candidates, verdict)
         self.runner.commit(one.cache, [*range(n_lacking + 1), *(n_lacking + node for node in verdict.path)])
         return len(sequence.extend([*tree.path_to(verdict.path[-1] if verdict.path else 0), verdict.bonus]))
+
+    def _room(self, logits: Tensor, n: int) -> Tensor:
+        """Where n distributions are written: memory that is taken once, for pieces of all sizes would cut up a tight budget."""
+        if self._probs is None or len(self._probs) < n:
+            n_most, wide = max(one.n_nodes for one in self._running), torch.promote_types(logits.dtype, torch.float32)
+            self._probs = torch.empty(max(n, n_most), logits.shape[1], dtype=wide, device=logits.device)
+        return self._probs[:n]

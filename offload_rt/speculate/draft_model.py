@@ -40,6 +40,13 @@ class DraftState:
         self._tree = GrowingTree(most_rows)
         self.n_done = 0
         self.perturbation: Perturbation | None = None
+        self._most_rows, self._probs = most_rows, torch.empty(0)
+
+    def room(self, n: int, like: Tensor) -> Tensor:
+        """(n, vocabulary) for the distributions of a tree, until the next one; memory for the largest is taken once."""
+        if len(self._probs) < n:
+            self._probs = like.new_empty(self._most_rows // ROWS_PER_NODE, like.shape[1])
+        return self._probs[:n]
 
     def start(self, tokens: list[int], n_prompt: int) -> None:
         """Begin a tree below the last of `tokens`, keeping the rows that an earlier tree has of them."""

@@ -128,7 +128,7 @@ class StaticTreeBuilder:
         """Keep the distributions of a level beside those of the levels above; returns them."""
         if self._draft_probs is None:
             n_inner = int(self._shape.row_of.max()) + 1
-            self._draft_probs = probs.new_empty(n_inner, probs.shape[1])
+            self._draft_probs = self.state.room(n_inner, probs)
         first, self._n_probs = self._n_probs, self._n_probs + len(probs)
         self._draft_probs[first : self._n_probs] = probs
         return self._draft_probs[first : self._n_probs]

@@ -61,7 +61,7 @@ class PredictionTable:
         return iter(())
 
 
-class GrowingTree:
+class PredictedTree:
     """The root and the nodes with the highest chances, in their order.
 
     tokens  of the sequence
@@ -115,7 +115,7 @@ class GrowingTree:
 class _Proposal:
     """A tree under way, the best match of it, and the tokens it promises before correction."""
 
-    tree: GrowingTree
+    tree: PredictedTree
     match: Match | None
     expected: float
 
@@ -168,7 +168,7 @@ class Recycling(Drafter):
     def _tree(self, sequence: Sequence, n_nodes: int, n_sequences: int) -> DraftTree:
         n_levels = min(self.limits.n_levels, sequence.n_left)
         matches = find_matches(sequence.tokens, n_levels - 1) if n_nodes > 1 else []
-        tree = GrowingTree(self._table, sequence.tokens, copied_paths(matches, self._rates), n_levels)
+        tree = PredictedTree(self._table, sequence.tokens, copied_paths(matches, self._rates), n_levels)
         n = self._grow(tree, n_nodes, n_sequences, len(sequence.tokens))
         topology, expected = Topology(np.array(tree.parents[:n])), sum(tree.chances[:n])
         self._proposals[sequence] = _Proposal(tree, matches[0] if matches else None, expected)
@@ -176,7 +176,7 @@ class Recycling(Drafter):
         expected = min(self._bias(sequence).corrected(expected), topology.n_levels)
         return DraftTree(topology, torch.tensor(tree.tokens[:n]), expected=expected)
 
-    def _grow(self, tree: GrowingTree, n_nodes: int, n_sequences: int, context: int) -> int:
+    def _grow(self, tree: PredictedTree, n_nodes: int, n_sequences: int, context: int) -> int:
         """Let it grow as long as that pays; returns how many of its nodes to verify."""
         started, n_most = time.perf_counter(), n_nodes if self.limits.fixed_size else min(_N_FIRST, n_nodes)
         while True:
