@@ -155,10 +155,10 @@ def scripted(verify: Callable, tree: DraftTree, target: Tensor) -> Iterator[tupl
         script, p = scripts.pop()
         left = list(script)
 
-        def draw(probs: Tensor, noise: object, left: list = left) -> int:
+        def draw(probs: Tensor, noise: object, left: list = left) -> int | list[int]:
             if not left:
-                raise _Fork(probs)
-            return left.pop(0)
+                raise _Fork(probs.flatten())
+            return left.pop(0) if probs.dim() == 1 else [left.pop(0)]
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(match, "draw", draw)

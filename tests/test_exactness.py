@@ -371,13 +371,13 @@ def test_match_goes_on_while_a_child_carries_the_token(n, seed):
 
 def bonus_of_the_root(tree, target, sequence):
     verdict = match.RULE.verify(tree, target, sequence)
-    return Verdict(verdict.path, match.draw(target[0], sequence.generator))
+    return Verdict(verdict.path, match.draw(target[:1], sequence.generator)[0])
 
 
 def bonus_drawn_again(tree, target, sequence):
     """The rejected draw is thrown away, as if it had carried no news."""
     verdict = match.RULE.verify(tree, target, sequence)
-    return Verdict(verdict.path, match.draw(target[(0, *verdict.path)[-1]], sequence.generator))
+    return Verdict(verdict.path, match.draw(target[[(0, *verdict.path)[-1]]], sequence.generator)[0])
 
 
 def always_the_first_child(tree, target, sequence):
@@ -385,7 +385,7 @@ def always_the_first_child(tree, target, sequence):
     while tree.topology.children[node]:
         node = tree.topology.children[node][0]
         path.append(node)
-    return Verdict(tuple(path), match.draw(target[node], sequence.generator))
+    return Verdict(tuple(path), match.draw(target[[node]], sequence.generator)[0])
 
 
 def probs_of_the_wrong_node(tree, target, sequence):
