@@ -73,7 +73,7 @@ def test_the_section_of_generation_runs(small, monkeypatch):
     monkeypatch.setattr(generation, "written", small)
     monkeypatch.setattr(profile, "_grid", lambda *_: ((1, 8), (64, 128)))
     with pretended_card(monkeypatch):
-        found = told(generation.measure(generation.Shapes("", 11, "", 5, "275MiB", 1, 12)))
+        found = told(generation.measure(generation.Shapes("", 11, "", 5, "275MiB", 1, 6)))
     assert found[-1]["plan"]["streamed_layers"] > 0
     grown = [[(one["temperature"], len(one["runs"])) for one in each["generation"]] for each in found]
     assert grown == [[(0.0, 1)], [(0.0, 1), (0.6, 1)]]
