@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
-from pretended_card import CardTensor, pretended_card
+from pretended_card import CardTensor, _Copies, pretended_card
 from recorded import record
 from tiny import CASES, Steady, feed, generate, prefill, prompt_of, random_tree
 
@@ -289,6 +289,26 @@ def test_logits_that_are_no_numbers_are_noticed_on_a_card(tmp_path, monkeypatch,
     card, error = pretended_card(monkeypatch, has_kernels=has_kernels), pytest.raises(NumericsError, match="not all")
     with card, on_card(tmp_path, drafter="none") as llm, error:
         llm.generate(prompt_of(0), SamplingParams(max_new_tokens=4))
+
+
+def test_a_draft_is_captured_before_layers_are_copied(zoo, monkeypatch):
+    """A capture beside copies would wait for them."""
+    pair, order, copy = zoo.pair("llama", 0), [], _Copies.copy
+
+    def capture(compute):
+        order.append("capture")
+        return record(compute)
+
+    settings = {"tree_size": 8, "max_model_len": 128, "device": "cuda", **pair.settings("adaptive_tree")}
+    with pretended_card(monkeypatch):
+        monkeypatch.setattr(_Copies, "copy", lambda *arguments: order.append("copy") or copy(*arguments))
+        monkeypatch.setattr(builder, "CudaCapture", lambda: capture)
+        monkeypatch.setattr(builder, "_CAPTURING_S", 1e9)
+        with LLM.open(EngineConfig(str(pair.target), **settings)) as unloaded:
+            settings["device_memory"] = unloaded.plan.reserved.total + 2 * unloaded.plan.slot_nbytes
+        with LLM(str(pair.target), **settings):
+            pass
+    assert order[:4] == ["capture"] * 4 and set(order[4:]) == {"copy"}
 
 
 def test_passes_are_captured_when_a_model_is_loaded(zoo, monkeypatch):

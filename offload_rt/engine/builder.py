@@ -162,13 +162,17 @@ def load(engine_plan: EnginePlan, trace: Trace, progress: Progress | None = None
         n_bytes = sum(files[0].nbytes(i) for i, name in enumerate((*plan.tiers, "device")) if name != "disk")
         n_bytes += sum(files[1].nbytes(i) for i in range(draft.spec.n_layers + 1)) if draft else 0
         loader = _Loader(device, host, _Meter(n_bytes, progress), closes, cpus_near(device))
-        runner = loader.model(checkpoint, engine_plan.dtype, files[0], trace, (plan, disk))
+        capture, n_nodes = CudaCapture() if device.type == "cuda" else None, engine_plan.limits.n_nodes
         draft_runner = None
         if draft is not None:
             # Its passes are in the trace as levels of a tree; layer by layer they would fill it.
             draft_runner = loader.model(draft, draft.dtype, files[1], Trace(on=False))
-        if device.type == "cuda":
-            _capture_passes(engine_plan, runner, draft_runner)
+            if capture is not None:  # before the streamer of the target begins to copy
+                n_keys = draft_rows(engine_plan.max_model_len, n_nodes)
+                draft_runner.use_graphs(GraphShape(n_nodes, n_keys, ROWS_PER_NODE * n_nodes), capture, _CAPTURING_S)
+        runner = loader.model(checkpoint, engine_plan.dtype, files[0], trace, (plan, disk))
+        if capture is not None and not runner.streamer.order:
+            runner.use_graphs(GraphShape(n_nodes, engine_plan.cache_rows, n_nodes), capture, _CAPTURING_S)
         drafter, cost = _open_drafter(engine_plan, runner, draft_runner, trace)
         scheduler = Scheduler(engine_plan.cache_rows, engine_plan.limits.n_nodes)
         notice, rule = _REFUSED if host.is_refused else "", engine_plan.drafting.rule
@@ -189,16 +193,6 @@ def _sum_in_float32(closes: ExitStack) -> None:
     for name in ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"):
         closes.callback(setattr, products, name, getattr(products, name))
         setattr(products, name, False)
-
-
-def _capture_passes(engine_plan: EnginePlan, runner: Runner, draft: Runner | None) -> None:
-    """Let models that lie on the card as a whole compute by CUDA graphs."""
-    capture, n_nodes = CudaCapture(), engine_plan.limits.n_nodes
-    if not runner.streamer.order:
-        runner.use_graphs(GraphShape(n_nodes, engine_plan.cache_rows, n_nodes), capture, _CAPTURING_S)
-    if draft is not None:
-        n_keys = draft_rows(engine_plan.max_model_len, n_nodes)
-        draft.use_graphs(GraphShape(n_nodes, n_keys, ROWS_PER_NODE * n_nodes), capture, _CAPTURING_S)
 
 
 def _open_drafter(
