@@ -197,19 +197,23 @@ def test_the_cap_ends_where_loading_fails(zoo, card, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("begun", "settings", "release", "expected"),
+    ("begun", "variable", "release", "expected"),
     [
         (False, "", "6.8.0-generic", ["expandable_segments:True"]),
-        (False, "max_split_size_mb:64", "6.8.0-generic", []),  # by either variable, or by torch's own setter
+        (False, "PYTORCH_ALLOC_CONF", "6.8.0-generic", []),
+        (False, "PYTORCH_CUDA_ALLOC_CONF", "6.8.0-generic", []),
         (True, "", "6.8.0-generic", []),
         (False, "", "5.15.90.1-microsoft-standard-WSL2", []),
     ],
 )
-def test_blocks_on_the_card_grow_unless_the_user_says_otherwise(monkeypatch, begun, settings, release, expected):
+def test_blocks_on_the_card_grow_unless_the_user_says_otherwise(monkeypatch, begun, variable, release, expected):
     found = []
     with pretended_card(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: begun)
-        monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: settings)
+        monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+        monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+        if variable:
+            monkeypatch.setenv(variable, "max_split_size_mb:64")
         monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", found.append)
         monkeypatch.setattr(builder.platform, "release", lambda: release)
         assert builder.pick_device("cpu").type == "cpu" and not found

@@ -1,5 +1,6 @@
 """Building the parts of an engine from its settings: what is planned, and what is loaded by the plan."""
 
+import os
 import platform
 import threading
 from collections.abc import Callable, Sequence
@@ -74,14 +75,14 @@ def pick_device(name: str) -> torch.device:
 
 
 def _expand_segments() -> None:
-    """Let torch's blocks on the card grow, unless the user has set anything or CUDA has begun.
+    """Let torch's blocks on the card grow, unless the user has set the allocator's variable or CUDA has begun.
 
     Otherwise what is left between blocks of varying sizes counts against a tight cap. Not in WSL, where the driver refuses
     such memory (pytorch/pytorch 192330).
     """
     has_begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch has no types there
-    is_set = has_begun or torch._C._accelerator_getAllocatorSettings()
-    if not is_set and "microsoft" not in platform.release().lower():
+    is_set = any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    if not (has_begun or is_set or "microsoft" in platform.release().lower()):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 

@@ -191,9 +191,8 @@ def _to_half(values, spare, halves):  # type: ignore[no-untyped-def]  # numba in
     """The bits of `values` as float16, rounded to even; `spare` is written."""
     bits, sums = values.view(np.uint32), spare.view(np.uint32)
     for i in range(len(values)):
-        spare[i] = abs(values[i]) + np.float32(
-            0.5
-        )  # its last bit is 2^-24, as that of the subnormal numbers of float16
+        # The last bit of 0.5 and more is 2^-24, as that of the subnormal numbers of float16.
+        spare[i] = abs(values[i]) + np.float32(0.5)
     for i in range(len(values)):
         size = bits[i] & np.uint32(0x7FFFFFFF)
         odd = size >> np.uint32(13) & np.uint32(1)
