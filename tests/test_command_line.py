@@ -149,6 +149,9 @@ def test_calibrating_is_one_object_of_what_was_found(drafting: list[str], capfd:
     n_nodes, n_levels, seconds = found["best"]
     assert 1 <= n_nodes <= 24 and 1 <= n_levels <= 4
     assert seconds <= np.min(found["cost"]) * 1.01  # the smallest of those that are as good
+    optima = [(one["batch"], one["context"], one["n_nodes"] * one["batch"] <= 24) for one in found["optima"]]
+    assert optima == [(batch, 128, True) for batch in (1, 2, 4, 8, 16)]
+    assert all(one["token_s"] <= one["plain_s"] for one in found["optima"])
     assert report.count("tokens per pass") == report.count(" s per token") == 8
     assert report.count("adaptive_tree: ") == report.count("static_tree: ") == 4
 

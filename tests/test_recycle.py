@@ -164,3 +164,21 @@ def test_nothing_is_drafted_where_rows_are_dear(llm: LLM, name: str) -> None:
         (tree,) = drafter.propose(sequences[1:], N_NODES)
         assert (len(tree.topology) == 1) == is_off
         assert (sequences[0].stats.n_nodes == 8) == is_off
+
+
+class Steep(Steady):
+    """Rows beyond the tenth are dear."""
+
+    def seconds(self, n_rows: np.ndarray, context: int, draft_s: np.ndarray | float = 0.0) -> np.ndarray:
+        return 1.0 + np.maximum(n_rows - 10, 0)
+
+
+def test_the_rows_of_a_pass_go_to_the_sequence_that_is_predicted_best() -> None:
+    """One that is predicted badly does not take part of what is cheap only because there are two of them."""
+    drafter = Recycling(replace(PARTS, cost=Steep()))
+    for before, p in ((1, 0.9), (2, 0.9), (3, 0.9), (4, 0.9), (5, 0.9), (11, 0.5), (12, 0.5), (13, 0.5)):
+        drafter._table.keep((before,), [before + 1], [p])
+    sequences = [Sequence([start], SamplingParams(20), 128) for start in (1, 11)]
+    assert [len(tree.topology) for tree in drafter.propose(sequences, N_NODES)] == [6, 4]
+    drafter._table.keep((12,), [13], [0.001])
+    assert [len(tree.topology) for tree in drafter.propose(sequences, N_NODES)] == [6, 2]

@@ -1,5 +1,6 @@
 """The search for the best tree, against all trees there are."""
 
+import itertools
 from functools import cache
 
 import numpy as np
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import random_tree
 
-from offload_rt.tree.choose import ExpectedTokensBias, best_prefix, choose, sizes_up_to
+from offload_rt.tree.choose import ExpectedTokensBias, best_prefix, best_prefixes, choose, sizes_up_to
 from offload_rt.tree.describe import describe
 from offload_rt.tree.search import expected_tokens, search
 from offload_rt.tree.topology import Topology
@@ -151,6 +152,21 @@ def test_as_many_nodes_are_taken_as_pay(seed: int) -> None:
     assert (per_token[:n] > 1.01 * per_token.min()).all()
 
 
+@given(st.integers(0, 10**6))
+def test_the_nodes_of_several_trees_that_are_taken_cost_a_token_of_any_of_them_least(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    chances = [np.sort(random.random(random.integers(7)) * scale)[::-1] for scale in (1.0, 0.6, 0.2)]
+    seconds = 1.0 + np.maximum(np.arange(22) - random.integers(22), 0) * random.random() / 10
+
+    def per_token(sizes: tuple[int, ...]) -> float:
+        tokens = sum(1.0 + one[:n].sum() for one, n in zip(chances, sizes, strict=True))
+        return float(seconds[3 + sum(sizes)] / tokens)
+
+    found = best_prefixes(chances, lambda n_rows: seconds[n_rows])
+    every = itertools.product(*(range(len(one) + 1) for one in chances))
+    assert per_token(tuple(found)) <= 1.01 * min(map(per_token, every)) * (1 + 1e-12)
+
+
 @given(st.integers(0, 10**6), st.integers(1, 4))
 def test_the_choice_is_the_smallest_tree_that_is_nearly_the_best(seed: int, least_levels: int) -> None:
     random = np.random.default_rng(seed)
@@ -161,6 +177,7 @@ def test_the_choice_is_the_smallest_tree_that_is_nearly_the_best(seed: int, leas
         (int(n), level): seconds[row, level - 1] / expected[n, level]
         for row, n in enumerate(sizes)
         for level in range(least_levels, 6)
+        if n == 1 or level > 1
     }
     good = [n for (n, _), value in cost.items() if value <= 1.01 * min(cost.values())]
     assert n_nodes == min(good)

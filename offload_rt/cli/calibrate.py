@@ -1,7 +1,8 @@
 """`offload-rt calibrate`: measure what a pair of models does on this machine, and keep it for later runs.
 
 It generates from a few prompts to learn how often the draft is right, times passes of several widths, and prints what a
-token would cost with trees of each size and depth.
+token would cost with trees of each size and depth, and which tree is best at each length of the context and for each number of
+sequences that share a pass.
 """
 
 import json
@@ -19,12 +20,18 @@ from offload_rt.cli.picture import check_picture, panels, save
 from offload_rt.cli.process import exit_code
 from offload_rt.config import EngineConfig, SamplingParams, check_positive, setting
 from offload_rt.errors import PromptError, SettingsError
+from offload_rt.tree.choose import choose, sizes_up_to
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
+    from offload_rt.executor.cost import CostEstimator
     from offload_rt.llm import LLM
 
 _SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024)
 _DEPTHS = (2, 4, 6, 8, 12, 16, 24)
+_BATCHES = (1, 2, 4, 8, 16)
+_CONTEXTS = (128, 512, 2048, 8192, 32768, 131072)
 _PROMPTS = (
     "def read_lines(path, encoding='utf-8'):\n",
     "class Queue:\n    def __init__(self, maxsize=0):\n",
@@ -49,6 +56,22 @@ class CalibrateSettings:
 
 
 @dataclass(frozen=True)
+class Optimum:
+    """The tree with the least time for a token, one for each of `batch` sequences of `context` tokens in a pass.
+
+    token_s  seconds of the pass for each token of all sequences together
+    plain_s  the same without trees
+    """
+
+    batch: int
+    context: int
+    n_nodes: int
+    n_levels: int
+    token_s: float
+    plain_s: float
+
+
+@dataclass(frozen=True)
 class Findings:
     """What was measured, and what follows from it.
 
@@ -56,6 +79,7 @@ class Findings:
     widths      (m,) rows of a pass; pass_s (m,) its seconds, link and compute together; compute_s those of computing alone
     cost        (len(sizes), len(depths)) seconds per token of the best tree of each size and depth
     best        size and levels of the cheapest, and its seconds per token
+    optima      by number of sequences, and in that by context
     """
 
     acceptance: NDArray[np.float64]
@@ -68,6 +92,7 @@ class Findings:
     depths: tuple[int, ...]
     cost: NDArray[np.float64]
     best: tuple[int, int, float]
+    optima: tuple[Optimum, ...]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -98,7 +123,7 @@ def _calibrate(flags: Namespace) -> None:
         _generate(llm, settings, prompts)
         findings = _find(llm, settings.temperature, settings.tokens)
     if settings.json:
-        print(json.dumps(vars(findings), default=np.ndarray.tolist))
+        print(json.dumps(vars(findings), default=lambda one: vars(one) if isinstance(one, Optimum) else one.tolist()))
     else:
         _print_table(findings)
     if settings.plot is not None:
@@ -130,7 +155,6 @@ def _prompts(path: str | None) -> list[str]:
 
 def _find(llm: "LLM", temperature: float, context: int) -> Findings:
     from offload_rt.speculate.tree_drafter import TreeDrafter
-    from offload_rt.tree.choose import choose, sizes_up_to
     from offload_rt.tree.search import search
 
     drafter, cost, limits = llm.engine.drafter, llm.engine.cost, llm.engine_plan.limits
@@ -141,8 +165,9 @@ def _find(llm: "LLM", temperature: float, context: int) -> Findings:
     depths = tuple(n for n in _DEPTHS if n <= limits.n_levels)
     seconds = cost.seconds(np.array(sizes)[:, None], context, cost.level_s * (np.array(depths) - 1))
     widths = sizes_up_to(limits.n_nodes)
-    draft_s = cost.level_s * np.arange(limits.n_levels)
-    best = choose(table, widths, cost.seconds(widths[:, None], context, draft_s))
+    at_once = _best(table, cost, 1, context)
+    contexts = sorted({*(n for n in _CONTEXTS if n < llm.max_model_len), llm.max_model_len})
+    batches = [n for n in _BATCHES if n <= limits.n_nodes]
     streamed = [nbytes / cost.profile.link(tier) / 1e9 for tier, nbytes in llm.plan.pass_bytes.streamed if nbytes]
     return Findings(
         acceptance=acceptance,
@@ -154,8 +179,21 @@ def _find(llm: "LLM", temperature: float, context: int) -> Findings:
         sizes=sizes,
         depths=depths,
         cost=seconds / table[np.ix_(sizes, depths)],
-        best=best,
+        best=(at_once.n_nodes, at_once.n_levels, at_once.token_s),
+        optima=tuple(_best(table, cost, batch, n) for batch in batches for n in contexts),
     )
+
+
+def _best(table: NDArray[np.float64], cost: "CostEstimator", batch: int, context: int) -> Optimum:
+    """The best tree for each of some sequences, where `table` has the expected tokens by nodes and levels.
+
+    A level of the draft is taken to cost as much for all of them as it did for one: it reads the same weights.
+    """
+    sizes = sizes_up_to((len(table) - 1) // batch)
+    draft_s = cost.level_s * np.arange(table.shape[1] - 1)
+    n_nodes, n_levels, seconds = choose(table, sizes, cost.seconds(batch * sizes[:, None], context, draft_s))
+    plain_s = float(cost.seconds(np.array([batch]), context)[0])
+    return Optimum(batch, context, n_nodes, n_levels, seconds / batch, plain_s / batch)
 
 
 def _print_table(findings: Findings) -> None:
@@ -170,6 +208,7 @@ def _print_table(findings: Findings) -> None:
     for size, costs in zip(findings.sizes, findings.cost, strict=True):
         table.add_row(str(size), *(f"{cost:.4f}" for cost in costs))
     print_table(table)
+    print_table(_optima_table(findings.optima))
     ranks = ", ".join(f"{p:.3f}" for p in findings.acceptance[:8])
     n_nodes, n_levels, seconds = findings.best
     print(f"acceptance by rank: {ranks} ...")
@@ -179,8 +218,26 @@ def _print_table(findings: Findings) -> None:
     )
 
 
+def _optima_table(optima: tuple[Optimum, ...]) -> "Table":
+    from rich.table import Table
+
+    contexts = sorted({one.context for one in optima})
+    table = Table(
+        title="best tree by sequences in a pass (rows) and tokens before it (columns): nodes, levels, times plain"
+    )
+    table.add_column("sequences", justify="right")
+    for context in contexts:
+        table.add_column(str(context), justify="right")
+    for batch in sorted({one.batch for one in optima}):
+        of_batch = (one for one in optima if one.batch == batch)
+        table.add_row(
+            str(batch), *(f"{one.n_nodes}, {one.n_levels}, {one.plain_s / one.token_s:.2f}" for one in of_batch)
+        )
+    return table
+
+
 def _draw(findings: Findings, path: str) -> None:
-    figure, ((ranks, passes, cost),) = panels(1, 3, (15, 4.5))
+    figure, ((ranks, passes, cost, optima),) = panels(1, 4, (20, 4.5))
     ranks.plot(np.arange(1, 17), findings.acceptance[:16], "o", color="tab:blue")
     ranks.set(title="acceptance by rank", xlabel="rank among siblings", ylabel="probability", yscale="log")
     passes.plot(findings.widths, findings.pass_s, label="pass, predicted", color="tab:blue")
@@ -194,4 +251,21 @@ def _draw(findings: Findings, path: str) -> None:
     cost.plot([n_nodes], [seconds], "*", ms=14, color="black", label=f"best: {n_nodes} nodes, {n_levels} levels")
     cost.set(title="seconds per token", xlabel="nodes of the tree", ylabel="seconds", xscale="log", ylim=(0, None))
     cost.legend(fontsize="small")
+    for batch in sorted({one.batch for one in findings.optima}):
+        of_batch = [one for one in findings.optima if one.batch == batch]
+        line = optima.plot(
+            [one.context for one in of_batch], [one.n_nodes for one in of_batch], marker=".", label=str(batch)
+        )
+        for one in of_batch:
+            optima.annotate(
+                str(one.n_levels),
+                (one.context, one.n_nodes),
+                (0, 4),
+                textcoords="offset points",
+                color=line[0].get_color(),
+            )
+    optima.set(title="best tree (numbers: levels)", xlabel="tokens before the pass", ylabel="nodes")
+    optima.set_xscale("log", base=2)
+    optima.set_yscale("log", base=2)
+    optima.legend(title="sequences", fontsize="small")
     save(figure, path)

@@ -1,6 +1,5 @@
 """Trees that grow where the draft is confident: the nodes with the highest cumulative probability, whatever their place."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,6 +55,8 @@ class DynamicTreeBuilder:
     least_gain   tokens that a round must promise, for each that the tree promises already
     """
 
+    n_fixed = 0
+
     def __init__(
         self,
         state: DraftState,
@@ -110,13 +111,14 @@ class DynamicTreeBuilder:
         now.rows[places] = self.state.add(now.rows[now.parents[places]].tolist(), now.tokens[places].tolist())
         self._expanded = places
 
-    def tree(self, size: Callable[[np.ndarray], int]) -> DraftTree:
-        """The root and its best candidates.
+    @property
+    def chances(self) -> np.ndarray:
+        """(m,) of the candidates, descending."""
+        return self._nodes.chances[1:]
 
-        size  how many of nodes of these chances (m,), descending, to verify
-        """
-        n = 1 + size(self._nodes.chances[1:])
-        best = self._nodes = _Nodes(*(part[:n] for part in vars(self._nodes).values()))
+    def tree(self, size: int) -> DraftTree:
+        """The root and so many of its best candidates."""
+        best = self._nodes = _Nodes(*(part[: 1 + size] for part in vars(self._nodes).values()))
         return DraftTree(
             Topology(best.parents), torch.from_numpy(best.tokens.copy()), expected=float(best.chances.sum())
         )

@@ -1,6 +1,5 @@
 """Trees of a shape that is fixed before the first token is drafted."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -68,7 +67,9 @@ class StaticTree:
 
 
 class StaticTreeBuilder:
-    """A tree of a given shape, growing level by level."""
+    """A tree of a given shape, growing level by level; it has no candidates of which some could be left out."""
+
+    chances = np.empty(0)
 
     def __init__(self, state: DraftState, plan: StaticTree, acceptance: Acceptance) -> None:
         self.state, self._plan, self._acceptance = state, plan, acceptance
@@ -133,8 +134,13 @@ class StaticTreeBuilder:
         self._draft_probs[first : self._n_probs] = probs
         return self._draft_probs[first : self._n_probs]
 
-    def tree(self, size: Callable[[np.ndarray], int]) -> DraftTree:
-        """The whole tree, once no row is left to compute; its size was chosen before."""
+    @property
+    def n_fixed(self) -> int:
+        """Nodes below the root, whose number was chosen before."""
+        return len(self._plan.topology) - 1
+
+    def tree(self, size: int) -> DraftTree:
+        """The whole tree, once no row is left to compute."""
         topology, sampled = self._shape.topology, None
         if self._draft_probs is not None:
             is_sampled = np.arange(len(topology)) > 0

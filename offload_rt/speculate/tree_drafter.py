@@ -1,7 +1,6 @@
 """The drafters that have a model: trees of a shape chosen for the machine, or grown where the draft is confident."""
 
 import time
-from collections.abc import Callable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,7 +14,7 @@ from offload_rt.speculate.ngrams import Match, MatchRates, append_ngram, find_ma
 from offload_rt.speculate.pair_stats import Estimates
 from offload_rt.speculate.protocols import Drafter, DrafterType, DraftParts
 from offload_rt.speculate.static_builder import StaticTree, StaticTreeBuilder
-from offload_rt.tree.choose import N_RANKS, best_prefix, choose, sizes_up_to
+from offload_rt.tree.choose import N_RANKS, best_prefixes, choose, sizes_up_to
 from offload_rt.tree.search import TreeTable, search
 from offload_rt.tree.topology import DraftTree, Topology, Verdict
 
@@ -69,8 +68,8 @@ class TreeDrafter(Drafter):
         begun = {sequence: self._start_tree(sequence, n_nodes, len(sequences)) for sequence in sequences}
         self._proposals = {sequence: one for sequence, one in begun.items() if one is not None}
         n_passes = self._model.grow([one.builder for one in self._proposals.values()])
-        size = partial(self._size, len(sequences), time.perf_counter() - started)
-        trees = [self._finish_tree(sequence, n_nodes, partial(size, sequence)) for sequence in sequences]
+        sizes = self._sizes(sequences, time.perf_counter() - started)
+        trees = [self._finish_tree(one, n_nodes, size) for one, size in zip(sequences, sizes, strict=True)]
         self._cost.drafted(n_passes, time.perf_counter() - started)
         return trees
 
@@ -135,7 +134,7 @@ class TreeDrafter(Drafter):
         plan = StaticTree(topology, expected, kind, temperature, copied)
         return _Proposal(StaticTreeBuilder(state, plan, estimates.acceptance), estimates, match)
 
-    def _finish_tree(self, sequence: Sequence, n_nodes: int, size: Callable[[np.ndarray], int]) -> DraftTree:
+    def _finish_tree(self, sequence: Sequence, n_nodes: int, size: int) -> DraftTree:
         proposal = self._proposals.get(sequence)
         if proposal is None:
             return DraftTree.root_only(sequence.tokens[-1])
@@ -146,12 +145,15 @@ class TreeDrafter(Drafter):
         expected = min(proposal.estimates.bias.corrected(tree.expected), tree.topology.n_levels)
         return replace(tree, expected=expected)
 
-    def _size(self, n_sequences: int, draft_s: float, sequence: Sequence, chances: np.ndarray) -> int:
-        """How many nodes of some chances, descending, to verify in a tree of this sequence, drafted in `draft_s`."""
+    def _sizes(self, sequences: Several[Sequence], draft_s: float) -> list[int]:
+        """How many of the best nodes below each root to verify, of trees that were drafted in `draft_s`."""
+        builders = [one.builder if (one := self._proposals.get(sequence)) else None for sequence in sequences]
+        chances = [one.chances if one else np.empty(0) for one in builders]
         if self.limits.fixed_size:
-            return len(chances)
-        rows = n_sequences * np.arange(1, len(chances) + 2)
-        return best_prefix(chances, self._cost.seconds(rows, len(sequence.tokens), draft_s))
+            return [len(one) for one in chances]
+        n_fixed = sum(one.n_fixed for one in builders if one)
+        context = max(len(sequence.tokens) for sequence in sequences)
+        return best_prefixes(chances, lambda n_rows: self._cost.seconds(n_fixed + n_rows, context, draft_s))
 
     def _choose(self, sequence: Sequence, most: tuple[int, int, int]) -> tuple[Topology, float]:
         """The shape with the least time for a token, and the tokens expected of it.

@@ -1,5 +1,6 @@
 """Which tree takes least time for a token on this machine: what is known of acceptance, weighed against what passes cost."""
 
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Self
 
 import numpy as np
@@ -33,18 +34,33 @@ def choose(
     """
     per_token = seconds / expected[sizes, 1:]
     per_token[:, : least_levels - 1] = np.inf
+    per_token[sizes > 1, 0] = np.inf  # the root is alone on its level
     size = _first_good(per_token.min(1))
     level = int(per_token[size].argmin())
     return int(sizes[size]), level + 1, float(per_token[size, level])
 
 
-def best_prefix(chances: np.ndarray, pass_s: np.ndarray) -> int:
+def best_prefix(chances: np.ndarray, pass_s: np.ndarray, n_trees: int = 1) -> int:
     """How many of some nodes to verify: the number with the least time for a token, or fewer that are nearly as good.
 
     chances  (m,) descending: probability that each node is accepted
-    pass_s   (m + 1,) seconds of a pass with the root and the first 0, 1, ... m nodes
+    pass_s   (m + 1,) seconds of a pass with the roots and the first 0, 1, ... m nodes
+    n_trees  that the nodes are of; each gives one token in any case
     """
-    return _first_good(pass_s / np.concatenate(([1.0], 1.0 + np.cumsum(chances))))
+    return _first_good(pass_s / np.concatenate(([n_trees], n_trees + np.cumsum(chances))))
+
+
+def best_prefixes(chances: Sequence[np.ndarray], pass_s: Callable[[np.ndarray], np.ndarray]) -> list[int]:
+    """How many nodes of each of some trees to verify together, so that a token of any of them takes the least time.
+
+    chances  of each tree, as in `best_prefix`
+    pass_s   seconds of passes of some numbers of rows (m,), roots included
+    """
+    pooled, owners = np.concatenate(chances), np.repeat(np.arange(len(chances)), [len(one) for one in chances])
+    order = np.argsort(-pooled, kind="stable")
+    n = best_prefix(pooled[order], pass_s(len(chances) + np.arange(len(pooled) + 1)), len(chances))
+    taken: list[int] = np.bincount(owners[order[:n]], minlength=len(chances)).tolist()
+    return taken
 
 
 def _first_good(per_token: np.ndarray) -> int:

@@ -19,7 +19,7 @@ from offload_rt.executor.sequence import Sequence
 from offload_rt.sampling import TopTokens
 from offload_rt.speculate.ngrams import Match, MatchRates, copied_paths, find_matches
 from offload_rt.speculate.protocols import Drafter, DrafterType, DraftParts
-from offload_rt.tree.choose import ExpectedTokensBias, best_prefix
+from offload_rt.tree.choose import ExpectedTokensBias, best_prefix, best_prefixes
 from offload_rt.tree.topology import DraftTree, Topology, Verdict
 
 _SIZES = (512, 256, 128, 64, 32, 16, 8, 4, 1)
@@ -111,13 +111,13 @@ class PredictedTree:
             break
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Proposal:
     """A tree under way, the best match of it, and the tokens it promises before correction."""
 
     tree: PredictedTree
     match: Match | None
-    expected: float
+    expected: float = 1.0
 
 
 class Recycling(Drafter):
@@ -132,8 +132,15 @@ class Recycling(Drafter):
         self._proposals: dict[Sequence, _Proposal] = {}
 
     def propose(self, sequences: Several[Sequence], n_nodes: int) -> list[DraftTree]:
-        """One tree for each sequence."""
-        return [self._tree(sequence, n_nodes, len(sequences)) for sequence in sequences]
+        """One tree for each sequence, of the nodes that are worth most among those of all."""
+        started = time.perf_counter()
+        grown = [self._grown(sequence, n_nodes, len(sequences)) for sequence in sequences]
+        chances = [np.array(one.tree.chances[1:]) for one in grown]
+        sizes = [len(one) for one in chances]
+        if not self.limits.fixed_size:
+            context, draft_s = max(len(one.tokens) for one in sequences), time.perf_counter() - started
+            sizes = best_prefixes(chances, lambda n_rows: self._cost.seconds(n_rows, context, draft_s))
+        return [self._finish(*one) for one in zip(sequences, grown, sizes, strict=True)]
 
     def read(self, sequence: Sequence, predicted: TopTokens) -> None:
         """Keep what the target predicts in a prompt."""
@@ -165,29 +172,31 @@ class Recycling(Drafter):
     def _bias(self, sequence: Sequence) -> ExpectedTokensBias:
         return self._stats.at("recycled", sequence.sampling.temperature).bias
 
-    def _tree(self, sequence: Sequence, n_nodes: int, n_sequences: int) -> DraftTree:
-        n_levels = min(self.limits.n_levels, sequence.n_left)
+    def _grown(self, sequence: Sequence, n_nodes: int, n_sequences: int) -> _Proposal:
+        """A tree that has grown for as long as it pays, if the others of the pass are alike."""
+        n_levels, started = min(self.limits.n_levels, sequence.n_left), time.perf_counter()
         matches = find_matches(sequence.tokens, n_levels - 1) if n_nodes > 1 else []
         tree = PredictedTree(self._table, sequence.tokens, copied_paths(matches, self._rates), n_levels)
-        n = self._grow(tree, n_nodes, n_sequences, len(sequence.tokens))
-        topology, expected = Topology(np.array(tree.parents[:n])), sum(tree.chances[:n])
-        self._proposals[sequence] = _Proposal(tree, matches[0] if matches else None, expected)
-        # One token for each level is the most that can come of it.
-        expected = min(self._bias(sequence).corrected(expected), topology.n_levels)
-        return DraftTree(topology, torch.tensor(tree.tokens[:n]), expected=expected)
-
-    def _grow(self, tree: PredictedTree, n_nodes: int, n_sequences: int, context: int) -> int:
-        """Let it grow as long as that pays; returns how many of its nodes to verify."""
-        started, n_most = time.perf_counter(), n_nodes if self.limits.fixed_size else min(_N_FIRST, n_nodes)
+        n_most = n_nodes if self.limits.fixed_size else min(_N_FIRST, n_nodes)
         while True:
             tree.grow(n_most)
-            n_grown = n = len(tree.parents)
-            if not self.limits.fixed_size:
-                rows, draft_s = n_sequences * np.arange(1, n + 1), time.perf_counter() - started
-                n = 1 + best_prefix(np.array(tree.chances[1:]), self._cost.seconds(rows, context, draft_s))
-            if n <= n_most // 2 or n_grown < n_most or n_most == n_nodes:
-                return n
+            n = len(tree.parents)
+            if n < n_most or n_most == n_nodes:
+                return _Proposal(tree, matches[0] if matches else None)
+            rows, draft_s = n_sequences * np.arange(1, n + 1), time.perf_counter() - started
+            pass_s = self._cost.seconds(rows, len(sequence.tokens), draft_s)
+            if 1 + best_prefix(np.array(tree.chances[1:]), pass_s) <= n_most // 2:
+                return _Proposal(tree, matches[0] if matches else None)
             n_most = min(2 * n_most, n_nodes)
+
+    def _finish(self, sequence: Sequence, proposal: _Proposal, n_below: int) -> DraftTree:
+        """The root and so many of the best nodes below it."""
+        tree, n = proposal.tree, 1 + n_below
+        topology, proposal.expected = Topology(np.array(tree.parents[:n])), sum(tree.chances[:n])
+        self._proposals[sequence] = proposal
+        # One token for each level is the most that can come of it.
+        expected = min(self._bias(sequence).corrected(proposal.expected), topology.n_levels)
+        return DraftTree(topology, torch.tensor(tree.tokens[:n]), expected=expected)
 
 
 DRAFTER = DrafterType(Recycling, needs_model=False, gives_draft_probs=False, best_rule="match", default_sizes=_SIZES)
