@@ -33,8 +33,14 @@ PROMPTS = [[3], [7, 8, 9], prompt_of(0, 30), [5, 1, 2, 3, 4] * 5]
 N_NEW = (1, 2, 5, 40)
 MODEL_DRAFTERS = [name for name in registry.names("speculate.draft") if drafter_type(name).needs_model]
 every_combination = pytest.mark.parametrize(("name", "rule"), COMBINATIONS)
+
+
+def samples(rule):
+    return rule.child_sampling is not None and rule.coupled_up_to == 0
+
+
 # What samples, with the rules that need it; adaptive_tree samples as static_tree does.
-SAMPLING = [(name, rule) for name, rule in COMBINATIONS if name == "static_tree" and rule not in ("match", "coupled")]
+SAMPLING = [(name, rule) for name, rule in COMBINATIONS if name == "static_tree" and samples(rule_of(rule))]
 right = pytest.mark.parametrize(("name", "rule"), SAMPLING)
 
 
@@ -276,7 +282,7 @@ def test_a_drafter_or_rule_that_cannot_be_is_refused(settings, words):
     ("settings", "drafter", "rule"),
     [
         ({}, "recycle", "match"),
-        ({"draft_model": "somewhere"}, "adaptive_tree", "traversal"),
+        ({"draft_model": "somewhere"}, "adaptive_tree", "adaptive"),
         ({"draft_model": "somewhere", "rule": "match"}, "adaptive_tree", "match"),
         ({"drafter": "dynamic_tree", "draft_model": "somewhere"}, "dynamic_tree", "coupled"),
     ],

@@ -86,7 +86,7 @@ def _tree() -> DraftTree:
 @pytest.mark.parametrize("name", registry.names("speculate.verify"))
 def test_a_rule_gives_a_path_from_the_root_down_and_a_token_of_the_distribution(name: str) -> None:
     rule = rule_of(name)
-    assert rule.child_sampling in (None, "without_replacement", "independent", "coupled")
+    assert rule.child_sampling in (None, "without_replacement", "independent")
     generator, sequence = torch.Generator().manual_seed(0), sequence_of(0)
     for _ in range(50):
         draft_probs = torch.rand(4, 7, generator=generator).pow(4)

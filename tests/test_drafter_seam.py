@@ -112,6 +112,7 @@ class Watched:
     """A rule that keeps the trees it sees."""
 
     child_sampling = None
+    coupled_up_to = 0.0
 
     def __init__(self) -> None:
         self.trees: list[DraftTree] = []

@@ -21,6 +21,8 @@ from languages import (
 from tiny import chi_square_p, random_tree, sequence_of
 from torch import Tensor
 
+from offload_rt import SamplingParams
+from offload_rt.executor.sequence import Sequence
 from offload_rt.speculate import child_sampling
 from offload_rt.speculate.residual import Decision, ResidualRule
 from offload_rt.speculate.select import rule_of
@@ -28,7 +30,8 @@ from offload_rt.speculate.verify import match, sequoia, traversal
 from offload_rt.system import registry
 from offload_rt.tree.topology import DraftTree, SampledNodes, Topology, Verdict
 
-RULES = registry.names("speculate.verify")
+# "adaptive" hands over to two of these.
+RULES = [name for name in registry.names("speculate.verify") if name != "adaptive"]
 RESIDUAL = tuple(name for name in RULES if isinstance(rule_of(name), ResidualRule))
 Trees = Iterable[tuple[DraftTree, float]]
 
@@ -549,6 +552,19 @@ def test_a_verdict_is_a_path_the_target_allows_and_follows_from_the_seed(rule):
         assert verdicts[0] == verdicts[1], "all chance comes from the sequence"
         check_verdict(verdicts[0], tree, target)
         assert all(map(torch.equal, before, (target, tree.tokens, tree.sampled.draft_probs))), "a rule changes nothing"
+
+
+@pytest.mark.parametrize(
+    ("temperature", "rule"), [(0.0, "traversal"), (0.1, "coupled"), (0.8, "coupled"), (0.9, "traversal")]
+)
+def test_the_adaptive_rule_is_the_one_that_suits_the_temperature(temperature, rule):
+    sampling = SamplingParams(temperature=temperature, seed=5)
+    for seed in range(8):
+        tree, target, _ = random_case(seed, torch.float32)
+        found, expected = (
+            rule_of(name).verify(tree, target, Sequence([1], sampling, 64)) for name in ("adaptive", rule)
+        )
+        assert found == expected
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -103,7 +103,7 @@ COMBINATIONS = [
     (drafter, rule)
     for drafter in registry.names("speculate.draft")
     for rule in registry.names("speculate.verify")
-    if drafter_type(drafter).gives_draft_probs or rule_of(rule).child_sampling in (None, "coupled")
+    if drafter_type(drafter).gives_draft_probs or rule_of(rule).child_sampling is None
 ]
 PLACES = {"resident": {"device"}, "disk": {"disk"}, "mixed": {"device", "disk"}}
 
@@ -233,9 +233,12 @@ def open_llm(directory: Path, place: str = "resident", **settings: Any) -> LLM:
 
 def drafter_of(llm: LLM, name: str, rule: str, limits: DraftLimits, level_s: float = 0.01, **parts: Any) -> Drafter:
     """Another drafter for an LLM with a draft model: one that has learned nothing yet and knows no clock."""
-    child_sampling = rule_of(rule).child_sampling or "without_replacement"
+    chosen = rule_of(rule)
+    child_sampling = chosen.child_sampling or "without_replacement"
     model = DraftModel(llm.engine.draft, llm.engine.runner.spec.vocab_size, limits.n_levels, Trace(on=False))
-    return drafter_type(name).open(DraftParts(limits, Steady(level_s), child_sampling, model, **parts))
+    return drafter_type(name).open(
+        DraftParts(limits, Steady(level_s), child_sampling, chosen.coupled_up_to, model, **parts)
+    )
 
 
 def engine_of(llm: LLM, drafter: Drafter, rule: VerificationRule | None = None, n_nodes: int = 1000) -> Engine:

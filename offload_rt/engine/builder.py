@@ -209,7 +209,7 @@ def _open_drafter(
     if draft is not None and drafting.draft is not None:
         model = DraftModel(draft, runner.spec.vocab_size, limits.n_levels, trace)
         pair_stats = PairStats.load(engine_plan.checkpoint.identity, drafting.draft.identity)
-    parts = DraftParts(limits, cost, drafting.child_sampling, model, pair_stats)
+    parts = DraftParts(limits, cost, drafting.child_sampling, drafting.rule.coupled_up_to, model, pair_stats)
     return drafting.type.open(parts), cost
 
 

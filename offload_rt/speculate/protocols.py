@@ -69,10 +69,11 @@ class VerificationRule(Protocol):
 
     @property
     def child_sampling(self) -> str | None:
-        """How siblings are to be drawn: "without_replacement" or "independent".
+        """How siblings are to be drawn: "without_replacement" or "independent"; None: it takes any tree."""
 
-        "coupled": it takes any tree, best one of the tokens that are most probable after the sequence's noise; None: any tree.
-        """
+    @property
+    def coupled_up_to(self) -> float:
+        """The temperature up to which it draws by the sequence's noise: any tree will do there, best one that knows the noise."""
 
     def verify(self, tree: DraftTree, target: Tensor, sequence: Sequence) -> Verdict:
         """What to accept, given the target's distribution (n, vocabulary) after each node, by the sequence's random numbers."""
@@ -83,6 +84,7 @@ class DraftParts:
     """What a drafter is built from.
 
     child_sampling  by which the rule wants children drawn
+    coupled_up_to   the rule's, see `VerificationRule`
     model           None for drafters that need none
     shape           of every tree, in level order, instead of one chosen for the machine; None to choose
     """
@@ -90,6 +92,7 @@ class DraftParts:
     limits: DraftLimits
     cost: CostEstimator
     child_sampling: str
+    coupled_up_to: float = 0.0
     model: DraftModel | None = None
     pair_stats: PairStats = field(default_factory=PairStats)
     shape: Topology | None = None

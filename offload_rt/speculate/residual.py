@@ -38,6 +38,7 @@ class ResidualRule:
 
     bottom_up: bool
     child_sampling: str
+    coupled_up_to: float = 0.0
 
     def verify(self, tree: DraftTree, target: Tensor, sequence: Sequence) -> Verdict:
         """What to accept, given the target's distribution (n, vocabulary) after each node, with fresh noise for each."""

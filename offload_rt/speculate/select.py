@@ -75,7 +75,7 @@ def pick_drafter(config: EngineConfig) -> Drafting:
     if config.draft_model is None and chosen.needs_model:
         raise SettingsError(f"--drafter {name}", need="a draft model", change="give one by --draft-model")
     rule = rule_of(chosen.best_rule if config.rule == "auto" else config.rule)
-    if rule.child_sampling not in (None, "coupled") and not chosen.gives_draft_probs:
+    if rule.child_sampling is not None and not chosen.gives_draft_probs:
         raise SettingsError(
             f"--rule {config.rule}", need="a drafter that draws by probabilities", have=name, change="use --rule match"
         )

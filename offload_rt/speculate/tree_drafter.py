@@ -29,7 +29,7 @@ def tree_drafter(dynamic_at_zero: bool, dynamic_above: bool) -> DrafterType:
         open=partial(TreeDrafter, is_dynamic=(dynamic_at_zero, dynamic_above)),
         needs_model=True,
         gives_draft_probs=not dynamic_above,
-        best_rule="coupled" if dynamic_above else "traversal",
+        best_rule="coupled" if dynamic_above else "adaptive" if dynamic_at_zero else "traversal",
         default_sizes=_SIZES,
     )
 
@@ -56,7 +56,8 @@ class TreeDrafter(Drafter):
     def __init__(self, parts: DraftParts, is_dynamic: tuple[bool, bool]) -> None:
         assert parts.model is not None, "it drafts by a model"
         self._model, self._cost, self.limits = parts.model, parts.cost, parts.limits
-        self._child_sampling, self._shape, self.pair_stats = parts.child_sampling, parts.shape, parts.pair_stats
+        self._child_sampling, self._coupled_up_to = parts.child_sampling, parts.coupled_up_to
+        self._shape, self.pair_stats = parts.shape, parts.pair_stats
         self._is_dynamic = is_dynamic
         self._tables: dict[str, tuple[TreeTable, int]] = {}  # and at how many observations to search anew
         self._rates = MatchRates()
@@ -106,7 +107,7 @@ class TreeDrafter(Drafter):
 
     def _is_coupled(self, temperature: float) -> bool:
         """Whether the noise of the sequence decides what is proposed, so that chance is left to nothing as at temperature 0."""
-        return self._child_sampling == "coupled" and temperature > 0
+        return 0 < temperature <= self._coupled_up_to
 
     def _start_tree(self, sequence: Sequence, n_nodes: int, n_sequences: int) -> _Proposal | None:
         """None where there is nothing to draft."""

@@ -4,6 +4,8 @@ The text is then the one that plain decoding with this rule and seed gives, what
 proposes what is likely to be drawn.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -19,7 +21,8 @@ _N_ROWS = 64
 class Coupled:
     """As `match`, with the draw that argmax(log p + g) is, for Gumbel noise g."""
 
-    child_sampling = "coupled"
+    child_sampling = None
+    coupled_up_to = math.inf
 
     def verify(self, tree: DraftTree, target: Tensor, sequence: Sequence) -> Verdict:
         """What to accept, given the target's distribution (n, vocabulary) after each node; see `Match.verify`."""

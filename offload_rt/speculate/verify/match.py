@@ -13,6 +13,7 @@ class Match:
     """It need not know where a tree comes from. Of siblings with the same token it follows all at once."""
 
     child_sampling = None
+    coupled_up_to = 0.0
 
     def verify(self, tree: DraftTree, target: Tensor, sequence: Sequence) -> Verdict:
         """What to accept, given the target's distribution (n, vocabulary) after each node.

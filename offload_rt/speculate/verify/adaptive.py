@@ -1,0 +1,22 @@
+"""`coupled` at low temperatures and `traversal` above, where each gives more tokens a pass (`python -m bench.coupled`)."""
+
+from torch import Tensor
+
+from offload_rt.executor.sequence import Sequence
+from offload_rt.speculate.verify import coupled, traversal
+from offload_rt.tree.topology import DraftTree, Verdict
+
+
+class Adaptive:
+    """The rule of the default drafter with a draft model."""
+
+    child_sampling = traversal.RULE.child_sampling
+    coupled_up_to = 0.8
+
+    def verify(self, tree: DraftTree, target: Tensor, sequence: Sequence) -> Verdict:
+        """What to accept, given the target's distribution (n, vocabulary) after each node."""
+        rule = coupled.RULE if 0 < sequence.sampling.temperature <= self.coupled_up_to else traversal.RULE
+        return rule.verify(tree, target, sequence)
+
+
+RULE = Adaptive()
