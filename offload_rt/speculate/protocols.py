@@ -73,7 +73,7 @@ class VerificationRule(Protocol):
 
     @property
     def coupled_up_to(self) -> float:
-        """The temperature up to which it draws by the sequence's noise: it takes any tree there, best one that knows the noise."""
+        """The temperature up to which it draws by the sequence's noise, which takes any tree, best one that knows the noise."""
 
     def verify(self, tree: DraftTree, target: Tensor, sequence: Sequence) -> Verdict:
         """What to accept, given the target's distribution (n, vocabulary) after each node, by the sequence's random numbers."""
