@@ -66,4 +66,4 @@ bench: .venv/compared
 	$(PY) -m bench.predictions
 
 clean:
-	rm -rf .venv demo-cache build *.egg-info offload_rt/ops/_kernels.so
+	rm -rf .venv demo-cache build *.egg-info offload_rt/ops/_kernels.so offload_rt/ops/_lossless.so

@@ -150,4 +150,16 @@ struct Dequantize {
 
 void dequantize(const Dequantize& args, cudaStream_t stream);
 
+// A layer encoded without loss; see offload_rt/ops/lossless.py. `block` begins with the chunks.
+struct LosslessChunk {
+  int64_t source, target;  // bytes in `block` and `out`
+  int32_t n, nbytes, kind, base;
+};
+struct Lossless {
+  const uint8_t* block;
+  uint8_t* out;
+};
+
+void lossless_decode(const Lossless& args, int n_chunks, cudaStream_t stream);
+
 }  // namespace offload_rt

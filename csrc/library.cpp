@@ -290,6 +290,18 @@ void dequantize(Tensor codes, Tensor scales, std::optional<Tensor> zeros, std::o
   offload_rt::dequantize(args, device.stream);
 }
 
+void lossless_decode(Tensor block, int64_t n_chunks, Tensor out) {
+  check_dense(block, "block", ScalarType::Byte, 1);
+  check_dense(out, "out", ScalarType::Byte, 1);
+  const int64_t table = n_chunks * static_cast<int64_t>(sizeof(offload_rt::LosslessChunk));
+  STD_TORCH_CHECK(n_chunks >= 0 && table <= block.size(0), "block must hold ", n_chunks, " chunks");
+  for (const Tensor& x : {block, out})
+    STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0, "blocks must begin at multiples of 16 bytes");
+  if (n_chunks == 0) return;
+  const Device device(out);
+  offload_rt::lossless_decode({data<uint8_t>(block), written<uint8_t>(out)}, count(n_chunks, "chunks"), device.stream);
+}
+
 Tensor normed(const Tensor& x, const Tensor* delta, const Tensor& weight, double eps) {
   const bool is_half = check_half(x, "x");
   const int64_t n_dims = x.dim(), width = x.size(n_dims - 1);
@@ -411,6 +423,7 @@ OFFLOAD_RT_LIBRARY(OFFLOAD_RT_NAME, m) {
         "Tensor uniforms, int n_levels, bool independent, bool leaf_to_root) -> Tensor");
   m.def("dequantize(Tensor codes, Tensor scales, Tensor? zeros, Tensor? groups, int kind, int bits, int block_rows, "
         "int block_columns, int offset, Tensor(a!) out) -> ()");
+  m.def("lossless_decode(Tensor block, int n_chunks, Tensor(a!) out) -> ()");
 }
 
 OFFLOAD_RT_LIBRARY_IMPL(OFFLOAD_RT_NAME, OFFLOAD_RT_KEY, m) {
@@ -423,4 +436,5 @@ OFFLOAD_RT_LIBRARY_IMPL(OFFLOAD_RT_NAME, OFFLOAD_RT_KEY, m) {
   m.impl("silu_mul", TORCH_BOX(&silu_mul));
   m.impl("verify", TORCH_BOX(&verify));
   m.impl("dequantize", TORCH_BOX(&dequantize));
+  m.impl("lossless_decode", TORCH_BOX(&lossless_decode));
 }

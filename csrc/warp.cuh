@@ -56,6 +56,7 @@ __device__ __forceinline__ V shuffle_from(V value, int lane) {
 __device__ __forceinline__ uint32_t ballot(bool says) { return __ballot_sync(kWholeWarp, says); }
 __device__ __forceinline__ int first_bit(uint32_t bits) { return __ffs(static_cast<int>(bits)) - 1; }
 __device__ __forceinline__ int last_bit(uint32_t bits) { return 31 - __clz(static_cast<int>(bits)); }
+__device__ __forceinline__ int count_bits(uint64_t bits) { return __popcll(bits); }
 
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;

@@ -61,6 +61,12 @@ class EngineConfig:
         None, parse=int,
         text="most tokens of prompt and answer together; default: the model's limit, or what an eighth of the budget caches",
     )  # fmt: skip
+    link_format: str = setting(
+        "auto", choices=("auto", "lossless", "raw"),
+        text="how streamed weights cross the link: encoded in about 70 % of their bytes and decoded bit for bit, or as they "
+        "are; auto: encoded where `offload-rt convert` has written a sidecar",
+    )  # fmt: skip
+    sidecar: str | None = setting(None, "directory of that sidecar; default: lossless, in that of the model")
     drafter: str = setting("auto", "who drafts the tree; auto: the best that the given models allow")
     rule: str = setting("auto", "how a drafted tree is verified; auto: the drafter's best")
     tree_size: int | None = setting(None, "nodes of the drafted tree; default: chosen from measurements", parse=int)

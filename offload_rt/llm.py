@@ -140,6 +140,8 @@ class LLM:
         device_memory: str | int | None = None,
         host_memory: str | int | None = None,
         max_model_len: int | None = None,
+        link_format: str = "auto",
+        sidecar: str | None = None,
         drafter: str = "auto",
         rule: str = "auto",
         tree_size: int | None = None,
@@ -150,8 +152,8 @@ class LLM:
         """The arguments are the fields of `EngineConfig`. Raises an OffloadError if the model cannot be served."""
         self._prepare(
             EngineConfig(
-                model, draft_model, device, dtype, device_memory, host_memory, max_model_len, drafter, rule, tree_size,
-                tree_depth, revision, offline,
+                model, draft_model, device, dtype, device_memory, host_memory, max_model_len, link_format, sidecar,
+                drafter, rule, tree_size, tree_depth, revision, offline,
             )
         )  # fmt: skip
         self.load()

@@ -1,4 +1,6 @@
-"""Build the kernels of csrc/ into the installed package, where there is nvcc. One line says what was built, or why not.
+"""Build csrc/ into the installed package: the kernels where there is nvcc, the CPU's decoder where there is g++.
+
+One line for each says what was built, or why not.
 
     python scripts/build_kernels.py
 
@@ -22,7 +24,7 @@ SOURCES = ROOT / "csrc"
 BUILD = ROOT / "build" / "kernels"
 _INSTALLED = find_spec("offload_rt")
 PACKAGE = Path(_INSTALLED.origin).parent if _INSTALLED and _INSTALLED.origin else ROOT / "offload_rt"
-LIBRARY = PACKAGE / "ops" / "_kernels.so"
+LIBRARY, ON_CPU = PACKAGE / "ops" / "_kernels.so", PACKAGE / "ops" / "_lossless.so"
 ARCHITECTURES = ("80", "86", "89", "90")
 # The stable ABI of torch 2.11, the earliest that setup.py admits.
 TARGET_VERSION = "0x020b000000000000"
@@ -82,8 +84,21 @@ def link(compiler: str, torch: Path, objects: list[Path]) -> None:
     unfinished.replace(LIBRARY)
 
 
+def build_for_cpu() -> None:
+    """The decoder of lossless weights, which needs neither torch nor CUDA."""
+    if not shutil.which("g++"):
+        print("decoder on the CPU: not built, there is no g++; numba serves")
+        return
+    unfinished = ON_CPU.with_suffix(".tmp")
+    flags = ["-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden"]
+    subprocess.run(["g++", *flags, str(SOURCES / "lossless_cpu.cpp"), "-o", str(unfinished)], check=True)
+    unfinished.replace(ON_CPU)
+    print("decoder on the CPU: built")
+
+
 def main() -> None:
     """Build what can be built here."""
+    build_for_cpu()
     compiler, torch = nvcc(), torch_folder()
     missing = [
         name for name, found in (("nvcc", compiler), ("g++", shutil.which("g++")), ("torch", torch)) if not found

@@ -76,6 +76,7 @@ def placement_table(title: str, plan: Plan, cache_rows: int) -> Table:
         "draft model, its cache and distributions": reserved.draft,
         "left to libraries": reserved.libraries,
         f"{plan.n_slots} slots": plan.n_slots * plan.slot_nbytes,
+        "buffers of lossless weights": plan.link.buffer if plan.n_slots else 0,
     }
     for what, nbytes in on_device.items():
         if nbytes:
@@ -84,7 +85,7 @@ def placement_table(title: str, plan: Plan, cache_rows: int) -> Table:
         if plan.tiers.count(tier):
             table.add_row(f"{plan.tiers.count(tier)} of {len(plan.tiers)} layers", tier, format_size(plan.on(tier)))
     if plan.n_host_slots:
-        table.add_row(f"{plan.n_host_slots} slots", "host", format_size(plan.n_host_slots * plan.slot_nbytes))
+        table.add_row(f"{plan.n_host_slots} slots", "host", format_size(plan.n_host_slots * plan.host_slot_nbytes))
     used = f"{format_size(plan.device_nbytes)} of {format_size(plan.budget.device)}"
     table.add_row("used of the budget", "device", used, end_section=True)
     return table

@@ -3,7 +3,7 @@
 import os
 import platform
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,6 +13,7 @@ import torch
 from offload_rt.config import EngineConfig
 from offload_rt.engine import profile
 from offload_rt.engine.engine import Engine
+from offload_rt.engine.link import Link, choose_link
 from offload_rt.engine.memory_plan import LIBRARIES, READ_BUFFERS, MemoryPlan, Sizes, less_margin, plan_memory
 from offload_rt.engine.scheduler import Scheduler
 from offload_rt.errors import CapacityError, DeviceError, SettingsError
@@ -22,7 +23,8 @@ from offload_rt.executor.runner import Runner
 from offload_rt.offload import stream_cuda, stream_threads
 from offload_rt.offload.disk import DiskTier, ReadSettings
 from offload_rt.offload.memory import MemoryTier
-from offload_rt.offload.placement import MemoryBudget, Plan, with_host_slots
+from offload_rt.offload.placement import MemoryBudget, with_host_slots
+from offload_rt.offload.sidecar import SidecarTier
 from offload_rt.offload.streamer import LayerSources
 from offload_rt.offload.tier import done_ahead, read_parallel
 from offload_rt.speculate.draft_model import ROWS_PER_NODE, DraftModel, draft_rows
@@ -34,7 +36,8 @@ from offload_rt.system.numa import Cpus, cpus_near
 from offload_rt.system.trace import Trace
 from offload_rt.weights.checkpoint import Checkpoint
 from offload_rt.weights.header import TensorRecord
-from offload_rt.weights.layout import PAGE, PackedLayer, align_up, host_block, packed_layout
+from offload_rt.weights.layout import PAGE, PackedLayer, align_up, host_block
+from offload_rt.weights.lossless import EncodedImage, EncodedLayer, decoded_layout, encode_layer
 
 Progress = Callable[[int, int], None]
 
@@ -52,6 +55,7 @@ class EnginePlan(MemoryPlan):
     """All that is decided before a weight moves.
 
     disk    the target's layers, opened
+    link    how those that are streamed come
     notice  what the user should know of device and weights; empty if nothing
     """
 
@@ -59,7 +63,8 @@ class EnginePlan(MemoryPlan):
     drafting: Drafting
     device: torch.device
     dtype: torch.dtype
-    disk: DiskTier
+    disk: DiskTier | SidecarTier
+    link: Link
     notice: str
 
 
@@ -112,30 +117,38 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting
     dtype = _pick_dtype(config.dtype, checkpoint)
     budget = memory_budget(config, device)
     draft = None if drafting.draft is None else Sizes.of_checkpoint(drafting.draft, drafting.draft.dtype)
-    disk = DiskTier(checkpoint.layers)
+    link = choose_link(config, checkpoint, device)
+    disk: DiskTier | SidecarTier = DiskTier(checkpoint.layers)
     try:
         layer_nbytes = tuple(disk.layout(i).nbytes for i in range(checkpoint.spec.n_layers))
-        if device.type == "cuda":  # also packed; only slots on the host hold layers as they lie in files
-            layer_nbytes = tuple(map(max, layer_nbytes, map(_packed_nbytes, checkpoint.layers)))
-        target = replace(Sizes.of_checkpoint(checkpoint, dtype), layer_nbytes=layer_nbytes)
+        packed = tuple(align_up(decoded_layout(layer).nbytes, PAGE) for layer in checkpoint.layers)
+        if device.type == "cuda" or link.sizes:  # also packed; only slots on the host hold layers as they lie in files
+            layer_nbytes = tuple(map(max, layer_nbytes, packed))
+        if link.encodes:  # a layer is read whole before it is encoded
+            budget = replace(budget, buffers=budget.buffers + max(packed))
+        target = replace(Sizes.of_checkpoint(checkpoint, dtype), layer_nbytes=layer_nbytes, link=link.sizes)
         memory = plan_memory(config, drafting, (target, draft), dtype, budget)
-        if memory.plan.tiers.count("disk"):
-            settings = profile.read_settings(checkpoint.layers)
+        if link.encodes and memory.plan.tiers.count("disk"):
+            raise CapacityError(
+                "layers that stay on the disk are not encoded as they are loaded",
+                have=f"{memory.plan.tiers.count('disk')} of them",
+                change="run offload-rt convert first, raise --host-memory, or use --link-format raw",
+            )
+        if memory.plan.tiers.count("disk") or link.sidecar:
+            settings = profile.read_settings(checkpoint.layers) if memory.plan.tiers.count("disk") else disk.settings
             disk.close()
-            disk = DiskTier(checkpoint.layers, settings)
+            decodes = device.type == "cpu"
+            disk = (
+                SidecarTier(link.sidecar, settings, decodes) if link.sidecar else DiskTier(checkpoint.layers, settings)
+            )
     except BaseException:
         disk.close()
         raise
     return EnginePlan(
         memory.plan, memory.limits, memory.max_model_len, memory.cache_rows,
-        checkpoint, drafting, device, dtype, disk,
-        "\n".join(filter(None, (_notice(config.device, device), checkpoint.format.notice))),
+        checkpoint, drafting, device, dtype, disk, link,
+        "\n".join(filter(None, (_notice(config.device, device), checkpoint.format.notice, link.notice))),
     )  # fmt: skip
-
-
-def _packed_nbytes(records: Sequence[TensorRecord]) -> int:
-    """Bytes that a block takes, packed, in whole pages."""
-    return align_up(packed_layout((one.key, one.shape, one.torch_dtype()) for one in records).nbytes, PAGE)
 
 
 def _open_files(checkpoint: Checkpoint, settings: ReadSettings, device: torch.device) -> DiskTier:
@@ -160,7 +173,8 @@ def load(engine_plan: EnginePlan, trace: Trace, progress: Progress | None = None
         host = closes.enter_context(closing(MemoryTier(register=device.type == "cuda")))
         models = (checkpoint,) if draft is None else (checkpoint, draft)
         files = [loading.enter_context(closing(_open_files(one, disk.settings, device))) for one in models]
-        n_bytes = sum(files[0].nbytes(i) for i, name in enumerate((*plan.tiers, "device")) if name != "disk")
+        sources = {"device": files[0], "host": disk if engine_plan.link.sidecar else files[0]}
+        n_bytes = sum(sources[name].nbytes(i) for i, name in enumerate((*plan.tiers, "device")) if name != "disk")
         n_bytes += sum(files[1].nbytes(i) for i in range(draft.spec.n_layers + 1)) if draft else 0
         loader = _Loader(device, host, _Meter(n_bytes, progress), closes, cpus_near(device))
         capture, n_nodes = CudaCapture() if device.type == "cuda" else None, engine_plan.limits.n_nodes
@@ -171,7 +185,7 @@ def load(engine_plan: EnginePlan, trace: Trace, progress: Progress | None = None
             if capture is not None:  # before the streamer of the target begins to copy
                 n_keys = draft_rows(engine_plan.max_model_len, n_nodes)
                 draft_runner.use_graphs(GraphShape(n_nodes, n_keys, ROWS_PER_NODE * n_nodes), capture, _CAPTURING_S)
-        runner = loader.model(checkpoint, engine_plan.dtype, files[0], trace, (plan, disk))
+        runner = loader.model(checkpoint, engine_plan.dtype, files[0], trace, engine_plan)
         if capture is not None and not runner.streamer.order:
             runner.use_graphs(GraphShape(n_nodes, engine_plan.cache_rows, n_nodes), capture, _CAPTURING_S)
         drafter, cost = _open_drafter(engine_plan, runner, draft_runner, trace)
@@ -248,46 +262,63 @@ class _Loader:
         dtype: torch.dtype,
         files: DiskTier,
         trace: Trace,
-        streamed: tuple[Plan, DiskTier] | None = None,
+        streamed: EnginePlan | None = None,
     ) -> Runner:
-        """A model read from `files`: its layers, then the rest. All lies on the device, or where a plan says.
-
-        streamed  the plan, and the tier of its layers that stay on the disk
-        """
+        """A model read from `files`: its layers, then the rest. All lies on the device, or where a plan says."""
         n, blocks = checkpoint.spec.n_layers, [*checkpoint.layers, checkpoint.non_layer]
         resident = self.closes.enter_context(closing(MemoryTier()))
-        tiers = streamed[0].tiers if streamed else ("device",) * n
-        self._fill({"device": resident, "host": self.host}, files, list(zip((*tiers, "device"), blocks, strict=True)))
+        tiers = streamed.plan.tiers if streamed else ("device",) * n
+
+        def work(tier: str, i: int) -> Callable[[], PackedLayer]:
+            if streamed and tier == "host" and streamed.link.encodes:
+                return partial(self._encode, files, i, streamed.plan.host_slot_nbytes)
+            source = streamed.disk if streamed and tier == "host" and streamed.link.sidecar else files
+            return partial(self._read, source, i, self._new_block(tier, source.layout(i).nbytes))
+
+        self._fill({"device": resident, "host": self.host}, list(zip((*tiers, "device"), blocks, strict=True)), work)
         non_layer = checkpoint.format.view(resident.layout(n), resident.image(n).block, dtype)
-        sources = self._sources(resident, *streamed) if streamed else LayerSources(resident, (None,) * n, 0)
+        sources = self._sources(resident, streamed) if streamed else LayerSources(resident, (None,) * n, 0)
         open_streamer = (stream_cuda if self.device.type == "cuda" else stream_threads).open_streamer
         streamer = open_streamer(sources, trace, self.device)
         runner = Runner(checkpoint.spec, streamer, non_layer, checkpoint.format, self.device, dtype, trace)
         return self.closes.enter_context(closing(runner))
 
-    def _sources(self, resident: MemoryTier, plan: Plan, disk: DiskTier) -> LayerSources:
+    def _sources(self, resident: MemoryTier, engine_plan: EnginePlan) -> LayerSources:
         """Where the layers of a plan are, which gives up layers on the host where the driver has refused to pin some."""
+        plan, link = engine_plan.plan, engine_plan.link
         now = with_host_slots(plan) if self.host.is_refused else plan
+        if link.encodes and now.tiers != plan.tiers:
+            change = "run offload-rt convert first, or use --link-format raw"
+            raise DeviceError("the driver pins too little memory of the host for layers encoded at load", change=change)
         for i, (before, after) in enumerate(zip(plan.tiers, now.tiers, strict=True)):
             if before != after:
                 self.host.drop(i)
-        streamed = tuple({"device": None, "host": self.host, "disk": disk}[name] for name in now.tiers)
-        return LayerSources(resident, streamed, now.n_slots, now.n_host_slots, self.cpus)
+        streamed = tuple({"device": None, "host": self.host, "disk": engine_plan.disk}[name] for name in now.tiers)
+        encoded: dict[int, EncodedLayer] = {}
+        for i in (i for i, tier in enumerate(streamed) if tier is not None and self.device.type == "cuda"):
+            image = self.host.image(i) if link.encodes else None
+            if isinstance(image, EncodedImage):
+                encoded[i] = image.encoded
+            elif link.sidecar:
+                encoded[i] = link.sidecar[i].encoded
+        return LayerSources(resident, streamed, now.n_slots, now.n_host_slots, self.cpus, encoded)
 
     def _fill(
-        self, to: dict[str, MemoryTier], files: DiskTier, blocks: list[tuple[str, tuple[TensorRecord, ...]]]
+        self,
+        to: dict[str, MemoryTier],
+        blocks: list[tuple[str, tuple[TensorRecord, ...]]],
+        work: Callable[[str, int], Callable[[], PackedLayer]],
     ) -> None:
         """Put each block, of a tier's name and its tensors, into its tier; the same bytes of a file are kept once.
 
+        work  gives what brings a block to a tier, by the tier's name and the number of the block
         The next one is read while one is pinned.
         """
         same: dict[tuple[str, tuple[TensorRecord, ...]], list[int]] = {}
         for i, block in enumerate(blocks):
             if block[0] in to:
                 same.setdefault(block, []).append(i)
-        new = (self._new_block(name, files.layout(numbers[0]).nbytes) for (name, _), numbers in same.items())
-        reads = (partial(self._read, files, one[0], block) for one, block in zip(same.values(), new, strict=True))
-        with closing(done_ahead(reads, "loads")) as images:
+        with closing(done_ahead((work(name, one[0]) for (name, _), one in same.items()), "loads")) as images:
             for (name, _), numbers in same.items():
                 image = next(images)
                 for i in numbers:
@@ -297,9 +328,19 @@ class _Loader:
         on_card = tier == "device" and self.device.type == "cuda"
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device) if on_card else host_block(nbytes)
 
-    def _read(self, files: DiskTier, i: int, block: torch.Tensor) -> PackedLayer:
+    def _read(self, files: DiskTier | SidecarTier, i: int, block: torch.Tensor) -> PackedLayer:
         read_parallel(files.reads(i, block), files.n_parallel, self.meter, self.cpus)
         return PackedLayer(block, files.layout(i))
+
+    def _encode(self, files: DiskTier, i: int, planned: int) -> PackedLayer:
+        """A layer that is encoded once it is read. Raises CapacityError if it takes more than was planned."""
+        image = encode_layer(self._read(files, i, host_block(files.layout(i).nbytes)), files.n_parallel)
+        if len(image.block) > planned:
+            raise CapacityError(
+                f"layer {i} shrinks less than a sample of it", need=f"{len(image.block)} bytes", have=f"{planned} planned",
+                change="run offload-rt convert first, or use --link-format raw",
+            )  # fmt: skip
+        return image
 
 
 def _pick_dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:

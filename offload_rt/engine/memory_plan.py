@@ -14,7 +14,7 @@ from offload_rt.errors import CapacityError
 from offload_rt.executor.runner import CHUNK_ROWS
 from offload_rt.kv.cache import ContiguousCache
 from offload_rt.models.architecture import Architecture
-from offload_rt.offload.placement import MemoryBudget, Plan, ReservedMemory, least_budget, place_layers
+from offload_rt.offload.placement import LinkSizes, MemoryBudget, Plan, ReservedMemory, least_budget, place_layers
 from offload_rt.speculate.draft_model import draft_rows
 from offload_rt.speculate.protocols import DraftLimits
 from offload_rt.speculate.select import Drafting
@@ -43,6 +43,7 @@ class Sizes:
     non_layer_nbytes  bytes of the weights outside the layers
     dtype             of the weights
     view_nbytes       bytes that using the weights where they lie takes besides, such as a copy of a converted matrix
+    link              sizes of the layers on their way; None: as where they are computed
     """
 
     spec: Architecture
@@ -50,6 +51,7 @@ class Sizes:
     non_layer_nbytes: int
     dtype: torch.dtype
     view_nbytes: int = 0
+    link: LinkSizes | None = None
 
     @property
     def nbytes(self) -> int:
@@ -118,17 +120,18 @@ def plan_memory(
 
     shortest = asked or min(_SHORTEST_CONTEXT, limit)
     plain = needed(shortest, 1)
-    least_plain = least_budget(target.layer_nbytes, plain)
+    least_plain = least_budget(target.layer_nbytes, plain, target.link)
     limits = drafting.limits(config, lambda n: needed(shortest, n).total - plain.total, budget.device, least_plain)
 
     def least(max_len: int) -> int:
         """The smallest budget that holds a context, which takes no more of it than its share."""
         cache = ContiguousCache.nbytes(target.spec, max_len, dtype.itemsize).device
-        return max(least_budget(target.layer_nbytes, needed(max_len, limits.n_nodes)), int(cache / _CACHE_SHARE))
+        reserved = needed(max_len, limits.n_nodes)
+        return max(least_budget(target.layer_nbytes, reserved, target.link), int(cache / _CACHE_SHARE))
 
     longer = range(shortest + 1, limit + 1) if asked is None else ()
     max_len = shortest + bisect_right(longer, budget.device, key=least)
-    plan = place_layers(target.layer_nbytes, needed(max_len, limits.n_nodes), budget)
+    plan = place_layers(target.layer_nbytes, needed(max_len, limits.n_nodes), budget, target.link)
     return MemoryPlan(plan, limits, max_len, _cache_rows(max_len, limits.n_nodes))
 
 

@@ -130,14 +130,15 @@ def pass_profile(runner: Runner, moved: PassBytes, rows: tuple[int, int]) -> Mac
         compute = compute_times(runner, *rows)
         write_cached(_PASSES, _PASSES_VERSION, {**known, key: compute.seconds})
     streamed = [tier for tier, nbytes in moved.streamed if nbytes]
-    rate = _arrival_gbps(runner) if streamed else 0.0
+    rate = _arrival_gbps(runner, max(nbytes for _, nbytes in moved.streamed)) if streamed else 0.0
     links = tuple((tier, rate) for tier in streamed)
     return MachineProfile("this machine", True, links, moved.computed / compute.seconds[0][0] / 1e9, 0.0, compute)
 
 
-def _arrival_gbps(runner: Runner, n_layers: int = 4) -> float:
+def _arrival_gbps(runner: Runner, nbytes: int, n_layers: int = 4) -> float:
     """GB/s at which layers come in while nothing is computed, all links together.
 
+    nbytes  of all that are streamed, as they cross the link
     By the clock, for a meter of events lags behind on a card. The first few layers may have come in already.
     """
     order, arrived = runner.streamer.order, []
@@ -146,11 +147,12 @@ def _arrival_gbps(runner: Runner, n_layers: int = 4) -> float:
     with closing(runner.streamer.sweep()) as sweep:
         for block in sweep:
             if block.i in order:
-                arrived.append((_now(runner), block.layout.nbytes))
+                arrived.append(_now(runner))
             if len(arrived) == n_there + n_layers:
                 break
-    begun = arrived[n_there - 1][0] if n_there else started
-    return sum(nbytes for _, nbytes in arrived[n_there:]) / max(arrived[-1][0] - begun, 1e-9) / 1e9
+    begun = arrived[n_there - 1] if n_there else started
+    moved = nbytes / len(order) * (len(arrived) - n_there)
+    return moved / max(arrived[-1] - begun, 1e-9) / 1e9
 
 
 def _restore(entry: Any, widths: tuple[int, ...], contexts: tuple[int, ...]) -> ComputeTimes | None:

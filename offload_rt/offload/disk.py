@@ -3,7 +3,7 @@
 import itertools
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -55,6 +55,65 @@ class _Part:
     phased: bool
 
 
+class DirectFiles:
+    """Files read past the page cache where the file system allows it, and held to be those whose headers were read."""
+
+    def __init__(self, records: Iterable[TensorRecord]) -> None:
+        """records: of the tensors to be read. Raises LinkError if a file cannot be opened, or is another by now."""
+        self._stamps = {record.path: record.stamp for record in records}
+        self._files: dict[Path, int] = {}
+        self._bounce = threading.local()
+        try:
+            for path in sorted(self._stamps):
+                self._files[path] = _open(path)
+                self.check(path)
+        except LinkError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files.values():
+            os.close(file)
+        self._files.clear()
+
+    def fill(self, path: Path, start: int, into: Tensor, need: int) -> None:
+        """Read from byte `start`, which begins a page, into page-aligned memory until at least `need` bytes are there.
+
+        Raises LinkError if the file fails or ends early.
+        """
+        view, n = memoryview(into.numpy().data), 0
+        while n < need:
+            try:
+                got = os.preadv(self._files[path], [view[n:]], start + n)
+            except OSError as error:
+                problem = f"reading {path} at byte {start + n} failed: {error.strerror}"
+                raise LinkError(problem, change="check the disk and the file") from error
+            if got == 0:
+                problem = f"{path} ends at byte {start + n}"
+                raise LinkError(problem, need=f"{start + need} bytes", change="it changed while in use: run again")
+            n += got
+
+    def bounced(self, path: Path, start: int, nbytes: int) -> Tensor:
+        """(nbytes,) uint8 from any byte of a file, until the next call in this thread. Raises LinkError as `fill`."""
+        lead = start % PAGE
+        block = self._bounce_block(align_up(lead + nbytes, PAGE))
+        self.fill(path, start - lead, block, lead + nbytes)
+        return block[lead : lead + nbytes]
+
+    def _bounce_block(self, nbytes: int) -> Tensor:
+        if getattr(self._bounce, "block", None) is None or len(self._bounce.block) < nbytes:
+            self._bounce.block = host_block(nbytes)
+        block: Tensor = self._bounce.block
+        return block[:nbytes]
+
+    def check(self, path: Path) -> None:
+        """Raises LinkError if a file is another than when its header was read: other weights give another text."""
+        stamp = self._stamps[path]
+        if stamp is not None and stamp_of(os.fstat(self._files[path])) != stamp:
+            raise LinkError(f"{path} changed while in use", change="run again")
+
+
 class DiskTier:
     """Blocks that are ranges of safetensors files.
 
@@ -69,17 +128,8 @@ class DiskTier:
         """layers: per block its tensors' records; packed: read through bounce buffers into packed layouts all the same."""
         self.settings = settings or ReadSettings()
         self.n_parallel = self.settings.n_parallel
-        self._files: dict[Path, int] = {}
-        self._stamps = {record.path: record.stamp for records in layers for record in records}
-        self._bounce = threading.local()
         self._blocks = [_plan(records, self.settings.request_nbytes, packed) for records in layers]
-        try:
-            for path in sorted({record.path for records in layers for record in records}):
-                self._files[path] = _open(path)
-                self._check(path)
-        except LinkError:
-            self.close()
-            raise
+        self._files = DirectFiles(itertools.chain.from_iterable(layers))
 
     def layout(self, i: int) -> Layout:
         """How block i lies in memory after it has been read."""
@@ -98,49 +148,19 @@ class DiskTier:
 
     def close(self) -> None:
         """Close the files."""
-        for file in self._files.values():
-            os.close(file)
-        self._files.clear()
+        self._files.close()
 
     def _read(self, part: _Part, into: Tensor) -> int:
         lead = part.start % PAGE
         need, at = lead + part.nbytes, part.offset - lead
-        nbytes = align_up(need, PAGE)
         if part.phased and (into.data_ptr() + at) % PAGE == 0:
             # The pages at both ends may hold bytes of other tensors of this block: those are read as they are in the file.
-            self._fill(part, into[at : at + nbytes], need)
+            self._files.fill(part.path, part.start - lead, into[at : at + align_up(need, PAGE)], need)
         else:
-            bounce = self._bounce_block(nbytes)
-            self._fill(part, bounce, need)
-            into[part.offset : part.offset + part.nbytes].copy_(bounce[lead:need])
-        self._check(part.path)
+            content = self._files.bounced(part.path, part.start, part.nbytes)
+            into[part.offset : part.offset + part.nbytes].copy_(content)
+        self._files.check(part.path)
         return part.nbytes
-
-    def _fill(self, part: _Part, into: Tensor, need: int) -> None:
-        """Read from the page in which a part begins into page-aligned memory until at least `need` bytes are there."""
-        view, start, n = memoryview(into.numpy().data), part.start // PAGE * PAGE, 0
-        while n < need:
-            try:
-                got = os.preadv(self._files[part.path], [view[n:]], start + n)
-            except OSError as error:
-                problem = f"reading {part.path} at byte {start + n} failed: {error.strerror}"
-                raise LinkError(problem, change="check the disk and the file") from error
-            if got == 0:
-                problem = f"{part.path} ends at byte {start + n}"
-                raise LinkError(problem, need=f"{start + need} bytes", change="it changed while in use: run again")
-            n += got
-
-    def _check(self, path: Path) -> None:
-        """Raises LinkError if a file is another than when its header was read: other weights give another text."""
-        stamp = self._stamps[path]
-        if stamp is not None and stamp_of(os.fstat(self._files[path])) != stamp:
-            raise LinkError(f"{path} changed while in use", change="run again")
-
-    def _bounce_block(self, nbytes: int) -> Tensor:
-        if getattr(self._bounce, "block", None) is None or len(self._bounce.block) < nbytes:
-            self._bounce.block = host_block(nbytes)
-        block: Tensor = self._bounce.block
-        return block[:nbytes]
 
 
 def _plan(records: Sequence[TensorRecord], request_nbytes: int, packed: bool) -> tuple[Layout, tuple[_Part, ...]]:

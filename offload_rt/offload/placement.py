@@ -49,13 +49,33 @@ class MemoryBudget:
 
 
 @dataclass(frozen=True)
+class LinkSizes:
+    """What layers take on their way, where that is not what they take when they are computed.
+
+    layer_nbytes  of each layer, on the link and on the host
+    slot_nbytes   of a slot on the device
+    buffer        of the device, besides slots: where layers are decoded, or read to before
+    """
+
+    layer_nbytes: tuple[int, ...]
+    slot_nbytes: int
+    buffer: int
+
+    @classmethod
+    def of(cls, layer_nbytes: Sequence[int]) -> "LinkSizes":
+        """Of layers that travel as they are."""
+        return cls(tuple(layer_nbytes), max(layer_nbytes), 0)
+
+
+@dataclass(frozen=True)
 class Plan:
     """Where everything lies.
 
     tiers         per layer "device", "host" or "disk"
     layer_nbytes  bytes of each layer
     n_slots       blocks of `slot_nbytes` that streamed layers pass through
-    n_host_slots  as many on the host, beside a card, for layers of the disk on their way
+    link          sizes of the layers that are streamed
+    n_host_slots  as many slots on the host, beside a card, for layers of the disk on their way
     """
 
     tiers: tuple[str, ...]
@@ -63,26 +83,34 @@ class Plan:
     n_slots: int
     reserved: ReservedMemory
     budget: MemoryBudget
+    link: LinkSizes
     n_host_slots: int = 0
 
     @property
     def slot_nbytes(self) -> int:
         """Bytes of one slot: it fits the longest layer."""
-        return max(self.layer_nbytes)
+        return self.link.slot_nbytes
+
+    @property
+    def host_slot_nbytes(self) -> int:
+        """Bytes of one slot on the host."""
+        return max(self.link.layer_nbytes)
 
     @property
     def device_nbytes(self) -> int:
         """Bytes the plan uses on the device."""
-        return self.reserved.total + self.n_slots * self.slot_nbytes + self.on("device")
+        buffer = self.link.buffer if self.n_slots else 0
+        return self.reserved.total + self.n_slots * self.slot_nbytes + buffer + self.on("device")
 
     @property
     def host_nbytes(self) -> int:
         """Bytes the plan uses on the host, beside a card."""
-        return self.n_host_slots * self.slot_nbytes + self.on("host")
+        return self.n_host_slots * self.host_slot_nbytes + self.on("host")
 
     def on(self, tier: str) -> int:
         """Bytes of the layers of a tier."""
-        return sum(nbytes for name, nbytes in zip(self.tiers, self.layer_nbytes, strict=True) if name == tier)
+        sizes = self.layer_nbytes if tier == "device" else self.link.layer_nbytes
+        return sum(nbytes for name, nbytes in zip(self.tiers, sizes, strict=True) if name == tier)
 
     @property
     def streamed_nbytes(self) -> int:
@@ -96,22 +124,28 @@ class Plan:
             ("host", self.streamed_nbytes if self.budget.has_card else self.on("host")),
             ("disk", self.on("disk")),
         )
-        return PassBytes(streamed, sum(self.layer_nbytes) + self.reserved.non_layer, self.n_slots * self.slot_nbytes)
+        ahead = self.n_slots * max(self.link.layer_nbytes)
+        return PassBytes(streamed, sum(self.layer_nbytes) + self.reserved.non_layer, ahead)
 
 
-def least_budget(layer_nbytes: Sequence[int], reserved: ReservedMemory) -> int:
+def least_budget(layer_nbytes: Sequence[int], reserved: ReservedMemory, link: LinkSizes | None = None) -> int:
     """The smallest device budget that would do: two slots, or all layers where they are smaller than that."""
-    return reserved.total + min(sum(layer_nbytes), _LEAST_SLOTS * max(layer_nbytes))
+    link = link or LinkSizes.of(layer_nbytes)
+    return reserved.total + min(sum(layer_nbytes), _LEAST_SLOTS * link.slot_nbytes + link.buffer)
 
 
-def place_layers(layer_nbytes: Sequence[int], reserved: ReservedMemory, budget: MemoryBudget) -> Plan:
+def place_layers(
+    layer_nbytes: Sequence[int], reserved: ReservedMemory, budget: MemoryBudget, link: LinkSizes | None = None
+) -> Plan:
     """Keep as many layers resident as fit, spread evenly among the streamed ones.
 
+    link  sizes of streamed layers; None: as when they are computed
     Raises CapacityError, naming the smallest budget that would do, if not even two slots fit.
     """
-    n, largest = len(layer_nbytes), max(layer_nbytes)
+    link = link or LinkSizes.of(layer_nbytes)
+    n, largest, travelling = len(layer_nbytes), max(layer_nbytes), max(link.layer_nbytes)
     free = budget.device - reserved.total
-    least = least_budget(layer_nbytes, reserved)
+    least = least_budget(layer_nbytes, reserved, link)
     if budget.device < least:
         raise CapacityError(
             "the device memory budget is too small",
@@ -120,25 +154,26 @@ def place_layers(layer_nbytes: Sequence[int], reserved: ReservedMemory, budget: 
             change=f"set --device-memory to {least} or more, or lower --max-model-len or --tree-size",
         )
     if free >= sum(layer_nbytes):
-        return Plan(("device",) * n, tuple(layer_nbytes), 0, reserved, budget)
-    n_slots = min(_BEST_SLOTS, n, free // largest)
-    n_resident = min(free // largest - n_slots, n - 1)
+        return Plan(("device",) * n, tuple(layer_nbytes), 0, reserved, budget, link)
+    free -= link.buffer
+    n_slots = min(_BEST_SLOTS, n, free // link.slot_nbytes)
+    n_resident = min((free - n_slots * link.slot_nbytes) // largest, n - 1)
     n_slots = min(n_slots, n - n_resident)
     resident = spread(n, n_resident)
     streamed = [i for i in range(n) if i not in resident]
-    room = budget.host_room(largest)
-    n_host_slots = _host_slots(n_slots, largest, budget) if budget.has_card and room < len(streamed) else 0
+    room = budget.host_room(travelling)
+    n_host_slots = _host_slots(n_slots, travelling, budget) if budget.has_card and room < len(streamed) else 0
     n_host = min(room - n_host_slots, len(streamed))
     host = {streamed[k] for k in spread(len(streamed), n_host)}
     tiers = tuple("device" if i in resident else "host" if i in host else "disk" for i in range(n))
-    return Plan(tiers, tuple(layer_nbytes), n_slots, reserved, budget, n_host_slots)
+    return Plan(tiers, tuple(layer_nbytes), n_slots, reserved, budget, link, n_host_slots)
 
 
 def with_host_slots(plan: Plan) -> Plan:
     """The same with slots on the host for layers that lie there as well; some of these are left to the disk where they must."""
     hosted = [i for i, tier in enumerate(plan.tiers) if tier == "host"]
-    n_host_slots = _host_slots(plan.n_slots, plan.slot_nbytes, plan.budget)
-    n_kept = min(plan.budget.host_room(plan.slot_nbytes) - n_host_slots, len(hosted))
+    n_host_slots = _host_slots(plan.n_slots, plan.host_slot_nbytes, plan.budget)
+    n_kept = min(plan.budget.host_room(plan.host_slot_nbytes) - n_host_slots, len(hosted))
     left = {hosted[k] for k in spread(len(hosted), len(hosted) - n_kept)}
     tiers = tuple("disk" if i in left else tier for i, tier in enumerate(plan.tiers))
     return replace(plan, tiers=tiers, n_host_slots=n_host_slots)

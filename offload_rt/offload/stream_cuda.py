@@ -13,6 +13,7 @@ from torch.cuda import Event
 from offload_rt.offload.copy_device import CopyDevice
 from offload_rt.offload.stream_threads import ThreadStreamer
 from offload_rt.offload.streamer import LayerSources, LayerView, Streamer
+from offload_rt.ops.lossless import decode_block
 from offload_rt.system.trace import LINK, Trace, slot_lane
 
 
@@ -34,6 +35,9 @@ class CudaStreamer(Streamer):
     `ThreadStreamer` fills, so disk, link and compute overlap as three stages. The copy into a slot waits, on the copy
     stream, for the event recorded after the slot's last compute; the compute of a layer waits, on its own stream, for the
     event recorded after its copy. The host waits for neither.
+
+    A layer that comes encoded is decoded on the compute stream, into one buffer for all of them, and its slot is free as
+    soon as that is done.
     """
 
     def __init__(self, sources: LayerSources, trace: Trace, device: CopyDevice) -> None:
@@ -43,6 +47,9 @@ class CudaStreamer(Streamer):
         longest = max((sources.packed_layout(i).nbytes for i in self.order), default=0)
         self._slots = [device.allocate(longest) for _ in range(sources.n_slots if self.order else 0)]
         self._free = [device.event() for _ in self._slots]  # after the last compute of each slot
+        decoded = max((one.layout.nbytes for one in sources.encoded.values()), default=0)
+        self._buffer = device.allocate(decoded) if decoded else None
+        self._decoded: Event | None = None  # of the layer at which the sweep stands
         self._ready: deque[Event] = deque()  # of the copies that have been enqueued and not consumed
         self._is_feeding = False
         self._timings: deque[_Copy] = deque()
@@ -63,6 +70,7 @@ class CudaStreamer(Streamer):
         self._device.synchronize()
         self._count_finished()
         self._slots.clear()
+        self._buffer = None
 
     def _arrive(self, i: int) -> LayerView:
         """Wait until the copy of layer i has been enqueued, and let the compute wait for its end."""
@@ -75,11 +83,16 @@ class CudaStreamer(Streamer):
             ready, slot = self._ready[0], self._slots[self._n_consumed % len(self._slots)]
         self._waits.append((idle, ready))
         self._device.compute_waits_for(ready)
-        return LayerView(i, self._sources.packed_layout(i), slot)
+        encoded = self._sources.encoded.get(i)
+        if encoded is None or self._buffer is None:
+            return LayerView(i, self._sources.packed_layout(i), slot)
+        decode_block(slot[: encoded.nbytes], len(encoded.chunks), self._buffer)
+        self._decoded = self._device.record_compute()
+        return LayerView(i, encoded.layout, self._buffer)
 
     def _release(self) -> None:
         self._refuse_closed()
-        used = self._device.record_compute()
+        used, self._decoded = self._decoded or self._device.record_compute(), None
         with self._changed:
             self._free[self._n_consumed % len(self._free)] = used
             self._ready.popleft()
@@ -95,7 +108,7 @@ class CudaStreamer(Streamer):
         self._count_finished()
         self._ready.clear()
         self._free = [self._device.event() for _ in self._free]
-        self._n_consumed, self._error = 0, None
+        self._n_consumed, self._error, self._decoded = 0, None, None
 
     def _work(self) -> None:
         """Enqueue copies whenever there is a slot, until closed; an error is for the caller of `sweep`."""

@@ -2,8 +2,8 @@
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Generator
-from dataclasses import dataclass, replace
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from offload_rt.offload.tier import Tier
 from offload_rt.system.numa import Cpus
 from offload_rt.system.trace import Trace
 from offload_rt.weights.layout import Layout, PackedLayer, packed_layout
+from offload_rt.weights.lossless import EncodedLayer
 
 # Stands for a layer that is on the device and never asked for on the host.
 _NOTHING = PackedLayer(torch.empty(0, dtype=torch.uint8), Layout((), 0))
@@ -29,6 +30,7 @@ class LayerSources:
     n_slots       blocks on the device that streamed layers pass through
     n_host_slots  blocks on the host that transient ones pass through before
     cpus          processors near a card, which the threads that read stay on; empty: any
+    encoded       the streamed layers that come to a card encoded, to be decoded there
     """
 
     resident: MemoryTier
@@ -36,6 +38,7 @@ class LayerSources:
     n_slots: int
     n_host_slots: int = 0
     cpus: Cpus = frozenset()
+    encoded: Mapping[int, EncodedLayer] = field(default_factory=dict)
 
     @property
     def order(self) -> list[int]:

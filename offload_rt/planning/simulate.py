@@ -47,7 +47,7 @@ class StreamSchedule:
         disk = ("disk", "host") if plan.budget.has_card else ("disk",)
         paths = {"device": (), "host": ("host",), "disk": disk}
         crossed = tuple(link for link in links if any(link[0] in paths[tier] for tier in plan.tiers))
-        return cls(tuple(paths[tier] for tier in plan.tiers), plan.layer_nbytes, crossed, plan.n_slots, contention)
+        return cls(tuple(paths[tier] for tier in plan.tiers), plan.link.layer_nbytes, crossed, plan.n_slots, contention)
 
 
 @dataclass(frozen=True)

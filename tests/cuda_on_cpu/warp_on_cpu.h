@@ -74,6 +74,7 @@ inline uint32_t ballot(bool says) {
 }
 inline int first_bit(uint32_t bits) { return __builtin_ctz(bits); }
 inline int last_bit(uint32_t bits) { return 31 - __builtin_clz(bits); }
+inline int count_bits(uint64_t bits) { return __builtin_popcountll(bits); }
 
 inline float exp2_fast(float x) { return std::exp2(x); }
 

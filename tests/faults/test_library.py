@@ -20,7 +20,7 @@ from faults.conftest import Line, one_sentence
 from offload_rt import LLM, SamplingParams
 from offload_rt.engine import builder
 from offload_rt.errors import LinkError, NumericsError, OffloadError
-from offload_rt.offload.disk import DiskTier
+from offload_rt.offload.disk import DirectFiles, DiskTier
 
 
 def _spoil_after(n_reads: int, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
@@ -211,7 +211,7 @@ def test_an_llm_that_nobody_holds_leaves_no_thread_and_no_file(model: Path) -> N
 def test_an_interrupt_while_loading_ends_the_run_and_leaves_no_thread(
     line: Line, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fill, begun = DiskTier._fill, []
+    fill, begun = DirectFiles.fill, []
 
     def interrupted(*arguments: object) -> None:
         begun.append(1)
@@ -220,7 +220,7 @@ def test_an_interrupt_while_loading_ends_the_run_and_leaves_no_thread(
         fill(*arguments)
 
     with _nothing_is_left(model), monkeypatch.context() as patch:
-        patch.setattr(DiskTier, "_fill", interrupted)
+        patch.setattr(DirectFiles, "fill", interrupted)
         assert line("--model", str(model), "--device", "cpu", "--prompt", PROMPT) == (130, "", "interrupted\n")
 
 

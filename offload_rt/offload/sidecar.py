@@ -1,0 +1,130 @@
+"""Layers read from a lossless sidecar, and writing one: a file for each layer, beside the checkpoint or anywhere else."""
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor
+
+from offload_rt.errors import CheckpointError, LinkError
+from offload_rt.offload.disk import DirectFiles, DiskTier, ReadSettings
+from offload_rt.offload.tier import Read, read_parallel
+from offload_rt.ops import lossless
+from offload_rt.weights.checkpoint import Checkpoint
+from offload_rt.weights.layout import Layout, PackedLayer, host_block
+from offload_rt.weights.lossless import (
+    SidecarLayer,
+    chunk_digest,
+    decoded_layout,
+    encode_layer,
+    layer_path,
+    read_layer,
+    refuse,
+    write_layer,
+)
+
+
+class SidecarTier:
+    """Blocks that are decoded by the threads that read them, or that stay encoded for a card to decode.
+
+    Requests are of whole chunks, each checked against its digest. Direct reads go through a buffer of the thread, so that
+    a slot holds nothing but the layer.
+    """
+
+    def __init__(self, layers: Sequence[SidecarLayer], settings: ReadSettings, decodes: bool) -> None:
+        self.settings, self.n_parallel = settings, settings.n_parallel
+        self._layers, self._decodes = layers, decodes
+        self._files = DirectFiles(one.payload for one in layers)
+
+    def layout(self, i: int) -> Layout:
+        """How block i lies in memory after it has been read."""
+        encoded = self._layers[i].encoded
+        return encoded.layout if self._decodes else encoded.block_layout
+
+    def nbytes(self, i: int) -> int:
+        """Bytes that reading block i moves."""
+        return self._layers[i].encoded.payload_nbytes
+
+    def reads(self, i: int, into: Tensor) -> list[Read]:
+        """One read for each request; each raises LinkError if the file fails, or holds what it did not when it was written."""
+        encoded, firsts, filled = self._layers[i].encoded, [0], 0
+        for k, nbytes in enumerate(encoded.chunks["nbytes"].tolist()):
+            if filled and filled + nbytes > self.settings.request_nbytes:
+                firsts.append(k)
+                filled = 0
+            filled += nbytes
+        if not self._decodes:
+            encoded.write_table(into)
+        stops = [*firsts[1:], len(encoded.chunks)]
+        return [partial(self._read, i, first, stop, into) for first, stop in zip(firsts, stops, strict=True)]
+
+    def close(self) -> None:
+        """Close the files."""
+        self._files.close()
+
+    def _read(self, i: int, first: int, stop: int, into: Tensor) -> int:
+        layer, target = self._layers[i], into.numpy()
+        chunks, path = layer.encoded.chunks[first:stop], layer.payload.path
+        start, nbytes = int(chunks[0]["source"]), int(chunks["nbytes"].sum())
+        at = layer.payload.start + start - layer.encoded.table_nbytes
+        content = self._files.bounced(path, at, nbytes).numpy()
+        self._files.check(path)
+        for chunk, digest in zip(chunks.tolist(), layer.digests[first:stop].tolist(), strict=True):
+            source, to, n, size, kind, base = chunk
+            part = content[source - start : source - start + size]
+            is_sound = chunk_digest(part, kind, base) == digest
+            if is_sound and self._decodes:
+                is_sound = lossless.decode(part, kind, base, n, target[to:])
+            if not is_sound:
+                raise LinkError(f"{path} is damaged", change="run offload-rt convert again, or use --link-format raw")
+        if not self._decodes:
+            target[start : start + nbytes] = content
+        return nbytes
+
+
+def open_sidecar(checkpoint: Checkpoint, directory: Path) -> tuple[SidecarLayer, ...]:
+    """The layers of a checkpoint's sidecar. Raises CheckpointError unless all are there and sound, but for their content."""
+    return tuple(_open_layer(checkpoint, directory, i) for i in range(checkpoint.spec.n_layers))
+
+
+def write_sidecar(checkpoint: Checkpoint, directory: Path, progress: Callable[[int, int], None]) -> tuple[int, int]:
+    """Write the layers that are not there yet or damaged; returns the bytes of the layers before and after.
+
+    progress  told (bytes of layers so far, bytes in all)
+    Raises LinkError or CheckpointError where the checkpoint cannot be read, OSError where nothing can be written.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    raw = encoded = 0
+    with closing(DiskTier(checkpoint.layers, packed=True)) as files:
+        sizes = [files.nbytes(i) for i in range(checkpoint.spec.n_layers)]
+        for i, nbytes in enumerate(sizes):
+            layer = _whole_layer(checkpoint, directory, i)
+            if layer is None:
+                block = host_block(files.layout(i).nbytes)
+                read_parallel(files.reads(i, block), files.n_parallel)
+                image = encode_layer(PackedLayer(block, files.layout(i)), os.cpu_count() or 1)
+                write_layer(layer_path(directory, i), checkpoint.identity, i, image)
+                layer = _open_layer(checkpoint, directory, i)
+            raw, encoded = raw + nbytes, encoded + layer.encoded.payload_nbytes
+            progress(raw, sum(sizes))
+    return raw, encoded
+
+
+def _open_layer(checkpoint: Checkpoint, directory: Path, i: int) -> SidecarLayer:
+    path = layer_path(directory, i)
+    if not path.exists():
+        raise refuse(path, "is not there")
+    return read_layer(path, checkpoint.identity, i, decoded_layout(checkpoint.layers[i]))
+
+
+def _whole_layer(checkpoint: Checkpoint, directory: Path, i: int) -> SidecarLayer | None:
+    """Layer i of a sidecar; None where it is not there or its content is damaged."""
+    try:
+        layer = _open_layer(checkpoint, directory, i)
+        with closing(SidecarTier([layer], ReadSettings(), decodes=False)) as tier:
+            read_parallel(tier.reads(0, host_block(layer.encoded.nbytes)), tier.n_parallel)
+    except (CheckpointError, LinkError):
+        return None
+    return layer

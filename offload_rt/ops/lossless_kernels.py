@@ -1,0 +1,152 @@
+"""Lossless weights by numba, see `offload_rt.ops.lossless`: encoding, and decoding where no C++ was built."""
+
+import numpy as np
+
+from offload_rt.ops.lossless import BLOCK, FLOAT, GROUP, HALF
+from offload_rt.system.numba_cache import compiled
+
+_LANES = 64
+_PRIME, _PRIME64 = np.uint32(0x9E3779B1), np.uint64(0x9E3779B97F4A7C15)
+_ONES, _BITS, _SEVENS = np.uint64(0x0101010101010101), np.uint64(0x8040201008040201), np.uint64(0x7F7F7F7F7F7F7F7F)
+# The place of the lowest bit: of its product with a de Bruijn sequence, the upper six bits name it.
+_SEQUENCE = np.uint64(0x03F79D71B4CB0A89)
+_PLACES = np.zeros(64, np.int64)
+_PLACES[[(0x03F79D71B4CB0A89 << i) % (1 << 64) >> 58 for i in range(64)]] = np.arange(64)
+
+
+@compiled(nogil=True)
+def digest(part):  # type: ignore[no-untyped-def]  # numba infers the types
+    """See `lossless.digest`."""
+    lanes = np.empty(_LANES, np.uint32)
+    for i in range(_LANES):
+        lanes[i] = _PRIME * np.uint32(i + 1)
+    size = 4 * _LANES
+    n_whole = len(part) // size * size
+    last = np.zeros(size, np.uint8)
+    last[: len(part) - n_whole] = part[n_whole:]
+    _mix(part[:n_whole].view(np.uint32), lanes)
+    if n_whole < len(part):
+        _mix(last.view(np.uint32), lanes)
+    total = np.uint64(len(part))
+    for i in range(_LANES):
+        total = (total ^ np.uint64(lanes[i])) * _PRIME64
+        total ^= total >> np.uint64(29)
+    return total
+
+
+@compiled()
+def _mix(words, lanes):  # type: ignore[no-untyped-def]  # numba infers the types
+    for at in range(0, len(words), _LANES):
+        for i in range(_LANES):
+            mixed = lanes[i] ^ words[at + i]
+            lanes[i] = (mixed << np.uint32(13) | mixed >> np.uint32(19)) * _PRIME
+
+
+@compiled()
+def _other(word, is_half):  # type: ignore[no-untyped-def]  # numba infers the types
+    """The bits of a word that are neither sign nor kept mantissa."""
+    if is_half:
+        return (word >> 7 & 0xF8) | (word & 7)
+    return word >> 7 & 0xFF
+
+
+@compiled(nogil=True)
+def count_others(words, is_half):  # type: ignore[no-untyped-def]  # numba infers the types
+    """See `lossless.count_others`."""
+    counts = np.zeros((4, 256), np.int64)  # four, for neighbours are often equal, and adding to one place takes turns
+    for i in range(len(words)):
+        counts[i & 3, _other(np.int64(words[i]), is_half)] += 1
+    return counts.sum(axis=0)
+
+
+@compiled(nogil=True)
+def encode(words, is_half, base, step, out):  # type: ignore[no-untyped-def]  # numba infers the types
+    """See `lossless.encode`."""
+    n, n_groups = len(words), -(-len(words) // GROUP)
+    n_blocks = -(-n // BLOCK)
+    starts, escapes = out[: 4 * (n_blocks + 1)].view(np.uint32), out[4 * (n_blocks + 1) :]
+    signs = out[len(out) - 88 * n_groups :]
+    planes = signs[GROUP * n_groups :].view(np.uint64)
+    n_escapes, shift = 0, 3 if is_half else 0
+    for g in range(n_groups):
+        if g % (BLOCK // GROUP) == 0:
+            starts[g // (BLOCK // GROUP)] = n_escapes
+        a, b, c = np.uint64(0), np.uint64(0), np.uint64(0)
+        first = g * GROUP
+        for i in range(GROUP):
+            word = np.int64(words[first + i]) if first + i < n else np.int64(0)
+            kept = word >> 3 if is_half else word
+            signs[first + i] = (word >> 8 & 0x80) | (kept & 0x7F)
+            beyond = _other(word, is_half) - base
+            code = beyond >> shift
+            if first + i >= n:
+                code = 1
+            elif code < 1 or code > 7 or code << shift != beyond:
+                escapes[n_escapes] = beyond + base
+                n_escapes, code = n_escapes + 1, 0
+            a |= np.uint64(code & 1) << np.uint64(i)
+            b |= np.uint64(code >> 1 & 1) << np.uint64(i)
+            c |= np.uint64(code >> 2) << np.uint64(i)
+        planes[3 * g], planes[3 * g + 1], planes[3 * g + 2] = a, b, c
+    starts[n_blocks] = n_escapes
+
+
+@compiled(nogil=True)
+def decode(chunk, kind, base, n, out):  # type: ignore[no-untyped-def]  # numba infers the types
+    """See `lossless.decode`; kinds but RAW."""
+    n_groups, n_blocks = -(-n // GROUP), -(-n // BLOCK)
+    starts, escapes = chunk[: 4 * (n_blocks + 1)].view(np.uint32), chunk[4 * (n_blocks + 1) :]
+    signs = chunk[len(chunk) - 88 * n_groups :]
+    planes = signs[GROUP * n_groups :]
+    others, last = np.empty(GROUP, np.uint8), np.empty(4 * GROUP, np.uint8)
+    step, size, n_escapes = np.uint64(8 if kind == HALF else 1), 4 if kind == FLOAT else 2, 0
+    for g in range(n_groups):
+        if g % (BLOCK // GROUP) == 0 and starts[g // (BLOCK // GROUP)] != n_escapes:
+            return False
+        n_escapes = _others(planes[24 * g : 24 * g + 24], np.uint64(base), step, escapes, n_escapes, others)
+        kept, first = signs[GROUP * g : GROUP * (g + 1)], g * GROUP
+        if first + GROUP <= n:
+            _assemble(kept, others, kind, out[size * first : size * (first + GROUP)])
+        else:
+            _assemble(kept, others, kind, last[: size * GROUP])
+            out[size * first : size * n] = last[: size * (n - first)]
+    return starts[n_blocks] == n_escapes and n_escapes <= len(escapes) - 88 * n_groups
+
+
+@compiled()
+def _others(planes, base, step, escapes, n_escapes, others):  # type: ignore[no-untyped-def]  # numba infers the types
+    """The other bits of 64 weights; returns the escapes up to here."""
+    eights, words = others.view(np.uint64), planes.view(np.uint64)
+    for i in range(8):
+        codes = np.uint64(0)
+        for p in range(3):
+            apart = np.uint64(planes[8 * p + i]) * _ONES & _BITS
+            codes |= ((apart + _SEVENS) >> np.uint64(7) & _ONES) << np.uint64(p)
+        eights[i] = codes * step + base * _ONES
+    left = ~(words[0] | words[1] | words[2])
+    while left:
+        lowest = left & (~left + np.uint64(1))
+        others[_PLACES[lowest * _SEQUENCE >> np.uint64(58)]] = escapes[n_escapes]
+        n_escapes += 1
+        left ^= lowest
+    return n_escapes
+
+
+@compiled()
+def _assemble(kept, others, kind, out):  # type: ignore[no-untyped-def]  # numba infers the types
+    """64 weights from their signs and mantissas, and their other bits."""
+    if kind == FLOAT:
+        wide = out.view(np.uint32)
+        for i in range(GROUP):
+            sign, other = np.uint32(kept[i]), np.uint32(others[i])
+            both = (sign & np.uint32(0x80)) << np.uint32(8) | other << np.uint32(7) | sign & np.uint32(0x7F)
+            wide[i] = both << np.uint32(16)
+        return
+    words = out.view(np.uint16)
+    for i in range(GROUP):
+        sign, other = np.uint32(kept[i]), np.uint32(others[i])
+        word = (sign & np.uint32(0x80)) << np.uint32(8) | other << np.uint32(7) | sign & np.uint32(0x7F)
+        if kind == HALF:
+            word = (sign & np.uint32(0x80)) << np.uint32(8) | (other & np.uint32(0xF8)) << np.uint32(7)
+            word |= (sign & np.uint32(0x7F)) << np.uint32(3) | other & np.uint32(7)
+        words[i] = np.uint16(word)
