@@ -65,7 +65,7 @@ def decode_speeds(image: EncodedImage, rounds: int) -> dict[str, Spread]:
         "numba digest": each(lambda part, *_: lossless_kernels.digest(part)),
         "copy": lambda: out.__setitem__(slice(None), raw),
     }
-    if lossless.LIBRARY.exists():
+    if lossless._library() is not None:
         ways |= {"c++": each(lossless.decode), "c++ digest": each(lambda part, *_: lossless.digest(part))}
     rates: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds + 1):

@@ -117,9 +117,10 @@ def decode_block(block: Tensor, n_chunks: int, out: Tensor) -> None:
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    if not LIBRARY.exists():
+    try:
+        library = ctypes.CDLL(str(LIBRARY))
+    except OSError:  # it is not there, or was built for another system
         return None
-    library = ctypes.CDLL(str(LIBRARY))
     address, number = ctypes.c_void_p, ctypes.c_int64
     library.offload_rt_digest.argtypes = [address, number]
     library.offload_rt_digest.restype = ctypes.c_uint64
