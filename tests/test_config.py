@@ -24,6 +24,8 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "dtype": (["float32"], "float32"),
     "device_memory": (["22GiB"], "22GiB"),
     "host_memory": (["1.5GB"], "1.5GB"),
+    "link_format": (["raw"], "raw"),
+    "sidecar": (["some/dir"], "some/dir"),
     "max_model_len": (["4096"], 4096),
     "drafter": (["ngram"], "ngram"),
     "rule": (["match"], "match"),

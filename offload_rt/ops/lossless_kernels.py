@@ -97,56 +97,61 @@ def decode(chunk, kind, base, n, out):  # type: ignore[no-untyped-def]  # numba 
     n_groups, n_blocks = -(-n // GROUP), -(-n // BLOCK)
     starts, escapes = chunk[: 4 * (n_blocks + 1)].view(np.uint32), chunk[4 * (n_blocks + 1) :]
     signs = chunk[len(chunk) - 88 * n_groups :]
-    planes = signs[GROUP * n_groups :]
-    others, last = np.empty(GROUP, np.uint8), np.empty(4 * GROUP, np.uint8)
-    step, size, n_escapes = np.uint64(8 if kind == HALF else 1), 4 if kind == FLOAT else 2, 0
-    for g in range(n_groups):
-        if g % (BLOCK // GROUP) == 0 and starts[g // (BLOCK // GROUP)] != n_escapes:
+    planes = signs[GROUP * n_groups :].view(np.uint64)
+    others, words, wide = np.empty(BLOCK, np.uint8), np.empty(BLOCK, np.uint16), np.empty(BLOCK, np.uint32)
+    step, n_escapes = np.uint64(8 if kind == HALF else 1), 0
+    # A block at a time: what views and slices cost is shared by all of it, and loops over it are vectorised.
+    for block in range(n_blocks):
+        if starts[block] != n_escapes:
             return False
-        n_escapes = _others(planes[24 * g : 24 * g + 24], np.uint64(base), step, escapes, n_escapes, others)
-        kept, first = signs[GROUP * g : GROUP * (g + 1)], g * GROUP
-        if first + GROUP <= n:
-            _assemble(kept, others, kind, out[size * first : size * (first + GROUP)])
+        first, last = block * BLOCK, min((block + 1) * BLOCK, n)
+        own = planes[3 * (first // GROUP) : 3 * -(-last // GROUP)]
+        n_escapes = _others(own, np.uint64(base), step, escapes, n_escapes, others)
+        _assemble(signs[first:last], others, kind == HALF, words)
+        if kind == FLOAT:
+            for i in range(BLOCK):
+                wide[i] = np.uint32(words[i]) << np.uint32(16)
+            out[4 * first : 4 * last] = wide.view(np.uint8)[: 4 * (last - first)]
         else:
-            _assemble(kept, others, kind, last[: size * GROUP])
-            out[size * first : size * n] = last[: size * (n - first)]
+            out[2 * first : 2 * last] = words.view(np.uint8)[: 2 * (last - first)]
     return starts[n_blocks] == n_escapes and n_escapes <= len(escapes) - 88 * n_groups
 
 
 @compiled()
 def _others(planes, base, step, escapes, n_escapes, others):  # type: ignore[no-untyped-def]  # numba infers the types
-    """The other bits of 64 weights; returns the escapes up to here."""
-    eights, words = others.view(np.uint64), planes.view(np.uint64)
-    for i in range(8):
-        codes = np.uint64(0)
-        for p in range(3):
-            apart = np.uint64(planes[8 * p + i]) * _ONES & _BITS
-            codes |= ((apart + _SEVENS) >> np.uint64(7) & _ONES) << np.uint64(p)
-        eights[i] = codes * step + base * _ONES
-    left = ~(words[0] | words[1] | words[2])
-    while left:
-        lowest = left & (~left + np.uint64(1))
-        others[_PLACES[lowest * _SEQUENCE >> np.uint64(58)]] = escapes[n_escapes]
-        n_escapes += 1
-        left ^= lowest
+    """The other bits of the weights of these planes; returns the escapes up to here."""
+    eights = others.view(np.uint64)
+    for g in range(len(planes) // 3):
+        a, b, c = planes[3 * g], planes[3 * g + 1], planes[3 * g + 2]
+        for i in range(8):
+            shift = np.uint64(8 * i)
+            codes = _spread(a >> shift) | _spread(b >> shift) << np.uint64(1) | _spread(c >> shift) << np.uint64(2)
+            eights[8 * g + i] = codes * step + base * _ONES
+        left = ~(a | b | c)
+        while left:
+            lowest = left & (~left + np.uint64(1))
+            others[GROUP * g + _PLACES[lowest * _SEQUENCE >> np.uint64(58)]] = escapes[n_escapes]
+            n_escapes += 1
+            left ^= lowest
     return n_escapes
 
 
 @compiled()
-def _assemble(kept, others, kind, out):  # type: ignore[no-untyped-def]  # numba infers the types
-    """64 weights from their signs and mantissas, and their other bits."""
-    if kind == FLOAT:
-        wide = out.view(np.uint32)
-        for i in range(GROUP):
-            sign, other = np.uint32(kept[i]), np.uint32(others[i])
-            both = (sign & np.uint32(0x80)) << np.uint32(8) | other << np.uint32(7) | sign & np.uint32(0x7F)
-            wide[i] = both << np.uint32(16)
-        return
-    words = out.view(np.uint16)
-    for i in range(GROUP):
-        sign, other = np.uint32(kept[i]), np.uint32(others[i])
-        word = (sign & np.uint32(0x80)) << np.uint32(8) | other << np.uint32(7) | sign & np.uint32(0x7F)
-        if kind == HALF:
-            word = (sign & np.uint32(0x80)) << np.uint32(8) | (other & np.uint32(0xF8)) << np.uint32(7)
-            word |= (sign & np.uint32(0x7F)) << np.uint32(3) | other & np.uint32(7)
-        words[i] = np.uint16(word)
+def _spread(bits):  # type: ignore[no-untyped-def]  # numba infers the types
+    """Bit i of the lowest byte to byte i."""
+    apart = (bits & np.uint64(0xFF)) * _ONES & _BITS
+    return (apart + _SEVENS) >> np.uint64(7) & _ONES
+
+
+@compiled()
+def _assemble(kept, others, is_half, words):  # type: ignore[no-untyped-def]  # numba infers the types
+    """Words of signs and mantissas, and of the other bits."""
+    if is_half:
+        for i in range(len(kept)):
+            sign, other = np.uint16(kept[i]), np.uint16(others[i])
+            top = (sign & np.uint16(0x80)) << np.uint16(8) | (other & np.uint16(0xF8)) << np.uint16(7)
+            words[i] = top | (sign & np.uint16(0x7F)) << np.uint16(3) | other & np.uint16(7)
+    else:
+        for i in range(len(kept)):
+            sign, other = np.uint16(kept[i]), np.uint16(others[i])
+            words[i] = (sign & np.uint16(0x80)) << np.uint16(8) | other << np.uint16(7) | sign & np.uint16(0x7F)
