@@ -232,7 +232,11 @@ def write_layer(path: Path, identity: str, i: int, image: EncodedImage) -> None:
     found = {"version": _VERSION, "checkpoint": identity, "layer": i, "tensors": tensors, "digests": digests}
     index = json.dumps(found).encode()
     payload = content[encoded.table_nbytes : encoded.table_nbytes + encoded.payload_nbytes]
-    parts = {"payload": payload.data, "index": index, "sha256": hashlib.sha256(index).digest()}
+    parts: dict[str, bytes | memoryview] = {
+        "payload": payload.data,
+        "index": index,
+        "sha256": hashlib.sha256(index).digest(),
+    }
     header, at = {}, 0
     for name, part in parts.items():
         header[name] = {"dtype": "U8", "shape": [len(part)], "data_offsets": [at, at + len(part)]}
