@@ -112,7 +112,7 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting
         raise SettingsError(problem, change="on a CPU, set --device-memory alone")
     dtype = _pick_dtype(config.dtype, checkpoint)
     budget = memory_budget(config, device)
-    draft = drafting.draft and Sizes.of_checkpoint(drafting.draft, drafting.draft_dtype(dtype))
+    draft = Sizes.of_checkpoint(drafting.draft, drafting.draft_dtype(dtype)) if drafting.draft else None
     disk = DiskTier(checkpoint.layers)
     try:
         layer_nbytes = tuple(disk.layout(i).nbytes for i in range(checkpoint.spec.n_layers))

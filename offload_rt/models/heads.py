@@ -164,9 +164,8 @@ class MtpLayout(NamedTuple):
 
     def of(self, n_layers: int) -> "MtpLayout":
         """The names in a model of so many layers."""
-        return self._replace(
-            **{key: one.format(n=n_layers) for key, one in self._asdict().items() if isinstance(one, str)}
-        )
+        parts: dict[str, Any] = self._asdict()
+        return self._replace(**{key: one.format(n=n_layers) for key, one in parts.items() if isinstance(one, str)})
 
 
 _NEXTN, _MIMO = "model.layers.{n}.", "model.mtp_layers.0."
