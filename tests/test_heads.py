@@ -399,7 +399,7 @@ def test_memory_that_runs_out_leaves_texts_as_they_are(tmp_path, monkeypatch):
                 prompts = [prompt_of(0, 9, VOCAB), prompt_of(1, 20, VOCAB)]
                 outputs = llm.generate(prompts, SamplingParams(max_new_tokens=20))
             assert [one.token_ids for one in outputs] == [generate(model, prompt, 20) for prompt in prompts]
-            assert all(one.stats.nodes_per_tree > 3 for one in outputs), "it drafts no more"
+            assert all(one.stats.nodes_per_tree > 1.5 for one in outputs), "it drafts no more"
     assert n_failed == 6
 
 
