@@ -4,7 +4,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from collections.abc import Sequence as Several
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -18,7 +18,7 @@ from offload_rt.errors import CapacityError, PromptError, SettingsError
 from offload_rt.executor.runner import Step
 from offload_rt.executor.sequence import Sequence
 from offload_rt.offload.placement import Plan
-from offload_rt.speculate.select import Drafting, check_pair, pick_drafter
+from offload_rt.speculate.select import Drafting, find_draft, pick_drafter
 from offload_rt.system.trace import Trace
 from offload_rt.text.detokenize import TextStream, encode, load_tokenizer
 from offload_rt.tree.topology import Topology
@@ -187,16 +187,12 @@ class LLM:
         self._closes = weakref.finalize(self, self._engine.close)
 
     def _prepare(self, config: EngineConfig, drafting: Drafting | None = None) -> None:
-        drafting = drafting or pick_drafter(config)
+        if drafting is None:
+            pick_drafter(config)  # what cannot be is refused before anything is fetched
         directory = locate(config.model, config.revision, config.offline)
         checkpoint, self._end_ids = open_checkpoint(directory), end_ids(directory)
         self.tokenizer = load_tokenizer(directory)
-        if config.draft_model is not None:
-            directory = locate(config.draft_model, None, config.offline)
-            draft = open_checkpoint(directory)
-            check_pair(checkpoint.spec, draft.spec, (self.tokenizer, load_tokenizer(directory)))
-            drafting = replace(drafting, draft=draft)
-        self.engine_plan = plan_engine(config, checkpoint, drafting)
+        self.engine_plan = plan_engine(config, checkpoint, find_draft(config, drafting, checkpoint, self.tokenizer))
         self._closes = weakref.finalize(self, self.engine_plan.disk.close)
 
     @property

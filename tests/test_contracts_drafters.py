@@ -8,6 +8,7 @@ import torch
 from texts import small_model
 from tiny import (
     COMBINATIONS,
+    DRAFTERS,
     chi_square_p,
     drafter_of,
     logits_of,
@@ -31,7 +32,7 @@ LIMITS = DraftLimits(n_nodes=17, n_levels=6)
 # The fourth goes round in circles, so that there is something to copy.
 PROMPTS = [[3], [7, 8, 9], prompt_of(0, 30), [5, 1, 2, 3, 4] * 5]
 N_NEW = (1, 2, 5, 40)
-MODEL_DRAFTERS = [name for name in registry.names("speculate.draft") if drafter_type(name).needs_model]
+MODEL_DRAFTERS = [name for name in DRAFTERS if drafter_type(name).needs_model]
 every_combination = pytest.mark.parametrize(("name", "rule"), COMBINATIONS)
 
 
@@ -93,7 +94,7 @@ def test_there_is_one_tree_for_each_sequence_within_its_limits(llm, name, rule, 
 
 @pytest.mark.parametrize("fixed", [{"fixed_size": True}, {"fixed_depth": True}])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("name", registry.names("speculate.draft"))
+@pytest.mark.parametrize("name", DRAFTERS)
 def test_a_size_or_depth_that_was_asked_for_stays_within_the_limits(llm, name, temperature, fixed):
     drafter = drafter_of(llm, name, drafter_type(name).best_rule, DraftLimits(17, 6, **fixed))
     sequences = sequences_of(temperature)
@@ -158,7 +159,7 @@ def drawn_children(tree, node):
     return [child for child in children if tree.sampled.is_sampled[child]], given
 
 
-@pytest.mark.parametrize("name", registry.names("speculate.draft"))
+@pytest.mark.parametrize("name", DRAFTERS)
 def test_a_drafter_says_what_it_needs_and_works_with_its_rule(name):
     chosen = drafter_type(name)
     assert (name, chosen.best_rule) in COMBINATIONS

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from texts import small_model
-from tiny import chi_square_p, drafter_of, engine_of, logits_of, open_llm, prompt_of, save_pair, sequence_of
+from tiny import DRAFTERS, chi_square_p, drafter_of, engine_of, logits_of, open_llm, prompt_of, save_pair, sequence_of
 
 from offload_rt import SamplingParams
 from offload_rt.executor.sequence import Sequence
@@ -17,7 +17,6 @@ from offload_rt.sampling import probs
 from offload_rt.speculate.protocols import DraftLimits
 from offload_rt.speculate.select import rule_of
 from offload_rt.speculate.verify import coupled
-from offload_rt.system import registry
 from offload_rt.tree.topology import DraftTree, Topology
 
 CPU = torch.device("cpu")
@@ -181,7 +180,7 @@ def test_plain_decoding_draws_by_the_noise(pair, plain_texts):
 
 
 @pytest.mark.parametrize("tree_size", [3, 24])
-@pytest.mark.parametrize("drafter", registry.names("speculate.draft"))
+@pytest.mark.parametrize("drafter", DRAFTERS)
 def test_texts_are_those_of_plain_decoding_whatever_drafts_them(pair, plain_texts, drafter, tree_size):
     """Token for token; together and alone."""
     settings = {"max_model_len": 64, "tree_size": tree_size, **pair.settings(drafter, "coupled")}

@@ -19,6 +19,7 @@ from texts import (
 from tiny import (
     CASES,
     COMBINATIONS,
+    DRAFTERS,
     Steady,
     byte_level,
     drafter_of,
@@ -46,7 +47,7 @@ from offload_rt.speculate.verify import sequoia
 from offload_rt.system import registry
 from offload_rt.tree.topology import Verdict
 
-MODEL_DRAFTERS = [name for name in registry.names("speculate.draft") if drafter_type(name).needs_model]
+MODEL_DRAFTERS = [name for name in DRAFTERS if drafter_type(name).needs_model]
 # At temperature 0 adaptive_tree does what dynamic_tree does, and above it what static_tree does.
 TREES = ["static_tree", "dynamic_tree"]
 WITHOUT_MODEL = ["ngram", "lookahead", "recycle"]
@@ -107,7 +108,7 @@ def test_trees_that_suit_the_machine_change_no_token(zoo, texts, monkeypatch):
     """Their size follows the clock, and may be anything."""
     monkeypatch.setattr(builder, "CostEstimator", CostEstimator)
     pair = zoo.pair("llama", 0)
-    for drafter in registry.names("speculate.draft"):
+    for drafter in DRAFTERS:
         with LLM(str(pair.target), device="cpu", max_model_len=256, **pair.settings(drafter)) as llm:
             assert_greedy(llm, texts("llama"))
 

@@ -98,10 +98,12 @@ CASES = {
         Qwen3Config, Qwen3ForCausalLM, {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True} | WINDOWED
     ),
 }
-# Every drafter with every rule that takes its trees.
+# Drafters that any pair serves; heads are in `test_heads`.
+DRAFTERS = [name for name in registry.names("speculate.draft") if drafter_type(name).model is DraftModel]
+# Each with every rule that takes its trees.
 COMBINATIONS = [
     (drafter, rule)
-    for drafter in registry.names("speculate.draft")
+    for drafter in DRAFTERS
     for rule in registry.names("speculate.verify")
     if drafter_type(drafter).gives_draft_probs or rule_of(rule).child_sampling is None
 ]
@@ -233,12 +235,10 @@ def open_llm(directory: Path, place: str = "resident", **settings: Any) -> LLM:
 
 def drafter_of(llm: LLM, name: str, rule: str, limits: DraftLimits, level_s: float = 0.01, **parts: Any) -> Drafter:
     """Another drafter for an LLM with a draft model: one that has learned nothing yet and knows no clock."""
-    chosen = rule_of(rule)
-    child_sampling = chosen.child_sampling or "without_replacement"
-    model = DraftModel(llm.engine.draft, llm.engine.runner.spec.vocab_size, limits.n_levels, Trace(on=False))
-    return drafter_type(name).open(
-        DraftParts(limits, Steady(level_s), child_sampling, chosen.coupled_up_to, model, **parts)
-    )
+    chosen, its_rule, vocab_size = drafter_type(name), rule_of(rule), llm.engine.runner.spec.vocab_size
+    child_sampling = its_rule.child_sampling or "without_replacement"
+    model = chosen.model(llm.engine.draft, vocab_size, limits.n_levels, Trace(on=False))
+    return chosen.open(DraftParts(limits, Steady(level_s), child_sampling, its_rule.coupled_up_to, model, **parts))
 
 
 def engine_of(llm: LLM, drafter: Drafter, rule: VerificationRule | None = None, n_nodes: int = 1000) -> Engine:

@@ -20,6 +20,7 @@ from offload_rt.planning.known_models import KNOWN
 
 if TYPE_CHECKING:
     from offload_rt.engine.memory_plan import Sizes
+    from offload_rt.models.architecture import Architecture
     from offload_rt.planning.forecast import Forecast, Machine, PlanRequest, Sweep
 
 _SWEEPS = ("ram", "memory")
@@ -84,10 +85,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _plan(flags: Namespace) -> None:
     settings, config = from_flags(PlanSettings, flags), from_flags(EngineConfig, flags)
-    if config.draft_model is None and (config.tree_size or config.tree_depth):
-        flag = "--tree-size" if config.tree_size else "--tree-depth"
-        raise SettingsError(flag, need="a draft model", change="give one by --draft-model")
-    config = replace(config, drafter="none" if config.draft_model is None else "static_tree")
     if settings.plot is not None:
         check_picture("--plot", settings.plot)
     machine = None if settings.gpu == "this" else _with_card(settings, config)
@@ -95,6 +92,9 @@ def _plan(flags: Namespace) -> None:
     from offload_rt.planning.forecast import predict, sweep
 
     request = _request(settings, config)
+    if request.models[1] is None and (config.tree_size or config.tree_depth):
+        flag = "--tree-size" if config.tree_size else "--tree-depth"
+        raise SettingsError(flag, need="a draft model", change="give one by --draft-model")
     if machine is None:
         from offload_rt.planning.local import this_machine
 
@@ -130,39 +130,54 @@ def _with_card(settings: PlanSettings, config: EngineConfig) -> "Machine":
 def _request(settings: PlanSettings, config: EngineConfig) -> "PlanRequest":
     from offload_rt.planning.acceptance import assume
     from offload_rt.planning.forecast import PlanRequest
-    from offload_rt.speculate.select import check_pair
 
-    target, draft = _sizes(config, config.model, config.revision, config.dtype), None
-    names, pair = (config.model.lower(), ""), (_identity(config.model, config.revision), "")
-    if config.draft_model is not None:
-        draft = _sizes(config, config.draft_model, None, "auto")
-        check_pair(target.spec, draft.spec, (None, None))
-        names, pair = (names[0], config.draft_model.lower()), (pair[0], _identity(config.draft_model, None))
-    acceptance = assume(settings.acceptance, pair, names, settings.temperature)
-    return PlanRequest(config, (target, draft), acceptance, settings.context, settings.max_new_tokens)
+    models = _models(config)
+    names = config.model.lower(), (config.draft_model or "").lower()
+    acceptance = assume(settings.acceptance, _identities(config), names, settings.temperature)
+    drafter = "none" if models[1] is None else "mtp" if config.draft_model is None else "static_tree"
+    config = replace(config, drafter=drafter)
+    return PlanRequest(config, models, acceptance, settings.context, settings.max_new_tokens)
 
 
-def _sizes(config: EngineConfig, name: str, revision: str | None, dtype: str) -> "Sizes":
-    """Of a model that is built in or has a config, with weights of a dtype; auto: its own."""
+def _models(config: EngineConfig) -> "tuple[Sizes, Sizes | None]":
+    """The target, and what computes drafts for it: models that are built in or have a config."""
     import torch
 
     from offload_rt.engine.memory_plan import Sizes
     from offload_rt.models.families import spec_of
+    from offload_rt.models.heads import head_of
+    from offload_rt.speculate.select import check_pair
     from offload_rt.weights.checkpoint import find_config
 
-    spec = spec_of(KNOWN.get(name.lower()) or find_config(name, revision, config.offline))
-    dtype = spec.dtype_name or "float16" if dtype == "auto" else dtype
-    return Sizes.of_spec(spec, getattr(torch, dtype))
+    def config_of(name: str, revision: str | None) -> dict[str, Any]:
+        return KNOWN.get(name.lower()) or find_config(name, revision, config.offline)
+
+    def sizes(spec: "Architecture", dtype: str) -> Sizes:
+        return Sizes.of_spec(spec, getattr(torch, spec.dtype_name or "float16" if dtype == "auto" else dtype))
+
+    target = sizes(spec_of(config_of(config.model, config.revision)), config.dtype)
+    raw = None if config.draft_model is None else config_of(config.draft_model, None)
+    head = head_of(raw, target.spec)
+    if head is not None:
+        return target, Sizes.of_spec(head, target.dtype)
+    if raw is None:
+        return target, None
+    draft = spec_of(raw)
+    check_pair(target.spec, draft, (None, None))
+    return target, sizes(draft, "auto")
 
 
-def _identity(model: str, revision: str | None) -> str:
-    """Of the checkpoint of a model, where it lies on this machine; empty where it does not."""
+def _identities(config: EngineConfig) -> tuple[str, str]:
+    """Of the checkpoints of both, where they lie on this machine; empty where they do not, or nothing computes drafts."""
+    from offload_rt.speculate.select import find_draft
     from offload_rt.weights.checkpoint import locate, open_checkpoint
 
     try:
-        return open_checkpoint(locate(model, revision, offline=True)).identity
+        target = open_checkpoint(locate(config.model, config.revision, offline=True))
+        draft = find_draft(replace(config, offline=True), None, target, None).draft
     except OffloadError:
-        return ""
+        return "", ""
+    return target.identity, draft.identity if draft else ""
 
 
 def _title(forecast: "Forecast") -> str:

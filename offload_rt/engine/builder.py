@@ -20,6 +20,7 @@ from offload_rt.errors import CapacityError, DeviceError, SettingsError
 from offload_rt.executor.cost import CostEstimator
 from offload_rt.executor.cuda_graphs import CudaCapture, GraphShape
 from offload_rt.executor.runner import Runner
+from offload_rt.models.heads import Head
 from offload_rt.offload import stream_cuda, stream_threads
 from offload_rt.offload.disk import DiskTier, ReadSettings
 from offload_rt.offload.memory import MemoryTier
@@ -27,7 +28,7 @@ from offload_rt.offload.placement import MemoryBudget, with_host_slots
 from offload_rt.offload.sidecar import SidecarTier
 from offload_rt.offload.streamer import LayerSources
 from offload_rt.offload.tier import done_ahead, read_parallel
-from offload_rt.speculate.draft_model import ROWS_PER_NODE, DraftModel, draft_rows
+from offload_rt.speculate.draft_model import ROWS_PER_NODE, draft_rows
 from offload_rt.speculate.pair_stats import PairStats
 from offload_rt.speculate.protocols import Drafter, DraftParts
 from offload_rt.speculate.select import Drafting
@@ -116,7 +117,7 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting
         raise SettingsError(problem, change="on a CPU, set --device-memory alone")
     dtype = _pick_dtype(config.dtype, checkpoint)
     budget = memory_budget(config, device)
-    draft = None if drafting.draft is None else Sizes.of_checkpoint(drafting.draft, drafting.draft.dtype)
+    draft = Sizes.of_checkpoint(drafting.draft, drafting.draft_dtype(dtype)) if drafting.draft else None
     link = choose_link(config, checkpoint, device)
     disk: DiskTier | SidecarTier = DiskTier(checkpoint.layers)
     try:
@@ -181,11 +182,16 @@ def load(engine_plan: EnginePlan, trace: Trace, progress: Progress | None = None
         draft_runner = None
         if draft is not None:
             # Its passes are in the trace as levels of a tree; layer by layer they would fill it.
-            draft_runner = loader.model(draft, draft.dtype, files[1], Trace(on=False))
-            if capture is not None:  # before the streamer of the target begins to copy
+            draft_dtype = engine_plan.drafting.draft_dtype(engine_plan.dtype)
+            draft_runner = loader.model(draft, draft_dtype, files[1], Trace(on=False))
+            # Hidden states that go from row to row have no fixed addresses: the one layer of a head runs as it is.
+            if not draft.spec.taps and capture is not None:  # before the streamer of the target begins to copy
                 n_keys = draft_rows(engine_plan.max_model_len, n_nodes)
                 draft_runner.use_graphs(GraphShape(n_nodes, n_keys, ROWS_PER_NODE * n_nodes), capture, _CAPTURING_S)
         runner = loader.model(checkpoint, engine_plan.dtype, files[0], trace, engine_plan)
+        if draft_runner is not None and isinstance(draft_runner.spec, Head):
+            runner.taps, draft_runner.taps = draft_runner.spec.taps, (1,)
+            draft_runner.non_layer = draft_runner.spec.weights_beside(draft_runner.non_layer, runner.non_layer, device)
         if capture is not None and not runner.streamer.order:
             runner.use_graphs(GraphShape(n_nodes, engine_plan.cache_rows, n_nodes), capture, _CAPTURING_S)
         drafter, cost = _open_drafter(engine_plan, runner, draft_runner, trace)
@@ -221,7 +227,7 @@ def _open_drafter(
     cost = CostEstimator(machine, moved, drafting.draft.nbytes if drafting.draft else 0)
     model, pair_stats = None, PairStats()
     if draft is not None and drafting.draft is not None:
-        model = DraftModel(draft, runner.spec.vocab_size, limits.n_levels, trace)
+        model = drafting.type.model(draft, runner.spec.vocab_size, limits.n_levels, trace)
         pair_stats = PairStats.load(engine_plan.checkpoint.identity, drafting.draft.identity)
     parts = DraftParts(limits, cost, drafting.child_sampling, drafting.rule.coupled_up_to, model, pair_stats)
     return drafting.type.open(parts), cost

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from offload_rt import ops
 from offload_rt.engine.scheduler import RunningSequence, Scheduler
 from offload_rt.errors import DeviceError
 from offload_rt.executor.cost import CostEstimator
@@ -135,7 +136,8 @@ class Engine:
         logits = self.runner.forward(steps)
         self.runner.finish(logits)
         computed = time.perf_counter()
-        n_new = [self._accept(one, tree, rows) for one, tree, rows in zip(going, trees, logits, strict=True)]
+        parts = zip(going, trees, logits, self.runner.tapped, strict=True)
+        n_new = [self._accept(one, tree, rows, states) for one, tree, rows, states in parts]
         ended = time.perf_counter()
         n_drafted = sum(len(tree.topology) for tree in trees)
         self.trace.add(VERIFY, f"{sum(n_new)} tokens of {n_drafted} nodes", computed, ended)
@@ -161,9 +163,10 @@ class Engine:
             n_prompt=one.sequence.n_prompt,
         )
 
-    def _accept(self, one: RunningSequence, tree: DraftTree, logits: Tensor) -> int:
+    def _accept(self, one: RunningSequence, tree: DraftTree, logits: Tensor, states: Tensor) -> int:
         """Verify a tree by the logits (n, vocabulary) of its nodes, behind those of rows that the drafter reads.
 
+        states  (rows, taps, hidden_size) of all rows of the step
         Returns the tokens that the sequence took.
         """
         sequence, n_read = one.sequence, len(logits) - len(tree.topology)
@@ -181,6 +184,12 @@ class Engine:
         verdict = self.rule.verify(candidates, target, sequence)
         self.drafter.learn(sequence, tree, verdict, top_tokens(logits, self.drafter.n_predicted))
         sequence.stats.add_tree(candidates, verdict)
+        if self.runner.taps:
+            kept = [states[: n_lacking + 1]]
+            if verdict.path:
+                nodes = ops.to_device([torch.tensor(verdict.path) + n_lacking], states.device)
+                kept.append(states.index_select(0, *nodes))
+            self.drafter.observe(sequence, self.runner.n_committed(one.cache), kept)
         self.runner.commit(one.cache, [*range(n_lacking + 1), *(n_lacking + node for node in verdict.path)])
         return len(sequence.extend([*tree.path_to(verdict.path[-1] if verdict.path else 0), verdict.bonus]))
 

@@ -15,7 +15,7 @@ from offload_rt.executor.runner import CHUNK_ROWS
 from offload_rt.kv.cache import ContiguousCache
 from offload_rt.models.architecture import Architecture
 from offload_rt.offload.placement import LinkSizes, MemoryBudget, Plan, ReservedMemory, least_budget, place_layers
-from offload_rt.speculate.draft_model import draft_rows
+from offload_rt.speculate.draft_model import ROWS_PER_NODE, draft_rows
 from offload_rt.speculate.protocols import DraftLimits
 from offload_rt.speculate.select import Drafting
 from offload_rt.weights.checkpoint import Checkpoint
@@ -66,7 +66,7 @@ class Sizes:
             spec=checkpoint.spec,
             layer_nbytes=tuple(sum(one.stop - one.start for one in layer) for layer in checkpoint.layers),
             non_layer_nbytes=sum(record.stop - record.start for record in checkpoint.non_layer),
-            dtype=checkpoint.dtype,
+            dtype=dtype if checkpoint.spec.taps else checkpoint.dtype,
             view_nbytes=max(checkpoint.format.scratch_nbytes(one, CHUNK_ROWS, dtype) for one in stored),
         )
 
@@ -142,10 +142,12 @@ def reserved_memory(
     spec = target.spec
     hidden = 2 * (max_len + n_nodes) * spec.hidden_size * dtype.itemsize
     rows = min(CHUNK_ROWS, max_len + n_nodes)
+    # Hidden states that a head takes, what it makes of them, and a copy of that in its first pass.
+    tapped = hidden // 2 * (len(draft.spec.taps) + 2) if draft and draft.spec.taps else 0
     return ReservedMemory(
         non_layer=target.non_layer_nbytes,
         cache=ContiguousCache.nbytes(spec, _cache_rows(max_len, n_nodes), dtype.itemsize).device,
-        scratch=hidden + target.view_nbytes + spec.scratch_nbytes(rows, n_nodes, dtype.itemsize),
+        scratch=hidden + tapped + target.view_nbytes + spec.scratch_nbytes(rows, n_nodes, dtype.itemsize),
         draft=_draft_nbytes(draft, spec.vocab_size, max_len, n_nodes) if draft else 0,
     )
 
@@ -157,6 +159,9 @@ def _draft_nbytes(draft: Sizes, vocab_size: int, max_len: int, n_nodes: int) -> 
     # Noise, its order and a copy of the distribution, of float32, for one level; and the distributions of all nodes.
     draft_probs = n_nodes * vocab_size * 4 * 4
     scratch = draft.view_nbytes + draft.spec.scratch_nbytes(n_nodes, n_nodes, itemsize)
+    if draft.spec.taps:  # a part of a prompt, and what all rows of a tree take of their parents
+        rows = CHUNK_ROWS + ROWS_PER_NODE * n_nodes
+        scratch += draft.spec.scratch_nbytes(rows, 0, itemsize) + 4 * rows * draft.spec.hidden_size * itemsize
     return draft.nbytes + cache + scratch + draft_probs
 
 

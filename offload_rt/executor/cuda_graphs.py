@@ -32,11 +32,19 @@ Capture = Callable[[Callable[[], None]], Replay]
 
 @dataclass(frozen=True)
 class ResidentModel:
-    """A model whose layers are all on the device."""
+    """A model whose layers are all on the device, and after which of them a drafter takes hidden states."""
 
     spec: Architecture
     layers: Sequence[LayerWeights]
     non_layer: LayerWeights
+    taps: tuple[int, ...] = ()
+
+
+def keep_tapped(taps: Sequence[int], tapped: Tensor, hidden: Tensor, n_layers: int) -> None:
+    """Copy hidden states (n, hidden_size) behind `n_layers` layers to their places in tapped (n, len(taps), hidden_size)."""
+    for place, tap in enumerate(taps):
+        if tap == n_layers:
+            tapped[:, place] = hidden
 
 
 @dataclass(frozen=True)
@@ -122,17 +130,20 @@ class _Captured:
 class GraphPass:
     """One pass of a fixed shape over one KV buffer; to the layers it is the `PassContext`.
 
-    logits  (>= shape.n_rows, vocabulary), written; at a fixed address as the inputs are
+    logits, tapped  (>= shape.n_rows, ...), written; at fixed addresses as the inputs are
     """
 
-    def __init__(self, model: ResidentModel, buffer: KVBuffer, shape: GraphShape, logits: Tensor) -> None:
+    def __init__(
+        self, model: ResidentModel, buffer: KVBuffer, shape: GraphShape, logits: Tensor, tapped: Tensor
+    ) -> None:
         self._model, self._buffer = model, buffer
         one = torch.ones(1, dtype=torch.int64)
         of_row = model.spec.row_inputs(one, one, buffer.keys.dtype)
         self._host = GraphInputs.empty(shape, of_row, torch.device("cpu"))
         self._inputs = GraphInputs.empty(shape, of_row, buffer.keys.device)
         self.row_inputs, self._mask = self._inputs.row_inputs, self._inputs.mask
-        self._logits, self._captured = logits[: shape.n_rows], _Captured()
+        self._logits, self._tapped = logits[: shape.n_rows], tapped[: shape.n_rows]
+        self._captured = _Captured()
 
     def run(self, rows: PassRows, capture: Capture) -> None:
         """Compute these rows."""
@@ -146,8 +157,10 @@ class GraphPass:
         model, non_layer = self._model.spec, self._model.non_layer
         self._mask = replace(self._inputs.mask)  # what the reference makes of a mask is part of what is captured
         hidden = model.embed(non_layer, self._inputs.ids)
+        keep_tapped(self._model.taps, self._tapped, hidden, 0)
         for i, weights in enumerate(self._model.layers):
             hidden = model.layer(i, weights, hidden, self)
+            keep_tapped(self._model.taps, self._tapped, hidden, i + 1)
         self._logits.copy_(model.head(non_layer, hidden))
 
     def attend(
@@ -180,6 +193,7 @@ class GraphRunner:
     most        the largest pass
     new_buffer  makes one of so many rows
     capture     turns a computation into one that replays it; a CUDA graph on a card
+    tapped      (rows, len(taps), hidden_size) of the last pass
     """
 
     def __init__(
@@ -191,6 +205,7 @@ class GraphRunner:
         self._reductions: dict[tuple[int, Reduce], _Reduction] = {}
         self._reusable: KVBuffer | None = None
         self._logits: Tensor | None = None
+        self.tapped = torch.empty(0)
 
     def prepare(self, seconds: float) -> None:
         """Capture passes of all widths, each at the shortest length, for as long as `seconds` allow.
@@ -244,15 +259,16 @@ class GraphRunner:
         if self._logits is None:
             size = (self._most_rows, self._model.spec.vocab_size)
             self._logits = torch.empty(size, dtype=buffer.keys.dtype, device=buffer.keys.device)
+            self.tapped = self._logits.new_empty(size[0], len(self._model.taps), self._model.spec.hidden_size)
         logits = self._logits
         if buffer not in self._passes:
             self._passes[buffer] = {}
             for part in (buffer.keys, buffer.values):  # 0 times what an uninitialised row holds may be NaN
                 part[:, :, rows.mask.n_keys - n :].zero_()
         shape = self._rounded(n, rows.mask.n_keys, buffer)
-        _most_recent(self._passes[buffer], shape, lambda: GraphPass(self._model, buffer, shape, logits)).run(
-            rows, self._capture
-        )
+        _most_recent(
+            self._passes[buffer], shape, lambda: GraphPass(self._model, buffer, shape, logits, self.tapped)
+        ).run(rows, self._capture)
         if reduce is None:
             return logits[:n]
         reduction = _most_recent(

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -11,9 +11,18 @@ from torch import Tensor
 
 from offload_rt import ops
 from offload_rt.errors import NumericsError
-from offload_rt.executor.cuda_graphs import Capture, GraphRunner, GraphShape, PassRows, Reduce, ResidentModel
+from offload_rt.executor.cuda_graphs import (
+    Capture,
+    GraphRunner,
+    GraphShape,
+    PassRows,
+    Reduce,
+    ResidentModel,
+    keep_tapped,
+)
 from offload_rt.kv.cache import ContiguousCache, KVBuffer, KVCache
 from offload_rt.models.architecture import Architecture, LayerWeights
+from offload_rt.models.heads import HeadDecoder
 from offload_rt.offload.streamer import LayerView, Streamer
 from offload_rt.system.trace import COMPUTE, Trace
 from offload_rt.tree.topology import GrowingTree, Topology
@@ -35,6 +44,7 @@ class Step:
     n_prompt  tokens of the prompt, which plain decoding computes together
     n_done    the first n_done tokens are pending in the cache already, computed by earlier passes
     reduce    what is made of the logits, and given in their place
+    states    (n_rows, hidden_size), what the rows of a head have beside their tokens
     """
 
     cache: int
@@ -44,6 +54,7 @@ class Step:
     n_prompt: int
     n_done: int = 0
     reduce: Reduce | None = None
+    states: Tensor | None = None
 
     @property
     def n_rows(self) -> int:
@@ -108,7 +119,11 @@ class Chunk:
 
 @dataclass(eq=False, repr=False)
 class Runner:
-    """Computes logits and owns the caches. Layers come from the streamer; embedding, last norm and head are resident."""
+    """Computes logits and owns the caches. Layers come from the streamer; embedding, last norm and head are resident.
+
+    taps    after how many layers a pass leaves the hidden states of its rows for a drafter, see `tapped`
+    tapped  (n_rows, len(taps), hidden_size) for each step of the last pass, until the next one
+    """
 
     spec: Architecture
     streamer: Streamer
@@ -118,6 +133,8 @@ class Runner:
     dtype: torch.dtype
     trace: Trace
     kv: type[KVCache] = ContiguousCache
+    taps: tuple[int, ...] = ()
+    tapped: Sequence[Tensor] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
         self._chunk_rows, self._ids = CHUNK_ROWS, itertools.count()
@@ -131,19 +148,31 @@ class Runner:
         Returns per step logits (n_wanted, vocabulary) in the dtype of the computation, or what its `reduce` makes of them.
         Raises CapacityError if a cache is too small, LinkError if a layer does not arrive.
         """
+        self.tapped = ()
         for step in steps:
             self._caches[step.cache].begin(step.tokens.tolist())
         if len(steps) == 1 and self.replays(steps[0]):
             return [self._replay(steps[0])]
         ids, chunks = self.upload(steps)
-        hidden = self.spec.embed(self.non_layer, ids)
+        hidden = self._embed(ids, steps)
+        tapped = hidden.new_empty(len(hidden), len(self.taps), hidden.shape[1])
+        keep_tapped(self.taps, tapped, hidden, 0)
         with closing(self.streamer.sweep()) as sweep:
             for block in sweep:
                 with self.trace.span(COMPUTE, f"layer {block.i}"):
                     self.layer(block, hidden, chunks)
+                keep_tapped(self.taps, tapped, hidden, block.i + 1)
+        self.tapped = torch.split(tapped, [step.n_rows for step in steps])
         with self.trace.span(COMPUTE, "head"):
             logits = self.logits(hidden, steps)
         return [step.reduce(rows) if step.reduce else rows for step, rows in zip(steps, logits, strict=True)]
+
+    def _embed(self, ids: Tensor, steps: Sequence[Step]) -> Tensor:
+        x, states = self.spec.embed(self.non_layer, ids), [step.states for step in steps if step.states is not None]
+        if not states:
+            return x
+        assert isinstance(self.spec, HeadDecoder), "only rows of a head have hidden states beside them"
+        return self.spec.join(self.non_layer, x, torch.cat(states))
 
     def finish(self, logits: Sequence[Tensor] = ()) -> None:
         """Wait until the device has computed all that was enqueued; copies go on.
@@ -164,12 +193,15 @@ class Runner:
         """
         if self.kv is not ContiguousCache:
             return
-        layers = [self.format.view(block.layout, block.data, self.dtype) for block in self.streamer.sweep()]
-        model = ResidentModel(self.spec, layers, self.non_layer)
+        model = ResidentModel(self.spec, self.resident_layers(), self.non_layer, self.taps)
         new_buffer = partial(KVBuffer.empty, self.spec, dtype=self.dtype, device=self.device)
         self._graphs = GraphRunner(model, most, new_buffer, capture)
         if seconds:
             self._graphs.prepare(seconds)
+
+    def resident_layers(self) -> list[LayerWeights]:
+        """The weights of all layers, which must be resident."""
+        return [self.format.view(block.layout, block.data, self.dtype) for block in self.streamer.sweep()]
 
     def close(self) -> None:
         """End all transfers, and drop what was captured, which holds the weights."""
@@ -190,7 +222,9 @@ class Runner:
         rows = torch.arange(step.n_done, n_tokens) + cache.n_committed
         inputs = PassRows(step.tokens[step.n_done :], rows, self._row_inputs([whole]), whole.mask())
         with self.trace.span(COMPUTE, "all layers"):
-            return self._graphs.forward(cache.buffer, inputs, step.reduce)[step.n_rows - step.n_wanted :]
+            out = self._graphs.forward(cache.buffer, inputs, step.reduce)[step.n_rows - step.n_wanted :]
+        self.tapped = (self._graphs.tapped[: step.n_rows],)
+        return out
 
     def layer(self, block: LayerView, hidden: Tensor, chunks: Sequence[Chunk]) -> None:
         """One layer on all rows, in place: hidden (n, hidden_size)."""

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import repeat
 from typing import NamedTuple, Protocol
 
@@ -60,6 +60,8 @@ class Architecture(ABC):
 
     n_kv_heads, head_dim  of the keys and values that `attend` keeps
     dtype_name            the config's dtype; None where it names none
+    taps                  of a head that drafts by the hidden states of its target: after how many layers it takes them;
+                          empty for a model of its own
     """
 
     family: str
@@ -70,6 +72,7 @@ class Architecture(ABC):
     n_kv_heads: int
     head_dim: int
     max_positions: int
+    taps: tuple[int, ...] = field(default=(), kw_only=True)
 
     @abstractmethod
     def layer_prefix(self, i: int) -> str:

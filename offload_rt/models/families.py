@@ -22,7 +22,7 @@ _COMMON = {
     *_REQUIRED, "num_key_value_heads", "head_dim", "hidden_act", "tie_word_embeddings", "rope_theta", "rope_scaling",
     "rope_parameters", "torch_dtype", "initializer_range", "attention_dropout", "pretraining_tp", "auto_map",
     "unk_token_id", "sep_token_id", "cls_token_id", "max_sequence_length", "rope_interleaved", "unsloth_fixed",
-    "unsloth_version", "num_parameters",
+    "unsloth_version", "num_parameters", "num_nextn_predict_layers",
 }  # fmt: skip
 # No size of any model comes near; lists and tables are made of these lengths before the weights are looked at.
 _MOST = 2**24
@@ -107,6 +107,7 @@ def _native(config: Any) -> NativeDecoder:
         tied=config.tie_word_embeddings,
         windows=(None,) * config.num_hidden_layers,
         rope=Rope(config),
+        n_mtp=getattr(config, "num_nextn_predict_layers", None) or 0,
     )
 
 
@@ -135,6 +136,11 @@ def _qwen2(config: Qwen2Config) -> NativeDecoder:
     return replace(_native(config), windows=_windows(config), qkv_bias=True)
 
 
+def _mimo(config: Qwen2Config) -> NativeDecoder:
+    # Qwen2 with a layer for multi-token prediction; its biases are on where the config says so.
+    return replace(_qwen2(config), qkv_bias=getattr(config, "attention_bias", True))
+
+
 def _qwen3(config: Qwen3Config) -> NativeDecoder:
     bias = config.attention_bias
     return replace(_native(config), windows=_windows(config), qkv_bias=bias, o_bias=bias, qk_norm=True)
@@ -146,5 +152,6 @@ FAMILIES = {
     "llama": Family("LlamaForCausalLM", LlamaConfig, _llama, frozenset({"attention_bias", "mlp_bias"})),
     "mistral": Family("MistralForCausalLM", MistralConfig, _mistral, frozenset({"sliding_window"}), _KV),
     "qwen2": Family("Qwen2ForCausalLM", Qwen2Config, _qwen2, _QWEN_KEYS | {"use_mrope"}, _KV),
+    "mimo": Family("MiMoForCausalLM", Qwen2Config, _mimo, _QWEN_KEYS | {"use_mrope", "attention_bias"}, _KV),
     "qwen3": Family("Qwen3ForCausalLM", Qwen3Config, _qwen3, _QWEN_KEYS | {"attention_bias"}, (*_KV, "head_dim")),
 }

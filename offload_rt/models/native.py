@@ -14,7 +14,7 @@ from offload_rt.models.rope import Rope
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
-_EMBED, _NORM, _HEAD = "model.embed_tokens", "model.norm", "lm_head"
+EMBED, NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
 # Old Llama checkpoints carry the rotary frequencies, which follow from the config.
 _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
@@ -24,6 +24,7 @@ class NativeDecoder(Architecture):
     """The architecture of the families in `families.py`.
 
     windows  per layer: how many positions back a token sees, itself included; None: all of them
+    n_mtp    layers for multi-token prediction that its checkpoints may hold besides
     """
 
     intermediate_size: int
@@ -36,6 +37,7 @@ class NativeDecoder(Architecture):
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    n_mtp: int = 0
 
     def layer_prefix(self, i: int) -> str:
         """As transformers names the layers of these families."""
@@ -59,12 +61,17 @@ class NativeDecoder(Architecture):
     def non_layer_tensors(self) -> tuple[TensorShape, ...]:
         """Embedding, last norm, and the head unless it is tied to the embedding."""
         table = (self.vocab_size, self.hidden_size)
-        head = () if self.tied else (TensorShape(f"{_HEAD}.weight", table),)
-        return (TensorShape(f"{_EMBED}.weight", table), _norm(_NORM, self.hidden_size), *head)
+        head = () if self.tied else (TensorShape(f"{HEAD}.weight", table),)
+        return (TensorShape(f"{EMBED}.weight", table), _norm(NORM, self.hidden_size), *head)
 
     def is_unused(self, name: str) -> bool:
-        """Derived frequencies, and a stored copy of a tied head: transformers takes the embedding, too."""
-        return (self.tied and name == f"{_HEAD}.weight") or _DERIVED.fullmatch(name) is not None
+        """Derived frequencies, a stored copy of a tied head (transformers takes the embedding, too), layers that only draft."""
+        drafting = (f"model.layers.{self.n_layers + i}." for i in range(self.n_mtp))
+        return (
+            (self.tied and name == f"{HEAD}.weight")
+            or _DERIVED.fullmatch(name) is not None
+            or (self.n_mtp > 0 and name.startswith(("mtp.", "model.mtp_layers.", *drafting)))
+        )
 
     def row_inputs(self, positions: Tensor, lengths: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Cosines and sines, each (n, head_dim)."""
@@ -72,11 +79,14 @@ class NativeDecoder(Architecture):
 
     def embed(self, weights: LayerWeights, ids: Tensor) -> Tensor:
         """Rows of the embedding."""
-        return weights.rows(ids, _EMBED)
+        return weights.rows(ids, EMBED)
 
     def layer(self, i: int, weights: LayerWeights, x: Tensor, context: PassContext) -> Tensor:
         """Attention and MLP, each on a norm of the residual stream and added to it."""
-        h = ops.rms_norm(x, weights.vector("input_layernorm"), self.eps)
+        return self._add_block(i, weights, x, ops.rms_norm(x, weights.vector("input_layernorm"), self.eps), context)
+
+    def _add_block(self, i: int, weights: LayerWeights, x: Tensor, h: Tensor, context: PassContext) -> Tensor:
+        """Add to the residual stream x what attention makes of h, and the MLP of that."""
         out = weights.linear(self._attend(i, weights, weights.linears(h, _QKV), context), "self_attn.o_proj")
         h = ops.add_rms_norm(x, out, weights.vector("post_attention_layernorm"), self.eps)
         return x.add_(weights.linear(ops.silu_mul(*weights.linears(h, _GATE_UP)), "mlp.down_proj"))
@@ -93,7 +103,7 @@ class NativeDecoder(Architecture):
 
     def head(self, weights: LayerWeights, x: Tensor) -> Tensor:
         """The last norm and the head."""
-        return weights.linear(ops.rms_norm(x, weights.vector(_NORM), self.eps), _EMBED if self.tied else _HEAD)
+        return weights.linear(ops.rms_norm(x, weights.vector(NORM), self.eps), EMBED if self.tied else HEAD)
 
     def flops(self, i: int, n_rows: int, context: int) -> float:
         """Two for each weight and row, and four for each number of q and key that it meets."""

@@ -3,6 +3,7 @@
 from collections.abc import Sequence as Several
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,41 +21,47 @@ from offload_rt.tree.topology import GrowingTree, Topology
 ROWS_PER_NODE = 2
 
 
-class DraftState:
-    """What the draft has computed for one sequence: its tokens, and rows of a tree below the last of them.
+class TreeState:
+    """Rows of a tree below the last token of a sequence; leaves that need no logits have none. Row 0 is the root.
 
-    A row here is a row of the draft's cache; leaves that need no logits have none. Row 0 is the root.
-
-    vocab_size    of the target; in place of a token that only the target has the draft is given its own last one
+    vocab_size    of the target
     most_rows     of a tree
     generator     on the device; children are drawn with it
     perturbation  by the noise that the target's tokens are drawn with; None where the tree is not coupled
     """
 
-    def __init__(self, runner: Runner, cache: int, vocab_size: int, most_rows: int, generator: torch.Generator) -> None:
-        self._runner, self.cache, self.vocab_size, self.generator = runner, cache, vocab_size, generator
-        self._last_token = runner.spec.vocab_size - 1
-        self.n_prompt = 0
-        self.lacking: list[int] = []
+    def __init__(self, vocab_size: int, most_rows: int, generator: torch.Generator) -> None:
+        self.vocab_size, self.generator = vocab_size, generator
         self.tokens: list[int] = []
         self._tree = GrowingTree(most_rows)
         self.n_done = 0
         self.perturbation: Perturbation | None = None
         self._most_rows, self._probs = most_rows, torch.empty(0)
 
+    @property
+    def new_rows(self) -> slice:
+        """Those added since the last step."""
+        return slice(self.n_done, len(self.tokens))
+
+    @property
+    def new_depths(self) -> np.ndarray:
+        """(n,) of the rows added since the last step."""
+        return self._tree.depths[self.new_rows]
+
+    def computed(self) -> None:
+        """The rows added last have been computed."""
+        self.n_done = len(self.tokens)
+
+    def clear(self, token: int) -> None:
+        """Begin with the last token of the sequence."""
+        self.tokens, self.n_done = [token], 0
+        self._tree.clear()
+
     def room(self, n: int, like: Tensor) -> Tensor:
         """(n, vocabulary) for the distributions of a tree, until the next one; memory for the largest is taken once."""
         if len(self._probs) < n:
             self._probs = like.new_empty(self._most_rows // ROWS_PER_NODE, like.shape[1])
         return self._probs[:n]
-
-    def start(self, tokens: list[int], n_prompt: int) -> None:
-        """Begin a tree below the last of `tokens`, keeping the rows that an earlier tree has of them."""
-        self._commit_path(tokens)
-        n_kept = self._runner.rewind(self.cache, self._known(tokens[:-1]))
-        self.lacking, self.n_prompt = tokens[n_kept:-1], n_prompt
-        self.tokens, self.n_done = [tokens[-1]], 0
-        self._tree.clear()
 
     def perturbed(self, logits: Tensor) -> Tensor:
         """The logits (rows, vocabulary) of the rows added last, with the noise of their positions."""
@@ -65,6 +72,27 @@ class DraftState:
         """Add rows, to be computed next; returns them."""
         self.tokens += tokens
         return self._tree.add(parents)
+
+
+class DraftState(TreeState):
+    """What the draft has computed for one sequence: its tokens, and rows of a tree, which are rows of its cache.
+
+    In place of a token that only the target has the draft is given its own last one.
+    """
+
+    def __init__(self, runner: Runner, cache: int, vocab_size: int, most_rows: int, generator: torch.Generator) -> None:
+        super().__init__(vocab_size, most_rows, generator)
+        self._runner, self.cache = runner, cache
+        self._last_token = runner.spec.vocab_size - 1
+        self.n_prompt = 0
+        self.lacking: list[int] = []
+
+    def start(self, tokens: list[int], n_prompt: int) -> None:
+        """Begin a tree below the last of `tokens`, keeping the rows that an earlier tree has of them."""
+        self._commit_path(tokens)
+        n_kept = self._runner.rewind(self.cache, self._known(tokens[:-1]))
+        self.lacking, self.n_prompt = tokens[n_kept:-1], n_prompt
+        self.clear(tokens[-1])
 
     def step(self, reduce: Reduce | None) -> Step:
         """What is to be computed: what the cache lacks of the sequence, and the rows added since the last step."""
@@ -79,21 +107,25 @@ class DraftState:
         if self.lacking:
             self._runner.commit(self.cache, range(len(self.lacking)))
             self.lacking = []
-        self.n_done = len(self.tokens)
+        super().computed()
 
     def _commit_path(self, tokens: list[int]) -> None:
         """Commit the rows of the earlier tree along which the sequence has gone on."""
         n = self._runner.n_committed(self.cache)
         if self.n_done == 0 or n >= len(tokens) - 1 or tokens[n] != self.tokens[0]:
             return
+        self._runner.commit(self.cache, self._path(tokens[n + 1 : -1]))
+
+    def _path(self, tokens: list[int]) -> list[int]:
+        """The root and the rows below it that have these tokens, as far as there are some."""
         children = {(int(self._tree.parents[row]), self.tokens[row]): row for row in range(1, self.n_done)}
         rows = [0]
-        for token in tokens[n + 1 : -1]:
+        for token in tokens:
             row = children.get((rows[-1], token))
             if row is None:
                 break
             rows.append(row)
-        self._runner.commit(self.cache, rows)
+        return rows
 
     def _known(self, tokens: list[int]) -> list[int]:
         if max(tokens, default=0) <= self._last_token:
@@ -104,7 +136,7 @@ class DraftState:
 class TreeBuilder(Protocol):
     """A tree of one sequence while it grows."""
 
-    state: DraftState
+    state: TreeState
 
     @property
     def reduce(self) -> Reduce | None:
@@ -125,28 +157,44 @@ class DraftModel:
     trace       gets a span for each pass, a level or round of the trees
     """
 
+    state_type: type[DraftState] = DraftState
+
     def __init__(self, runner: Runner, vocab_size: int, max_levels: int, trace: Trace) -> None:
-        self._runner, self.vocab_size, self._trace = runner, vocab_size, trace
+        self._runner, self.vocab_size, self.max_levels, self._trace = runner, vocab_size, max_levels, trace
         self._limit = max(runner.spec.max_positions - max_levels, 1)
         self._states: dict[Sequence, DraftState] = {}
 
-    def start(self, sequence: Sequence, n_nodes: int, is_alone: bool, n_coupled: int = 0) -> DraftState:
+    def start(self, sequence: Sequence, n_nodes: int, is_alone: bool, n_coupled: int = 0) -> TreeState:
         """Begin a tree at the end of a sequence; where the draft's context is shorter, it sees as much as fits.
 
         is_alone   no other sequence is drafted for
         n_coupled  levels whose children are ranked after the noise that the target's tokens are drawn with
         """
-        if sequence not in self._states:
-            cache = self._runner.new_cache(draft_rows(sequence.longest, n_nodes), is_alone)
-            generator, most_rows = generator_on(self._runner.device, sequence.generator), ROWS_PER_NODE * n_nodes
-            self._states[sequence] = DraftState(self._runner, cache, self.vocab_size, most_rows, generator)
-        state = self._states[sequence]
-        first = _window_start(len(sequence.tokens), self._limit)
-        state.start(sequence.tokens[first:], max(sequence.n_prompt - first, 1))
+        state = self._begin(sequence, n_nodes, is_alone)
         state.perturbation = None
         if n_coupled:
             state.perturbation = Perturbation.of(sequence, n_coupled, self.vocab_size, self._runner.device)
         return state
+
+    def _begin(self, sequence: Sequence, n_nodes: int, is_alone: bool) -> TreeState:
+        if sequence not in self._states:
+            cache = self._runner.new_cache(draft_rows(sequence.longest, n_nodes), is_alone)
+            generator, most_rows = generator_on(self._runner.device, sequence.generator), ROWS_PER_NODE * n_nodes
+            self._states[sequence] = self.state_type(self._runner, cache, self.vocab_size, most_rows, generator)
+        state = self._states[sequence]
+        first = self._first_token(sequence)
+        state.start(sequence.tokens[first:], max(sequence.n_prompt - first, 1))
+        return state
+
+    def _first_token(self, sequence: Sequence) -> int:
+        return _window_start(len(sequence.tokens), self._limit)
+
+    def knows(self, sequence: Sequence) -> bool:
+        """Whether it has what it needs to draft for a sequence."""
+        return True
+
+    def observe(self, sequence: Sequence, first: int, states: Several[Tensor]) -> None:
+        """Keep hidden states of the target, see `Drafter.observe`; a model of its own needs none."""
 
     def end(self, sequence: Sequence) -> None:
         """Release the cache of a sequence."""
@@ -164,21 +212,26 @@ class DraftModel:
         growing, n_passes = list(builders), 0
         while growing := [one for one in growing if len(one.state.tokens) > one.state.n_done]:
             with self._trace.span(DRAFT, f"level {n_passes + 1}"):
-                outs = self._runner.forward([one.state.step(_captured(one)) for one in growing])
-                chosen = to_host([_chosen(one, out) for one, out in zip(growing, outs, strict=True)])
+                outs = self._forward(growing)
+                chosen = to_host([chosen_of(one, out) for one, out in zip(growing, outs, strict=True)])
                 for one, tokens in zip(growing, chosen, strict=True):
                     one.state.computed()
                     one.take(tokens)
             n_passes += 1
         return n_passes
 
+    def _forward(self, builders: Several[TreeBuilder]) -> list[Tensor]:
+        """One pass over the rows added last."""
+        states = [(one.state, captured(one)) for one in builders]
+        return self._runner.forward([state.step(reduce) for state, reduce in states if isinstance(state, DraftState)])
 
-def _captured(builder: TreeBuilder) -> Reduce | None:
+
+def captured(builder: TreeBuilder) -> Reduce | None:
     """What is made of logits as part of the pass; nothing in a coupled tree, where noise is added to them first."""
     return builder.reduce if builder.state.perturbation is None else None
 
 
-def _chosen(builder: TreeBuilder, out: Tensor) -> Tensor:
+def chosen_of(builder: TreeBuilder, out: Tensor) -> Tensor:
     """What the host needs to know of the rows added last; `out` is what the pass gave for them."""
     if builder.state.perturbation is not None and builder.reduce is not None:
         out = builder.reduce(builder.state.perturbed(out))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from offload_rt.executor.cuda_graphs import Reduce
 from offload_rt.speculate import child_sampling
-from offload_rt.speculate.draft_model import ROWS_PER_NODE, DraftState
+from offload_rt.speculate.draft_model import ROWS_PER_NODE, TreeState
 from offload_rt.speculate.pair_stats import Estimates
 from offload_rt.tree.topology import DraftTree, Topology
 
@@ -59,7 +59,7 @@ class DynamicTreeBuilder:
 
     def __init__(
         self,
-        state: DraftState,
+        state: TreeState,
         size: tuple[int, int],
         temperature: float,
         estimates: Estimates,

@@ -57,6 +57,14 @@ class Drafter(Protocol):
         """What the target predicts after each of the last tokens of the sequence but the very last, computed just now."""
         return
 
+    def observe(self, sequence: Sequence, first: int, states: Several[Tensor]) -> None:
+        """Hidden states of the tokens that were computed just now and stay, where the target's runner taps them.
+
+        first   place of the first of these tokens in the sequence
+        states  (n, taps, hidden_size), one behind the other
+        """
+        return
+
     def end(self, sequence: Sequence) -> None:
         """The sequence has ended or was aborted: release what is held for it."""
 
@@ -107,6 +115,7 @@ class DrafterType:
     best_rule         a name in verify/
     default_sizes     of its trees: they are tried in turn until one fits into memory
     n_levels          of its trees, unless the setting says otherwise; deeper candidates are hardly ever reached
+    model             what computes drafts for it, if something does
     """
 
     open: Callable[[DraftParts], Drafter]
@@ -115,3 +124,4 @@ class DrafterType:
     best_rule: str
     default_sizes: tuple[int, ...]
     n_levels: int = 24
+    model: type[DraftModel] = DraftModel

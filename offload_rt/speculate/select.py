@@ -1,15 +1,21 @@
 """From settings to a drafter: which one, with which rule, how large its trees may be, and the draft model it needs."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+import torch
 
 from offload_rt.config import EngineConfig
 from offload_rt.errors import SettingsError
 from offload_rt.models.architecture import Architecture
+from offload_rt.models.heads import head_kind
+from offload_rt.speculate.draft_model import DraftModel
 from offload_rt.speculate.protocols import DrafterType, DraftLimits, VerificationRule
 from offload_rt.system import registry
-from offload_rt.weights.checkpoint import Checkpoint
+from offload_rt.text.detokenize import load_tokenizer
+from offload_rt.weights.checkpoint import Checkpoint, locate, open_checkpoint, read_json
+from offload_rt.weights.heads import find_mtp, open_head
 
 if TYPE_CHECKING:  # it takes a second to load, and a plan needs none
     from transformers import PreTrainedTokenizerBase
@@ -31,6 +37,10 @@ class Drafting:
     def child_sampling(self) -> str:
         """How the drafter is to draw siblings."""
         return self.rule.child_sampling or "without_replacement"
+
+    def draft_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What drafts are computed in beside a target in `dtype`; a head shares weights and hidden states with it."""
+        return dtype if self.draft is None or self.draft.spec.taps else self.draft.dtype
 
     def limits(self, config: EngineConfig, extra: Callable[[int], int], budget: int, least: int) -> DraftLimits:
         """How large trees may be: the settings, or the largest of the drafter's sizes that fits.
@@ -63,7 +73,7 @@ def pick_drafter(config: EngineConfig) -> Drafting:
     if name == "auto":
         name = "recycle" if config.draft_model is None else "adaptive_tree"
     chosen = drafter_type(name)
-    if config.draft_model is not None and not chosen.needs_model:
+    if config.draft_model is not None and not (chosen.needs_model or name == "mtp"):
         users = [other for other in registry.names("speculate.draft") if drafter_type(other).needs_model]
         raise SettingsError(
             f"--draft-model with --drafter {name}", need="a drafter that uses one", have=name,
@@ -80,6 +90,38 @@ def pick_drafter(config: EngineConfig) -> Drafting:
             f"--rule {config.rule}", need="a drafter that draws by probabilities", have=name, change="use --rule match"
         )
     return Drafting(name, chosen, rule)
+
+
+def find_draft(
+    config: EngineConfig, drafting: Drafting | None, target: Checkpoint, tokenizer: "PreTrainedTokenizerBase | None"
+) -> Drafting:
+    """What is to draft, with the checkpoint that it drafts by. Heads that are given or come with the target pick their drafter.
+
+    drafting  instead of that of the settings
+    Raises SettingsError where target and draft, or draft and drafter, do not belong together.
+    """
+    chosen, head = drafting or pick_drafter(config), None
+    if config.draft_model is not None:
+        directory = locate(config.draft_model, None, config.offline)
+        if chosen.name == "mtp":
+            head = find_mtp(directory, target)
+        elif kind := head_kind(read_json(directory / "config.json")):
+            head = open_head(directory, kind, target)
+        elif chosen.type.model is DraftModel:
+            draft = open_checkpoint(directory)
+            check_pair(target.spec, draft.spec, (tokenizer, load_tokenizer(directory)))
+            return replace(chosen, draft=draft)
+    elif chosen.name == "mtp" or (config.drafter == "auto" and drafting is None):
+        head = find_mtp(target.directory, target)
+    if head is None:
+        if chosen.type.model is DraftModel:
+            return chosen
+        need, have = f"a checkpoint that has {chosen.name} heads", "one without"
+        raise SettingsError(f"--drafter {chosen.name}", need=need, have=have, change="use another drafter")
+    if config.drafter not in ("auto", head.spec.family):
+        change = f"leave --drafter out, or use --drafter {head.spec.family}"
+        raise SettingsError(f"--drafter {config.drafter}", need="a whole draft model", have="heads", change=change)
+    return replace(drafting or pick_drafter(replace(config, drafter=head.spec.family)), draft=head)
 
 
 def check_pair(

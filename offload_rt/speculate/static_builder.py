@@ -9,7 +9,7 @@ from torch import Tensor
 
 from offload_rt.executor.cuda_graphs import Reduce
 from offload_rt.speculate import child_sampling
-from offload_rt.speculate.draft_model import DraftState
+from offload_rt.speculate.draft_model import TreeState
 from offload_rt.tree.choose import Acceptance
 from offload_rt.tree.topology import DraftTree, SampledNodes, Topology
 
@@ -71,7 +71,7 @@ class StaticTreeBuilder:
 
     chances = np.empty(0)
 
-    def __init__(self, state: DraftState, plan: StaticTree, acceptance: Acceptance) -> None:
+    def __init__(self, state: TreeState, plan: StaticTree, acceptance: Acceptance) -> None:
         self.state, self._plan, self._acceptance = state, plan, acceptance
         self.copied = plan.copied if plan.child_sampling != "independent" else ()
         self._shape = shape_of(plan.topology)

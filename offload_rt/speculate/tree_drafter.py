@@ -6,9 +6,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
+from torch import Tensor
 
 from offload_rt.executor.sequence import Sequence
 from offload_rt.sampling import TopTokens
+from offload_rt.speculate.draft_model import DraftModel
 from offload_rt.speculate.dynamic_builder import DynamicTreeBuilder
 from offload_rt.speculate.ngrams import Match, MatchRates, append_ngram, find_matches
 from offload_rt.speculate.pair_stats import Estimates
@@ -23,14 +25,17 @@ _SIZES = (1024, 512, 256, 128, 64, 32, 16, 8)
 _NGRAM_RATE, _NGRAM_LENGTH = 0.5, 8
 
 
-def tree_drafter(dynamic_at_zero: bool, dynamic_above: bool) -> DrafterType:
+def tree_drafter(
+    dynamic_at_zero: bool, dynamic_above: bool, needs_model: bool = True, model: type[DraftModel] = DraftModel
+) -> DrafterType:
     """The type of a `TreeDrafter`; children of static trees are drawn as the rule wants them, above temperature 0."""
     return DrafterType(
         open=partial(TreeDrafter, is_dynamic=(dynamic_at_zero, dynamic_above)),
-        needs_model=True,
+        needs_model=needs_model,
         gives_draft_probs=not dynamic_above,
         best_rule="coupled" if dynamic_above else "adaptive" if dynamic_at_zero else "traversal",
         default_sizes=_SIZES,
+        model=model,
     )
 
 
@@ -85,6 +90,10 @@ class TreeDrafter(Drafter):
             self._rates.observe(proposal.match, after)
         proposal.builder.learn([0, *verdict.path], after)
 
+    def observe(self, sequence: Sequence, first: int, states: Several[Tensor]) -> None:
+        """Hand the target's hidden states to the head."""
+        self._model.observe(sequence, first, states)
+
     def end(self, sequence: Sequence) -> None:
         """Release the draft's cache of a sequence."""
         self._proposals.pop(sequence, None)
@@ -111,8 +120,8 @@ class TreeDrafter(Drafter):
 
     def _start_tree(self, sequence: Sequence, n_nodes: int, n_sequences: int) -> _Proposal | None:
         """None where there is nothing to draft."""
-        n_levels, n_rows = min(self.limits.n_levels, sequence.n_left), n_nodes
-        if n_nodes == 1 or n_levels == 1:
+        n_levels, n_rows = min(self.limits.n_levels, sequence.n_left, self._model.max_levels), n_nodes
+        if n_nodes == 1 or n_levels == 1 or not self._model.knows(sequence):
             return None
         temperature = sequence.sampling.temperature
         kind, estimates, n_coupled = self._kind(temperature), self.estimates_at(temperature), 0

@@ -21,6 +21,7 @@ from offload_rt.weights.layout import PAGE
 from offload_rt.weights.source import OTHER_CONFIG, Source
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_HEADS = "medusa_lm_head.safetensors"
 _WANTED_FILES = (
     "*.safetensors", _INDEX, "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "*.jinja",
@@ -147,8 +148,16 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     """
     config = read_json(directory / "config.json")
     weight_format = format_of(config.pop("quantization_config", None))
-    spec = spec_of(config)
-    found = _tensors(directory)
+    return assemble(directory, spec_of(config), weight_format, tensors_of(directory))
+
+
+def assemble(
+    directory: Path, spec: Architecture, weight_format: WeightFormat, found: dict[str, TensorRecord]
+) -> Checkpoint:
+    """The checkpoint of a model whose tensors are among those found.
+
+    Raises CheckpointError where one is missing or not what the model says, or one is left over.
+    """
 
     def records(tensors: Iterable[TensorShape], prefix: str = "") -> tuple[TensorRecord, ...]:
         source = Source(found, prefix)
@@ -179,12 +188,16 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _tensors(directory: Path) -> dict[str, TensorRecord]:
-    """All tensors of a checkpoint, by name, from its one file or from all shards of its index."""
+def tensors_of(directory: Path) -> dict[str, TensorRecord]:
+    """All tensors of a checkpoint, by name, from its one file or from all shards of its index.
+
+    Raises CheckpointError where there are none, or a file is damaged.
+    """
     if (directory / _INDEX).exists():
         return _sharded(directory)
-    if (directory / _SINGLE).exists():
-        return read_header(directory / _SINGLE)
+    for name in (_SINGLE, _HEADS):
+        if (directory / name).exists():
+            return read_header(directory / name)
     others = sorted(path.name for path in directory.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
     raise CheckpointError(
         f"{directory} has no safetensors weights", need=f"{_SINGLE} or {_INDEX}",

@@ -1,0 +1,177 @@
+"""Drafting by heads that see the target's hidden states, which arrive with each of its passes."""
+
+from collections.abc import Sequence as Several
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from offload_rt.executor.cuda_graphs import Reduce
+from offload_rt.executor.runner import CHUNK_ROWS, Runner, Step
+from offload_rt.executor.sequence import Sequence
+from offload_rt.models.heads import Head, HeadDecoder, Medusa
+from offload_rt.ops import to_device
+from offload_rt.sampling import generator_on
+from offload_rt.speculate.draft_model import (
+    ROWS_PER_NODE,
+    DraftModel,
+    DraftState,
+    TreeBuilder,
+    TreeState,
+    captured,
+)
+from offload_rt.system.trace import Trace
+from offload_rt.tree.topology import Topology
+
+
+class HeadState(DraftState):
+    """Rows of a head with a cache: row j is token j + 1 beside what the head takes of the target behind token j.
+
+    Of rows below the root it takes what the head gave for their parents, so they are computed anew once they are accepted.
+
+    taken  (n, hidden_size) of the lacking rows and the root
+    """
+
+    taken = given = torch.empty(0)
+
+    def step(self, reduce: Reduce | None) -> Step:
+        """What is to be computed, with what each row takes."""
+        return replace(super().step(reduce), states=self._states())
+
+    def feed(self) -> None:
+        """Compute what is lacking of a long prompt, part by part, so that there is memory for few rows at once."""
+        n = CHUNK_ROWS
+        while len(self.lacking) > n:
+            tokens = torch.tensor(self.lacking[:n])
+            self._runner.forward([Step(self.cache, tokens, Topology.chain(n), 1, self.n_prompt, states=self.taken[:n])])
+            self._runner.commit(self.cache, range(n))
+            self.lacking, self.taken = self.lacking[n:], self.taken[n:]
+
+    def keep(self, given: Tensor) -> None:
+        """What the rows below take (n, hidden_size) of the rows computed last; the target's states have been used."""
+        if len(self.given) < self._most_rows:
+            self.given = given.new_empty(self._most_rows, given.shape[1])
+        self.given[self.new_rows] = given
+        self.taken = given[:0]
+
+    def _states(self) -> Tensor:
+        if self.n_done == 0:
+            return self.taken
+        above = torch.from_numpy(self._tree.parents[self.new_rows])
+        return self.given.index_select(0, *to_device([above], self.given.device))
+
+    def _path(self, tokens: list[int]) -> list[int]:
+        """The root alone: the rows below were not computed with the target's states."""
+        return [0]
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """What a head takes of the target behind the tokens of a sequence from place `first` on, (n, hidden_size)."""
+
+    first: int
+    states: Tensor
+
+    @property
+    def stop(self) -> int:
+        """The place behind the last of them."""
+        return self.first + len(self.states)
+
+    def since(self, place: int) -> "_Taken":
+        """The part from a place on."""
+        return _Taken(place, self.states[place - self.first :])
+
+
+class HeadModel(DraftModel):
+    """A head of one decoder layer, with a cache for each sequence."""
+
+    state_type = HeadState
+
+    def __init__(self, runner: Runner, vocab_size: int, max_levels: int, trace: Trace) -> None:
+        super().__init__(runner, vocab_size, max_levels, trace)
+        self._taken: dict[Sequence, _Taken] = {}
+
+    def knows(self, sequence: Sequence) -> bool:
+        """Whether the target has computed all of the sequence but its last token."""
+        return sequence in self._taken and self._taken[sequence].stop == len(sequence.tokens) - 1
+
+    @torch.inference_mode()
+    def observe(self, sequence: Sequence, first: int, states: Several[Tensor]) -> None:
+        """Keep what the head takes of the target's hidden states, until rows of it have been computed with them."""
+        spec = self._runner.spec
+        assert isinstance(spec, Head), "it drafts by a head"
+        taken, known = [spec.take(self._runner.non_layer, one) for one in states], self._taken.get(sequence)
+        if known is not None:
+            first, taken = known.first, [known.states[: first - known.first], *taken]
+        self._taken[sequence] = _Taken(first, torch.cat(taken))
+
+    def end(self, sequence: Sequence) -> None:
+        """Release what is held for a sequence."""
+        self._taken.pop(sequence, None)
+        super().end(sequence)
+
+    def _first_token(self, sequence: Sequence) -> int:
+        return 1
+
+    def _begin(self, sequence: Sequence, n_nodes: int, is_alone: bool) -> TreeState:
+        super()._begin(sequence, n_nodes, is_alone)
+        state = self._states[sequence]
+        assert isinstance(state, HeadState), "so they are made"
+        self._taken[sequence] = self._taken[sequence].since(self._runner.n_committed(state.cache))
+        state.taken = self._taken[sequence].states
+        state.feed()
+        return state
+
+    def _forward(self, builders: Several[TreeBuilder]) -> list[Tensor]:
+        outs, spec = super()._forward(builders), self._runner.spec
+        assert isinstance(spec, HeadDecoder), "it drafts by one"
+        for one, tapped in zip(builders, self._runner.tapped, strict=True):
+            rows = one.state.new_rows
+            if isinstance(one.state, HeadState):
+                one.state.keep(spec.give(self._runner.non_layer, tapped[rows.start - rows.stop :, 0]))
+        return outs
+
+
+class MedusaState(TreeState):
+    """A tree of Medusa's heads.
+
+    logits  (heads, vocabulary): of the tokens below the nodes of each depth, whatever the node
+    """
+
+    logits = torch.empty(0)
+
+
+class MedusaModel(HeadModel):
+    """Medusa's heads, which have no cache: each tells one level of a tree from the target's last hidden state."""
+
+    def __init__(self, runner: Runner, vocab_size: int, max_levels: int, trace: Trace) -> None:
+        super().__init__(runner, vocab_size, min(max_levels, runner.spec.n_layers + 1), trace)
+        self._layers = runner.resident_layers()
+        self._trees: dict[Sequence, MedusaState] = {}
+
+    def end(self, sequence: Sequence) -> None:
+        """Release what is held for a sequence."""
+        self._trees.pop(sequence, None)
+        super().end(sequence)
+
+    @torch.inference_mode()
+    def _begin(self, sequence: Sequence, n_nodes: int, is_alone: bool) -> TreeState:
+        if sequence not in self._trees:
+            generator = generator_on(self._runner.device, sequence.generator)
+            self._trees[sequence] = MedusaState(self.vocab_size, ROWS_PER_NODE * n_nodes, generator)
+        state, taken, spec = self._trees[sequence], self._taken[sequence], self._runner.spec
+        assert isinstance(spec, Medusa), "it drafts by Medusa's heads"
+        self._taken[sequence] = taken = _Taken(taken.stop - 1, taken.states[-1:].clone())
+        parts = [spec.predict(weights, taken.states) for weights in self._layers]
+        state.logits = torch.cat(parts)
+        state.clear(sequence.tokens[-1])
+        return state
+
+    def _forward(self, builders: Several[TreeBuilder]) -> list[Tensor]:
+        depths = to_device([torch.from_numpy(one.state.new_depths).long() for one in builders], self._runner.device)
+        outs = []
+        for one, rows in zip(builders, depths, strict=True):
+            if isinstance(one.state, MedusaState):
+                logits, reduce = one.state.logits.index_select(0, rows), captured(one)
+                outs.append(reduce(logits) if reduce else logits)
+        return outs
