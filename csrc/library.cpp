@@ -290,6 +290,25 @@ void dequantize(Tensor codes, Tensor scales, std::optional<Tensor> zeros, std::o
   offload_rt::dequantize(args, device.stream);
 }
 
+void dequantize_blocks(Tensor blocks, int64_t kind, Tensor out) {
+  constexpr int64_t n_kinds = sizeof(offload_rt::kBlockLayouts) / sizeof(offload_rt::BlockLayout);
+  STD_TORCH_CHECK(kind >= 0 && kind < n_kinds, "unknown kind of blocks: ", kind);
+  const offload_rt::BlockLayout& layout = offload_rt::kBlockLayouts[kind];
+  check_dense(out, "out", out.scalar_type(), 2);
+  check_dense(blocks, "blocks", ScalarType::Byte, 2);
+  STD_TORCH_CHECK(out.size(1) % layout.n == 0, "out must have a multiple of ", layout.n, " columns");
+  check_size(blocks, "blocks", 0, out.size(0));
+  check_size(blocks, "blocks", 1, out.size(1) / layout.n * layout.size);
+  offload_rt::DequantizeBlocks args{};
+  args.kind = static_cast<offload_rt::BlockKind>(kind), args.layout = layout, args.out_kind = float_kind(out, "out");
+  args.n_rows = out.size(0), args.n_columns = count(out.size(1), "columns");
+  if (out.numel() == 0) return;
+  const Device device(out);
+  args.blocks = data<uint8_t>(blocks), args.out = out.data_ptr();
+  args.is_aligned = reinterpret_cast<uintptr_t>(out.data_ptr()) % 16 == 0;
+  offload_rt::dequantize_blocks(args, device.stream);
+}
+
 Tensor normed(const Tensor& x, const Tensor* delta, const Tensor& weight, double eps) {
   const bool is_half = check_half(x, "x");
   const int64_t n_dims = x.dim(), width = x.size(n_dims - 1);
@@ -411,6 +430,7 @@ OFFLOAD_RT_LIBRARY(OFFLOAD_RT_NAME, m) {
         "Tensor uniforms, int n_levels, bool independent, bool leaf_to_root) -> Tensor");
   m.def("dequantize(Tensor codes, Tensor scales, Tensor? zeros, Tensor? groups, int kind, int bits, int block_rows, "
         "int block_columns, int offset, Tensor(a!) out) -> ()");
+  m.def("dequantize_blocks(Tensor blocks, int kind, Tensor(a!) out) -> ()");
 }
 
 OFFLOAD_RT_LIBRARY_IMPL(OFFLOAD_RT_NAME, OFFLOAD_RT_KEY, m) {
@@ -423,4 +443,5 @@ OFFLOAD_RT_LIBRARY_IMPL(OFFLOAD_RT_NAME, OFFLOAD_RT_KEY, m) {
   m.impl("silu_mul", TORCH_BOX(&silu_mul));
   m.impl("verify", TORCH_BOX(&verify));
   m.impl("dequantize", TORCH_BOX(&dequantize));
+  m.impl("dequantize_blocks", TORCH_BOX(&dequantize_blocks));
 }

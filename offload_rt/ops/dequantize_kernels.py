@@ -4,13 +4,14 @@ A product of a code of at most 8 bits and a scale of 16 is exact in float32, so 
 what a product in that dtype gives. numba knows neither float16 nor bfloat16: both are made of bits here.
 """
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from offload_rt.ops.dequantize import AWQ_NIBBLES, E2M1, NF4, ORDERS, Packing
+from offload_rt.ops.dequantize import AWQ_NIBBLES, E2M1, IQ4, KERNEL_BLOCKS, NF4, ORDERS, Packing
 from offload_rt.system.numba_cache import compiled
 
 _ROWS, _COLUMNS, _AWQ, _INT8, _E2M1, _NF4, _FLOAT8 = range(7)  # as ORDERS
@@ -20,6 +21,8 @@ _ROUNDING = {torch.float32: _NOTHING, torch.float16: _HALF, torch.bfloat16: _BFL
 _LEAST_PER_THREAD = 1 << 20
 _TABLES = np.array((E2M1, NF4), np.float32)
 _NIBBLES = np.array(AWQ_NIBBLES, np.int64)
+_Q4_0, _Q4_1, _Q5_0, _Q5_1, _Q8_0, _Q2_K, _Q3_K, _Q4_K, _Q5_K, _Q6_K, _IQ4_NL, _IQ4_XS = range(12)  # as KERNEL_BLOCKS
+_LEVELS = np.array(IQ4, np.float32)
 
 
 def dequantize_on_cpu(
@@ -27,12 +30,7 @@ def dequantize_on_cpu(
 ) -> None:
     """See `dequantize`; scales and out of float16, bfloat16 or float32."""
     kind = _FLOAT8 if codes.dtype == torch.float8_e4m3fn else ORDERS.index(packing.order)
-    written = _ROUNDING[out.dtype]
-    narrow, wide = np.empty((0, 0), np.uint16), np.empty((0, 0), np.float32)
-    if written == _NOTHING:
-        wide = out.numpy()
-    else:
-        narrow = out.view(torch.int16).numpy().view(np.uint16)
+    written, narrow, wide = _target(out)
     scale = scales.float().contiguous().numpy()
     zero = np.full_like(scale, packing.offset) if zeros is None else zeros.float().contiguous().numpy()
     places = np.empty(0, np.int32) if groups is None else groups.numpy()
@@ -45,6 +43,33 @@ def dequantize_on_cpu(
         rows = first, last, out.shape[1]
         _dequantize(rows, bytes, row_nbytes, scale, zero, places, numbers, narrow, wide)
 
+    _deal_rows(compute, out)
+
+
+def dequantize_blocks_on_cpu(blocks: Tensor, name: str, out: Tensor) -> None:
+    """See `dequantize_blocks`; a type with a kernel, out of float16, bfloat16 or float32."""
+    written, narrow, wide = _target(out)
+    kind, own = list(KERNEL_BLOCKS).index(name), KERNEL_BLOCKS[name]
+    minimum = own.scale if own.minimum is None else own.minimum  # one that is not used
+    numbers = (kind, own.n, own.size, own.group, own.scale, minimum, written)
+    bytes = blocks.contiguous().numpy()
+
+    def compute(first: int, last: int) -> None:
+        _dequantize_blocks((first, last, out.shape[1]), bytes, numbers, narrow, wide)
+
+    _deal_rows(compute, out)
+
+
+def _target(out: Tensor) -> tuple[int, np.ndarray, np.ndarray]:
+    """How to round to `out`, and where to write it in 16 bits, and in 32; one of them is empty."""
+    written = _ROUNDING[out.dtype]
+    if written == _NOTHING:
+        return written, np.empty((0, 0), np.uint16), out.numpy()
+    return written, out.view(torch.int16).numpy().view(np.uint16), np.empty((0, 0), np.float32)
+
+
+def _deal_rows(compute: Callable[[int, int], None], out: Tensor) -> None:
+    """Let threads compute rows from the first to before the last."""
     n_threads = max(min(torch.get_num_threads(), out.numel() // _LEAST_PER_THREAD), 1)
     if n_threads == 1:
         compute(0, len(out))
@@ -77,12 +102,17 @@ def _dequantize(rows, codes, row_nbytes, scales, zeros, groups, numbers, narrow,
         elif rounded == _HALF:
             _to_half(values, spare, halves)
             _from_half(halves, values)
-        if written == _BFLOAT16:
-            _to_bfloat16(values, narrow[row])
-        elif written == _HALF:
-            _to_half(values, spare, narrow[row])
-        else:
-            wide[row] = values
+        _write(values, spare, row, written, narrow, wide)
+
+
+@compiled()
+def _write(values, spare, row, written, narrow, wide):  # type: ignore[no-untyped-def]  # numba infers the types
+    if written == _BFLOAT16:
+        _to_bfloat16(values, narrow[row])
+    elif written == _HALF:
+        _to_half(values, spare, narrow[row])
+    else:
+        wide[row] = values
 
 
 @compiled()
@@ -215,3 +245,131 @@ def _from_half(halves, values):  # type: ignore[no-untyped-def]  # numba infers 
         bits[i] = moved | (half & np.uint32(0x8000)) << np.uint32(16)
     for i in range(len(values)):
         values[i] *= np.float32(2.0**112)
+
+
+@compiled(nogil=True)
+def _dequantize_blocks(rows, blocks, numbers, narrow, wide):  # type: ignore[no-untyped-def]  # numba infers the types
+    first, last, n_columns = rows
+    kind, n, size, group, scale_at, minimum_at, written = numbers
+    n_blocks, n_groups = n_columns // n, n // group
+    values, spare = np.empty(n_columns, np.float32), np.empty(n_columns, np.float32)
+    halves, heads = np.empty(2 * n_blocks, np.uint16), np.empty(2 * n_blocks, np.float32)
+    scales, minima = np.empty(n_groups, np.float32), np.zeros(n_groups, np.float32)
+    for row in range(first, last):
+        for i in range(n_blocks):
+            own = blocks[row, i * size : (i + 1) * size]
+            halves[2 * i] = np.uint16(own[scale_at]) | np.uint16(own[scale_at + 1]) << np.uint16(8)
+            halves[2 * i + 1] = np.uint16(own[minimum_at]) | np.uint16(own[minimum_at + 1]) << np.uint16(8)
+        _from_half(halves, heads)
+        for i in range(n_blocks):
+            own, part = blocks[row, i * size : (i + 1) * size], values[i * n : (i + 1) * n]
+            _block_codes(own, kind, part)
+            _block_scales(own, kind, heads[2 * i], heads[2 * i + 1], scales, minima)
+            for j in range(n_groups):
+                # The product is exact in float32; the difference is rounded once.
+                scale, minimum = scales[j], minima[j]
+                for k in range(j * group, (j + 1) * group):
+                    part[k] = part[k] * scale - minimum
+        _write(values, spare, row, written, narrow, wide)
+
+
+@compiled()
+def _block_codes(own, kind, values):  # type: ignore[no-untyped-def]  # numba infers the types
+    """The codes of a block, less what is subtracted from all."""
+    if kind == _Q8_0:
+        signed = own[2:].view(np.int8)
+        for i in range(32):
+            values[i] = np.float32(signed[i])
+    elif kind in (_Q2_K, _Q3_K):
+        values[:] = np.float32(0 if kind == _Q2_K else -4)
+        _add_pairs(own[16:80] if kind == _Q2_K else own[32:96], np.float32(1), values)
+        if kind == _Q3_K:
+            _add_bits(own[:32], np.float32(4), values)
+    elif kind in (_Q4_K, _Q5_K):
+        _nibbles(own[len(own) - 128 :], 32, values)
+        if kind == _Q5_K:
+            _add_bits(own[16:48], np.float32(16), values)
+    elif kind == _Q6_K:
+        _nibbles(own[:128], 64, values)
+        for i in range(256):
+            values[i] -= np.float32(32)
+        _add_pairs(own[128:192], np.float32(16), values)
+    else:
+        _nibbles(own[8:] if kind == _IQ4_XS else own[len(own) - 16 :], 16, values)
+        _mend_nibbles(own, kind, values)
+
+
+@compiled()
+def _mend_nibbles(own, kind, values):  # type: ignore[no-untyped-def]  # numba infers the types
+    """Codes of types in which a low nibble and the high one beside it are 16 columns apart, from these nibbles."""
+    if kind in (_IQ4_NL, _IQ4_XS):
+        for i in range(len(values)):
+            values[i] = _LEVELS[int(values[i])]
+    elif kind == _Q4_0:
+        for i in range(32):
+            values[i] -= np.float32(8)
+    elif kind in (_Q5_0, _Q5_1):
+        fifth = own[len(own) - 20 :]
+        for i in range(32):
+            bit = fifth[i // 8] >> np.uint8(i % 8) & np.uint8(1)
+            values[i] += np.float32(16) * np.float32(bit) - np.float32(16 if kind == _Q5_0 else 0)
+
+
+@compiled()
+def _block_scales(own, kind, scale, minimum, scales, minima):  # type: ignore[no-untyped-def]  # numba infers the types
+    """What the codes of each group are multiplied with, and what is then subtracted; minima are zeros beforehand."""
+    if kind in (_Q4_K, _Q5_K):
+        for i in range(4):
+            low, middle, high = own[4 + i], own[8 + i], own[12 + i]
+            scales[i], minima[i] = scale * np.float32(low & 63), minimum * np.float32(middle & 63)
+            scales[i + 4] = scale * np.float32(high & 15 | low >> 6 << 4)
+            minima[i + 4] = minimum * np.float32(high >> 4 | middle >> 6 << 4)
+    elif kind == _Q2_K:
+        for i in range(16):
+            scales[i], minima[i] = scale * np.float32(own[i] & 15), minimum * np.float32(own[i] >> 4)
+    elif kind == _Q3_K:
+        for i in range(16):
+            low = own[96 + i % 8] >> (i // 8 * 4) & 15
+            scales[i] = scale * np.float32((low | (own[104 + i % 4] >> (i // 4 * 2) & 3) << 4) - 32)
+    elif kind == _Q6_K:
+        signed = own[192:208].view(np.int8)
+        for i in range(16):
+            scales[i] = scale * np.float32(signed[i])
+    elif kind == _IQ4_XS:
+        for i in range(8):
+            low, high = own[4 + i // 2] >> (i % 2 * 4) & 15, own[2 + i // 4] >> (i % 4 * 2) & 3
+            scales[i] = scale * np.float32((low | high << 4) - 32)
+    else:
+        scales[0] = scale
+        if kind in (_Q4_1, _Q5_1):
+            minima[0] = -minimum
+
+
+@compiled()
+def _nibbles(own, width, values):  # type: ignore[no-untyped-def]  # numba infers the types
+    """The low nibbles of `width` bytes, then their high ones, and so on."""
+    for first in range(0, len(values) // 2, width):
+        part, low = own[first : first + width], values[2 * first : 2 * first + width]
+        high = values[2 * first + width : 2 * first + 2 * width]
+        for i in range(width):
+            low[i] = np.float32(part[i] & np.uint8(15))
+        for i in range(width):
+            high[i] = np.float32(part[i] >> np.uint8(4))
+
+
+@compiled()
+def _add_pairs(own, factor, values):  # type: ignore[no-untyped-def]  # numba infers the types
+    """The four pairs of bits of 32 bytes, low ones first, and so on."""
+    for j in range(8):
+        part, target, shift = own[j // 4 * 32 : j // 4 * 32 + 32], values[32 * j : 32 * j + 32], np.uint8(j % 4 * 2)
+        for i in range(32):
+            target[i] += factor * np.float32(part[i] >> shift & np.uint8(3))
+
+
+@compiled()
+def _add_bits(own, factor, values):  # type: ignore[no-untyped-def]  # numba infers the types
+    """The eight bits of 32 bytes, low ones first."""
+    for j in range(8):
+        target, shift = values[32 * j : 32 * j + 32], np.uint8(j)
+        for i in range(32):
+            target[i] += factor * np.float32(own[i] >> shift & np.uint8(1))

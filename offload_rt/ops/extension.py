@@ -65,6 +65,9 @@ def describe(library: str) -> None:
     ) -> None:  # fmt: skip
         return None
 
+    def dequantize_blocks(blocks: Tensor, kind: int, out: Tensor) -> None:
+        return None
+
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return x.new_empty(x.shape)
 
@@ -80,6 +83,6 @@ def describe(library: str) -> None:
     def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
         return gate.new_empty(gate.shape)
 
-    layer = (rms_norm, add_rms_norm, rotate_and_store, silu_mul, dequantize)
+    layer = (rms_norm, add_rms_norm, rotate_and_store, silu_mul, dequantize, dequantize_blocks)
     for fake in (tree_attention, transfer, commit_rows, verify, *layer):
         torch.library.register_fake(f"{library}::{fake.__name__}", fake)
