@@ -1,6 +1,6 @@
 """How fast are quantised weights made plain on a CPU, and does a link still set the time of a pass that does so?
 
-    python -m bench.dequantize [--rounds 7] [--rates 250MB/s,500MB/s,1GB/s]
+    python -m bench.dequantize [--rounds 7] [--rates 0.25,0.5,1]
 
 One thread throughout. First, for each format, a matrix of 4096 x 11008 to bfloat16: billions of weights a second by the kernel,
 and by torch's own operations, interleaved. Then a pass of one token over a Llama of 4-bit integers, whose layers are read from
@@ -24,7 +24,6 @@ from torch import Tensor
 from bench.measure import ROOT, Spread, commit, machine
 from bench.paced import PacedTier
 from bench.stream import Passes
-from offload_rt.config import parse_rate
 from offload_rt.llm import LLM
 from offload_rt.offload.disk import DiskTier
 from offload_rt.offload.memory import MemoryTier
@@ -147,11 +146,11 @@ def main() -> None:
     """Run both and print one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--rates", default="250MB/s,500MB/s,1GB/s", help="of the link")
+    parser.add_argument("--rates", default="0.25,0.5,1", help="of the link, in GB/s")
     flags = parser.parse_args()
     torch.set_num_threads(1)
     print(f"{machine()}; commit {commit()}")
-    gbps = [parse_rate(rate, "--rates") / 1e9 for rate in flags.rates.split(",")]
+    gbps = [float(rate) for rate in flags.rates.split(",")]
     results = {"weights_per_s": rates(flags.rounds), "pass": passes_over_a_link(gbps, max(flags.rounds // 2, 2))}
     print(json.dumps({"machine": machine(), "commit": commit(), **results}))
 

@@ -24,6 +24,7 @@ _KEYS = {
     "max_position_embeddings": "context_length", "num_hidden_layers": "block_count", "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length", "num_attention_heads": "attention.head_count",
     "num_key_value_heads": "attention.head_count_kv", "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "vocab_size": "vocab_size",
 }  # fmt: skip
 # What llama.cpp stores in more bits in its mixtures called M.
 _FINER = ("attn_v", "ffn_down", "output")

@@ -194,7 +194,9 @@ def reference_dequantize(
 
 
 def reference_dequantize_blocks(blocks: Tensor, name: str, out: Tensor) -> None:
-    """See `dequantize_blocks`; some rows at a time, by transformers' own code."""
+    """See `dequantize_blocks`; some rows at a time, by transformers' own code, which copies tables to a card each time."""
+    if blocks.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise extension.NotCapturable
     step = max(REFERENCE_WEIGHTS // max(out.shape[1], 1), 1)
     for first in range(0, len(out), step):
         part = blocks[first : first + step].contiguous().view(-1, BLOCKS[name].size)

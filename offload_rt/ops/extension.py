@@ -13,6 +13,10 @@ LIBRARY = Path(__file__).with_name("_kernels.so")
 LEAST_CAPABILITY = (8, 0)
 
 
+class NotCapturable(RuntimeError):
+    """What is computed cannot be part of a CUDA graph."""
+
+
 @cache
 def is_loaded() -> bool:
     """Load the kernels once; False where they are not built or torch sees no card."""

@@ -82,13 +82,14 @@ def load_tokenizer(path: Path) -> "PreTrainedTokenizerBase | None":
 def _of_gguf(path: Path) -> "PreTrainedTokenizerBase | None":
     """By transformers' own parts: its AutoTokenizer asks for another package where a file is of an older architecture."""
     from transformers import PreTrainedTokenizerFast
-    from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer, get_gguf_tokenizer
 
     architecture, content, config = get_gguf_tokenizer(str(path))
     if "tokenizer_type" not in content:
         return None
     backend, more = convert_gguf_tokenizer(architecture, content)
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **config, **more)
+    settings = {"tokenizer_object": backend, **config, **more}
+    return PreTrainedTokenizerFast(**settings)  # type: ignore[no-untyped-call]  # theirs
 
 
 def encode(tokenizer: "PreTrainedTokenizerBase", prompt: str, chat: bool = False) -> list[int]:

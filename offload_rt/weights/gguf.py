@@ -117,7 +117,8 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, TensorRecord]]:
 
     Raises CheckpointError for a file that is damaged or cut short, UnsupportedModelError for a model that is not understood.
     """
-    metadata, tensors = {}, {}
+    metadata: dict[str, Any] = {}
+    tensors: dict[str, TensorRecord] = {}
     for part in reversed(parts(path)):
         metadata, found = _read_file(part)  # the first part has all the metadata
         tensors |= found
@@ -213,7 +214,7 @@ def _config(metadata: dict[str, Any], tensors: dict[str, TensorRecord], name: st
         if key not in _KNOWN and value:
             raise UnsupportedModelError(f"{name}: {family}.{key} is not understood", have=str(value))
     own.setdefault("attention.head_count_kv", own.get("attention.head_count"))
-    sizes = {theirs: own.get(theirs) for theirs in _SIZES if theirs != "attention.key_length"}
+    sizes: dict[str, Any] = {theirs: own.get(theirs) for theirs in _SIZES if theirs != "attention.key_length"}
     for key, value in sizes.items():
         if type(value) is not int or not 1 <= value < 1 << 24:
             raise UnsupportedModelError(f"{name}: {family}.{key} is {value!r}", need="a whole number")
