@@ -251,125 +251,126 @@ def _from_half(halves, values):  # type: ignore[no-untyped-def]  # numba infers 
 def _dequantize_blocks(rows, blocks, numbers, narrow, wide):  # type: ignore[no-untyped-def]  # numba infers the types
     first, last, n_columns = rows
     kind, n, size, group, scale_at, minimum_at, written = numbers
-    n_blocks, n_groups = n_columns // n, n // group
+    n_blocks, n_groups = n_columns // n, n_columns // group
     values, spare = np.empty(n_columns, np.float32), np.empty(n_columns, np.float32)
     halves, heads = np.empty(2 * n_blocks, np.uint16), np.empty(2 * n_blocks, np.float32)
     scales, minima = np.empty(n_groups, np.float32), np.zeros(n_groups, np.float32)
+    codes, groups = values.reshape(n_blocks, n), values.reshape(n_groups, group)
+    of_block = scales.reshape(n_blocks, n // group), minima.reshape(n_blocks, n // group)
     for row in range(first, last):
+        own = blocks[row].reshape(n_blocks, size)
         for i in range(n_blocks):
-            own = blocks[row, i * size : (i + 1) * size]
-            halves[2 * i] = np.uint16(own[scale_at]) | np.uint16(own[scale_at + 1]) << np.uint16(8)
-            halves[2 * i + 1] = np.uint16(own[minimum_at]) | np.uint16(own[minimum_at + 1]) << np.uint16(8)
+            halves[2 * i] = np.uint16(own[i, scale_at]) | np.uint16(own[i, scale_at + 1]) << np.uint16(8)
+            halves[2 * i + 1] = np.uint16(own[i, minimum_at]) | np.uint16(own[i, minimum_at + 1]) << np.uint16(8)
         _from_half(halves, heads)
-        for i in range(n_blocks):
-            own, part = blocks[row, i * size : (i + 1) * size], values[i * n : (i + 1) * n]
-            _block_codes(own, kind, part)
-            _block_scales(own, kind, heads[2 * i], heads[2 * i + 1], scales, minima)
-            for j in range(n_groups):
-                # The product is exact in float32; the difference is rounded once.
-                scale, minimum = scales[j], minima[j]
-                for k in range(j * group, (j + 1) * group):
-                    part[k] = part[k] * scale - minimum
+        _block_codes(own, kind, codes)
+        _block_scales(own, kind, heads, *of_block)
+        for j in range(n_groups):
+            # The product is exact in float32; the difference is rounded once.
+            for k in range(group):
+                groups[j, k] = groups[j, k] * scales[j] - minima[j]
         _write(values, spare, row, written, narrow, wide)
 
 
 @compiled()
-def _block_codes(own, kind, values):  # type: ignore[no-untyped-def]  # numba infers the types
-    """The codes of a block, less what is subtracted from all."""
+def _block_codes(own, kind, values):  # type: ignore[no-untyped-def]  # noqa: PLR0912 # numba infers the types
+    """The codes of each block, less what is subtracted from all; own (blocks, bytes), values (blocks, weights)."""
     if kind == _Q8_0:
-        signed = own[2:].view(np.int8)
-        for i in range(32):
-            values[i] = np.float32(signed[i])
+        signed = own[:, 2:]
+        for i in range(len(own)):
+            for k in range(32):
+                values[i, k] = np.float32(np.int8(signed[i, k]))
     elif kind in (_Q2_K, _Q3_K):
         values[:] = np.float32(0 if kind == _Q2_K else -4)
-        _add_pairs(own[16:80] if kind == _Q2_K else own[32:96], np.float32(1), values)
+        _add_pairs(own[:, 16:80] if kind == _Q2_K else own[:, 32:96], np.float32(1), values)
         if kind == _Q3_K:
-            _add_bits(own[:32], np.float32(4), values)
+            _add_bits(own[:, :32], np.float32(4), values)
     elif kind in (_Q4_K, _Q5_K):
-        _nibbles(own[len(own) - 128 :], 32, values)
+        _nibbles(own[:, own.shape[1] - 128 :], 32, np.float32(0), values)
         if kind == _Q5_K:
-            _add_bits(own[16:48], np.float32(16), values)
+            _add_bits(own[:, 16:48], np.float32(16), values)
     elif kind == _Q6_K:
-        _nibbles(own[:128], 64, values)
-        for i in range(256):
-            values[i] -= np.float32(32)
-        _add_pairs(own[128:192], np.float32(16), values)
+        _nibbles(own[:, :128], 64, np.float32(32), values)
+        _add_pairs(own[:, 128:192], np.float32(16), values)
     else:
-        _nibbles(own[8:] if kind == _IQ4_XS else own[len(own) - 16 :], 16, values)
-        _mend_nibbles(own, kind, values)
+        less = np.float32(8 if kind == _Q4_0 else 16 if kind == _Q5_0 else 0)
+        _nibbles(own[:, 8:] if kind == _IQ4_XS else own[:, own.shape[1] - 16 :], 16, less, values)
+        if kind in (_Q5_0, _Q5_1):
+            _add_fifth(own[:, own.shape[1] - 20 :], values)
+        elif kind in (_IQ4_NL, _IQ4_XS):
+            for i in range(len(own)):
+                for k in range(values.shape[1]):
+                    values[i, k] = _LEVELS[int(values[i, k])]
 
 
 @compiled()
-def _mend_nibbles(own, kind, values):  # type: ignore[no-untyped-def]  # numba infers the types
-    """Codes of types in which a low nibble and the high one beside it are 16 columns apart, from these nibbles."""
-    if kind in (_IQ4_NL, _IQ4_XS):
-        for i in range(len(values)):
-            values[i] = _LEVELS[int(values[i])]
-    elif kind == _Q4_0:
-        for i in range(32):
-            values[i] -= np.float32(8)
-    elif kind in (_Q5_0, _Q5_1):
-        fifth = own[len(own) - 20 :]
-        for i in range(32):
-            bit = fifth[i // 8] >> np.uint8(i % 8) & np.uint8(1)
-            values[i] += np.float32(16) * np.float32(bit) - np.float32(16 if kind == _Q5_0 else 0)
+def _block_scales(own, kind, heads, scales, minima):  # type: ignore[no-untyped-def]  # noqa: PLR0912 # numba infers the types
+    """What the codes of each group are multiplied with, and what is then subtracted; minima are zeros beforehand.
+
+    heads (2 * blocks,): each block's scale and minimum; scales, minima (blocks, groups)
+    """
+    for b in range(len(own)):
+        scale, minimum = heads[2 * b], heads[2 * b + 1]
+        if kind in (_Q4_K, _Q5_K):
+            for i in range(4):
+                low, middle, high = own[b, 4 + i], own[b, 8 + i], own[b, 12 + i]
+                scales[b, i], minima[b, i] = scale * np.float32(low & 63), minimum * np.float32(middle & 63)
+                scales[b, i + 4] = scale * np.float32(high & 15 | low >> 6 << 4)
+                minima[b, i + 4] = minimum * np.float32(high >> 4 | middle >> 6 << 4)
+        elif kind == _Q2_K:
+            for i in range(16):
+                scales[b, i], minima[b, i] = scale * np.float32(own[b, i] & 15), minimum * np.float32(own[b, i] >> 4)
+        elif kind == _Q3_K:
+            for i in range(16):
+                low = own[b, 96 + i % 8] >> (i // 8 * 4) & 15
+                scales[b, i] = scale * np.float32((low | (own[b, 104 + i % 4] >> (i // 4 * 2) & 3) << 4) - 32)
+        elif kind == _Q6_K:
+            for i in range(16):
+                scales[b, i] = scale * np.float32(np.int8(own[b, 192 + i]))
+        elif kind == _IQ4_XS:
+            for i in range(8):
+                low, high = own[b, 4 + i // 2] >> (i % 2 * 4) & 15, own[b, 2 + i // 4] >> (i % 4 * 2) & 3
+                scales[b, i] = scale * np.float32((low | high << 4) - 32)
+        else:
+            scales[b, 0] = scale
+            if kind in (_Q4_1, _Q5_1):
+                minima[b, 0] = -minimum
 
 
 @compiled()
-def _block_scales(own, kind, scale, minimum, scales, minima):  # type: ignore[no-untyped-def]  # numba infers the types
-    """What the codes of each group are multiplied with, and what is then subtracted; minima are zeros beforehand."""
-    if kind in (_Q4_K, _Q5_K):
-        for i in range(4):
-            low, middle, high = own[4 + i], own[8 + i], own[12 + i]
-            scales[i], minima[i] = scale * np.float32(low & 63), minimum * np.float32(middle & 63)
-            scales[i + 4] = scale * np.float32(high & 15 | low >> 6 << 4)
-            minima[i + 4] = minimum * np.float32(high >> 4 | middle >> 6 << 4)
-    elif kind == _Q2_K:
-        for i in range(16):
-            scales[i], minima[i] = scale * np.float32(own[i] & 15), minimum * np.float32(own[i] >> 4)
-    elif kind == _Q3_K:
-        for i in range(16):
-            low = own[96 + i % 8] >> (i // 8 * 4) & 15
-            scales[i] = scale * np.float32((low | (own[104 + i % 4] >> (i // 4 * 2) & 3) << 4) - 32)
-    elif kind == _Q6_K:
-        signed = own[192:208].view(np.int8)
-        for i in range(16):
-            scales[i] = scale * np.float32(signed[i])
-    elif kind == _IQ4_XS:
-        for i in range(8):
-            low, high = own[4 + i // 2] >> (i % 2 * 4) & 15, own[2 + i // 4] >> (i % 4 * 2) & 3
-            scales[i] = scale * np.float32((low | high << 4) - 32)
-    else:
-        scales[0] = scale
-        if kind in (_Q4_1, _Q5_1):
-            minima[0] = -minimum
-
-
-@compiled()
-def _nibbles(own, width, values):  # type: ignore[no-untyped-def]  # numba infers the types
-    """The low nibbles of `width` bytes, then their high ones, and so on."""
-    for first in range(0, len(values) // 2, width):
-        part, low = own[first : first + width], values[2 * first : 2 * first + width]
-        high = values[2 * first + width : 2 * first + 2 * width]
-        for i in range(width):
-            low[i] = np.float32(part[i] & np.uint8(15))
-        for i in range(width):
-            high[i] = np.float32(part[i] >> np.uint8(4))
+def _nibbles(own, width, less, values):  # type: ignore[no-untyped-def]  # numba infers the types
+    """The low nibbles of `width` bytes, then their high ones, and so on; each less `less`."""
+    for i in range(len(own)):
+        for first in range(0, values.shape[1] // 2, width):
+            for k in range(width):
+                code = own[i, first + k]
+                values[i, 2 * first + k] = np.float32(code & np.uint8(15)) - less
+                values[i, 2 * first + width + k] = np.float32(code >> np.uint8(4)) - less
 
 
 @compiled()
 def _add_pairs(own, factor, values):  # type: ignore[no-untyped-def]  # numba infers the types
     """The four pairs of bits of 32 bytes, low ones first, and so on."""
-    for j in range(8):
-        part, target, shift = own[j // 4 * 32 : j // 4 * 32 + 32], values[32 * j : 32 * j + 32], np.uint8(j % 4 * 2)
-        for i in range(32):
-            target[i] += factor * np.float32(part[i] >> shift & np.uint8(3))
+    for i in range(len(own)):
+        for j in range(8):
+            shift = np.uint8(j % 4 * 2)
+            for k in range(32):
+                values[i, 32 * j + k] += factor * np.float32(own[i, j // 4 * 32 + k] >> shift & np.uint8(3))
 
 
 @compiled()
 def _add_bits(own, factor, values):  # type: ignore[no-untyped-def]  # numba infers the types
     """The eight bits of 32 bytes, low ones first."""
-    for j in range(8):
-        target, shift = values[32 * j : 32 * j + 32], np.uint8(j)
-        for i in range(32):
-            target[i] += factor * np.float32(own[i] >> shift & np.uint8(1))
+    for i in range(len(own)):
+        for j in range(8):
+            for k in range(32):
+                values[i, 32 * j + k] += factor * np.float32(own[i, k] >> np.uint8(j) & np.uint8(1))
+
+
+@compiled()
+def _add_fifth(own, values):  # type: ignore[no-untyped-def]  # numba infers the types
+    """The bits of four bytes, each byte's low ones first."""
+    for i in range(len(own)):
+        for j in range(4):
+            for k in range(8):
+                values[i, 8 * j + k] += np.float32(16) * np.float32(own[i, j] >> np.uint8(k) & np.uint8(1))
