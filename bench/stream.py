@@ -154,10 +154,10 @@ def paced_overlap(settings: Settings) -> dict[str, object]:
         spec, runner = llm.engine.runner.spec, llm.engine.runner
         source = resident_layers(llm)
         moved = sum(source.layout(i).nbytes for i in range(n_layers))
-        resident = _Passes(runner, LayerSources(source, (None,) * n_layers, 0), n_rows)
+        resident = Passes(runner, LayerSources(source, (None,) * n_layers, 0), n_rows)
         compute = Spread.of([resident.seconds() for _ in range(5)][1:]).median
         tier = PacedTier(source, moved / compute / 1e9)
-        both = _Passes(runner, LayerSources(MemoryTier(), (tier,) * n_layers, 3), n_rows)
+        both = Passes(runner, LayerSources(MemoryTier(), (tier,) * n_layers, 3), n_rows)
         link_only = ThreadStreamer(LayerSources(MemoryTier(), (tier,) * n_layers, 3), Trace(on=False))
         ratios = []
         for _ in range(settings.rounds):
@@ -174,7 +174,7 @@ def paced_overlap(settings: Settings) -> dict[str, object]:
     return {"compute_s": compute, "link_gbps": gbps, "pass_over_longer": asdict(Spread.of(ratios))}
 
 
-class _Passes:
+class Passes:
     """Passes of a fixed number of tokens over some layers."""
 
     def __init__(self, like: Runner, sources: LayerSources, n_rows: int) -> None:

@@ -89,7 +89,8 @@ __device__ __forceinline__ float value_of(const Dequantize& args, int64_t row, i
   }
 }
 
-__device__ __forceinline__ void store(const Dequantize& args, int64_t at, int n, const float (&values)[kColumns]) {
+template <class Args>
+__device__ __forceinline__ void store(const Args& args, int64_t at, int n, const float (&values)[kColumns]) {
   if (args.out_kind == FloatKind::kFloat) {
     for (int i = 0; i < n; ++i) static_cast<float*>(args.out)[at + i] = values[i];
     return;
@@ -131,7 +132,90 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(Dequantize args) {
   store(args, row * args.n_columns + column, n, values);
 }
 
+__device__ __forceinline__ float half_at(const uint8_t* bytes) {
+  return widen(static_cast<uint16_t>(bytes[0] | bytes[1] << 8), FloatKind::kHalf);
+}
+
+__device__ __forceinline__ int nibble(const uint8_t* codes, int i, int width) {
+  return codes[i / (2 * width) * width + i % width] >> (i / width % 2 * 4) & 15;
+}
+
+// Pairs of bits of 32 bytes, or single ones: the low bits of all of them first.
+__device__ __forceinline__ int pair_of(const uint8_t* codes, int i) { return codes[i / 128 * 32 + i % 32] >> (i / 32 % 4 * 2) & 3; }
+__device__ __forceinline__ int bit_of(const uint8_t* codes, int i) { return codes[i % 32] >> (i / 32) & 1; }
+
+// A tree of choices, as above.
+__device__ __forceinline__ int level_of_iq4(int code) {
+  const bool a = code & 8, b = code & 4, c = code & 2, d = code & 1;
+  if (!a) return b ? (c ? (d ? -10 : -22) : (d ? -35 : -49)) : (c ? (d ? -65 : -83) : (d ? -104 : -127));
+  return b ? (c ? (d ? 113 : 89) : (d ? 69 : 53)) : (c ? (d ? 38 : 25) : (d ? 13 : 1));
+}
+
+// Code i of a block, less what is subtracted from all.
+__device__ __forceinline__ int block_code(const DequantizeBlocks& args, const uint8_t* block, int i) {
+  const uint8_t* codes = block + args.layout.codes;
+  switch (args.kind) {
+    case BlockKind::kQ4_0: return nibble(codes, i, 16) - 8;
+    case BlockKind::kQ4_1: return nibble(codes, i, 16);
+    case BlockKind::kQ5_0: return (nibble(codes, i, 16) | (codes[i / 8 - 4] >> i % 8 & 1) << 4) - 16;
+    case BlockKind::kQ5_1: return nibble(codes, i, 16) | (codes[i / 8 - 4] >> i % 8 & 1) << 4;
+    case BlockKind::kQ8_0: return static_cast<int8_t>(codes[i]);
+    case BlockKind::kQ2_K: return pair_of(codes, i);
+    case BlockKind::kQ3_K: return pair_of(codes, i) + 4 * bit_of(block, i) - 4;
+    case BlockKind::kQ4_K: return nibble(codes, i, 32);
+    case BlockKind::kQ5_K: return nibble(codes, i, 32) | bit_of(block + 16, i) << 4;
+    case BlockKind::kQ6_K: return (nibble(codes, i, 64) | pair_of(block + 128, i) << 4) - 32;
+    default: return level_of_iq4(nibble(codes, i, 16));
+  }
+}
+
+// What the codes around i are multiplied with, and what is then subtracted.
+__device__ __forceinline__ float2 block_scale(const DequantizeBlocks& args, const uint8_t* block, int i) {
+  const int group = i / args.layout.group;
+  const float scale = half_at(block + args.layout.scale), minimum = half_at(block + args.layout.minimum);
+  switch (args.kind) {
+    case BlockKind::kQ4_1: case BlockKind::kQ5_1: return {scale, -minimum};
+    case BlockKind::kQ2_K: return {scale * (block[group] & 15), minimum * (block[group] >> 4)};
+    case BlockKind::kQ3_K: {
+      const int low = block[96 + group % 8] >> (group / 8 * 4) & 15, high = block[104 + group % 4] >> (group / 4 * 2) & 3;
+      return {scale * ((low | high << 4) - 32), 0.f};
+    }
+    case BlockKind::kQ4_K: case BlockKind::kQ5_K: {
+      const uint8_t *bytes = block + 4 + group % 4, low = bytes[0], middle = bytes[4], high = bytes[8];
+      if (group < 4) return {scale * (low & 63), minimum * (middle & 63)};
+      return {scale * (high & 15 | low >> 6 << 4), minimum * (high >> 4 | middle >> 6 << 4)};
+    }
+    case BlockKind::kQ6_K: return {scale * static_cast<int8_t>(block[192 + group]), 0.f};
+    case BlockKind::kIQ4_XS: {
+      const int low = block[4 + group / 2] >> (group % 2 * 4) & 15, high = block[2 + group / 4] >> (group % 4 * 2) & 3;
+      return {scale * ((low | high << 4) - 32), 0.f};
+    }
+    default: return {scale, 0.f};
+  }
+}
+
+// Eight neighbouring columns share a scale. Codes times scales are exact in float32, so it is the difference that is rounded.
+__global__ void __launch_bounds__(kThreads) dequantize_blocks_kernel(DequantizeBlocks args) {
+  const int64_t thread = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const int n_parts = args.n_columns / kColumns;
+  const int64_t row = thread / n_parts;
+  if (row >= args.n_rows) return;
+  const int column = static_cast<int>(thread % n_parts) * kColumns, n = args.layout.n, first = column % n;
+  const uint8_t* block = args.blocks + (row * (args.n_columns / n) + column / n) * args.layout.size;
+  const float2 scale = block_scale(args, block, first);
+  float values[kColumns];
+#pragma unroll
+  for (int i = 0; i < kColumns; ++i) values[i] = block_code(args, block, first + i) * scale.x - scale.y;
+  store(args, row * args.n_columns + column, kColumns, values);
+}
+
 }  // namespace
+
+void dequantize_blocks(const DequantizeBlocks& args, cudaStream_t stream) {
+  const int64_t n_threads = args.n_rows * (args.n_columns / kColumns);
+  const dim3 grid(static_cast<unsigned>((n_threads + kThreads - 1) / kThreads));
+  launch(dequantize_blocks_kernel, grid, kThreads, 0, stream, args);
+}
 
 void dequantize(const Dequantize& args, cudaStream_t stream) {
   const int64_t n_threads = args.n_rows * ((args.n_columns + kColumns - 1) / kColumns);

@@ -162,4 +162,32 @@ struct Lossless {
 
 void lossless_decode(const Lossless& args, int n_chunks, cudaStream_t stream);
 
+enum class BlockKind : int { kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ2_K, kQ3_K, kQ4_K, kQ5_K, kQ6_K, kIQ4_NL, kIQ4_XS };
+
+// A type of GGUF: weights and bytes of a block, weights that share a scale; offsets in a block of its float16, of that of its
+// minimum, which is any other where there is none, and of its lowest bits.
+struct BlockLayout {
+  int n, size, group, scale, minimum, codes;
+};
+
+constexpr BlockLayout kBlockLayouts[] = {
+    {32, 18, 32, 0, 0, 2},       {32, 20, 32, 0, 2, 4},       {32, 22, 32, 0, 0, 6},   {32, 24, 32, 0, 2, 8},
+    {32, 34, 32, 0, 0, 2},       {256, 84, 16, 80, 82, 16},   {256, 110, 16, 108, 108, 32}, {256, 144, 32, 0, 2, 16},
+    {256, 176, 32, 0, 2, 48},    {256, 210, 16, 208, 208, 0}, {32, 18, 32, 0, 0, 2},   {256, 136, 32, 0, 0, 8},
+};
+
+// A matrix of such blocks.
+struct DequantizeBlocks {
+  const uint8_t* blocks;  // (n_rows, n_columns / layout.n, layout.size)
+  void* out;              // (n_rows, n_columns) of out_kind
+  int64_t n_rows;
+  int n_columns;
+  BlockKind kind;
+  BlockLayout layout;
+  FloatKind out_kind;
+  bool is_aligned;  // as above
+};
+
+void dequantize_blocks(const DequantizeBlocks& args, cudaStream_t stream);
+
 }  // namespace offload_rt

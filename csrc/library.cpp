@@ -302,6 +302,25 @@ void lossless_decode(Tensor block, int64_t n_chunks, Tensor out) {
   offload_rt::lossless_decode({data<uint8_t>(block), written<uint8_t>(out)}, count(n_chunks, "chunks"), device.stream);
 }
 
+void dequantize_blocks(Tensor blocks, int64_t kind, Tensor out) {
+  constexpr int64_t n_kinds = sizeof(offload_rt::kBlockLayouts) / sizeof(offload_rt::BlockLayout);
+  STD_TORCH_CHECK(kind >= 0 && kind < n_kinds, "unknown kind of blocks: ", kind);
+  const offload_rt::BlockLayout& layout = offload_rt::kBlockLayouts[kind];
+  check_dense(out, "out", out.scalar_type(), 2);
+  check_dense(blocks, "blocks", ScalarType::Byte, 2);
+  STD_TORCH_CHECK(out.size(1) % layout.n == 0, "out must have a multiple of ", layout.n, " columns");
+  check_size(blocks, "blocks", 0, out.size(0));
+  check_size(blocks, "blocks", 1, out.size(1) / layout.n * layout.size);
+  offload_rt::DequantizeBlocks args{};
+  args.kind = static_cast<offload_rt::BlockKind>(kind), args.layout = layout, args.out_kind = float_kind(out, "out");
+  args.n_rows = out.size(0), args.n_columns = count(out.size(1), "columns");
+  if (out.numel() == 0) return;
+  const Device device(out);
+  args.blocks = data<uint8_t>(blocks), args.out = out.data_ptr();
+  args.is_aligned = reinterpret_cast<uintptr_t>(out.data_ptr()) % 16 == 0;
+  offload_rt::dequantize_blocks(args, device.stream);
+}
+
 Tensor normed(const Tensor& x, const Tensor* delta, const Tensor& weight, double eps) {
   const bool is_half = check_half(x, "x");
   const int64_t n_dims = x.dim(), width = x.size(n_dims - 1);
@@ -424,6 +443,7 @@ OFFLOAD_RT_LIBRARY(OFFLOAD_RT_NAME, m) {
   m.def("dequantize(Tensor codes, Tensor scales, Tensor? zeros, Tensor? groups, int kind, int bits, int block_rows, "
         "int block_columns, int offset, Tensor(a!) out) -> ()");
   m.def("lossless_decode(Tensor block, int n_chunks, Tensor(a!) out) -> ()");
+  m.def("dequantize_blocks(Tensor blocks, int kind, Tensor(a!) out) -> ()");
 }
 
 OFFLOAD_RT_LIBRARY_IMPL(OFFLOAD_RT_NAME, OFFLOAD_RT_KEY, m) {
@@ -437,4 +457,5 @@ OFFLOAD_RT_LIBRARY_IMPL(OFFLOAD_RT_NAME, OFFLOAD_RT_KEY, m) {
   m.impl("verify", TORCH_BOX(&verify));
   m.impl("dequantize", TORCH_BOX(&dequantize));
   m.impl("lossless_decode", TORCH_BOX(&lossless_decode));
+  m.impl("dequantize_blocks", TORCH_BOX(&dequantize_blocks));
 }

@@ -43,8 +43,10 @@ def setting(default: Any, text: str, *, parse: type | None = None, choices: tupl
 class EngineConfig:
     """What the engine is built from; the arguments of `LLM` and the flags of the command line."""
 
-    model: str = setting(MISSING, "directory of a checkpoint, or a hub id")
-    draft_model: str | None = setting(None, "directory or hub id of a draft model with the same tokenizer, or of heads")
+    model: str = setting(MISSING, "directory of a checkpoint, a GGUF file, or a hub id")
+    draft_model: str | None = setting(
+        None, "directory, GGUF file or hub id of a draft model with the same tokenizer, or of heads"
+    )
     device: str = setting("auto", "where the model computes", choices=("auto", "cpu", "cuda"))
     dtype: str = setting(
         "auto", "dtype of the computation; auto: the checkpoint's",

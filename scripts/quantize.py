@@ -1,6 +1,7 @@
 """Write a small checkpoint quantised as others publish them, for tests and demonstrations: weights are rounded to nearest.
 
     python scripts/quantize.py models/demo-target build/demo-gptq --format gptq --bits 4 --group-size 64
+    python scripts/quantize.py models/demo-target build/demo.gguf --format gguf --type Q4_K
 
 The formats are written by their specifications, bit by bit, and not by the code that reads them.
 """
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import write_gguf
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -259,20 +261,33 @@ def write(source: Path, target: Path, choice: Choice) -> None:
     save_file(stored, target / "model.safetensors", {"format": "pt"})
 
 
+def write_one_file(source: Path, target: Path, type: str) -> None:
+    """The checkpoint of one file in `source` as a GGUF file, with its tokenizer if it has a byte-level one."""
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    metadata, stored, _ = write_gguf.model(config, load_file(source / "model.safetensors"), type)
+    if (source / "tokenizer.json").exists():
+        metadata |= write_gguf.tokenizer(source / "tokenizer.json")
+    target.write_bytes(write_gguf.file_bytes(metadata, stored))
+
+
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("source", type=Path, help="folder of a checkpoint with one model.safetensors")
-    parser.add_argument("target", type=Path, help="folder to make")
-    parser.add_argument("--format", choices=FORMATS, default="pack-quantized")
+    parser.add_argument("target", type=Path, help="folder or GGUF file to make")
+    parser.add_argument("--format", choices=[*FORMATS, "gguf"], default="pack-quantized")
     parser.add_argument("--bits", type=int, choices=range(2, 9), default=4)
     parser.add_argument("--group-size", type=int, default=32, help="inputs that share a scale; -1: all")
     parser.add_argument("--symmetric", action="store_true", help="without zero points; nf4: plain scales")
+    parser.add_argument("--type", choices=write_gguf.TYPES, default="Q4_K", help="of a GGUF file's matrices")
     parser.add_argument("--desc-act", action="store_true", help="inputs of a group lie anywhere")
     args = parser.parse_args()
     if args.target.exists() or not (args.source / "model.safetensors").exists():
         print(f"{args.target} exists, or {args.source} has no model.safetensors", file=sys.stderr)
         return 2
+    if args.format == "gguf":
+        write_one_file(args.source, args.target, args.type)
+        return 0
     write(args.source, args.target, Choice(args.format, args.bits, args.group_size, args.symmetric, args.desc_act))
     return 0
 

@@ -22,6 +22,7 @@ from offload_rt.system import registry
 from offload_rt.weights import formats
 from offload_rt.weights.checkpoint import open_checkpoint
 from offload_rt.weights.formats import Source, WeightFormat, format_of
+from offload_rt.weights.gguf import Storage
 from offload_rt.weights.layout import ALIGNMENT, PAGE, align_up, host_block, packed_layout
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -126,6 +127,7 @@ CONFIGS = {
     "awq": config_of(Choice("awq", group_size=4)),
     "gptq": config_of(Choice("gptq", group_size=4)),
     "bitsandbytes": config_of(Choice("nf4")),
+    "gguf": Storage(None),
 }
 
 

@@ -12,7 +12,7 @@ from tiny import CASES, feed, open_llm, prefill, prompt_of, random_tree, runner_
 from offload_rt import ops
 from offload_rt.executor.cuda_graphs import GraphInputs, GraphShape, PassRows
 from offload_rt.executor.runner import Step
-from offload_rt.ops import reference
+from offload_rt.ops import extension, reference
 from offload_rt.speculate.child_sampling import MostProbable, unpacked
 from offload_rt.tree.topology import Topology
 
@@ -145,14 +145,15 @@ def test_where_the_length_costs_nothing_few_sizes_serve_a_cache_that_grows(zoo, 
         assert sizes <= {16, 32, 64, 100} and len(sizes) >= 3
 
 
-def test_where_memory_runs_out_in_a_capture_passes_are_computed_as_ever(zoo):
-    """At the end of what is captured, when all has been overwritten; nobody tries again."""
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room for a graph"), extension.NotCapturable()])
+def test_where_a_capture_fails_passes_are_computed_as_ever(zoo, error):
+    """For want of memory or by its nature, at the end, when all has been overwritten; nobody tries again."""
     tried = []
 
     def capture(compute):
         tried.append(compute)
         compute()
-        raise torch.OutOfMemoryError("no room for a graph")
+        raise error
 
     with open_llm(zoo.directory("llama", 0)) as plain, open_llm(zoo.directory("llama", 0)) as graphs:
         runner_of(graphs).use_graphs(GraphShape(8, 256, 64), capture)

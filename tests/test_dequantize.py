@@ -3,13 +3,25 @@
 import random
 
 import emulated
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers.integrations.gguf.dequant import GGML_BLOCK, GGML_NAME
 
 from offload_rt.ops import dequantize_kernels, extension
-from offload_rt.ops.dequantize import E2M1, NF4, ORDERS, Packing, reference_dequantize
-from offload_rt.ops.dequantize_kernels import dequantize_on_cpu
+from offload_rt.ops.dequantize import (
+    BLOCKS,
+    E2M1,
+    KERNEL_BLOCKS,
+    NF4,
+    ORDERS,
+    Packing,
+    dequantize_blocks,
+    reference_dequantize,
+    reference_dequantize_blocks,
+)
+from offload_rt.ops.dequantize_kernels import dequantize_blocks_on_cpu, dequantize_on_cpu
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 KINDS = (*ORDERS, "float8")
@@ -177,3 +189,101 @@ def test_the_reference_is_the_formula(kind: str, dtype: torch.dtype) -> None:
         zero = packing.offset if zeros is None else int(zeros[tuple(at)])
         expected = torch.tensor(value - zero, dtype=torch.float64) * scales[tuple(at)].double()
         torch.testing.assert_close(out[row, column], expected.to(scales.dtype).double(), rtol=0, atol=0, equal_nan=True)
+
+
+# The blocks of GGUF
+
+
+def random_blocks(name: str, seed: int) -> tuple[Tensor, tuple[int, int]]:
+    """Blocks of any bytes, so also of infinite scales and scales that are no numbers, and the shape of their matrix."""
+    block, n_rows, n_blocks = BLOCKS[name], 3 + 4 * seed, 1 + seed % 3
+    generator = torch.Generator().manual_seed(seed)
+    blocks = torch.randint(256, (n_rows, n_blocks * block.size), generator=generator, dtype=torch.uint8)
+    return blocks, (n_rows, n_blocks * block.n)
+
+
+def test_the_types_are_those_that_transformers_reads() -> None:
+    theirs = {GGML_NAME[number]: (number, *GGML_BLOCK[number]) for number in GGML_BLOCK}
+    ours = {name: (block.number, block.n, block.size) for name, block in BLOCKS.items()}
+    assert {name: block for name, block in ours.items() if name not in ("Q5_0", "Q5_1")} == theirs
+
+
+@pytest.mark.parametrize("name", KERNEL_BLOCKS)
+def test_numba_gives_the_bits_of_the_reference_for_blocks(name: str) -> None:
+    for seed in range(6):
+        blocks, shape = random_blocks(name, seed)
+        for dtype in FLOATS:
+            mine, expected = (torch.full(shape, torch.nan, dtype=dtype) for _ in range(2))
+            dequantize_blocks_on_cpu(blocks, name, mine)
+            reference_dequantize_blocks(blocks, name, expected)
+            assert_equal(mine, expected)
+
+
+@pytest.mark.parametrize("name", KERNEL_BLOCKS)
+def test_the_kernel_gives_the_bits_of_the_reference_for_blocks(library: tuple[str, str], name: str) -> None:
+    op, kind = getattr(torch.ops, library[0]).dequantize_blocks, list(KERNEL_BLOCKS).index(name)
+    for seed in range(4):
+        blocks, shape = random_blocks(name, seed)
+        for dtype in FLOATS:
+            mine = torch.full(shape, torch.nan, dtype=dtype, device=library[1])
+            expected = torch.empty(shape, dtype=dtype)
+            op(blocks.to(library[1]), kind, mine)
+            reference_dequantize_blocks(blocks, name, expected)
+            assert_equal(mine.cpu(), expected)
+    args = (blocks.to(library[1]), kind, mine)
+    torch.library.opcheck(op.default, args, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize(
+    ("place", "change", "message"),
+    [
+        (0, lambda x: x[1:], "blocks must have"),
+        (0, lambda x: x[:, 1:].contiguous(), "blocks must have"),
+        (0, lambda x: x.int(), "blocks has the wrong dtype"),
+        (1, lambda _: 12, "unknown kind"),
+        (2, lambda x: x[:, 1:].contiguous(), "a multiple of 256"),
+        (2, lambda x: x.double(), "out must be float32"),
+    ],
+)
+def test_wrong_blocks_are_refused_with_a_reason(library: tuple[str, str], place, change, message) -> None:
+    blocks, shape = random_blocks("Q4_K", 1)
+    args = [blocks.to(library[1]), list(KERNEL_BLOCKS).index("Q4_K"), torch.empty(shape, device=library[1])]
+    args[place] = change(args[place])
+    with pytest.raises(RuntimeError, match=message):
+        getattr(torch.ops, library[0]).dequantize_blocks(*args)
+
+
+def test_types_without_a_kernel_are_what_transformers_makes_of_them() -> None:
+    """In any dtype, some rows at a time."""
+    blocks, shape = random_blocks("IQ2_XS", 2)
+    for dtype in (*FLOATS, torch.float64):
+        mine, expected = (torch.empty(shape, dtype=dtype) for _ in range(2))
+        dequantize_blocks(blocks, "IQ2_XS", mine)
+        reference_dequantize_blocks(blocks, "IQ2_XS", expected)
+        assert torch.equal(mine.nan_to_num(), expected.nan_to_num())
+
+
+@pytest.mark.parametrize("name", ["Q5_0", "Q5_1"])
+def test_five_bits_are_those_of_the_formula(name: str) -> None:
+    """y[i] = (x[i] - 16) * d, or x[i] * d + m; the fifth bit of x[i] is bit i of 32, its others are nibbles i % 16."""
+    blocks, shape = random_blocks(name, 4)
+    out, n_head = torch.empty(shape), 2 if name == "Q5_0" else 4
+    reference_dequantize_blocks(blocks, name, out)
+    for block, row in zip(blocks.view(-1, BLOCKS[name].size).numpy(), out.view(-1, 32), strict=True):
+        head, fifth = block[:n_head].view(np.float16).astype(np.float32), block[n_head : n_head + 4].view(np.uint32)[0]
+        for i, value in enumerate(row.tolist()):
+            code = int(block[n_head + 4 + i % 16]) >> 4 * (i // 16) & 15 | (int(fifth) >> i & 1) << 4
+            with np.errstate(invalid="ignore"):
+                exact = head[0] * np.float32(code - 16) if name == "Q5_0" else head[0] * np.float32(code) + head[1]
+            assert value == exact or np.isnan(exact)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_llama_cpps_own_package_gives_the_same(name: str) -> None:
+    gguf = pytest.importorskip("gguf")
+    blocks, shape = random_blocks(name, 3)
+    out = torch.empty(shape)
+    reference_dequantize_blocks(blocks, name, out)
+    with np.errstate(all="ignore"):
+        expected = gguf.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[name])
+    assert torch.equal(out.nan_to_num(), torch.from_numpy(expected).nan_to_num())

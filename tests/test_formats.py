@@ -20,10 +20,11 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-from offload_rt import LLM, SamplingParams
+from offload_rt import LLM, SamplingParams, weights
 from offload_rt.engine.memory_plan import Sizes
 from offload_rt.errors import CheckpointError, OffloadError, UnsupportedModelError
 from offload_rt.ops import extension
+from offload_rt.ops.dequantize import dequantize
 from offload_rt.weights.checkpoint import open_checkpoint
 from offload_rt.weights.formats import Source, WeightFormat, format_of
 from offload_rt.weights.header import read_header
@@ -92,6 +93,7 @@ def test_weights_are_dequantised_exactly(choice: Choice, dtype: torch.dtype, tmp
         view = view_of(fmt, source, stored, computed_in)
         weight = view.rows(torch.arange(SHAPE[0]), MODULE)
         assert torch.equal(weight, exact.to(computed_in))
+        assert torch.equal(view.linear(torch.eye(SHAPE[1]).to(computed_in), MODULE).T, weight)
         x = torch.randn(3, SHAPE[1]).to(computed_in)
         torch.testing.assert_close(view.linear(x, MODULE), F.linear(x, weight))
 
@@ -191,6 +193,25 @@ def test_three_bits_are_packed_as_autogptq_packs_them() -> None:
                 words[row + 2] |= codes[i] >> 1 & 3
             i += part < 2
     assert torch.equal(pack(codes.T, 3).T.long() & 0xFFFFFFFF, torch.stack(words))
+
+
+@pytest.mark.parametrize("choice", ONE_OF_EACH, ids=id_of)
+def test_only_the_rows_asked_for_are_dequantised(
+    choice: Choice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the matrix is stored by rows; one that is stored by columns is dequantised whole."""
+    stored, exact, source = one_matrix(tmp_path, choice, torch.bfloat16)
+    view = view_of(format_of(config_of(choice)), source, stored, torch.bfloat16)
+    made: list[int] = []
+
+    def counted(*args: Any) -> None:
+        made.append(args[-1].numel())
+        dequantize(*args)
+
+    monkeypatch.setattr(weights.quantized, "dequantize", counted)
+    ids = torch.tensor([71, 0, 41, 71])
+    assert torch.equal(view.rows(ids, MODULE), exact.bfloat16()[ids])
+    assert made == [SHAPE[0] * SHAPE[1] if choice.format.startswith(("awq", "gptq")) else 4 * SHAPE[1]]
 
 
 # A checkpoint, from the disk to the tokens

@@ -49,7 +49,7 @@ def loading_bar(console: Console) -> Iterator[Callable[[int, int], None]]:
 def plan_table(engine_plan: "EnginePlan", profile: MachineProfile) -> Table:
     """What lies where, what a pass moves, and what it should cost."""
     plan = engine_plan.plan
-    title = f"{engine_plan.checkpoint.directory} on {engine_plan.device.type}, {engine_plan.dtype}"
+    title = f"{engine_plan.checkpoint.path} on {engine_plan.device.type}, {engine_plan.dtype}"
     table = placement_table(title, plan, engine_plan.cache_rows)
     for tier, nbytes in plan.pass_bytes.streamed:
         if nbytes:

@@ -36,7 +36,7 @@ class Link:
 
 def sidecar_of(checkpoint: Checkpoint, directory: str | None) -> Path:
     """The directory of the sidecar of a checkpoint; None: beside it."""
-    return checkpoint.directory / "lossless" if directory is None else Path(directory).expanduser()
+    return checkpoint.path / "lossless" if directory is None else Path(directory).expanduser()
 
 
 def choose_link(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> Link:

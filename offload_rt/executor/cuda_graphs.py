@@ -12,6 +12,7 @@ from torch import Tensor
 from offload_rt import ops
 from offload_rt.kv.cache import ContiguousCache, KVBuffer, KVCache
 from offload_rt.models.architecture import Architecture, LayerWeights
+from offload_rt.ops import extension
 from offload_rt.weights.layout import packed_layout
 
 # Rows and keys are rounded up to these, so that few shapes are captured: a level of 5 rows is computed as 8.
@@ -119,9 +120,9 @@ class _Captured:
         self._replay: Replay | None = None
 
     def run(self, compute: Callable[[], None], capture: Capture) -> None:
-        """Compute. Where memory runs out while it is captured, it goes on running as it is."""
+        """Compute. Where memory runs out while it is captured, or it cannot be captured, it goes on running as it is."""
         if self._n_runs == 1:
-            with suppress(torch.OutOfMemoryError):
+            with suppress(torch.OutOfMemoryError, extension.NotCapturable):
                 self._replay = capture(compute)
         (self._replay or compute)()
         self._n_runs += 1

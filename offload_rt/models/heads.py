@@ -164,7 +164,8 @@ class MtpLayout(NamedTuple):
 
     def of(self, n_layers: int) -> "MtpLayout":
         """The names in a model of so many layers."""
-        return MtpLayout(*(one.format(n=n_layers) for one in self[:5]), *self[5:])
+        layer, embed_norm, hidden_norm, project, norm = (one.format(n=n_layers) for one in self[:5])
+        return MtpLayout(layer, embed_norm, hidden_norm, project, norm, self.embed_first, self.is_normed)
 
 
 _NEXTN, _MIMO = "model.layers.{n}.", "model.mtp_layers.0."

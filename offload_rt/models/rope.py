@@ -11,8 +11,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from offload_rt.errors import UnsupportedModelError
 
-KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
-_NOT_NUMBERS = {"rope_type", "type", "truncate", "finetuned"}
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+_FACTORS = ("short_factor", "long_factor")
+_NOT_NUMBERS = {"rope_type", "type", "truncate", "finetuned", *_FACTORS}
 KEYS = _NOT_NUMBERS | {
     "rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor", "beta_fast",
     "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "partial_rotary_factor",
@@ -76,6 +77,10 @@ def _check(config: PreTrainedConfig, parameters: dict[str, Any]) -> None:
         value = parameters[name]
         if value is not None and not (type(value) in (int, float) and abs(value) < math.inf):
             raise UnsupportedModelError(f"config.json: {name} is {value!r}", need="a number")
+    short, long = (parameters.get(name) for name in _FACTORS)
+    if short != long or (short is None) != (kind != "longrope"):
+        problem = "config.json: short_factor and long_factor differ, or are not of rope type 'longrope'"
+        raise UnsupportedModelError(problem, need="the same for a short and for a long context")
     if parameters.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise UnsupportedModelError("config.json: partial_rotary_factor other than 1 is not understood")
     if config.head_dim < 2 or config.head_dim % 2:

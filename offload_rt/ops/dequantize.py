@@ -28,6 +28,41 @@ Order = Literal["rows", "columns", "awq", "plain", "e2m1", "nf4"]
 
 
 @dataclass(frozen=True)
+class BlockType:
+    """A type of GGUF: rows of blocks, in which codes and their scales lie together.
+
+    number   in the files
+    n, size  weights and bytes of a block
+    group    weights that share a scale; 0: there is no kernel
+    scale    offset in a block of its float16, minimum: of that of its minimum, if there is one
+    """
+
+    number: int
+    n: int
+    size: int
+    group: int = 0
+    scale: int = 0
+    minimum: int | None = None
+
+
+# Those with a kernel, in the order that the kernels know; transformers' reader decodes all but Q5_0 and Q5_1.
+KERNEL_BLOCKS = {
+    "Q4_0": BlockType(2, 32, 18, 32), "Q4_1": BlockType(3, 32, 20, 32, 0, 2), "Q5_0": BlockType(6, 32, 22, 32),
+    "Q5_1": BlockType(7, 32, 24, 32, 0, 2), "Q8_0": BlockType(8, 32, 34, 32), "Q2_K": BlockType(10, 256, 84, 16, 80, 82),
+    "Q3_K": BlockType(11, 256, 110, 16, 108), "Q4_K": BlockType(12, 256, 144, 32, 0, 2),
+    "Q5_K": BlockType(13, 256, 176, 32, 0, 2), "Q6_K": BlockType(14, 256, 210, 16, 208),
+    "IQ4_NL": BlockType(20, 32, 18, 32), "IQ4_XS": BlockType(23, 256, 136, 32),
+}  # fmt: skip
+BLOCKS = KERNEL_BLOCKS | {
+    "IQ2_XXS": BlockType(16, 256, 66), "IQ2_XS": BlockType(17, 256, 74), "IQ3_XXS": BlockType(18, 256, 98),
+    "IQ1_S": BlockType(19, 256, 50), "IQ3_S": BlockType(21, 256, 110), "IQ2_S": BlockType(22, 256, 82),
+    "IQ1_M": BlockType(29, 256, 56),
+}  # fmt: skip
+# What a code of IQ4_NL and IQ4_XS stands for.
+IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+@dataclass(frozen=True)
 class Packing:
     """How the codes of a matrix lie, and which of them share a scale.
 
@@ -93,6 +128,28 @@ def _on_card(
     )
 
 
+def dequantize_blocks(blocks: Tensor, name: str, out: Tensor) -> None:
+    """Write the matrix that blocks of GGUF stand for, computed in float32 as transformers and llama.cpp do, rounded once.
+
+    blocks  (rows, bytes of a row) uint8
+    name    of their type, in BLOCKS
+    out     (rows, columns), dense, of any dtype
+    """
+    run = partial(reference_dequantize_blocks)
+    if name in KERNEL_BLOCKS and out.dtype in _KERNEL_DTYPES:
+        if extension.serves(out):
+            run = partial(_blocks_on_card)
+        elif out.device.type == "cpu":
+            from offload_rt.ops.dequantize_kernels import dequantize_blocks_on_cpu
+
+            run = partial(dequantize_blocks_on_cpu)
+    run(blocks, name, out)
+
+
+def _blocks_on_card(blocks: Tensor, name: str, out: Tensor) -> None:
+    extension.kernels().dequantize_blocks(blocks, list(KERNEL_BLOCKS).index(name), out)
+
+
 def unpack(codes: Tensor, order: Order, bits: int, n_rows: int, n_columns: int) -> Tensor:
     """The values of codes before zero points and scales: (n_rows, n_columns), int32 or float."""
     if order == "plain":
@@ -134,3 +191,30 @@ def reference_dequantize(
         at = row_scale[first:last, None], column_scale[None]
         zero = packing.offset if zeros is None else zeros[at].to(scales.dtype)
         out[first:last] = (values - zero) * scales[at]
+
+
+def reference_dequantize_blocks(blocks: Tensor, name: str, out: Tensor) -> None:
+    """See `dequantize_blocks`; some rows at a time, by transformers' own code, which copies tables to a card each time."""
+    if blocks.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise extension.NotCapturable
+    step = max(REFERENCE_WEIGHTS // max(out.shape[1], 1), 1)
+    for first in range(0, len(out), step):
+        part = blocks[first : first + step].contiguous().view(-1, BLOCKS[name].size)
+        values = _five_bits(part, name) if name in ("Q5_0", "Q5_1") else _by_transformers(part, name)
+        out[first : first + step] = values.view(-1, out.shape[1])
+
+
+def _by_transformers(blocks: Tensor, name: str) -> Tensor:
+    from transformers.integrations.gguf import dequant
+
+    return dequant.dequantize(blocks, BLOCKS[name].number, torch.float32)
+
+
+def _five_bits(blocks: Tensor, name: str) -> Tensor:
+    """Q5_0 and Q5_1, which transformers' reader does not know: low bits in nibbles, the fifth in 32 bits of their own."""
+    scale, code = blocks[:, :2].view(torch.float16).float(), blocks[:, -16:]
+    fifth = blocks[:, -20:-16, None] >> torch.arange(8, dtype=torch.uint8, device=blocks.device) & 1
+    codes = torch.cat((code & 15, code >> 4), 1) | fifth.view(-1, 32) << 4
+    if name == "Q5_0":
+        return scale * (codes.float() - 16)
+    return scale * codes.float() + blocks[:, 2:4].view(torch.float16).float()

@@ -4,13 +4,14 @@ A product of a code of at most 8 bits and a scale of 16 is exact in float32, so 
 what a product in that dtype gives. numba knows neither float16 nor bfloat16: both are made of bits here.
 """
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from offload_rt.ops.dequantize import AWQ_NIBBLES, E2M1, NF4, ORDERS, Packing
+from offload_rt.ops.dequantize import AWQ_NIBBLES, E2M1, IQ4, KERNEL_BLOCKS, NF4, ORDERS, Packing
 from offload_rt.system.numba_cache import compiled
 
 _ROWS, _COLUMNS, _AWQ, _INT8, _E2M1, _NF4, _FLOAT8 = range(7)  # as ORDERS
@@ -20,6 +21,8 @@ _ROUNDING = {torch.float32: _NOTHING, torch.float16: _HALF, torch.bfloat16: _BFL
 _LEAST_PER_THREAD = 1 << 20
 _TABLES = np.array((E2M1, NF4), np.float32)
 _NIBBLES = np.array(AWQ_NIBBLES, np.int64)
+_Q4_0, _Q4_1, _Q5_0, _Q5_1, _Q8_0, _Q2_K, _Q3_K, _Q4_K, _Q5_K, _Q6_K, _IQ4_NL, _IQ4_XS = range(12)  # as KERNEL_BLOCKS
+_LEVELS = np.array(IQ4, np.float32)
 
 
 def dequantize_on_cpu(
@@ -27,12 +30,7 @@ def dequantize_on_cpu(
 ) -> None:
     """See `dequantize`; scales and out of float16, bfloat16 or float32."""
     kind = _FLOAT8 if codes.dtype == torch.float8_e4m3fn else ORDERS.index(packing.order)
-    written = _ROUNDING[out.dtype]
-    narrow, wide = np.empty((0, 0), np.uint16), np.empty((0, 0), np.float32)
-    if written == _NOTHING:
-        wide = out.numpy()
-    else:
-        narrow = out.view(torch.int16).numpy().view(np.uint16)
+    written, narrow, wide = _target(out)
     scale = scales.float().contiguous().numpy()
     zero = np.full_like(scale, packing.offset) if zeros is None else zeros.float().contiguous().numpy()
     places = np.empty(0, np.int32) if groups is None else groups.numpy()
@@ -45,6 +43,33 @@ def dequantize_on_cpu(
         rows = first, last, out.shape[1]
         _dequantize(rows, bytes, row_nbytes, scale, zero, places, numbers, narrow, wide)
 
+    _deal_rows(compute, out)
+
+
+def dequantize_blocks_on_cpu(blocks: Tensor, name: str, out: Tensor) -> None:
+    """See `dequantize_blocks`; a type with a kernel, out of float16, bfloat16 or float32."""
+    written, narrow, wide = _target(out)
+    kind, own = list(KERNEL_BLOCKS).index(name), KERNEL_BLOCKS[name]
+    minimum = own.scale if own.minimum is None else own.minimum  # one that is not used
+    numbers = (kind, own.n, own.size, own.group, own.scale, minimum, written)
+    bytes = blocks.contiguous().numpy()
+
+    def compute(first: int, last: int) -> None:
+        _dequantize_blocks((first, last, out.shape[1]), bytes, numbers, narrow, wide)
+
+    _deal_rows(compute, out)
+
+
+def _target(out: Tensor) -> tuple[int, np.ndarray, np.ndarray]:
+    """How to round to `out`, and where to write it in 16 bits, and in 32; one of them is empty."""
+    written = _ROUNDING[out.dtype]
+    if written == _NOTHING:
+        return written, np.empty((0, 0), np.uint16), out.numpy()
+    return written, out.view(torch.int16).numpy().view(np.uint16), np.empty((0, 0), np.float32)
+
+
+def _deal_rows(compute: Callable[[int, int], None], out: Tensor) -> None:
+    """Let threads compute rows from the first to before the last."""
     n_threads = max(min(torch.get_num_threads(), out.numel() // _LEAST_PER_THREAD), 1)
     if n_threads == 1:
         compute(0, len(out))
@@ -77,12 +102,17 @@ def _dequantize(rows, codes, row_nbytes, scales, zeros, groups, numbers, narrow,
         elif rounded == _HALF:
             _to_half(values, spare, halves)
             _from_half(halves, values)
-        if written == _BFLOAT16:
-            _to_bfloat16(values, narrow[row])
-        elif written == _HALF:
-            _to_half(values, spare, narrow[row])
-        else:
-            wide[row] = values
+        _write(values, spare, row, written, narrow, wide)
+
+
+@compiled()
+def _write(values, spare, row, written, narrow, wide):  # type: ignore[no-untyped-def]  # numba infers the types
+    if written == _BFLOAT16:
+        _to_bfloat16(values, narrow[row])
+    elif written == _HALF:
+        _to_half(values, spare, narrow[row])
+    else:
+        wide[row] = values
 
 
 @compiled()
@@ -215,3 +245,132 @@ def _from_half(halves, values):  # type: ignore[no-untyped-def]  # numba infers 
         bits[i] = moved | (half & np.uint32(0x8000)) << np.uint32(16)
     for i in range(len(values)):
         values[i] *= np.float32(2.0**112)
+
+
+@compiled(nogil=True)
+def _dequantize_blocks(rows, blocks, numbers, narrow, wide):  # type: ignore[no-untyped-def]  # numba infers the types
+    first, last, n_columns = rows
+    kind, n, size, group, scale_at, minimum_at, written = numbers
+    n_blocks, n_groups = n_columns // n, n_columns // group
+    values, spare = np.empty(n_columns, np.float32), np.empty(n_columns, np.float32)
+    halves, heads = np.empty(2 * n_blocks, np.uint16), np.empty(2 * n_blocks, np.float32)
+    scales, minima = np.empty(n_groups, np.float32), np.zeros(n_groups, np.float32)
+    codes, groups = values.reshape(n_blocks, n), values.reshape(n_groups, group)
+    of_block = scales.reshape(n_blocks, n // group), minima.reshape(n_blocks, n // group)
+    for row in range(first, last):
+        own = blocks[row].reshape(n_blocks, size)
+        for i in range(n_blocks):
+            halves[2 * i] = np.uint16(own[i, scale_at]) | np.uint16(own[i, scale_at + 1]) << np.uint16(8)
+            halves[2 * i + 1] = np.uint16(own[i, minimum_at]) | np.uint16(own[i, minimum_at + 1]) << np.uint16(8)
+        _from_half(halves, heads)
+        _block_codes(own, kind, codes)
+        _block_scales(own, kind, heads, *of_block)
+        for j in range(n_groups):
+            # The product is exact in float32; the difference is rounded once.
+            for k in range(group):
+                groups[j, k] = groups[j, k] * scales[j] - minima[j]
+        _write(values, spare, row, written, narrow, wide)
+
+
+@compiled()
+def _block_codes(own, kind, values):  # type: ignore[no-untyped-def]  # noqa: PLR0912 # numba infers the types
+    """The codes of each block, less what is subtracted from all; own (blocks, bytes), values (blocks, weights)."""
+    if kind == _Q8_0:
+        signed = own[:, 2:]
+        for i in range(len(own)):
+            for k in range(32):
+                values[i, k] = np.float32(np.int8(signed[i, k]))
+    elif kind in (_Q2_K, _Q3_K):
+        values[:] = np.float32(0 if kind == _Q2_K else -4)
+        _add_pairs(own[:, 16:80] if kind == _Q2_K else own[:, 32:96], np.float32(1), values)
+        if kind == _Q3_K:
+            _add_bits(own[:, :32], np.float32(4), values)
+    elif kind in (_Q4_K, _Q5_K):
+        _nibbles(own[:, own.shape[1] - 128 :], 32, np.float32(0), values)
+        if kind == _Q5_K:
+            _add_bits(own[:, 16:48], np.float32(16), values)
+    elif kind == _Q6_K:
+        _nibbles(own[:, :128], 64, np.float32(32), values)
+        _add_pairs(own[:, 128:192], np.float32(16), values)
+    else:
+        less = np.float32(8 if kind == _Q4_0 else 16 if kind == _Q5_0 else 0)
+        _nibbles(own[:, 8:] if kind == _IQ4_XS else own[:, own.shape[1] - 16 :], 16, less, values)
+        if kind in (_Q5_0, _Q5_1):
+            _add_fifth(own[:, own.shape[1] - 20 :], values)
+        elif kind in (_IQ4_NL, _IQ4_XS):
+            for i in range(len(own)):
+                for k in range(values.shape[1]):
+                    values[i, k] = _LEVELS[int(values[i, k])]
+
+
+@compiled()
+def _block_scales(own, kind, heads, scales, minima):  # type: ignore[no-untyped-def]  # noqa: PLR0912 # numba infers the types
+    """What the codes of each group are multiplied with, and what is then subtracted; minima are zeros beforehand.
+
+    heads (2 * blocks,): each block's scale and minimum; scales, minima (blocks, groups)
+    """
+    for b in range(len(own)):
+        scale, minimum = heads[2 * b], heads[2 * b + 1]
+        if kind in (_Q4_K, _Q5_K):
+            for i in range(4):
+                low, middle, high = own[b, 4 + i], own[b, 8 + i], own[b, 12 + i]
+                scales[b, i], minima[b, i] = scale * np.float32(low & 63), minimum * np.float32(middle & 63)
+                scales[b, i + 4] = scale * np.float32(high & 15 | low >> 6 << 4)
+                minima[b, i + 4] = minimum * np.float32(high >> 4 | middle >> 6 << 4)
+        elif kind == _Q2_K:
+            for i in range(16):
+                scales[b, i], minima[b, i] = scale * np.float32(own[b, i] & 15), minimum * np.float32(own[b, i] >> 4)
+        elif kind == _Q3_K:
+            for i in range(16):
+                low = own[b, 96 + i % 8] >> (i // 8 * 4) & 15
+                scales[b, i] = scale * np.float32((low | (own[b, 104 + i % 4] >> (i // 4 * 2) & 3) << 4) - 32)
+        elif kind == _Q6_K:
+            for i in range(16):
+                scales[b, i] = scale * np.float32(np.int8(own[b, 192 + i]))
+        elif kind == _IQ4_XS:
+            for i in range(8):
+                low, high = own[b, 4 + i // 2] >> (i % 2 * 4) & 15, own[b, 2 + i // 4] >> (i % 4 * 2) & 3
+                scales[b, i] = scale * np.float32((low | high << 4) - 32)
+        else:
+            scales[b, 0] = scale
+            if kind in (_Q4_1, _Q5_1):
+                minima[b, 0] = -minimum
+
+
+@compiled()
+def _nibbles(own, width, less, values):  # type: ignore[no-untyped-def]  # numba infers the types
+    """The low nibbles of `width` bytes, then their high ones, and so on; each less `less`."""
+    for i in range(len(own)):
+        for first in range(0, values.shape[1] // 2, width):
+            for k in range(width):
+                code = own[i, first + k]
+                values[i, 2 * first + k] = np.float32(code & np.uint8(15)) - less
+                values[i, 2 * first + width + k] = np.float32(code >> np.uint8(4)) - less
+
+
+@compiled()
+def _add_pairs(own, factor, values):  # type: ignore[no-untyped-def]  # numba infers the types
+    """The four pairs of bits of 32 bytes, low ones first, and so on."""
+    for i in range(len(own)):
+        for j in range(8):
+            shift = np.uint8(j % 4 * 2)
+            for k in range(32):
+                values[i, 32 * j + k] += factor * np.float32(own[i, j // 4 * 32 + k] >> shift & np.uint8(3))
+
+
+@compiled()
+def _add_bits(own, factor, values):  # type: ignore[no-untyped-def]  # numba infers the types
+    """The eight bits of 32 bytes, low ones first."""
+    for i in range(len(own)):
+        for j in range(8):
+            for k in range(32):
+                values[i, 32 * j + k] += factor * np.float32(own[i, k] >> np.uint8(j) & np.uint8(1))
+
+
+@compiled()
+def _add_fifth(own, values):  # type: ignore[no-untyped-def]  # numba infers the types
+    """The bits of four bytes, each byte's low ones first."""
+    for i in range(len(own)):
+        for j in range(4):
+            for k in range(8):
+                values[i, 8 * j + k] += np.float32(16) * np.float32(own[i, j] >> np.uint8(k) & np.uint8(1))

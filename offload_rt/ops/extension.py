@@ -13,6 +13,10 @@ LIBRARY = Path(__file__).with_name("_kernels.so")
 LEAST_CAPABILITY = (8, 0)
 
 
+class NotCapturable(RuntimeError):
+    """What is computed cannot be part of a CUDA graph."""
+
+
 @cache
 def is_loaded() -> bool:
     """Load the kernels once; False where they are not built or torch sees no card."""
@@ -68,6 +72,9 @@ def describe(library: str) -> None:
     def lossless_decode(block: Tensor, n_chunks: int, out: Tensor) -> None:
         return None
 
+    def dequantize_blocks(blocks: Tensor, kind: int, out: Tensor) -> None:
+        return None
+
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return x.new_empty(x.shape)
 
@@ -83,6 +90,6 @@ def describe(library: str) -> None:
     def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
         return gate.new_empty(gate.shape)
 
-    layer = (rms_norm, add_rms_norm, rotate_and_store, silu_mul, dequantize, lossless_decode)
+    layer = (rms_norm, add_rms_norm, rotate_and_store, silu_mul, dequantize, dequantize_blocks, lossless_decode)
     for fake in (tree_attention, transfer, commit_rows, verify, *layer):
         torch.library.register_fake(f"{library}::{fake.__name__}", fake)

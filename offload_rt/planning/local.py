@@ -3,7 +3,6 @@
 import time
 from contextlib import closing
 from functools import cache
-from pathlib import Path
 
 import torch
 
@@ -14,7 +13,7 @@ from offload_rt.errors import OffloadError, SettingsError
 from offload_rt.offload.disk import DiskTier
 from offload_rt.planning.forecast import LEVEL_S, Machine
 from offload_rt.planning.roofline import Roof
-from offload_rt.weights.checkpoint import open_checkpoint
+from offload_rt.weights.checkpoint import locate, open_checkpoint
 
 # A matrix of so many columns is multiplied with so many rows, until that has taken so long.
 _N_COLUMNS, _WIDTHS, _PATIENCE_S = 4096, (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024), 0.5
@@ -72,7 +71,7 @@ def _timed_product(rows: torch.Tensor, matrix: torch.Tensor) -> float:
 
 def _disk_gbps(model: str) -> float:
     try:
-        checkpoint = open_checkpoint(Path(model))
+        checkpoint = open_checkpoint(locate(model, offline=True))
     except (OffloadError, OSError) as error:
         raise SettingsError(
             "the rate of the disk is not known", need="--disk, or a model whose weights are here to be read",

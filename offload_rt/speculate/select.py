@@ -14,7 +14,7 @@ from offload_rt.speculate.draft_model import DraftModel
 from offload_rt.speculate.protocols import DrafterType, DraftLimits, VerificationRule
 from offload_rt.system import registry
 from offload_rt.text.detokenize import load_tokenizer
-from offload_rt.weights.checkpoint import Checkpoint, locate, open_checkpoint, read_json
+from offload_rt.weights.checkpoint import Checkpoint, locate, open_checkpoint, read_config
 from offload_rt.weights.heads import find_mtp, open_head
 
 if TYPE_CHECKING:  # it takes a second to load, and a plan needs none
@@ -105,14 +105,14 @@ def find_draft(
         directory = locate(config.draft_model, None, config.offline)
         if chosen.name == "mtp":
             head = find_mtp(directory, target)
-        elif kind := head_kind(read_json(directory / "config.json")):
+        elif kind := head_kind(read_config(directory)):
             head = open_head(directory, kind, target)
         elif chosen.type.model is DraftModel:
             draft = open_checkpoint(directory)
             check_pair(target.spec, draft.spec, (tokenizer, load_tokenizer(directory)))
             return replace(chosen, draft=draft)
     elif chosen.name == "mtp" or (config.drafter == "auto" and drafting is None):
-        head = find_mtp(target.directory, target)
+        head = find_mtp(target.path, target)
     if head is None:
         if chosen.type.model is DraftModel:
             return chosen

@@ -57,23 +57,39 @@ class TextStream:
         return str(self._tokenizer.decode(self._window, skip_special_tokens=True))
 
 
-def load_tokenizer(directory: Path) -> "PreTrainedTokenizerBase | None":
-    """The tokenizer of a checkpoint; None if it has no tokenizer files. No code of the checkpoint is run.
+def load_tokenizer(path: Path) -> "PreTrainedTokenizerBase | None":
+    """The tokenizer of a checkpoint, a directory or GGUF file; None if there is none in it. No code of the checkpoint is run.
 
-    Raises CheckpointError if its files are damaged.
+    Raises CheckpointError if it is damaged.
     """
-    if not any((directory / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json")
+    if path.is_dir() and not any((path / name).exists() for name in names):
         return None
     from transformers import AutoTokenizer
 
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            directory, trust_remote_code=False, local_files_only=True
-        )
+        tokenizer: PreTrainedTokenizerBase | None
+        if path.is_file():
+            tokenizer = _of_gguf(path)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # transformers and tokenizers raise anything, from OSError to bare Exception
-        problem = f"the tokenizer in {directory} cannot be loaded: {_brief(error)}"
+        problem = f"the tokenizer in {path} cannot be loaded: {_brief(error)}"
         raise CheckpointError(problem, change="download it again") from error
     return tokenizer
+
+
+def _of_gguf(path: Path) -> "PreTrainedTokenizerBase | None":
+    """By transformers' own parts: its AutoTokenizer asks for another package where a file is of an older architecture."""
+    from transformers import PreTrainedTokenizerFast
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer, get_gguf_tokenizer
+
+    architecture, content, config = get_gguf_tokenizer(str(path))
+    if "tokenizer_type" not in content:
+        return None
+    backend, more = convert_gguf_tokenizer(architecture, content)
+    settings = {"tokenizer_object": backend, **config, **more}
+    return PreTrainedTokenizerFast(**settings)  # type: ignore[no-untyped-call]  # theirs
 
 
 def encode(tokenizer: "PreTrainedTokenizerBase", prompt: str, chat: bool = False) -> list[int]:

@@ -15,6 +15,7 @@ from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationE
 from offload_rt.errors import CheckpointError
 from offload_rt.models.architecture import Architecture, TensorShape
 from offload_rt.models.families import spec_of
+from offload_rt.weights import gguf
 from offload_rt.weights.formats import WeightFormat, format_of
 from offload_rt.weights.header import FLOATS, TensorRecord, read_header
 from offload_rt.weights.layout import PAGE
@@ -34,11 +35,12 @@ _WHOLE = "give the directory of a whole checkpoint"
 class Checkpoint:
     """A checkpoint on disk whose every tensor has been found where it should be.
 
+    path       its directory, or its GGUF file
     layers     per layer the stored tensors, in the order of `spec.layer_tensors(i)`
     non_layer  in the order of `spec.non_layer_tensors()`
     """
 
-    directory: Path
+    path: Path
     spec: Architecture
     format: WeightFormat
     layers: tuple[tuple[TensorRecord, ...], ...]
@@ -56,7 +58,10 @@ class Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the first tensor that can be computed with: the embedding's, unless that is quantised."""
+        """The dtype of the embedding, or where that is quantised the one of the config or of the first vector or matrix."""
+        if self.non_layer[0].dtype not in FLOATS and self.spec.dtype_name is not None:
+            named: torch.dtype = getattr(torch, self.spec.dtype_name)
+            return named
         floats = (FLOATS[one.dtype] for one in (*self.non_layer, *self.layers[0]) if one.dtype in FLOATS)
         return next(floats, torch.float32)
 
@@ -68,7 +73,7 @@ class Checkpoint:
         the same in a copy, a new download or other shards. It costs one small read a tensor.
         Raises CheckpointError where a file cannot be read.
         """
-        found = hashlib.sha256(repr(sorted(read_json(self.directory / "config.json").items())).encode())
+        found = hashlib.sha256(repr(sorted(read_config(self.path).items())).encode())
         for one in self.records:
             middle = (one.start + one.stop) // 2
             try:
@@ -82,7 +87,7 @@ class Checkpoint:
 
 
 def locate(model: str, revision: str | None = None, offline: bool = False) -> Path:
-    """The local directory of a checkpoint, fetched from the hub where it is not a directory already.
+    """The local directory of a checkpoint, fetched from the hub where it is not there already, or its GGUF file.
 
     Raises CheckpointError if there is none.
     """
@@ -90,19 +95,30 @@ def locate(model: str, revision: str | None = None, offline: bool = False) -> Pa
     if path is None:
         fetch = partial(huggingface_hub.snapshot_download, model, allow_patterns=list(_WANTED_FILES))
         return _from_hub(model, offline, partial(fetch, revision=revision, local_files_only=offline))
+    if path.suffix == gguf.SUFFIX and path.is_file():
+        return gguf.parts(path)[0]
     if not path.is_dir():
         raise CheckpointError(f"{model} is a file", change="give the directory of a checkpoint that it lies in")
-    return path
+    return path if (path / _INDEX).exists() or (path / _SINGLE).exists() else _only_gguf(path) or path
+
+
+def _only_gguf(directory: Path) -> Path | None:
+    """The one GGUF file of a directory, the first part of it; None where there is none. Raises CheckpointError for several."""
+    found = sorted({gguf.parts(path)[0] for path in directory.glob(f"*{gguf.SUFFIX}")})
+    if len(found) > 1:
+        have = ", ".join(path.name for path in found[:3])
+        raise CheckpointError(f"{directory} has {len(found)} GGUF files", have=have, change="give one of them")
+    return found[0] if found else None
 
 
 def find_config(model: str, revision: str | None = None, offline: bool = False) -> dict[str, Any]:
-    """The config of a model whose weights need not be there: of a file, a directory, or the hub.
+    """The config of a model whose weights need not be there: of a file, a GGUF file, a directory, or the hub.
 
     Raises CheckpointError if there is none.
     """
     path = _local(model)
     if path is not None:
-        return read_json(path / "config.json" if path.is_dir() else path)
+        return read_config(locate(model)) if path.is_dir() or path.suffix == gguf.SUFFIX else read_json(path)
     if model.endswith(".json") or "/" not in model:
         raise CheckpointError(
             f"no model called {model}", need="a config.json, its directory, or a hub id like org/name",
@@ -141,19 +157,19 @@ def _from_hub(model: str, offline: bool, fetch: Callable[[], str]) -> Path:
         ) from error
 
 
-def open_checkpoint(directory: Path) -> Checkpoint:
+def open_checkpoint(path: Path) -> Checkpoint:
     """Read config and headers and check that all tensors are there, once, with the right shape and dtype.
+
+    path  of a directory or a GGUF file, as `locate` gives it
 
     Raises UnsupportedModelError for a config that is not understood, CheckpointError for everything else.
     """
-    config = read_json(directory / "config.json")
+    config, found = _read(path)
     weight_format = format_of(config.pop("quantization_config", None))
-    return assemble(directory, spec_of(config), weight_format, tensors_of(directory))
+    return assemble(path, spec_of(config), weight_format, tensors_of(path) if found is None else found)
 
 
-def assemble(
-    directory: Path, spec: Architecture, weight_format: WeightFormat, found: dict[str, TensorRecord]
-) -> Checkpoint:
+def assemble(path: Path, spec: Architecture, weight_format: WeightFormat, found: dict[str, TensorRecord]) -> Checkpoint:
     """The checkpoint of a model whose tensors are among those found.
 
     Raises CheckpointError where one is missing or not what the model says, or one is left over.
@@ -165,7 +181,7 @@ def assemble(
         return tuple(source.expect(one) for one in stored)
 
     layers = tuple(records(spec.layer_tensors(i), spec.layer_prefix(i)) for i in range(spec.n_layers))
-    checkpoint = Checkpoint(directory, spec, weight_format, layers, records(spec.non_layer_tensors()))
+    checkpoint = Checkpoint(path, spec, weight_format, layers, records(spec.non_layer_tensors()))
     expected = {record.name for record in checkpoint.records}
     for name, record in found.items():
         if name not in expected and not spec.is_unused(name) and not weight_format.is_unused(name, Source(found)):
@@ -186,6 +202,16 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is not a JSON object", change=_DAMAGED)
     return content
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The config of a checkpoint: of its directory or its GGUF file. Raises what reading these does."""
+    return _read(path)[0]
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, TensorRecord] | None]:
+    """The config, and the tensors where one file has both."""
+    return gguf.read_gguf(path) if path.suffix == gguf.SUFFIX else (read_json(path / "config.json"), None)
 
 
 def tensors_of(directory: Path) -> dict[str, TensorRecord]:
@@ -225,11 +251,12 @@ def _sharded(directory: Path) -> dict[str, TensorRecord]:
     return found
 
 
-def end_ids(directory: Path) -> frozenset[int]:
-    """Every token id that ends a text, from generation_config.json or, where that names none, config.json."""
-    for name in ("generation_config.json", "config.json"):
-        if (directory / name).exists():
-            ids = read_json(directory / name).get("eos_token_id")
+def end_ids(path: Path) -> frozenset[int]:
+    """Every token id that ends a text, from generation_config.json or, where that names none, config.json or a GGUF file."""
+    files = [path / name for name in ("generation_config.json", "config.json")] if path.is_dir() else [path]
+    for file in files:
+        if file.exists():
+            ids = (read_json(file) if path.is_dir() else read_config(file)).get("eos_token_id")
             if ids is not None and ids != []:
                 return frozenset([ids] if isinstance(ids, int) else ids)
     return frozenset()

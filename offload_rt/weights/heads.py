@@ -40,6 +40,8 @@ def open_head(directory: Path, kind: str, target: Checkpoint) -> Checkpoint:
 def find_mtp(directory: Path, target: Checkpoint) -> Checkpoint | None:
     """The layer for multi-token prediction in a checkpoint of the target; None where there is none."""
     assert isinstance(target.spec, NativeDecoder), "all families are"
+    if not directory.is_dir():  # no GGUF file has one
+        return None
     found = tensors_of(directory)
     for layout in MTP_LAYOUTS:
         spec = mtp_of(target.spec, layout)

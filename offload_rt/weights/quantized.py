@@ -4,8 +4,8 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -44,9 +44,35 @@ class NestedScales:
     offset: float
 
 
+class Matrix(Protocol):
+    """How a matrix is stored; its tensors have names behind that of the module, such as "weight_packed"."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(n_out, n_in)."""
+
+    @property
+    def codes(self) -> StoredTensor:
+        """The one that tells that the matrix is there."""
+
+    @property
+    def stored(self) -> tuple[StoredTensor, ...]:
+        """All its tensors."""
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether some of its rows can be made without the others."""
+
+    def weight(self, tensors: Mapping[str, Tensor], out: Tensor, rows: Tensor | None = None) -> Tensor:
+        """The matrix, or these rows (n,) of it, written to `out`, which has as many numbers.
+
+        tensors  the stored ones, by the names that these have here
+        """
+
+
 @dataclass(frozen=True)
 class QuantizedMatrix:
-    """How a matrix is stored; its tensors have names behind that of the module, such as "weight_packed".
+    """A `Matrix` of codes and scales.
 
     shape    (n_out, n_in); where the codes are packed by columns or for AWQ, they are of its transpose
     product  dtype of code times scale; None: that of the scales
@@ -63,37 +89,57 @@ class QuantizedMatrix:
 
     @property
     def stored(self) -> tuple[StoredTensor, ...]:
-        """All its tensors."""
+        """See `Matrix.stored`."""
         zeros = None if self.zeros is None else self.zeros.tensor
         nested = () if self.nested is None else (self.nested.scales, self.nested.table)
         parts = (self.codes, self.scales, zeros, self.groups, *nested)
         return tuple(one for one in parts if one is not None)
 
-    def weight(self, tensors: Mapping[str, Tensor], out: Tensor) -> Tensor:
-        """The matrix (n_out, n_in), written to `out` (n_out * n_in,).
+    @property
+    def has_rows(self) -> bool:
+        """Not where the codes are of the transpose."""
+        return not self.packing.groups_rows
 
-        tensors  the stored ones, by the names that these have here
-        """
-        is_transposed = self.packing.groups_rows
-        shape = self.shape[::-1] if is_transposed else self.shape
+    def weight(self, tensors: Mapping[str, Tensor], out: Tensor, rows: Tensor | None = None) -> Tensor:
+        """See `Matrix.weight`."""
+        shape = self.shape if self.has_rows else self.shape[::-1]
         grid = tuple(-(-n // size) for n, size in zip(shape, self.packing.block, strict=True))
+        groups = None if self.groups is None else tensors[self.groups.name]
+        codes, packing = tensors[self.codes.name].view(self.packing.words(*shape)), self.packing
+        scales, zeros = self._scales(tensors, grid), self._zeros(tensors, grid)
+        if rows is not None:
+            places = rows // packing.block[0]
+            codes, scales = _rows_of(codes, rows), _rows_of(scales, places)
+            zeros = None if zeros is None else zeros[places]
+            packing = replace(packing, block=(1, packing.block[1]))
+        scales = _exponents(scales) if scales.dtype in (torch.uint8, torch.float8_e8m0fnu) else scales
+        matrix = out.view(-1, shape[1])
+        dequantize(codes, scales.to(self.product or scales.dtype), zeros, groups, packing, matrix)
+        return matrix if self.has_rows else matrix.T
+
+    def _scales(self, tensors: Mapping[str, Tensor], grid: tuple[int, ...]) -> Tensor:
         scales = tensors[self.scales.name]
         if self.nested is not None:
             spread = tensors[self.nested.scales.name].repeat_interleave(self.nested.block)[: scales.numel()]
             scales = tensors[self.nested.table.name][scales.int()] * spread + self.nested.offset
-        elif scales.dtype in (torch.uint8, torch.float8_e8m0fnu):  # an exponent alone
-            scales = torch.exp2(scales.view(torch.uint8).float() - 127)
-        scales = scales.to(self.product or scales.dtype).view(grid)
-        zeros = None
-        if self.zeros is not None:
-            words, bits = tensors[self.zeros.tensor.name], self.packing.bits
-            zeros = unpack(words, self.zeros.order, bits, *grid).int().contiguous()
-            zeros = (zeros + self.zeros.plus) & (1 << bits) - 1 if self.zeros.plus else zeros
-        groups = None if self.groups is None else tensors[self.groups.name]
-        matrix = out.view(shape)
-        codes = tensors[self.codes.name].view(self.packing.words(*shape))
-        dequantize(codes, scales, zeros, groups, self.packing, matrix)
-        return matrix.T if is_transposed else matrix
+        return scales.view(grid)
+
+    def _zeros(self, tensors: Mapping[str, Tensor], grid: tuple[int, ...]) -> Tensor | None:
+        if self.zeros is None:
+            return None
+        bits = self.packing.bits
+        zeros = unpack(tensors[self.zeros.tensor.name], self.zeros.order, bits, *grid).int().contiguous()
+        return (zeros + self.zeros.plus) & (1 << bits) - 1 if self.zeros.plus else zeros
+
+
+def _rows_of(x: Tensor, rows: Tensor) -> Tensor:
+    """x[rows], also of float8, which torch does not index."""
+    return x.view(torch.uint8)[rows].view(x.dtype)
+
+
+def _exponents(scales: Tensor) -> Tensor:
+    """Scales that are powers of two, of their exponents."""
+    return torch.exp2(scales.view(torch.uint8).float() - 127)
 
 
 class QuantizedFormat(ABC):
@@ -107,12 +153,12 @@ class QuantizedFormat(ABC):
 
     def __init__(self, notice: str = "") -> None:
         self.notice = notice
-        self._matrices: dict[str, set[QuantizedMatrix]] = {}
-        self._of_layout: dict[Layout, dict[str, QuantizedMatrix]] = {}
+        self._matrices: dict[str, set[Matrix]] = {}
+        self._of_layout: dict[Layout, dict[str, Matrix]] = {}
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     @abstractmethod
-    def matrix(self, module: str, shape: tuple[int, int], source: Source) -> QuantizedMatrix | None:
+    def matrix(self, module: str, shape: tuple[int, int], source: Source) -> Matrix | None:
         """How the matrix of this module (n_out, n_in), which the source does not hold as floats, is stored.
 
         None where the config has it unquantised. Raises CheckpointError where the source contradicts the config.
@@ -145,19 +191,20 @@ class QuantizedFormat(ABC):
     def scratch_nbytes(self, stored: StoredTensor, n_rows: int, dtype: torch.dtype) -> int:
         """A dequantised matrix, and what the reference takes besides."""
         module, _, part = stored.name.rpartition(".")
-        matrices = (one for one in self._matrices.get(module, ()) if one.codes == stored._replace(name=part))
-        numbers = max((math.prod(one.shape) for one in matrices), default=0)
+        own = (part, stored.shape, stored.dtype)
+        found = ((one.codes, math.prod(one.shape)) for one in self._matrices.get(module, ()))
+        numbers = max((n for codes, n in found if (codes.key, codes.shape, codes.dtype) == own), default=0)
         if numbers:
             return numbers * dtype.itemsize + REFERENCE_NBYTES
         is_converted = stored.name.endswith((".weight", ".bias")) and stored.dtype != dtype
         return math.prod(stored.shape) * dtype.itemsize if is_converted else 0
 
-    def matrices(self, layout: Layout) -> dict[str, QuantizedMatrix]:
+    def matrices(self, layout: Layout) -> dict[str, Matrix]:
         """The quantised matrices of a block, by module."""
         if layout not in self._of_layout:
             entries = {(entry.name, entry.shape): entry.dtype for entry in layout.entries}
 
-            def is_there(module: str, matrix: QuantizedMatrix) -> bool:
+            def is_there(module: str, matrix: Matrix) -> bool:
                 found = [(entries.get((one.of(module).key, one.shape)), one.dtype) for one in matrix.stored]
                 return all(dtype is not None and wanted in (None, dtype) for dtype, wanted in found)
 
@@ -203,15 +250,23 @@ class View(dense.View):
         return tuple(self.linear(x, name) for name in names)
 
     def rows(self, ids: Tensor, name: str) -> Tensor:
-        """See `LayerWeights.rows`."""
-        return F.embedding(ids, self._weight(name)) if name in self._matrices else super().rows(ids, name)
+        """See `LayerWeights.rows`; only these are dequantised, where the matrix is stored by rows."""
+        matrix = self._matrices.get(name)
+        if matrix is None:
+            return super().rows(ids, name)
+        if not matrix.has_rows:
+            return F.embedding(ids, self._weight(name))
+        out = torch.empty(len(ids) * matrix.shape[1], dtype=self._dtype, device=ids.device)
+        return matrix.weight(self._stored(name), out, ids)
 
     def _weight(self, name: str) -> Tensor:
         """The matrix (n_out, n_in), until the next one is asked for."""
-        matrix = self._matrices[name]
-        tensors = {one.name: self._tensors[one.of(name).key] for one in matrix.stored}
+        matrix, tensors = self._matrices[name], self._stored(name)
         device = tensors[matrix.codes.name].device
         return matrix.weight(tensors, self._format.scratch(math.prod(matrix.shape), self._dtype, device))
+
+    def _stored(self, name: str) -> dict[str, Tensor]:
+        return {one.name: self._tensors[one.of(name).key] for one in self._matrices[name].stored}
 
 
 def finer_notice(what: list[str]) -> str:

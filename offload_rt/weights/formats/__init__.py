@@ -1,7 +1,7 @@
 """How weights are stored and used: one file for each format.
 
 Each file has `matches(quantization_config) -> bool` and a class `Format`, a `WeightFormat` made from the same argument: the
-`quantization_config` of a config.json, None where there is none.
+`quantization_config` of a config.json, None where there is none; of a GGUF file its `Storage`.
 """
 
 from typing import Protocol

@@ -1,0 +1,221 @@
+"""GGUF files of Llama and Qwen models, by the specification and not by the code that reads them; rounded to nearest."""
+
+import itertools
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14, "BF16": 30}
+ALIGNMENT = 32
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_MODULES = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+_KEYS = {
+    "max_position_embeddings": "context_length", "num_hidden_layers": "block_count", "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length", "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv", "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "vocab_size": "vocab_size",
+}  # fmt: skip
+# What llama.cpp stores in more bits in its mixtures called M.
+_FINER = ("attn_v", "ffn_down", "output")
+
+
+class Stored(NamedTuple):
+    """A tensor as a file has it: the number of its type, its shape, its bytes."""
+
+    type: int
+    shape: tuple[int, ...]
+    data: bytes
+
+
+def text(words: str) -> bytes:
+    """A string."""
+    return struct.pack("<Q", len(words.encode())) + words.encode()
+
+
+def value(content: Any) -> bytes:
+    """A value of the metadata and its type."""
+    if isinstance(content, list):
+        parts = [value(one) for one in content]
+        kind = parts[0][:4] if parts else struct.pack("<I", 4)
+        return struct.pack("<I", 9) + kind + struct.pack("<Q", len(parts)) + b"".join(one[4:] for one in parts)
+    for kind, number, form in ((bool, 7, "<?"), (int, 4, "<I"), (float, 6, "<f")):
+        if isinstance(content, kind):
+            return struct.pack("<I", number) + struct.pack(form, content)
+    return struct.pack("<I", 8) + text(content)
+
+
+def file_bytes(metadata: Mapping[str, Any], tensors: Mapping[str, Stored]) -> bytes:
+    """A file of version 3."""
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata))
+    head += b"".join(text(key) + value(content) for key, content in metadata.items())
+    data = b""
+    for name, (kind, shape, content) in tensors.items():
+        head += (
+            text(name)
+            + struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
+            + struct.pack("<IQ", kind, len(data))
+        )
+        data += content + bytes(-len(content) % ALIGNMENT)
+    return head + bytes(-len(head) % ALIGNMENT) + data
+
+
+def blocks(weight: Tensor, type: str) -> tuple[np.ndarray, Tensor]:
+    """The bytes of a matrix (rows, columns) in this type, and what they stand for, in float32."""
+    if type in _FLOATS:
+        stored = weight.to(_FLOATS[type]).contiguous()
+        return stored.view(torch.uint8).numpy(), stored.float()
+    make = {"Q8_0": _q8_0, "Q4_0": _q4_0, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k}[type]
+    parts, exact = make(weight.float().numpy().reshape(-1, 32 if type in ("Q8_0", "Q4_0") else 256))
+    return np.concatenate(parts, 1).reshape(len(weight), -1), torch.from_numpy(exact).view(weight.shape)
+
+
+_Made = tuple[list[np.ndarray], np.ndarray]
+
+
+def _half(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """float16 as bytes and as float32, away from zero so that it divides."""
+    half = np.where(np.abs(x) < 1e-7, 1e-7, x).astype(np.float16)
+    return half.view(np.uint8), half.astype(np.float32)
+
+
+def _q8_0(x: np.ndarray) -> _Made:
+    stored, scale = _half(np.abs(x).max(1, keepdims=True) / 127)
+    codes = np.clip(np.rint(x / scale), -127, 127).astype(np.int8)
+    return [stored, codes.view(np.uint8)], scale * codes
+
+
+def _q4_0(x: np.ndarray) -> _Made:
+    stored, scale = _half(np.take_along_axis(x, np.abs(x).argmax(1)[:, None], 1) / -8)
+    codes = np.clip(np.rint(x / scale) + 8, 0, 15).astype(np.uint8)
+    return [stored, codes[:, :16] | codes[:, 16:] << 4], scale * (codes.astype(np.float32) - 8)
+
+
+def _q4_k(x: np.ndarray) -> _Made:
+    heads, codes, exact = _with_minima(x, 15)
+    pairs = codes.reshape(-1, 4, 2, 32)
+    return [*heads, (pairs[:, :, 0] | pairs[:, :, 1] << 4).reshape(-1, 128)], exact
+
+
+def _q5_k(x: np.ndarray) -> _Made:
+    heads, codes, exact = _with_minima(x, 31)
+    pairs, fifth = (codes & 15).reshape(-1, 4, 2, 32), np.packbits(codes >> 4, axis=1, bitorder="little")[:, 0]
+    return [*heads, fifth, (pairs[:, :, 0] | pairs[:, :, 1] << 4).reshape(-1, 128)], exact
+
+
+def _with_minima(x: np.ndarray, most: int) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
+    """The first 16 bytes of blocks of eight groups with a scale and a minimum in 6 bits each; codes (n, 8, 32); weights."""
+    groups = x.reshape(-1, 8, 32)
+    low = -np.minimum(groups.min(2), 0)
+    (scale_bytes, scale), (low_bytes, minimum) = (
+        _half(part.max(1, keepdims=True) / 63) for part in ((groups.max(2).clip(0) + low) / most, low)
+    )
+    s = np.clip(np.rint((groups.max(2).clip(0) + low) / most / scale), 1, 63).astype(np.uint8)
+    m = np.clip(np.rint(low / minimum), 0, 63).astype(np.uint8)
+    step, offset = (scale * s)[:, :, None], (minimum * m)[:, :, None]
+    codes = np.clip(np.rint((groups + offset) / step), 0, most).astype(np.uint8)
+    sixes = [s[:, :4] | s[:, 4:] >> 4 << 6, m[:, :4] | m[:, 4:] >> 4 << 6, s[:, 4:] & 15 | (m[:, 4:] & 15) << 4]
+    return [scale_bytes, low_bytes, *sixes], codes, step * codes - offset
+
+
+def _q6_k(x: np.ndarray) -> _Made:
+    groups = x.reshape(-1, 16, 16)
+    stored, scale = _half(np.abs(groups).max(2).max(1, keepdims=True) / 31 / 127)
+    s = np.clip(np.rint(np.abs(groups).max(2) / 31 / scale), 1, 127).astype(np.int8)
+    step = (scale * s)[:, :, None]
+    codes = np.clip(np.rint(groups / step), -32, 31).astype(np.int8)
+    q = (codes + 32).astype(np.uint8).reshape(-1, 2, 4, 32)
+    low = np.stack([q[:, :, 0] & 15 | (q[:, :, 2] & 15) << 4, q[:, :, 1] & 15 | (q[:, :, 3] & 15) << 4], 2)
+    high = q[:, :, 0] >> 4 | q[:, :, 1] >> 4 << 2 | q[:, :, 2] >> 4 << 4 | q[:, :, 3] >> 4 << 6
+    return [low.reshape(-1, 128), high.reshape(-1, 64), s.view(np.uint8), stored], step * codes
+
+
+def stored_as(name: str, tensor: Tensor, wanted: str) -> str:
+    """The type of a tensor of a file in which matrices are of the wanted one, or of others that fit and M has."""
+    if tensor.dim() == 1:
+        return "F32"
+    if wanted in ("Q4_K", "Q5_K") and name.split(".")[-2] in _FINER:
+        wanted = "Q6_K"
+    if wanted.endswith("_K") and tensor.shape[1] % 256:
+        wanted = "Q8_0"
+    return wanted if wanted in _FLOATS or tensor.shape[1] % 32 == 0 else "F16"
+
+
+def renamed(name: str) -> str:
+    """The name of a tensor of transformers in a file."""
+    module, _, kind = name.rpartition(".")
+    if module in _MODULES:
+        return f"{_MODULES[module]}.{kind}"
+    _, _, layer, within = module.split(".", 3)
+    return f"blk.{layer}.{_MODULES[within]}.{kind}"
+
+
+def model(
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], type: str
+) -> tuple[dict[str, Any], dict[str, Stored], dict[str, Tensor]]:
+    """Metadata, tensors by their names in a file, and the weights that these stand for, by transformers' names.
+
+    config, tensors  of a llama, qwen2 or qwen3 with plain rotary embeddings
+    """
+    family, n_heads = config["model_type"], config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // n_heads
+    theta = config.get("rope_theta") or config.get("rope_parameters", {}).get("rope_theta", 10000.0)
+    metadata: dict[str, Any] = {"general.architecture": family, "general.name": "small"}
+    metadata |= {f"{family}.{theirs}": config[ours] for ours, theirs in _KEYS.items()}
+    metadata |= {f"{family}.rope.dimension_count": head_dim, f"{family}.rope.freq_base": float(theta)}
+    metadata |= {f"{family}.attention.{name}_length": head_dim for name in ("key", "value")}
+    if isinstance(config.get("eos_token_id"), int):
+        metadata["tokenizer.ggml.eos_token_id"] = config["eos_token_id"]
+    stored, exact = {}, {}
+    for name, tensor in tensors.items():
+        mine = renamed(name)
+        heads = {"attn_q": n_heads, "attn_k": config["num_key_value_heads"]}.get(mine.split(".")[-2])
+        is_rotated = family == "llama" and heads is not None
+        kind = stored_as(mine, tensor, type)
+        flat = tensor.reshape(len(tensor), -1)
+        # llama.cpp rotates neighbours, transformers numbers that lie half a head apart.
+        flat = flat.view(heads, 2, head_dim // 2, -1).transpose(1, 2).reshape(flat.shape) if is_rotated else flat
+        data, values = blocks(flat, kind)
+        values = values.view(heads, head_dim // 2, 2, -1).transpose(1, 2) if is_rotated else values
+        stored[mine], exact[name] = (
+            Stored(TYPES[kind], tuple(tensor.shape), data.tobytes()),
+            values.reshape(tensor.shape),
+        )
+    return metadata, stored, exact
+
+
+def tokenizer(path: Path) -> dict[str, Any]:
+    """The metadata of the byte-level tokenizer in a tokenizer.json."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    added = {one["content"]: one["id"] for one in content["added_tokens"]}
+    ids = {**content["model"]["vocab"], **added}
+    tokens = sorted(ids, key=lambda one: ids[one])
+    merges = [one if isinstance(one, str) else " ".join(one) for one in content["model"]["merges"]]
+    found = {
+        "model": "gpt2",
+        "pre": "gpt-2",
+        "tokens": tokens,
+        "token_type": [3 if one in added else 1 for one in tokens],
+    }
+    return {f"tokenizer.ggml.{key}": one for key, one in {**found, "merges": merges}.items()}
+
+
+def split(metadata: Mapping[str, Any], tensors: Mapping[str, Stored], n: int, path: Path) -> list[Path]:
+    """Write a file in n parts, the first of which has the metadata."""
+    made, names, step = [], list(tensors), -(-len(tensors) // n)
+    for i, first in zip(range(n), itertools.count(0, step), strict=False):
+        of_part = {"split.no": i, "split.count": n, "split.tensors.count": len(tensors)}
+        part = {name: tensors[name] for name in names[first : first + step]}
+        made.append(path.with_name(f"{path.stem}-{i + 1:05}-of-{n:05}.gguf"))
+        made[-1].write_bytes(file_bytes({**(metadata if i == 0 else {}), **of_part}, part))
+    return made
