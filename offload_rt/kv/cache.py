@@ -72,15 +72,25 @@ class KVCache(ABC):
 
     @property
     def n_committed(self) -> int:
-        """Rows that hold committed tokens."""
+        """Committed tokens, which is the position of the first pending one."""
         return len(self.committed)
+
+    @property
+    def n_held(self) -> int:
+        """Rows that committed tokens take, before the pending ones; fewer where a kind of cache does not keep all."""
+        return self.n_committed
+
+    @property
+    def n_seen(self) -> int:
+        """Committed rows that the pending ones see."""
+        return self.n_held
 
     def begin(self, tokens: Sequence[int]) -> None:
         """Make room for one pending row for each token, behind the committed ones.
 
         Raises CapacityError if there is not enough.
         """
-        need = self.n_committed + len(tokens)
+        need = self.n_held + len(tokens)
         if need > self.capacity:
             change = "raise --max-model-len or lower --tree-size"
             raise CapacityError("the cache", need=f"{need} rows", have=str(self.capacity), change=change)
@@ -95,7 +105,7 @@ class KVCache(ABC):
         n_in_place = next((i for i, row in enumerate(rows) if row != i), len(rows))
         moved = [row - n_in_place for row in rows[n_in_place:]]
         if moved:
-            self.move(moved, self.n_committed + n_in_place)
+            self.move(moved, self.n_held + n_in_place)
         self.committed += [self._pending[row] for row in rows]
         self._pending = [] if moved else self._pending[len(rows) :]
 
@@ -169,7 +179,7 @@ class ContiguousCache(KVCache):
         rotary: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:  # fmt: skip
         """Write k and v behind the rows there are, and attend to all of them."""
-        first = self.n_committed + start
+        first = self.n_held + start
         return self.buffer.attend(layer, slice(first, first + len(q)), q, k, v, mask, scale, rotary)
 
     def move(self, rows: Sequence[int], first: int) -> None:
