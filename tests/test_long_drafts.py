@@ -276,7 +276,7 @@ def test_guesses_save_passes_and_change_no_tree(request, monkeypatch, models, n_
     for one, other in zip(trees, expected, strict=True):
         assert torch.equal(one.tokens, other.tokens) and len(one.tokens) == 30
         assert one.topology.parents.tolist() == other.topology.parents.tolist()
-    assert n_passes <= (n_plain if models == "pair" else 0.7 * n_plain)
+    assert n_passes < n_plain or models == "pair"
 
 
 def test_what_is_drawn_is_stated_as_the_middle_models(pair):
