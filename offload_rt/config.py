@@ -73,6 +73,9 @@ class EngineConfig:
     rule: str = setting("auto", "how a drafted tree is verified; auto: the drafter's best")
     tree_size: int | None = setting(None, "nodes of the drafted tree; default: chosen from measurements", parse=int)
     tree_depth: int | None = setting(None, "levels of the drafted tree; default: chosen from measurements", parse=int)
+    draft_context: int | None = setting(
+        None, "tokens that a drafter of long texts attends to; default: the drafter's own", parse=int
+    )
     revision: str | None = setting(None, "branch, tag or commit on the hub")
     offline: bool = setting(False, "use only what the hub cache already holds")
 
@@ -86,7 +89,7 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None:
                 check_positive(name, parse_size(value))
-        for name in ("max_model_len", "tree_size", "tree_depth"):
+        for name in ("max_model_len", "tree_size", "tree_depth", "draft_context"):
             check_positive(name, getattr(self, name))
 
     @property

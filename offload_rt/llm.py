@@ -146,6 +146,7 @@ class LLM:
         rule: str = "auto",
         tree_size: int | None = None,
         tree_depth: int | None = None,
+        draft_context: int | None = None,
         revision: str | None = None,
         offline: bool = False,
     ) -> None:
@@ -153,7 +154,7 @@ class LLM:
         self._prepare(
             EngineConfig(
                 model, draft_model, device, dtype, device_memory, host_memory, max_model_len, link_format, sidecar,
-                drafter, rule, tree_size, tree_depth, revision, offline,
+                drafter, rule, tree_size, tree_depth, draft_context, revision, offline,
             )
         )  # fmt: skip
         self.load()

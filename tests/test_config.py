@@ -31,6 +31,7 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "rule": (["match"], "match"),
     "tree_size": (["64"], 64),
     "tree_depth": (["8"], 8),
+    "draft_context": (["256"], 256),
     "revision": (["main"], "main"),
     "offline": ([], True),
     "max_new_tokens": (["7"], 7),

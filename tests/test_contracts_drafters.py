@@ -9,6 +9,7 @@ from texts import small_model
 from tiny import (
     COMBINATIONS,
     DRAFTERS,
+    begin,
     chi_square_p,
     drafter_of,
     logits_of,
@@ -62,6 +63,14 @@ def sequences_of(temperature, seed=0, n_new=N_NEW):
     return [Sequence(list(prompt), one, 200) for prompt, one in zip(PROMPTS, several, strict=True)]
 
 
+def drafter_with(llm, sequences, name, *arguments, **options):
+    """A drafter, with these sequences running."""
+    drafter = drafter_of(llm, name, *arguments, **options)
+    if drafter_type(name).view is not None:
+        begin(llm, drafter, sequences, 17)
+    return drafter
+
+
 def assert_tree(tree, sequence, n_nodes, vocab_size):
     topology, tokens = tree.topology, tree.tokens
     assert 1 <= len(topology) == len(tokens) <= n_nodes
@@ -79,9 +88,9 @@ def assert_tree(tree, sequence, n_nodes, vocab_size):
 @every_combination
 def test_there_is_one_tree_for_each_sequence_within_its_limits(llm, name, rule, temperature):
     for n_nodes in (1, 2, 5, 17):
-        drafter = drafter_of(llm, name, rule, LIMITS)
-        assert drafter.limits.n_nodes <= LIMITS.n_nodes and drafter.limits.n_levels <= LIMITS.n_levels
         sequences = sequences_of(temperature)
+        drafter = drafter_with(llm, sequences, name, rule, LIMITS)
+        assert drafter.limits.n_nodes <= LIMITS.n_nodes and drafter.limits.n_levels <= LIMITS.n_levels
         before = [list(one.tokens) for one in sequences]
         trees = drafter.propose(sequences, n_nodes)
         assert [one.tokens for one in sequences] == before
@@ -96,8 +105,8 @@ def test_there_is_one_tree_for_each_sequence_within_its_limits(llm, name, rule, 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_a_size_or_depth_that_was_asked_for_stays_within_the_limits(llm, name, temperature, fixed):
-    drafter = drafter_of(llm, name, drafter_type(name).best_rule, DraftLimits(17, 6, **fixed))
     sequences = sequences_of(temperature)
+    drafter = drafter_with(llm, sequences, name, drafter_type(name).best_rule, DraftLimits(17, 6, **fixed))
     for tree, sequence in zip(drafter.propose(sequences, 9), sequences, strict=True):
         assert_tree(tree, sequence, 9, 128)
 
@@ -105,15 +114,17 @@ def test_a_size_or_depth_that_was_asked_for_stays_within_the_limits(llm, name, t
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("name", MODEL_DRAFTERS)
 def test_a_size_that_was_asked_for_is_met_whatever_drafting_costs(llm, name, temperature):
-    drafter = drafter_of(llm, name, "match", DraftLimits(9, 6, fixed_size=True), level_s=1000.0)
-    (tree,) = drafter.propose(sequences_of(temperature)[3:], 9)
+    sequences, limits = sequences_of(temperature)[3:], DraftLimits(9, 6, fixed_size=True)
+    drafter = drafter_with(llm, sequences, name, drafter_type(name).best_rule, limits, level_s=1000.0)
+    (tree,) = drafter.propose(sequences, 9)
     assert len(tree.topology) == 9
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @every_combination
 def test_the_same_seed_gives_the_same_trees(llm, name, rule, temperature):
-    several = [drafter_of(llm, name, rule, LIMITS).propose(sequences_of(temperature, seed=4), 17) for _ in range(2)]
+    both = [sequences_of(temperature, seed=4) for _ in range(2)]
+    several = [drafter_with(llm, sequences, name, rule, LIMITS).propose(sequences, 17) for sequences in both]
     for one, other in zip(*several, strict=True):
         assert one.topology.parents.tolist() == other.topology.parents.tolist()
         assert torch.equal(one.tokens, other.tokens)
@@ -123,7 +134,8 @@ def test_the_same_seed_gives_the_same_trees(llm, name, rule, temperature):
 def test_a_drafter_goes_on_after_every_verdict_on_every_node(llm, name, rule):
     """Whatever was accepted, of whatever tree, with whatever bonus; the next trees are as good as the first."""
     for temperature in (0.0, 0.8):
-        drafter, sequences = drafter_of(llm, name, rule, LIMITS), sequences_of(temperature)
+        sequences = sequences_of(temperature)
+        drafter = drafter_with(llm, sequences, name, rule, LIMITS)
         for node in range(0, 17, 3):
             trees = drafter.propose(sequences, 17)
             for tree, sequence in zip(trees, sequences, strict=True):
@@ -142,7 +154,7 @@ def test_its_trees_go_through_the_rule(llm, name, rule):
     generator = torch.Generator().manual_seed(0)
     for temperature in (0.0, 0.8):
         sequences = sequences_of(temperature)
-        trees = drafter_of(llm, name, rule, LIMITS).propose(sequences, 17)
+        trees = drafter_with(llm, sequences, name, rule, LIMITS).propose(sequences, 17)
         for proposed, sequence in zip(trees, sequences, strict=True):
             tree = proposed.candidates()
             draft_probs = torch.rand(len(tree.topology), 128, generator=generator).pow(9)
@@ -168,10 +180,12 @@ def test_a_drafter_says_what_it_needs_and_works_with_its_rule(name):
 
 @every_combination
 def test_only_a_drafter_that_gives_draft_probs_samples(llm, name, rule):
-    trees = drafter_of(llm, name, rule, LIMITS).propose(sequences_of(0.9), 17)
+    trees, zero = (
+        drafter_with(llm, sequences, name, rule, LIMITS).propose(sequences, 17)
+        for sequences in (sequences_of(0.9), sequences_of(0.0))
+    )
     gives = drafter_type(name).gives_draft_probs and rule != "coupled"  # whose noise decides every token
     assert any(tree.sampled is not None for tree in trees) == gives
-    zero = drafter_of(llm, name, rule, LIMITS).propose(sequences_of(0.0), 17)
     assert all(tree.sampled is None or not tree.sampled.is_sampled.any() for tree in zero), (
         "at temperature 0 nothing is drawn"
     )

@@ -15,7 +15,7 @@ from offload_rt.ops import noise
 from offload_rt.ops.noise import NoiseRows, exponentials, philox
 from offload_rt.sampling import probs
 from offload_rt.speculate.protocols import DraftLimits
-from offload_rt.speculate.select import rule_of
+from offload_rt.speculate.select import drafter_type, rule_of
 from offload_rt.speculate.verify import coupled
 from offload_rt.tree.topology import DraftTree, Topology
 
@@ -191,7 +191,8 @@ def test_texts_are_those_of_plain_decoding_whatever_drafts_them(pair, plain_text
             assert llm.generate(PROMPTS[0], params_of(seed)[0])[0].token_ids == expected[0]
             reversed_order = llm.generate(PROMPTS[::-1], params_of(seed)[::-1])
             assert [one.token_ids for one in reversed_order][::-1] == expected
-            if tree_size == 24 and "draft_model" in settings:
+            has_room = drafter_type(drafter).view is None  # for what all sequences draft with
+            if tree_size == 24 and "draft_model" in settings and has_room:
                 assert all(one.stats.n_passes < N_NEW for one in outputs), "nothing was accepted"
 
 

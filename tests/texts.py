@@ -77,21 +77,23 @@ def exact_distributions(model: PreTrainedModel) -> list[np.ndarray]:
     ]
 
 
-def exact_distribution(model: PreTrainedModel, prompt: Sequence[int], params: SamplingParams) -> np.ndarray:
-    """The probability of each text of N_NEW tokens, (vocabulary,) * N_NEW."""
+def exact_distribution(
+    model: PreTrainedModel, prompt: Sequence[int], params: SamplingParams, n_new: int = N_NEW
+) -> np.ndarray:
+    """The probability of each text of n_new tokens, (vocabulary,) * n_new."""
     vocab_size = model.config.vocab_size
     warpers = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(params.repetition_penalty)])
     warpers.append(TemperatureLogitsWarper(params.temperature))
     warpers += [TopKLogitsWarper(params.top_k)] if params.top_k else []
     warpers += [TopPLogitsWarper(params.top_p)] if params.top_p < 1 else []
     warpers += [MinPLogitsWarper(params.min_p)] if params.min_p else []
-    probs = np.ones((vocab_size,) * N_NEW)
-    for text in itertools.product(range(vocab_size), repeat=N_NEW - 1):
+    probs = np.ones((vocab_size,) * n_new)
+    for text in itertools.product(range(vocab_size), repeat=n_new - 1):
         logits = logits_of(model, [*prompt, *text])
-        for n in range(N_NEW):
+        for n in range(n_new):
             before = torch.tensor([[*prompt, *text[:n]]])
             next_probs = torch.softmax(warpers(before, logits[None, before.shape[1] - 1]).double(), -1)[0].numpy()
-            probs[text] *= next_probs[text[n]] if n < N_NEW - 1 else next_probs
+            probs[text] *= next_probs[text[n]] if n < n_new - 1 else next_probs
     assert abs(probs.sum() - 1) < 1e-6
     return probs
 

@@ -30,7 +30,8 @@ from offload_rt.engine.engine import Engine
 from offload_rt.engine.scheduler import Scheduler
 from offload_rt.executor.runner import Runner, Step
 from offload_rt.executor.sequence import Sequence as TokenSequence
-from offload_rt.speculate.draft_model import DraftModel
+from offload_rt.kv.sparse import LEAST_BUDGET
+from offload_rt.speculate.draft_model import DraftModel, SelfDraftModel
 from offload_rt.speculate.protocols import Drafter, DraftLimits, DraftParts, VerificationRule
 from offload_rt.speculate.select import drafter_type, rule_of
 from offload_rt.speculate.verify.match import Match
@@ -106,6 +107,8 @@ COMBINATIONS = [
     for drafter in DRAFTERS
     for rule in registry.names("speculate.verify")
     if drafter_type(drafter).gives_draft_probs or rule_of(rule).child_sampling is None
+    # They are self_window with another cache.
+    if drafter not in ("self_snapkv", "self_retrieval") or rule == drafter_type(drafter).best_rule
 ]
 PLACES = {"resident": {"device"}, "disk": {"disk"}, "mixed": {"device", "disk"}}
 
@@ -149,11 +152,17 @@ class Steady:
     def __init__(self, level_s: float = 0.01) -> None:
         self.level_s = level_s
 
-    def seconds(self, n_rows: np.ndarray, context: int, draft_s: np.ndarray | float = 0.0) -> np.ndarray:
+    def seconds(
+        self, n_rows: np.ndarray, context: int, draft_s: np.ndarray | float = 0.0, n_sequences: int = 1
+    ) -> np.ndarray:
         """A tenth of a pass for every 100 rows; drafting counts as it was foreseen, not as it was timed."""
         return 1.0 + n_rows / 1000 + (draft_s if isinstance(draft_s, np.ndarray) else 0.0)
 
-    def passed(self, n_rows: int, context: int, draft_s: float, seconds: float, link_gbps: float) -> None:
+    def level(self, n_sequences: int) -> float:
+        """The same for any number of sequences."""
+        return self.level_s
+
+    def passed(self, *_: float) -> None:
         """Learns nothing."""
 
     def drafted(self, n_levels: int, seconds: float) -> None:
@@ -235,10 +244,23 @@ def open_llm(directory: Path, place: str = "resident", **settings: Any) -> LLM:
 
 def drafter_of(llm: LLM, name: str, rule: str, limits: DraftLimits, level_s: float = 0.01, **parts: Any) -> Drafter:
     """Another drafter for an LLM with a draft model: one that has learned nothing yet and knows no clock."""
-    chosen, its_rule, vocab_size = drafter_type(name), rule_of(rule), llm.engine.runner.spec.vocab_size
-    child_sampling = its_rule.child_sampling or "without_replacement"
-    model = chosen.model(llm.engine.draft, vocab_size, limits.n_levels, Trace(on=False))
-    return chosen.open(DraftParts(limits, Steady(level_s), child_sampling, its_rule.coupled_up_to, model, **parts))
+    its_rule = rule_of(rule)
+    child_sampling, coupled_up_to = its_rule.child_sampling or "without_replacement", its_rule.coupled_up_to
+    runner, draft, trace, chosen = llm.engine.runner, llm.engine.draft, Trace(on=False), drafter_type(name)
+    parts_of = (draft, runner.spec.vocab_size, limits.n_levels, trace, chosen.draft_context)
+    model = chosen.model(*parts_of) if draft else None
+    if chosen.view is not None:
+        own = SelfDraftModel(runner, limits.n_levels, trace, chosen.view, budget=LEAST_BUDGET, n_rows=1_000_000)
+        model, parts = own, {"small": model} | parts
+    return chosen.open(DraftParts(limits, Steady(level_s), child_sampling, coupled_up_to, model, **parts))
+
+
+def begin(llm: LLM, drafter: Drafter, sequences: Sequence[TokenSequence], n_nodes: int) -> None:
+    """Let sequences begin to run, with caches of the target that hold all but their last tokens."""
+    for one in sequences:
+        before = one.tokens[:-1]
+        cache = prefill(runner_of(llm), before, 256) if before else runner_of(llm).new_cache(1)
+        drafter.begin(one, cache, n_nodes)
 
 
 def engine_of(llm: LLM, drafter: Drafter, rule: VerificationRule | None = None, n_nodes: int = 1000) -> Engine:

@@ -163,7 +163,7 @@ def _find(llm: "LLM", temperature: float, context: int) -> Findings:
     table = search(acceptance, limits.n_nodes, limits.n_levels).values
     sizes = tuple(n for n in _SIZES if n <= limits.n_nodes)
     depths = tuple(n for n in _DEPTHS if n <= limits.n_levels)
-    seconds = cost.seconds(np.array(sizes)[:, None], context, cost.level_s * (np.array(depths) - 1))
+    seconds = cost.seconds(np.array(sizes)[:, None], context, cost.level(1) * (np.array(depths) - 1))
     widths = sizes_up_to(limits.n_nodes)
     at_once = _best(table, cost, 1, context)
     contexts = sorted({*(n for n in _CONTEXTS if n < llm.max_model_len), llm.max_model_len})
@@ -175,7 +175,7 @@ def _find(llm: "LLM", temperature: float, context: int) -> Findings:
         pass_s=cost.seconds(widths, context),
         compute_s=cost.profile.compute.at(widths, context),
         link_s=max(streamed, default=0.0),
-        level_s=cost.level_s,
+        level_s=cost.level(1),
         sizes=sizes,
         depths=depths,
         cost=seconds / table[np.ix_(sizes, depths)],
@@ -187,12 +187,13 @@ def _find(llm: "LLM", temperature: float, context: int) -> Findings:
 def _best(table: NDArray[np.float64], cost: "CostEstimator", batch: int, context: int) -> Optimum:
     """The best tree for each of some sequences, where `table` has the expected tokens by nodes and levels.
 
-    A level of the draft is taken to cost as much for all of them as it did for one: it reads the same weights.
+    A level of a draft model is taken to cost as much for all of them as it did for one: it reads the same weights.
     """
     sizes = sizes_up_to((len(table) - 1) // batch)
-    draft_s = cost.level_s * np.arange(table.shape[1] - 1)
-    n_nodes, n_levels, seconds = choose(table, sizes, cost.seconds(batch * sizes[:, None], context, draft_s))
-    plain_s = float(cost.seconds(np.array([batch]), context)[0])
+    draft_s = cost.level(batch) * np.arange(table.shape[1] - 1)
+    pass_s = cost.seconds(batch * sizes[:, None], context, draft_s, batch)
+    n_nodes, n_levels, seconds = choose(table, sizes, pass_s)
+    plain_s = float(cost.seconds(np.array([batch]), context, n_sequences=batch)[0])
     return Optimum(batch, context, n_nodes, n_levels, seconds / batch, plain_s / batch)
 
 

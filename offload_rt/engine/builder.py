@@ -24,11 +24,11 @@ from offload_rt.models.heads import Head
 from offload_rt.offload import stream_cuda, stream_threads
 from offload_rt.offload.disk import DiskTier, ReadSettings
 from offload_rt.offload.memory import MemoryTier
-from offload_rt.offload.placement import MemoryBudget, with_host_slots
+from offload_rt.offload.placement import MemoryBudget, Plan, with_host_slots
 from offload_rt.offload.sidecar import SidecarTier
 from offload_rt.offload.streamer import LayerSources
 from offload_rt.offload.tier import done_ahead, read_parallel
-from offload_rt.speculate.draft_model import ROWS_PER_NODE, draft_rows
+from offload_rt.speculate.draft_model import ROWS_PER_NODE, SelfDraftModel, draft_rows
 from offload_rt.speculate.pair_stats import PairStats
 from offload_rt.speculate.protocols import Drafter, DraftParts
 from offload_rt.speculate.select import Drafting
@@ -44,6 +44,10 @@ Progress = Callable[[int, int], None]
 
 # Spent at most on capturing passes of a model before its first one.
 _CAPTURING_S = 1.0
+
+# Of a token that the target has drafted by a part of its cache, before any was seen: .79 to .84 was published for 512 rows of
+# 4,000 to 100,000 (MagicDec).
+_SELF_ACCEPTANCE = 0.8
 
 _REFUSED = (
     "the driver pins no more memory of the host: layers go through a few pinned slots, "
@@ -129,6 +133,7 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting
             budget = replace(budget, buffers=budget.buffers + max(packed))
         target = replace(Sizes.of_checkpoint(checkpoint, dtype), layer_nbytes=layer_nbytes, link=link.sizes)
         memory = plan_memory(config, drafting, (target, draft), dtype, budget)
+        _check_resident(memory.plan, drafting)
         if link.encodes and memory.plan.tiers.count("disk"):
             raise CapacityError(
                 "layers that stay on the disk are not encoded as they are loaded",
@@ -146,10 +151,20 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting
         disk.close()
         raise
     return EnginePlan(
-        memory.plan, memory.limits, memory.max_model_len, memory.cache_rows,
+        memory.plan, memory.limits, memory.max_model_len, memory.cache_rows, memory.view_rows,
         checkpoint, drafting, device, dtype, disk, link,
         "\n".join(filter(None, (_notice(config.device, device), checkpoint.format.notice, link.notice))),
     )  # fmt: skip
+
+
+def _check_resident(plan: Plan, drafting: Drafting) -> None:
+    """Raises CapacityError where the target is to draft itself and its layers do not stay: a draft would take a whole pass."""
+    n_streamed = len(plan.tiers) - plan.tiers.count("device")
+    if drafting.type.view is not None and n_streamed:
+        raise CapacityError(
+            f"--drafter {drafting.name}", need="all layers on the device", have=f"{n_streamed} of {len(plan.tiers)} elsewhere",
+            change="raise --device-memory, or use another drafter",
+        )  # fmt: skip
 
 
 def _open_files(checkpoint: Checkpoint, settings: ReadSettings, device: torch.device) -> DiskTier:
@@ -193,7 +208,9 @@ def load(engine_plan: EnginePlan, trace: Trace, progress: Progress | None = None
             runner.taps, draft_runner.taps = draft_runner.spec.taps, (1,)
             draft_runner.non_layer = draft_runner.spec.weights_beside(draft_runner.non_layer, runner.non_layer, device)
         if capture is not None and not runner.streamer.order:
-            runner.use_graphs(GraphShape(n_nodes, engine_plan.cache_rows, n_nodes), capture, _CAPTURING_S)
+            # Where the target drafts itself, its passes have the rows of trees under way.
+            n_tree_rows = n_nodes if engine_plan.drafting.type.view is None else ROWS_PER_NODE * n_nodes
+            runner.use_graphs(GraphShape(n_nodes, engine_plan.cache_rows, n_tree_rows), capture, _CAPTURING_S)
         drafter, cost = _open_drafter(engine_plan, runner, draft_runner, trace)
         scheduler = Scheduler(engine_plan.cache_rows, engine_plan.limits.n_nodes)
         notice, rule = _REFUSED if host.is_refused else "", engine_plan.drafting.rule
@@ -224,12 +241,16 @@ def _open_drafter(
         machine = MachineProfile("not measured", False, (("disk", 1.0), ("host", 1.0)), 1.0)
     else:
         machine = profile.pass_profile(runner, moved, (limits.n_nodes, engine_plan.max_model_len - 2))
-    cost = CostEstimator(machine, moved, drafting.draft.nbytes if drafting.draft else 0)
-    model, pair_stats = None, PairStats()
+    view, n_levels = drafting.type.view, limits.n_levels
+    cost = CostEstimator(machine, moved, drafting.draft.nbytes if drafting.draft else 0, drafting.view_rows or None)
+    model, small, pair_stats, target = None, None, PairStats(), engine_plan.checkpoint.identity
     if draft is not None and drafting.draft is not None:
-        model = drafting.type.model(draft, runner.spec.vocab_size, limits.n_levels, trace)
-        pair_stats = PairStats.load(engine_plan.checkpoint.identity, drafting.draft.identity)
-    parts = DraftParts(limits, cost, drafting.child_sampling, drafting.rule.coupled_up_to, model, pair_stats)
+        model = drafting.type.model(draft, runner.spec.vocab_size, n_levels, trace, drafting.type.draft_context)
+        pair_stats = PairStats.load(target, drafting.draft.identity)
+    if view is not None:
+        small, model = model, SelfDraftModel(runner, n_levels, trace, view, drafting.view_rows, engine_plan.view_rows)
+        pair_stats = PairStats.load(target, f"{drafting.name} {drafting.view_rows}", _SELF_ACCEPTANCE)
+    parts = DraftParts(limits, cost, drafting.child_sampling, drafting.rule.coupled_up_to, model, small, pair_stats)
     return drafting.type.open(parts), cost
 
 

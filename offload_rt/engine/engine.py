@@ -104,6 +104,7 @@ class Engine:
         for id, sequence in joining:
             cache = self.runner.new_cache(sequence.longest - 1 + n_nodes, is_alone)
             self._running.append(RunningSequence(id, sequence, cache, n_nodes))
+            self.drafter.begin(sequence, cache, n_nodes)
 
     def _release(self, one: RunningSequence) -> None:
         self._running.remove(one)
@@ -132,7 +133,7 @@ class Engine:
         steps = [self._step_of(one, tree) for one, tree in zip(going, trees, strict=True)]
         n_rows, context = sum(step.n_rows for step in steps), max(self.runner.n_committed(step.cache) for step in steps)
         is_prefill = any(one.sequence.stats.n_passes == 0 for one in going)
-        predicted = self.cost.seconds(np.array([n_rows]), context, drafted - started)[0]
+        predicted = self.cost.seconds(np.array([n_rows]), context, drafted - started, len(going))[0]
         logits = self.runner.forward(steps)
         self.runner.finish(logits)
         computed = time.perf_counter()
@@ -148,7 +149,7 @@ class Engine:
             one.sequence.stats.add_pass(times, tree, n)
         if not is_prefill:
             gbps = times.link_nbytes / times.link_busy_s / 1e9 if times.link_busy_s > 0 else 0.0
-            self.cost.passed(n_rows, context, drafted - started, ended - started, gbps)
+            self.cost.passed(n_rows, context, drafted - started, ended - started, gbps, len(going))
 
     def _step_of(self, one: RunningSequence, tree: DraftTree) -> Step:
         """The step that feeds a cache what it lacks of its sequence, and the tree."""

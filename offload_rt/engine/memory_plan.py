@@ -15,7 +15,7 @@ from offload_rt.executor.runner import CHUNK_ROWS
 from offload_rt.kv.cache import ContiguousCache
 from offload_rt.models.architecture import Architecture
 from offload_rt.offload.placement import LinkSizes, MemoryBudget, Plan, ReservedMemory, least_budget, place_layers
-from offload_rt.speculate.draft_model import ROWS_PER_NODE, draft_rows
+from offload_rt.speculate.draft_model import ROWS_PER_NODE, draft_rows, view_rows
 from offload_rt.speculate.protocols import DraftLimits
 from offload_rt.speculate.select import Drafting
 from offload_rt.weights.checkpoint import Checkpoint
@@ -85,12 +85,14 @@ class MemoryPlan:
 
     max_model_len  most tokens of a sequence
     cache_rows     rows of keys and values that the plan has room for
+    view_rows      and of views of them, by which the target drafts itself
     """
 
     plan: Plan
     limits: DraftLimits
     max_model_len: int
     cache_rows: int
+    view_rows: int
 
 
 def less_margin(free: int) -> int:
@@ -116,7 +118,11 @@ def plan_memory(
         raise CapacityError("--max-model-len", need=str(asked), have=f"a model of {limit} positions", change="lower it")
 
     def needed(max_len: int, n_nodes: int) -> ReservedMemory:
-        return replace(reserved_memory(target, draft, dtype, max_len, n_nodes), libraries=budget.libraries)
+        reserved = reserved_memory(target, draft, dtype, max_len, n_nodes)
+        # Besides the views a layer's rows, and about as much again, while some of them are chosen.
+        n_rows = _view_rows(drafting.view_rows, max_len, n_nodes) + 2 * max_len // target.spec.n_layers
+        views = n_rows * target.spec.kv_nbytes(dtype.itemsize) if drafting.view_rows else 0
+        return replace(reserved, draft=reserved.draft + views, libraries=budget.libraries)
 
     shortest = asked or min(_SHORTEST_CONTEXT, limit)
     plain = needed(shortest, 1)
@@ -132,7 +138,8 @@ def plan_memory(
     longer = range(shortest + 1, limit + 1) if asked is None else ()
     max_len = shortest + bisect_right(longer, budget.device, key=least)
     plan = place_layers(target.layer_nbytes, needed(max_len, limits.n_nodes), budget, target.link)
-    return MemoryPlan(plan, limits, max_len, _cache_rows(max_len, limits.n_nodes))
+    n_view_rows = _view_rows(drafting.view_rows, max_len, limits.n_nodes)
+    return MemoryPlan(plan, limits, max_len, _cache_rows(max_len, limits.n_nodes), n_view_rows)
 
 
 def reserved_memory(
@@ -168,3 +175,8 @@ def _draft_nbytes(draft: Sizes, vocab_size: int, max_len: int, n_nodes: int) -> 
 def _cache_rows(max_len: int, max_nodes: int) -> int:
     """Rows of one sequence of the longest kind: all its tokens but the last, and a tree."""
     return max_len - 1 + max_nodes
+
+
+def _view_rows(budget: int, max_len: int, max_nodes: int) -> int:
+    """Rows for the views of a few sequences together, which take an eighth of the cache beyond the first one's."""
+    return view_rows(min(budget, max_len), max_nodes) + max_len // 8 if budget else 0

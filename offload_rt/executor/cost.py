@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from offload_rt.system.machine import MachineProfile, PassBytes, pass_time, pass_times
+from offload_rt.system.machine import MachineProfile, PassBytes, pass_times
 
 # Weight of the newest pass in the running estimates.
 _NEWEST = 0.25
@@ -14,27 +14,44 @@ _NEWEST = 0.25
 class CostEstimator:
     """Predicts the seconds of passes; learns from each how fast the link is and how far off the cost model is.
 
-    draft_nbytes  of the draft model's weights: until a level was timed, it takes as long as reading these
+    draft_nbytes   of the draft model's weights: until a level was timed, it takes as long as reading these
+    draft_context  tokens that the target attends to where it drafts itself; None where it does not
     """
 
-    def __init__(self, profile: MachineProfile, moved: PassBytes, draft_nbytes: int = 0) -> None:
-        self.profile, self._moved = profile, moved
+    def __init__(
+        self, profile: MachineProfile, moved: PassBytes, draft_nbytes: int = 0, draft_context: int | None = None
+    ) -> None:
+        self.profile, self._moved, self._draft_context = profile, moved, draft_context
         self._slack, self.level_s, self._learns = 1.0, draft_nbytes / (profile.memory_gbps * 1e9), True
 
     def fixed(self, level_s: float) -> "CostEstimator":
         """One that predicts as this one does now, with `level_s` seconds for a level of the draft, and learns nothing."""
         found = copy(self)
-        found.level_s, found._learns = level_s, False
+        found.level_s, found._draft_context, found._learns = level_s, None, False
         return found
 
-    def seconds(self, n_rows: np.ndarray, context: int, draft_s: np.ndarray | float = 0.0) -> np.ndarray:
-        """Seconds of a step for each number of rows in its pass, after `context` tokens and `draft_s` seconds of drafting."""
-        return self._slack * pass_times(self.profile, self._moved, n_rows, context, draft_s)
+    def seconds(
+        self, n_rows: np.ndarray, context: int, draft_s: np.ndarray | float = 0.0, n_sequences: int = 1
+    ) -> np.ndarray:
+        """Seconds of a step for each number of rows in its pass, after `context` tokens and `draft_s` seconds of drafting.
 
-    def passed(self, n_rows: int, context: int, draft_s: float, seconds: float, link_gbps: float) -> None:
+        n_sequences  that share the rows, with so many tokens each
+        """
+        return self._slack * pass_times(self.profile, self._moved, n_rows, context, draft_s, n_sequences)
+
+    def level(self, n_sequences: int) -> float:
+        """Seconds of a level of the trees of so many sequences: as levels were timed, or a pass of the target that drafts."""
+        if self._draft_context is None:
+            return self.level_s
+        return float(self.seconds(np.array([n_sequences]), self._draft_context, n_sequences=n_sequences)[0])
+
+    def passed(
+        self, n_rows: int, context: int, draft_s: float, seconds: float, link_gbps: float, n_sequences: int = 1
+    ) -> None:
         """Learn from a step that took `seconds`, drafting and verification included.
 
-        link_gbps  rate of the link while it was busy; 0 if nothing was streamed
+        link_gbps    rate of the link while it was busy; 0 if nothing was streamed
+        n_sequences  that shared the rows
         """
         if not self._learns:
             return
@@ -44,12 +61,12 @@ class CostEstimator:
             if len(streamed) == 1:  # of several links it is not known which one moved what
                 rates[streamed[0]] = _towards(rates[streamed[0]], link_gbps)
             self.profile = replace(self.profile, link_gbps=tuple(rates.items()))
-        predicted = pass_time(self.profile, self._moved, n_rows, context, draft_s)
-        self._slack = _towards(self._slack, seconds / predicted)
+        predicted = pass_times(self.profile, self._moved, np.array([n_rows]), context, draft_s, n_sequences)[0]
+        self._slack = _towards(self._slack, seconds / float(predicted))
 
     def drafted(self, n_levels: int, seconds: float) -> None:
         """Learn from a draft that computed `n_levels` levels in `seconds`."""
-        if n_levels > 0 and self._learns:
+        if n_levels > 0 and self._learns and self._draft_context is None:
             self.level_s = _towards(self.level_s, seconds / n_levels)
 
 

@@ -21,6 +21,7 @@ from offload_rt.executor.cuda_graphs import (
     keep_tapped,
 )
 from offload_rt.kv.cache import ContiguousCache, KVBuffer, KVCache
+from offload_rt.kv.sparse import SparseCache
 from offload_rt.models.architecture import Architecture, LayerWeights
 from offload_rt.models.heads import HeadDecoder
 from offload_rt.offload.streamer import LayerView, Streamer
@@ -78,7 +79,7 @@ class _Segment:
 
     def mask(self) -> ops.TreeMask:
         """Which cached rows each row sees, without a window; on the host."""
-        return self.step.topology.mask(self.start, self.stop, self.cache.n_committed)
+        return self.step.topology.mask(self.start, self.stop, self.cache.n_seen)
 
 
 @dataclass(frozen=True)
@@ -211,15 +212,15 @@ class Runner:
     def replays(self, step: Step) -> bool:
         """Whether graphs serve for a step."""
         cache, n_tokens = self._caches[step.cache], len(step.tokens)
-        shape = GraphShape(step.n_rows, cache.n_committed + n_tokens, n_tokens)
-        return self._graphs is not None and self._graphs.fits(cache, shape)
+        shape = GraphShape(step.n_rows, cache.n_held + n_tokens, n_tokens)
+        return self._graphs is not None and cache.n_seen == cache.n_held and self._graphs.fits(cache, shape)
 
     def _replay(self, step: Step) -> Tensor:
         """What `forward` gives for a step that graphs serve for."""
         cache, n_tokens = self._caches[step.cache], len(step.tokens)
         assert self._graphs is not None and isinstance(cache, ContiguousCache), "it has been asked for"
         whole = _Segment(step, cache, step.n_done, n_tokens, slice(0, step.n_rows))
-        rows = torch.arange(step.n_done, n_tokens) + cache.n_committed
+        rows = torch.arange(step.n_done, n_tokens) + cache.n_held
         inputs = PassRows(step.tokens[step.n_done :], rows, self._row_inputs([whole]), whole.mask())
         with self.trace.span(COMPUTE, "all layers"):
             out = self._graphs.forward(cache.buffer, inputs, step.reduce)[step.n_rows - step.n_wanted :]
@@ -247,6 +248,14 @@ class Runner:
         cache = ContiguousCache(buffer) if buffer else self.kv.empty(self.spec, capacity, self.dtype, self.device)
         id = next(self._ids)
         self._caches[id] = cache
+        return id
+
+    def new_view(self, source: int, kind: type[SparseCache], budget: int, n_pending: int) -> int:
+        """Id of a view of another cache, for drafts that see at most `budget` of its rows, and `n_pending` of their own."""
+        capacity = budget + n_pending + 1  # passes that are captured need a spare row
+        buffer = KVBuffer.empty(self.spec, capacity, self.dtype, self.device)
+        id = next(self._ids)
+        self._caches[id] = kind(self._caches[source], buffer, budget, self.spec)
         return id
 
     def free_cache(self, id: int) -> None:

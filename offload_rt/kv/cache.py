@@ -62,17 +62,35 @@ class KVCache(ABC):
     def move(self, rows: Sequence[int], first: int) -> None:
         """Move rows `first + rows` to `first` and on, in all layers; rows ascend, rows[i] >= i."""
 
+    @abstractmethod
+    def rows(self, layer: int, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of keys and values of committed rows of a layer, as for a cache that keeps some of them elsewhere.
+
+        indices  (n,) int64 on the device, or (n_kv_heads, n) where each head has rows of its own
+        Returns (n_kv_heads, n, head_dim) each, keys as they were rotated.
+        """
+
     @property
     def n_committed(self) -> int:
-        """Rows that hold committed tokens."""
+        """Committed tokens, which is the position of the first pending one."""
         return len(self.committed)
+
+    @property
+    def n_held(self) -> int:
+        """Rows that committed tokens take, before the pending ones; fewer where a kind of cache does not keep all."""
+        return self.n_committed
+
+    @property
+    def n_seen(self) -> int:
+        """Committed rows that the pending ones see."""
+        return self.n_held
 
     def begin(self, tokens: Sequence[int]) -> None:
         """Make room for one pending row for each token, behind the committed ones.
 
         Raises CapacityError if there is not enough.
         """
-        need = self.n_committed + len(tokens)
+        need = self.n_held + len(tokens)
         if need > self.capacity:
             change = "raise --max-model-len or lower --tree-size"
             raise CapacityError("the cache", need=f"{need} rows", have=str(self.capacity), change=change)
@@ -87,7 +105,7 @@ class KVCache(ABC):
         n_in_place = next((i for i, row in enumerate(rows) if row != i), len(rows))
         moved = [row - n_in_place for row in rows[n_in_place:]]
         if moved:
-            self.move(moved, self.n_committed + n_in_place)
+            self.move(moved, self.n_held + n_in_place)
         self.committed += [self._pending[row] for row in rows]
         self._pending = [] if moved else self._pending[len(rows) :]
 
@@ -132,6 +150,12 @@ class KVBuffer:
         q = ops.rotate_and_store(q, k, v, rotary, keys, values, rows)
         return ops.tree_attention(q, keys[:, :n], values[:, :n], mask, scale)
 
+    def rows(self, layer: int, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """See `KVCache.rows`."""
+        _, n_kv_heads, _, head_dim = self.keys.shape
+        at = indices.expand(n_kv_heads, -1)[..., None].expand(-1, -1, head_dim)
+        return self.keys[layer].gather(1, at), self.values[layer].gather(1, at)
+
 
 class ContiguousCache(KVCache):
     """All rows in one buffer on the device that computes."""
@@ -155,9 +179,13 @@ class ContiguousCache(KVCache):
         rotary: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:  # fmt: skip
         """Write k and v behind the rows there are, and attend to all of them."""
-        first = self.n_committed + start
+        first = self.n_held + start
         return self.buffer.attend(layer, slice(first, first + len(q)), q, k, v, mask, scale, rotary)
 
     def move(self, rows: Sequence[int], first: int) -> None:
         """Move rows in place."""
         ops.commit_rows(self.buffer.keys, self.buffer.values, torch.tensor(rows), first)
+
+    def rows(self, layer: int, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Gathered from the buffer."""
+        return self.buffer.rows(layer, indices)

@@ -1,7 +1,8 @@
 """The draft model: resident, one cache for each sequence, computing trees level by level."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as Several
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from offload_rt.executor.cuda_graphs import Reduce
 from offload_rt.executor.runner import Runner, Step
 from offload_rt.executor.sequence import Sequence
+from offload_rt.kv.sparse import SparseCache
 from offload_rt.ops import to_host
 from offload_rt.sampling import generator_on
 from offload_rt.speculate.child_sampling import fitted
@@ -19,6 +21,8 @@ from offload_rt.tree.topology import GrowingTree, Topology
 
 # Rows that may be computed for a tree, in nodes of the tree: a growing tree drops nodes that better ones displace.
 ROWS_PER_NODE = 2
+# Tokens of the beginning that a draft with a short context goes on to see.
+_N_SINKS = 16
 
 
 class TreeState:
@@ -26,13 +30,16 @@ class TreeState:
 
     vocab_size    of the target
     most_rows     of a tree
-    generator     on the device; children are drawn with it
+    lacking       tokens of the sequence that are to be computed before its rows
+    generator     of the sequence, on the device; children are drawn with it
     perturbation  by the noise that the target's tokens are drawn with; None where the tree is not coupled
     """
 
-    def __init__(self, vocab_size: int, most_rows: int, generator: torch.Generator) -> None:
-        self.vocab_size, self.generator = vocab_size, generator
+    def __init__(self, vocab_size: int, most_rows: int, sequence: Sequence, device: torch.device) -> None:
+        self.vocab_size, self.sequence = vocab_size, sequence
+        self.generator = generator_on(device, sequence.generator)
         self.tokens: list[int] = []
+        self.lacking: list[int] = []
         self._tree = GrowingTree(most_rows)
         self.n_done = 0
         self.perturbation: Perturbation | None = None
@@ -80,12 +87,11 @@ class DraftState(TreeState):
     In place of a token that only the target has the draft is given its own last one.
     """
 
-    def __init__(self, runner: Runner, cache: int, vocab_size: int, most_rows: int, generator: torch.Generator) -> None:
-        super().__init__(vocab_size, most_rows, generator)
+    def __init__(self, runner: Runner, cache: int, vocab_size: int, most_rows: int, sequence: Sequence) -> None:
+        super().__init__(vocab_size, most_rows, sequence, runner.device)
         self._runner, self.cache = runner, cache
         self._last_token = runner.spec.vocab_size - 1
         self.n_prompt = 0
-        self.lacking: list[int] = []
 
     def start(self, tokens: list[int], n_prompt: int) -> None:
         """Begin a tree below the last of `tokens`, keeping the rows that an earlier tree has of them."""
@@ -149,52 +155,73 @@ class TreeBuilder(Protocol):
         """Grow by what was chosen, on the host; add the rows to be computed next. Raises NumericsError for wrong logits."""
 
 
+_Builder = TypeVar("_Builder", bound=TreeBuilder)
+
+
 class DraftModel:
     """Computes the draft's logits for the trees of several sequences at once.
 
     vocab_size  of the target
     max_levels  of a tree: room for so many tokens stays free in the draft's context
     trace       gets a span for each pass, a level or round of the trees
+    context     tokens that the draft sees at most; None: as many as it has positions
     """
 
     state_type: type[DraftState] = DraftState
 
-    def __init__(self, runner: Runner, vocab_size: int, max_levels: int, trace: Trace) -> None:
+    def __init__(
+        self, runner: Runner, vocab_size: int, max_levels: int, trace: Trace, context: int | None = None
+    ) -> None:
         self._runner, self.vocab_size, self.max_levels, self._trace = runner, vocab_size, max_levels, trace
-        self._limit = max(runner.spec.max_positions - max_levels, 1)
+        self._limit = max(min(context or runner.spec.max_positions, runner.spec.max_positions) - max_levels, 1)
         self._states: dict[Sequence, DraftState] = {}
 
-    def start(self, sequence: Sequence, n_nodes: int, is_alone: bool, n_coupled: int = 0) -> TreeState:
-        """Begin a tree at the end of a sequence; where the draft's context is shorter, it sees as much as fits.
+    def begin(self, sequence: Sequence, cache: int, n_nodes: int) -> None:
+        """A sequence joins, with this cache of the target and trees of up to `n_nodes`."""
 
-        is_alone   no other sequence is drafted for
-        n_coupled  levels whose children are ranked after the noise that the target's tokens are drawn with
-        """
-        state = self._begin(sequence, n_nodes, is_alone)
-        state.perturbation = None
-        if n_coupled:
-            state.perturbation = Perturbation.of(sequence, n_coupled, self.vocab_size, self._runner.device)
-        return state
-
-    def _begin(self, sequence: Sequence, n_nodes: int, is_alone: bool) -> TreeState:
-        if sequence not in self._states:
-            cache = self._runner.new_cache(draft_rows(sequence.longest, n_nodes), is_alone)
-            generator, most_rows = generator_on(self._runner.device, sequence.generator), ROWS_PER_NODE * n_nodes
-            self._states[sequence] = self.state_type(self._runner, cache, self.vocab_size, most_rows, generator)
-        state = self._states[sequence]
-        first = self._first_token(sequence)
-        state.start(sequence.tokens[first:], max(sequence.n_prompt - first, 1))
-        return state
-
-    def _first_token(self, sequence: Sequence) -> int:
-        return _window_start(len(sequence.tokens), self._limit)
-
-    def knows(self, sequence: Sequence) -> bool:
-        """Whether it has what it needs to draft for a sequence."""
+    def can_draft(self, sequence: Sequence) -> bool:
+        """Whether there is what drafting for a sequence needs."""
         return True
 
     def observe(self, sequence: Sequence, first: int, states: Several[Tensor]) -> None:
         """Keep hidden states of the target, see `Drafter.observe`; a model of its own needs none."""
+
+    def start(
+        self, sequence: Sequence, n_nodes: int, is_alone: bool, n_coupled: int = 0, path: Several[int] = ()
+    ) -> TreeState:
+        """Begin a tree at the end of a sequence; where the draft's context is shorter, it sees as much as fits.
+
+        is_alone   no other sequence is drafted for
+        n_coupled  levels whose children are ranked after the noise that the target's tokens are drawn with
+        path       tokens that are taken to follow the sequence's
+        """
+        state = self._begin(sequence, n_nodes, is_alone, path)
+        state.perturbation = None
+        if n_coupled:
+            state.perturbation = Perturbation.of(sequence, n_coupled, self.vocab_size, self._runner.device, len(path))
+        return state
+
+    def _begin(self, sequence: Sequence, n_nodes: int, is_alone: bool, path: Several[int] = ()) -> TreeState:
+        if sequence not in self._states:
+            longest = min(sequence.longest, self._limit) + self.max_levels
+            cache = self._runner.new_cache(draft_rows(min(longest, sequence.longest), n_nodes), is_alone)
+            self._add_state(sequence, cache, n_nodes)
+        state, seen = self._states[sequence], self._seen(sequence.tokens)
+        n_gone = len(sequence.tokens) - len(seen)
+        state.start([*seen, *path], max(sequence.n_prompt - n_gone, 1))
+        return state
+
+    def _add_state(self, sequence: Sequence, cache: int, n_nodes: int) -> None:
+        self._states[sequence] = self.state_type(
+            self._runner, cache, self.vocab_size, ROWS_PER_NODE * n_nodes, sequence
+        )
+
+    def _seen(self, tokens: list[int]) -> list[int]:
+        """All tokens, or the first few and a window of the most recent: what StreamingLLM keeps, at positions from 0 on."""
+        if len(tokens) <= self._limit:
+            return tokens
+        n_sinks = min(_N_SINKS, self._limit // 8)
+        return tokens[:n_sinks] + tokens[n_sinks + _window_start(len(tokens) - n_sinks, self._limit - n_sinks) :]
 
     def end(self, sequence: Sequence) -> None:
         """Release the cache of a sequence."""
@@ -202,15 +229,18 @@ class DraftModel:
         if state is not None:
             self._runner.free_cache(state.cache)
 
-    def grow(self, builders: Several[TreeBuilder]) -> int:
+    def grow(self, builders: Several[_Builder], guess: Callable[[list[_Builder]], None] | None = None) -> int:
         """Let all tree builders grow to their end, a level or round of all of them in each pass; returns the passes made.
 
         The device is waited for once in each.
 
+        guess  may add rows to those that the next pass computes
         Raises NumericsError if a logit is not a number.
         """
         growing, n_passes = list(builders), 0
         while growing := [one for one in growing if len(one.state.tokens) > one.state.n_done]:
+            if guess is not None:
+                guess(growing)
             with self._trace.span(DRAFT, f"level {n_passes + 1}"):
                 outs = self._forward(growing)
                 chosen = to_host([chosen_of(one, out) for one, out in zip(growing, outs, strict=True)])
@@ -224,6 +254,43 @@ class DraftModel:
         """One pass over the rows added last."""
         states = [(one.state, captured(one)) for one in builders]
         return self._runner.forward([state.step(reduce) for state, reduce in states if isinstance(state, DraftState)])
+
+
+class SelfDraftModel(DraftModel):
+    """The target itself, drafting by views of its caches; sequences beyond the room there is for views are not drafted for.
+
+    kind    of the views
+    budget  verified rows that a view has at most
+    n_rows  there is memory for, in all views together
+    """
+
+    def __init__(
+        self, runner: Runner, max_levels: int, trace: Trace, kind: type[SparseCache], budget: int, n_rows: int
+    ) -> None:
+        super().__init__(runner, runner.spec.vocab_size, max_levels, trace)
+        self._limit = runner.spec.max_positions
+        self._kind, self._budget, self._n_rows = kind, budget, n_rows
+        self._sources: dict[Sequence, tuple[int, int]] = {}  # caches of the target, and the rows of their views
+
+    def begin(self, sequence: Sequence, cache: int, n_nodes: int) -> None:
+        """Take a view of its cache, if there is room for one."""
+        budget = min(self._budget, sequence.longest)
+        n_rows = view_rows(budget, n_nodes)
+        if n_nodes > 1 and n_rows <= self._n_rows:
+            self._n_rows -= n_rows
+            self._sources[sequence] = cache, n_rows
+            view = self._runner.new_view(cache, self._kind, budget, ROWS_PER_NODE * n_nodes)
+            self._add_state(sequence, view, n_nodes)
+
+    def can_draft(self, sequence: Sequence) -> bool:
+        """Not before the target has computed its prompt."""
+        source = self._sources.get(sequence)
+        return source is not None and self._runner.n_committed(source[0]) == len(sequence.tokens) - 1
+
+    def end(self, sequence: Sequence) -> None:
+        """Release the view of a sequence."""
+        self._n_rows += self._sources.pop(sequence, (0, 0))[1]
+        super().end(sequence)
 
 
 def captured(builder: TreeBuilder) -> Reduce | None:
@@ -243,9 +310,12 @@ def draft_rows(longest: int, n_nodes: int) -> int:
     return longest - 1 + ROWS_PER_NODE * n_nodes
 
 
+def view_rows(budget: int, n_nodes: int) -> int:
+    """Rows of a view for drafts of trees of up to `n_nodes`."""
+    return budget + ROWS_PER_NODE * n_nodes + 1
+
+
 def _window_start(n_tokens: int, limit: int) -> int:
-    """The first token the draft looks at: 0 as long as all fit, then moved on by half of its context at a time."""
-    if n_tokens <= limit:
-        return 0
+    """The first token of the window, which moves on by half of its length at a time."""
     stride = max(limit // 2, 1)
     return -(-(n_tokens - limit) // stride) * stride

@@ -1,5 +1,6 @@
 """Trees that grow where the draft is confident: the nodes with the highest cumulative probability, whatever their place."""
 
+from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
 import numpy as np
@@ -101,20 +102,24 @@ class DynamicTreeBuilder:
 
     def _expand(self) -> None:
         """Add the rows of the nodes to be computed next, the best first: behind them others may drop out uncomputed."""
-        now = self._nodes
+        now, self._expanded = self._nodes, np.array([], dtype=np.int64)
         waiting = np.flatnonzero((now.rows < 0) & (now.depths < self._n_levels - 1))
         if now.chances[waiting].sum() < self._least_gain * now.chances.sum():
             return
         ahead = (waiting[waiting <= share * self._n_nodes] for share in _SHARES)
         places = next((some for some in ahead if len(some)), waiting)
         places = places[: ROWS_PER_NODE * self._n_nodes - len(self.state.tokens)]
-        now.rows[places] = self.state.add(now.rows[now.parents[places]].tolist(), now.tokens[places].tolist())
+        now.rows[places] = self._add(now.rows[now.parents[places]].tolist(), now.tokens[places].tolist())
         self._expanded = places
 
     @property
     def chances(self) -> np.ndarray:
         """(m,) of the candidates, descending."""
         return self._nodes.chances[1:]
+
+    def _add(self, parents: list[int], tokens: list[int]) -> Several[int]:
+        """Rows for these nodes."""
+        return self.state.add(parents, tokens)
 
     def tree(self, size: int) -> DraftTree:
         """The root and so many of its best candidates."""

@@ -11,7 +11,6 @@ from offload_rt.executor.runner import CHUNK_ROWS, Runner, Step
 from offload_rt.executor.sequence import Sequence
 from offload_rt.models.heads import Head, HeadDecoder, Medusa
 from offload_rt.ops import to_device
-from offload_rt.sampling import generator_on
 from offload_rt.speculate.draft_model import (
     ROWS_PER_NODE,
     DraftModel,
@@ -87,11 +86,13 @@ class HeadModel(DraftModel):
 
     state_type = HeadState
 
-    def __init__(self, runner: Runner, vocab_size: int, max_levels: int, trace: Trace) -> None:
-        super().__init__(runner, vocab_size, max_levels, trace)
+    def __init__(
+        self, runner: Runner, vocab_size: int, max_levels: int, trace: Trace, context: int | None = None
+    ) -> None:
+        super().__init__(runner, vocab_size, max_levels, trace, context)
         self._taken: dict[Sequence, _Taken] = {}
 
-    def knows(self, sequence: Sequence) -> bool:
+    def can_draft(self, sequence: Sequence) -> bool:
         """Whether the target has computed all of the sequence but its last token."""
         return sequence in self._taken and self._taken[sequence].stop == len(sequence.tokens) - 1
 
@@ -110,11 +111,11 @@ class HeadModel(DraftModel):
         self._taken.pop(sequence, None)
         super().end(sequence)
 
-    def _first_token(self, sequence: Sequence) -> int:
-        return 1
+    def _seen(self, tokens: list[int]) -> list[int]:
+        return tokens[1:]
 
-    def _begin(self, sequence: Sequence, n_nodes: int, is_alone: bool) -> TreeState:
-        super()._begin(sequence, n_nodes, is_alone)
+    def _begin(self, sequence: Sequence, n_nodes: int, is_alone: bool, path: Several[int] = ()) -> TreeState:
+        super()._begin(sequence, n_nodes, is_alone, path)
         state = self._states[sequence]
         assert isinstance(state, HeadState), "so they are made"
         self._taken[sequence] = self._taken[sequence].since(self._runner.n_committed(state.cache))
@@ -144,7 +145,9 @@ class MedusaState(TreeState):
 class MedusaModel(HeadModel):
     """Medusa's heads, which have no cache: each tells one level of a tree from the target's last hidden state."""
 
-    def __init__(self, runner: Runner, vocab_size: int, max_levels: int, trace: Trace) -> None:
+    def __init__(
+        self, runner: Runner, vocab_size: int, max_levels: int, trace: Trace, context: int | None = None
+    ) -> None:
         super().__init__(runner, vocab_size, min(max_levels, runner.spec.n_layers + 1), trace)
         self._layers = runner.resident_layers()
         self._trees: dict[Sequence, MedusaState] = {}
@@ -155,10 +158,10 @@ class MedusaModel(HeadModel):
         super().end(sequence)
 
     @torch.inference_mode()
-    def _begin(self, sequence: Sequence, n_nodes: int, is_alone: bool) -> TreeState:
+    def _begin(self, sequence: Sequence, n_nodes: int, is_alone: bool, path: Several[int] = ()) -> TreeState:
         if sequence not in self._trees:
-            generator = generator_on(self._runner.device, sequence.generator)
-            self._trees[sequence] = MedusaState(self.vocab_size, ROWS_PER_NODE * n_nodes, generator)
+            n_rows = ROWS_PER_NODE * n_nodes
+            self._trees[sequence] = MedusaState(self.vocab_size, n_rows, sequence, self._runner.device)
         state, taken, spec = self._trees[sequence], self._taken[sequence], self._runner.spec
         assert isinstance(spec, Medusa), "it drafts by Medusa's heads"
         self._taken[sequence] = taken = _Taken(taken.stop - 1, taken.states[-1:].clone())

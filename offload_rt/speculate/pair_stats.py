@@ -27,14 +27,16 @@ class Estimates:
 class PairStats:
     """Estimates for a pair of models, by kind of tree and temperature.
 
-    pair  the name it is kept under; empty: it is not kept
+    pair   the name it is kept under; empty: it is not kept
+    first  acceptance of a first child, before any was seen
     """
 
     estimates: dict[str, Estimates] = field(default_factory=dict)
     pair: str = ""
+    first: float = Acceptance.first
 
     @classmethod
-    def load(cls, target: str, draft: str) -> "PairStats":
+    def load(cls, target: str, draft: str, first: float = Acceptance.first) -> "PairStats":
         """What earlier runs learned of two checkpoints, by their identities."""
         pair = hashlib.sha256(repr((target, draft)).encode()).hexdigest()[:24]
         entry = read_cached(_FILE, _VERSION).get(pair, {})
@@ -45,11 +47,15 @@ class PairStats:
             }
         except (TypeError, ValueError, AttributeError, OverflowError):
             kinds = {}
-        return cls(kinds, pair)
+        return cls(kinds, pair, first)
 
     def at(self, kind: str, temperature: float) -> Estimates:
         """The estimates of a kind of tree, to be read and updated."""
-        return self.estimates.setdefault(f"{kind} {temperature:.1f}", Estimates())
+        key = f"{kind} {temperature:.1f}"
+        if key not in self.estimates:
+            self.estimates[key] = Estimates()
+            self.estimates[key].acceptance.first = self.first
+        return self.estimates[key]
 
     def save(self) -> None:
         """Keep what was learned for later runs."""

@@ -24,9 +24,12 @@ class Perturbation:
     noise: Tensor
 
     @classmethod
-    def of(cls, sequence: Sequence, n_levels: int, n_tokens: int, device: torch.device) -> Self:
-        """Of a tree with so many levels of nodes that have children, over a vocabulary of so many tokens."""
-        noise = sequence.noise.at(len(sequence.tokens), n_levels, n_tokens, device)
+    def of(cls, sequence: Sequence, n_levels: int, n_tokens: int, device: torch.device, n_ahead: int = 0) -> Self:
+        """Of a tree with so many levels of nodes that have children, over a vocabulary of so many tokens.
+
+        n_ahead  levels that the tree's root is below the last token
+        """
+        noise = sequence.noise.at(len(sequence.tokens), n_ahead + n_levels, n_tokens, device)[n_ahead:]
         return cls(noise.log().mul_(-sequence.sampling.temperature))
 
     def __call__(self, logits: Tensor, depths: np.ndarray) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from offload_rt.executor.cost import CostEstimator
 from offload_rt.executor.sequence import Sequence
+from offload_rt.kv.sparse import SparseCache
 from offload_rt.sampling import TopTokens
 from offload_rt.speculate.draft_model import DraftModel
 from offload_rt.speculate.pair_stats import PairStats
@@ -40,6 +41,9 @@ class Drafter(Protocol):
     limits: DraftLimits
     n_predicted: int = 0
     reads_prompt: bool = False
+
+    def begin(self, sequence: Sequence, cache: int, n_nodes: int) -> None:
+        """The sequence begins to run: the target's runner has its rows in this cache, its trees have up to `n_nodes` nodes."""
 
     def propose(self, sequences: Several[Sequence], n_nodes: int) -> list[DraftTree]:
         """One tree of at most `n_nodes` nodes for each sequence; the root is its last token.
@@ -94,6 +98,7 @@ class DraftParts:
     child_sampling  by which the rule wants children drawn
     coupled_up_to   the rule's, see `VerificationRule`
     model           None for drafters that need none
+    small           drafts for `model`, where a drafter has two
     shape           of every tree, in level order, instead of one chosen for the machine; None to choose
     """
 
@@ -102,6 +107,7 @@ class DraftParts:
     child_sampling: str
     coupled_up_to: float = 0.0
     model: DraftModel | None = None
+    small: DraftModel | None = None
     pair_stats: PairStats = field(default_factory=PairStats)
     shape: Topology | None = None
 
@@ -116,6 +122,9 @@ class DrafterType:
     default_sizes     of its trees: they are tried in turn until one fits into memory
     n_levels          of its trees, unless the setting says otherwise; deeper candidates are hardly ever reached
     model             what computes drafts for it, if something does
+    view              the kind of cache by which the target itself drafts; None where it does not
+    view_rows         verified tokens that such a cache has at most, unless the setting says otherwise
+    draft_context     tokens that a draft model sees at most; None: as many as it has positions
     """
 
     open: Callable[[DraftParts], Drafter]
@@ -125,3 +134,6 @@ class DrafterType:
     default_sizes: tuple[int, ...]
     n_levels: int = 24
     model: type[DraftModel] = DraftModel
+    view: type[SparseCache] | None = None
+    view_rows: int = 512
+    draft_context: int | None = None

@@ -8,6 +8,7 @@ import torch
 
 from offload_rt.config import EngineConfig
 from offload_rt.errors import SettingsError
+from offload_rt.kv.sparse import LEAST_BUDGET
 from offload_rt.models.architecture import Architecture
 from offload_rt.models.heads import head_kind
 from offload_rt.speculate.draft_model import DraftModel
@@ -26,12 +27,16 @@ _TREE_SHARE = 1 / 8
 
 @dataclass(frozen=True)
 class Drafting:
-    """A drafter, the rule its trees are verified by, and the draft model's checkpoint where it has one."""
+    """A drafter, the rule its trees are verified by, and the draft model's checkpoint where it has one.
+
+    view_rows  verified tokens in a view of the target's cache, where the target drafts itself
+    """
 
     name: str
     type: DrafterType
     rule: VerificationRule
     draft: Checkpoint | None = None
+    view_rows: int = 0
 
     @property
     def child_sampling(self) -> str:
@@ -84,12 +89,17 @@ def pick_drafter(config: EngineConfig) -> Drafting:
         raise SettingsError(f"{flag} with --drafter none", need="a drafter of trees", change="leave one of them out")
     if config.draft_model is None and chosen.needs_model:
         raise SettingsError(f"--drafter {name}", need="a draft model", change="give one by --draft-model")
+    if config.draft_context is not None and (chosen.view is None or config.draft_context < LEAST_BUDGET):
+        problem = f"--draft-context {config.draft_context} with --drafter {name}"
+        need = f"at least {LEAST_BUDGET}, and a drafter of long texts"
+        raise SettingsError(problem, need=need, change="raise it, or leave it out")
     rule = rule_of(chosen.best_rule if config.rule == "auto" else config.rule)
     if rule.child_sampling is not None and not chosen.gives_draft_probs:
         raise SettingsError(
             f"--rule {config.rule}", need="a drafter that draws by probabilities", have=name, change="use --rule match"
         )
-    return Drafting(name, chosen, rule)
+    view_rows = (config.draft_context or chosen.view_rows) if chosen.view else 0
+    return Drafting(name, chosen, rule, view_rows=view_rows)
 
 
 def find_draft(

@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from offload_rt.executor.sequence import Sequence
+from offload_rt.kv.sparse import SparseCache
 from offload_rt.sampling import TopTokens
 from offload_rt.speculate.draft_model import DraftModel
 from offload_rt.speculate.dynamic_builder import DynamicTreeBuilder
@@ -21,26 +22,36 @@ from offload_rt.tree.search import TreeTable, search
 from offload_rt.tree.topology import DraftTree, Topology, Verdict
 
 _SIZES = (1024, 512, 256, 128, 64, 32, 16, 8)
+# Where the target drafts itself a level costs about as much as a pass: trees are small.
+SELF_SIZES = (64, 32, 16, 8)
 # A copied continuation is appended to a tree where its tokens are at least so likely, up to so many of them.
 _NGRAM_RATE, _NGRAM_LENGTH = 0.5, 8
 
 
 def tree_drafter(
-    dynamic_at_zero: bool, dynamic_above: bool, needs_model: bool = True, model: type[DraftModel] = DraftModel
+    dynamic_at_zero: bool,
+    dynamic_above: bool,
+    model: type[DraftModel] = DraftModel,
+    needs_model: bool = True,
+    view: type[SparseCache] | None = None,
 ) -> DrafterType:
-    """The type of a `TreeDrafter`; children of static trees are drawn as the rule wants them, above temperature 0."""
+    """The type of a `TreeDrafter`; children of static trees are drawn as the rule wants them, above temperature 0.
+
+    The others are fields of `DrafterType`.
+    """
     return DrafterType(
         open=partial(TreeDrafter, is_dynamic=(dynamic_at_zero, dynamic_above)),
-        needs_model=needs_model,
+        needs_model=needs_model and view is None,
         gives_draft_probs=not dynamic_above,
         best_rule="coupled" if dynamic_above else "adaptive" if dynamic_at_zero else "traversal",
-        default_sizes=_SIZES,
+        default_sizes=_SIZES if view is None else SELF_SIZES,
         model=model,
+        view=view,
     )
 
 
 @dataclass
-class _Proposal:
+class Proposal:
     """A tree under way, and what is needed to learn from what becomes of it.
 
     expected  tokens, before the bias of expectations is corrected
@@ -58,6 +69,10 @@ class TreeDrafter(Drafter):
     is_dynamic  whether trees are grown by confidence, or of a chosen shape: at temperature 0, and above
     """
 
+    _dynamic: type[DynamicTreeBuilder] = DynamicTreeBuilder
+    _static: type[StaticTreeBuilder] = StaticTreeBuilder
+    _n_ranks = N_RANKS
+
     def __init__(self, parts: DraftParts, is_dynamic: tuple[bool, bool]) -> None:
         assert parts.model is not None, "it drafts by a model"
         self._model, self._cost, self.limits = parts.model, parts.cost, parts.limits
@@ -66,14 +81,18 @@ class TreeDrafter(Drafter):
         self._is_dynamic = is_dynamic
         self._tables: dict[str, tuple[TreeTable, int]] = {}  # and at how many observations to search anew
         self._rates = MatchRates()
-        self._proposals: dict[Sequence, _Proposal] = {}
+        self._proposals: dict[Sequence, Proposal] = {}
+
+    def begin(self, sequence: Sequence, cache: int, n_nodes: int) -> None:
+        """Let the model see the sequence's cache."""
+        self._model.begin(sequence, cache, n_nodes)
 
     def propose(self, sequences: Several[Sequence], n_nodes: int) -> list[DraftTree]:
         """One tree for each sequence, of at most `n_nodes` nodes."""
         started = time.perf_counter()
         begun = {sequence: self._start_tree(sequence, n_nodes, len(sequences)) for sequence in sequences}
         self._proposals = {sequence: one for sequence, one in begun.items() if one is not None}
-        n_passes = self._model.grow([one.builder for one in self._proposals.values()])
+        n_passes = self._grow([one.builder for one in self._proposals.values()])
         sizes = self._sizes(sequences, time.perf_counter() - started)
         trees = [self._finish_tree(one, n_nodes, size) for one, size in zip(sequences, sizes, strict=True)]
         self._cost.drafted(n_passes, time.perf_counter() - started)
@@ -118,10 +137,18 @@ class TreeDrafter(Drafter):
         """Whether the noise of the sequence decides what is proposed, so that chance is left to nothing as at temperature 0."""
         return 0 < temperature <= self._coupled_up_to
 
-    def _start_tree(self, sequence: Sequence, n_nodes: int, n_sequences: int) -> _Proposal | None:
+    def _grow(self, builders: Several[StaticTreeBuilder | DynamicTreeBuilder]) -> int:
+        """Let trees grow to their end; returns the passes made."""
+        return self._model.grow(builders)
+
+    def _level_s(self, n_sequences: int) -> float:
+        """Seconds of a level of the trees of so many sequences."""
+        return self._cost.level(n_sequences)
+
+    def _start_tree(self, sequence: Sequence, n_nodes: int, n_sequences: int) -> Proposal | None:
         """None where there is nothing to draft."""
         n_levels, n_rows = min(self.limits.n_levels, sequence.n_left, self._model.max_levels), n_nodes
-        if n_nodes == 1 or n_levels == 1 or not self._model.knows(sequence):
+        if n_nodes == 1 or n_levels == 1 or not self._model.can_draft(sequence):
             return None
         temperature = sequence.sampling.temperature
         kind, estimates, n_coupled = self._kind(temperature), self.estimates_at(temperature), 0
@@ -132,17 +159,16 @@ class TreeDrafter(Drafter):
         n_nodes -= len(copied)
         if kind == "dynamic":
             state = self._model.start(sequence, n_rows, n_sequences == 1, n_coupled)
-            least_gain = self._cost.level_s / float(self._cost.seconds(np.array([1]), len(sequence.tokens))[0])
+            pass_s = self._cost.seconds(np.array([n_sequences]), len(sequence.tokens), n_sequences=n_sequences)
+            least_gain = self._level_s(n_sequences) / float(pass_s[0])
             size = (n_nodes, n_levels)
-            return _Proposal(
-                DynamicTreeBuilder(state, size, temperature, estimates, copied, least_gain), estimates, match
-            )
+            return Proposal(self._dynamic(state, size, temperature, estimates, copied, least_gain), estimates, match)
         topology, expected = self._choose(sequence, (n_nodes, n_levels, n_sequences))
         if len(topology) == 1:
             return None
         state = self._model.start(sequence, n_rows, n_sequences == 1, n_coupled)
         plan = StaticTree(topology, expected, kind, temperature, copied)
-        return _Proposal(StaticTreeBuilder(state, plan, estimates.acceptance), estimates, match)
+        return Proposal(self._static(state, plan, estimates.acceptance), estimates, match)
 
     def _finish_tree(self, sequence: Sequence, n_nodes: int, size: int) -> DraftTree:
         proposal = self._proposals.get(sequence)
@@ -162,8 +188,8 @@ class TreeDrafter(Drafter):
         if self.limits.fixed_size:
             return [len(one) for one in chances]
         n_fixed = sum(one.n_fixed for one in builders if one)
-        context = max(len(sequence.tokens) for sequence in sequences)
-        return best_prefixes(chances, lambda n_rows: self._cost.seconds(n_fixed + n_rows, context, draft_s))
+        n, context = len(sequences), max(len(sequence.tokens) for sequence in sequences)
+        return best_prefixes(chances, lambda n_rows: self._cost.seconds(n_fixed + n_rows, context, draft_s, n))
 
     def _choose(self, sequence: Sequence, most: tuple[int, int, int]) -> tuple[Topology, float]:
         """The shape with the least time for a token, and the tokens expected of it.
@@ -176,8 +202,8 @@ class TreeDrafter(Drafter):
             return Topology(parents[depths < n_levels]), 1.0
         trees = self._trees(sequence.sampling.temperature)
         sizes = np.array([n_nodes]) if self.limits.fixed_size else sizes_up_to(n_nodes)
-        draft_s = self._cost.level_s * np.arange(n_levels)  # the last level needs no pass of the draft
-        seconds = self._cost.seconds(n_sequences * sizes[:, None], len(sequence.tokens), draft_s)
+        draft_s = self._level_s(n_sequences) * np.arange(n_levels)  # the last level needs no pass of the draft
+        seconds = self._cost.seconds(n_sequences * sizes[:, None], len(sequence.tokens), draft_s, n_sequences)
         least_levels = n_levels if self.limits.fixed_depth else 1 + self.limits.fixed_size
         n_nodes, n_levels, _ = choose(trees.values[:, : n_levels + 1], sizes, seconds, least_levels)
         return trees.topology(n_nodes, n_levels), float(trees.values[n_nodes, n_levels])
@@ -187,7 +213,7 @@ class TreeDrafter(Drafter):
         key, acceptance = f"{temperature:.1f}", self.estimates_at(temperature).acceptance
         if key not in self._tables or acceptance.n_seen >= self._tables[key][1]:
             # One token may be excluded from sampling, and no child can be drawn where no other is left.
-            n_ranks = min(N_RANKS, self.limits.n_nodes, self._model.vocab_size - 1)
+            n_ranks = min(self._n_ranks, self.limits.n_nodes, self._model.vocab_size - 1)
             trees = search(acceptance.by_rank()[:n_ranks], self.limits.n_nodes, self.limits.n_levels)
             self._tables[key] = trees, max(2 * acceptance.n_seen, 4)
         return self._tables[key][0]

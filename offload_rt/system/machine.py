@@ -58,8 +58,16 @@ class ComputeTimes:
     contexts: tuple[int, ...]
     seconds: tuple[tuple[float, ...], ...]
 
-    def at(self, n_rows: np.ndarray, context: int) -> np.ndarray:
-        """Seconds at any number of rows and context, linear between the measured ones and beyond the largest."""
+    def at(self, n_rows: np.ndarray, context: int, n_sequences: int = 1) -> np.ndarray:
+        """Seconds at any number of rows and context, linear between the measured ones and beyond the largest.
+
+        n_sequences  that the rows belong to, each with a context of its own
+        """
+        least = min(context, self.contexts[0])
+        attention = self._at(n_rows / n_sequences, context) - self._at(n_rows / n_sequences, least)
+        return np.asarray(self._at(n_rows, least) + n_sequences * attention)
+
+    def _at(self, n_rows: np.ndarray, context: int) -> np.ndarray:
         table = np.array(self.seconds)
         by_width = [_line(np.array([context]), self.contexts, column)[0] for column in table.T]
         return _line(n_rows, self.widths, by_width)
@@ -87,13 +95,15 @@ def pass_time(
 
 
 def pass_times(
-    profile: MachineProfile, moved: PassBytes, n_rows: np.ndarray, context: int, between_s: np.ndarray | float = 0.0
-) -> np.ndarray:
+    profile: MachineProfile, moved: PassBytes, n_rows: np.ndarray, context: int, between_s: np.ndarray | float = 0.0,
+    n_sequences: int = 1,
+) -> np.ndarray:  # fmt: skip
     """Seconds from the start of a pass to that of the next: the slower of link and compute, and what neither hides.
 
     n_rows     of each pass
     between_s  seconds of drafting between two passes, of the shape of `n_rows` or one that broadcasts with it: the device is
                busy, and the link goes on until the slots are full
+    n_sequences  that share the rows, after `context` tokens each
 
     Links are stages that overlap: the slowest one counts. Where link and compute are about equal, now one waits and now the
     other: see `_ROUNDING`.
@@ -103,7 +113,7 @@ def pass_times(
     if profile.compute is None:
         compute = np.full(n_rows.shape, moved.computed / (profile.memory_gbps * 1e9))
     else:
-        compute = profile.compute.at(n_rows, context)
+        compute = profile.compute.at(n_rows, context, n_sequences)
     idle = np.maximum(between_s - moved.ahead / rate, 0.0) if links else 0.0
     device = compute + between_s - idle
     slower = np.maximum(device, link)

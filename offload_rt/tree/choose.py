@@ -107,6 +107,7 @@ class Acceptance(_Ratios):
 
     N = N_RANKS
     n_seen = 0
+    first = _FIRST  # of the prior
 
     def observe(self, n_children: int, rank: int | None) -> None:
         """At a node that was reached with so many children, the one of this rank was accepted, or none."""
@@ -121,7 +122,8 @@ class Acceptance(_Ratios):
 
         A rank that was hardly tried follows the last one that was, in the prior's proportions.
         """
-        prior, scale = np.append(_FIRST, _SECOND * np.arange(1, N_RANKS) ** -_DECAY), 1.0
+        second = _SECOND * (1 - self.first) / (1 - _FIRST)
+        prior, scale = np.append(self.first, second * np.arange(1, N_RANKS) ** -_DECAY), 1.0
         estimate = np.empty(N_RANKS)
         for k in range(N_RANKS):
             estimate[k] = (self.hits[k] + _PRIOR_WEIGHT * scale * prior[k]) / (self.tries[k] + _PRIOR_WEIGHT)

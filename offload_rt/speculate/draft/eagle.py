@@ -3,4 +3,4 @@
 from offload_rt.speculate.head_model import HeadModel
 from offload_rt.speculate.tree_drafter import tree_drafter
 
-DRAFTER = tree_drafter(dynamic_at_zero=True, dynamic_above=True, needs_model=True, model=HeadModel)
+DRAFTER = tree_drafter(dynamic_at_zero=True, dynamic_above=True, model=HeadModel)

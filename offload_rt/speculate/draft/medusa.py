@@ -3,4 +3,4 @@
 from offload_rt.speculate.head_model import MedusaModel
 from offload_rt.speculate.tree_drafter import tree_drafter
 
-DRAFTER = tree_drafter(dynamic_at_zero=True, dynamic_above=True, needs_model=True, model=MedusaModel)
+DRAFTER = tree_drafter(dynamic_at_zero=True, dynamic_above=True, model=MedusaModel)

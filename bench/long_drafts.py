@@ -1,0 +1,221 @@
+"""How much faster does a long text go on when the target drafts it by a part of its own cache?
+
+    python -m bench.long_drafts [triforce] [self_window] [--gbps 1.0] [--rounds 6] [--temperature 0.0]
+
+The demo target, resident, in float32, goes on with held-out text of 16,000 tokens (triforce: one sequence, whose keys and
+values come over a link of a set speed) or 8,000 (self_window: a batch of eight, all in memory). Real are the texts, the passes,
+and the acceptance, which is that of a model far beyond the 1,024 positions it was trained for, its rope stretched by yarn. Set
+is the link: a pass cannot have a layer's rows before they would have come, all of them asked for when it begins.
+
+Plain turns and drafted ones follow each other on the same sequences. The forecast is the cost model's, by what it knew in the
+end. The last line is one JSON object.
+"""
+
+import argparse
+import json
+import shutil
+import sysconfig
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from bench.measure import ROOT, Spread, commit, machine
+from bench.methods import DRAFT, TARGET
+from offload_rt import LLM, SamplingParams
+from offload_rt.engine.engine import Engine
+from offload_rt.engine.profile import compute_times
+from offload_rt.executor.sequence import Sequence as TokenSequence
+from offload_rt.kv.cache import ContiguousCache
+from offload_rt.ops import TreeMask
+from offload_rt.speculate.draft.none import DRAFTER as NONE
+from offload_rt.speculate.protocols import DraftLimits, DraftParts
+from offload_rt.speculate.select import drafter_type
+from offload_rt.tree.topology import DraftTree
+
+# Tokens that a drafted turn brings to each sequence at least, those of a plain one, and room for all turns.
+_TURN, _PLAIN_TURN, _ROOM = 12, 6, 600
+_TRAINED = 1024
+
+
+@dataclass(frozen=True)
+class Case:
+    """A drafter, the tokens of a text, the sequences of the batch, and the rows that the drafter sees."""
+
+    drafter: str
+    n_tokens: int
+    n_sequences: int
+    draft_context: int
+    is_paced: bool
+
+
+CASES = {
+    "triforce": Case("triforce", 16_000, 1, 2048, is_paced=True),
+    "self_window": Case("self_window", 8_000, 8, 512, is_paced=False),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Seconds for a token of a sequence in each turn, trees, and the ratio that was forecast."""
+
+    case: Case
+    plain_s: tuple[float, ...]
+    drafted_s: tuple[float, ...]
+    tokens_per_pass: float
+    nodes: float
+    levels: float
+    forecast: float
+
+    @property
+    def speedup(self) -> float:
+        """How many times faster drafted turns were."""
+        return mean(self.plain_s) / mean(self.drafted_s)
+
+
+class PacedCache(ContiguousCache):
+    """Rows that come over a link of `gbps` GB/s, those of a pass layer after layer from its beginning on."""
+
+    gbps = 1.0
+    _begun = 0.0
+
+    def attend(
+        self, layer: int, start: int, q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: float,
+        rotary: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Not before the rows of the layer have come; later chunks of a prompt find them there."""
+        if start == 0:
+            self._begun = time.perf_counter() if layer == 0 else self._begun
+            _sleep_until(self._begun + (layer + 1) * self._layer_s(self.n_committed))
+        return super().attend(layer, start, q, k, v, mask, scale, rotary)
+
+    def rows(self, layer: int, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """They begin to come when they are asked for."""
+        _sleep_until(time.perf_counter() + self._layer_s(indices.shape[-1]))
+        return super().rows(layer, indices)
+
+    def _layer_s(self, n_rows: int) -> float:
+        n_kv_heads, _, head_dim = self.buffer.keys[0].shape
+        return 2 * n_rows * n_kv_heads * head_dim * self.buffer.keys.itemsize / self.gbps / 1e9
+
+
+def _sleep_until(moment: float) -> None:
+    time.sleep(max(moment - time.perf_counter(), 0.0))
+
+
+@dataclass
+class Watched:
+    """A drafter whose trees are counted: nodes, levels and expected tokens of each."""
+
+    drafter: Any
+    trees: list[tuple[int, int, float]] = field(default_factory=list)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.drafter, name)
+
+    def propose(self, sequences: Sequence[TokenSequence], n_nodes: int) -> list[DraftTree]:
+        """See `Drafter.propose`."""
+        trees: list[DraftTree] = self.drafter.propose(sequences, n_nodes)
+        self.trees += [(len(tree.topology), tree.topology.n_levels, tree.expected) for tree in trees]
+        return trees
+
+
+def stretched(folder: Path, n_tokens: int) -> str:
+    """The demo target with its rope stretched to so many tokens, and positions for all of a batch."""
+    shutil.copytree(TARGET, folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    rope = {"rope_type": "yarn", "factor": n_tokens / _TRAINED, "original_max_position_embeddings": _TRAINED}
+    config["rope_parameters"] |= rope
+    config["max_position_embeddings"] = 8 * (n_tokens + _ROOM)
+    path.write_text(json.dumps(config))
+    return str(folder)
+
+
+def held_out_texts(n: int, n_tokens: int) -> list[list[int]]:
+    """Parts of the held-out modules, one behind the other, which begin at n places."""
+    names = (ROOT / "models/held_out.txt").read_text(encoding="utf-8").split()
+    modules = ((Path(sysconfig.get_paths()["stdlib"]) / name).read_text(encoding="utf-8") for name in names)
+    tokens = AutoTokenizer.from_pretrained(TARGET)("".join(modules)).input_ids
+    starts = [i * (len(tokens) - n_tokens) // n for i in range(n)]
+    return [tokens[start : start + n_tokens] for start in starts]
+
+
+def turn(engine: Engine, sequences: Sequence[TokenSequence], drafter: Any, n_tokens: int) -> float:
+    """Seconds for a token of each sequence, in a turn of at least so many."""
+    engine.drafter, before, started = drafter, sum(one.n_new for one in sequences), time.perf_counter()
+    while (n_new := sum(one.n_new for one in sequences) - before) < n_tokens * len(sequences):
+        engine.step()
+    return (time.perf_counter() - started) * len(sequences) / n_new
+
+
+def measure(case: Case, flags: argparse.Namespace, folder: Path) -> Outcome:
+    """Compute the prompts, then let plain and drafted turns follow each other."""
+    n, context = case.n_sequences, case.n_tokens
+    draft = DRAFT if drafter_type(case.drafter).needs_model else None
+    with LLM(
+        stretched(folder / case.drafter, context), draft, dtype="float32", drafter=case.drafter,
+        draft_context=case.draft_context, max_model_len=n * (context + _ROOM), device_memory=flags.memory,
+    ) as llm:  # fmt: skip
+        engine = llm.engine
+        cost, limits, runner = engine.cost, engine.drafter.limits, engine.runner
+        if case.is_paced:
+            PacedCache.gbps, runner.kv = flags.gbps, PacedCache
+            cost.profile = replace(cost.profile, compute=compute_times(runner, limits.n_nodes, context))
+        params = [SamplingParams(_ROOM, temperature=flags.temperature, seed=i) for i in range(n)]
+        texts = held_out_texts(n, context)
+        sequences = [TokenSequence(text, one, context + _ROOM) for text, one in zip(texts, params, strict=True)]
+        plain = NONE.open(DraftParts(DraftLimits(1, 1), cost, "", 0.0))
+        engine.drafter = watched = Watched(engine.drafter)
+        for one in sequences:
+            engine.add(one)
+        engine.step()
+        turn(engine, sequences, watched, 2 * _TURN)  # until it has learned what is accepted
+        watched.trees.clear()
+        seconds, n_new = [], 0
+        for _ in range(flags.rounds):
+            plain_s = turn(engine, sequences, plain, _PLAIN_TURN)
+            n_before = sum(one.n_new for one in sequences)
+            seconds.append((plain_s, turn(engine, sequences, watched, _TURN)))
+            n_new += sum(one.n_new for one in sequences) - n_before
+        nodes, levels, expected = np.array(watched.trees).mean(0)
+        level_s = watched.drafter._level_s(n)
+        forecast_s = cost.seconds(np.array([n, n * nodes]), context, np.array([0.0, level_s * (levels - 1)]), n)
+        plain_turns, drafted_turns = map(tuple, zip(*seconds, strict=True))
+    tokens_per_pass, forecast = n_new / len(watched.trees), float(forecast_s[0] / forecast_s[1] * expected)
+    return Outcome(case, plain_turns, drafted_turns, tokens_per_pass, float(nodes), float(levels), forecast)
+
+
+def main() -> None:
+    """Print a line for each case and one JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", default=list(CASES))
+    parser.add_argument("--gbps", type=float, default=1.0, help="of the link that keys and values come over")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--memory", default="2GB")
+    flags = parser.parse_args()
+    console, found = Console(width=120, highlight=False), []
+    console.print(f"{machine()}\ncommit {commit()}")
+    with tempfile.TemporaryDirectory() as folder:
+        for name in flags.cases:
+            one = measure(CASES[name], flags, Path(folder))
+            found.append(asdict(one) | {"speedup": one.speedup})
+            console.print(
+                f"{name}: {one.speedup:.2f} times plain, forecast {one.forecast:.2f}; {one.tokens_per_pass:.2f} tokens a pass "
+                f"of {one.nodes:.1f} nodes in {one.levels:.1f} levels; seconds for a token of each sequence: "
+                f"plain {Spread.of(one.plain_s)}, drafted {Spread.of(one.drafted_s)}"
+            )
+    print(json.dumps({"bench": "long_drafts", "machine": machine(), "commit": commit(), **vars(flags), "found": found}))
+
+
+if __name__ == "__main__":
+    main()
