@@ -189,6 +189,11 @@ class TwoParts(KVCache):
     def move(self, rows, first):
         ops.commit_rows(self.buffer.keys, self.buffer.values, torch.tensor(rows), first)
 
+    def rows(self, layer, indices):
+        pairs = zip(self.older.rows(layer, indices), self.buffer.rows(layer, indices), strict=True)
+        is_older = (indices < self.n_older).expand(len(self.buffer.keys[layer]), -1)[..., None]
+        return tuple(torch.where(is_older, *pair) for pair in pairs)
+
     def commit(self, rows):
         super().commit(rows)
         at = slice(self.n_older, max(self.n_committed - 3, self.n_older))
@@ -223,6 +228,22 @@ def test_a_cache_in_two_parts_gives_the_same_logits(runner, chunk_rows, monkeypa
             runner.commit(cache, rows)
         tokens = tokens + [new[row] for row in rows]
     assert runner._caches[caches[1]].n_older > 10
+
+
+@pytest.mark.parametrize("kind", [ContiguousCache, TwoParts])
+def test_committed_rows_can_be_read_for_all_heads_or_for_each(runner, kind, monkeypatch):
+    tokens = prompt_of(0, 20)
+    keys, values = rows_of(of(runner, prefill(runner, tokens, CAPACITY)))
+    monkeypatch.setattr(runner, "kv", kind)
+    cache, spec = of(runner, prefill(runner, tokens, CAPACITY)), runner.spec
+    same = torch.tensor([18, 3, 3, 7])
+    each = torch.randint(20, (spec.n_kv_heads, 5), generator=torch.Generator().manual_seed(0))
+    for layer in range(spec.n_layers):
+        for indices in (same, each):
+            for got, whole in zip(cache.rows(layer, indices), (keys[layer], values[layer]), strict=True):
+                of_head = indices.expand(spec.n_kv_heads, -1)
+                expected = torch.stack([head[rows] for head, rows in zip(whole, of_head, strict=True)])
+                torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_a_cache_takes_the_bytes_it_says(runner):

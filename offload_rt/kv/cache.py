@@ -62,6 +62,14 @@ class KVCache(ABC):
     def move(self, rows: Sequence[int], first: int) -> None:
         """Move rows `first + rows` to `first` and on, in all layers; rows ascend, rows[i] >= i."""
 
+    @abstractmethod
+    def rows(self, layer: int, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of keys and values of committed rows of a layer, as for a cache that keeps some of them elsewhere.
+
+        indices  (n,) int64 on the device, or (n_kv_heads, n) where each head has rows of its own
+        Returns (n_kv_heads, n, head_dim) each, keys as they were rotated.
+        """
+
     @property
     def n_committed(self) -> int:
         """Rows that hold committed tokens."""
@@ -132,6 +140,12 @@ class KVBuffer:
         q = ops.rotate_and_store(q, k, v, rotary, keys, values, rows)
         return ops.tree_attention(q, keys[:, :n], values[:, :n], mask, scale)
 
+    def rows(self, layer: int, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """See `KVCache.rows`."""
+        _, n_kv_heads, _, head_dim = self.keys.shape
+        at = indices.expand(n_kv_heads, -1)[..., None].expand(-1, -1, head_dim)
+        return self.keys[layer].gather(1, at), self.values[layer].gather(1, at)
+
 
 class ContiguousCache(KVCache):
     """All rows in one buffer on the device that computes."""
@@ -161,3 +175,7 @@ class ContiguousCache(KVCache):
     def move(self, rows: Sequence[int], first: int) -> None:
         """Move rows in place."""
         ops.commit_rows(self.buffer.keys, self.buffer.values, torch.tensor(rows), first)
+
+    def rows(self, layer: int, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Gathered from the buffer."""
+        return self.buffer.rows(layer, indices)
