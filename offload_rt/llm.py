@@ -139,6 +139,8 @@ class LLM:
         dtype: str = "auto",
         device_memory: str | int | None = None,
         host_memory: str | int | None = None,
+        kv_memory: str | int | None = None,
+        kv_dtype: str = "auto",
         max_model_len: int | None = None,
         drafter: str = "auto",
         rule: str = "auto",
@@ -150,8 +152,8 @@ class LLM:
         """The arguments are the fields of `EngineConfig`. Raises an OffloadError if the model cannot be served."""
         self._prepare(
             EngineConfig(
-                model, draft_model, device, dtype, device_memory, host_memory, max_model_len, drafter, rule, tree_size,
-                tree_depth, revision, offline,
+                model, draft_model, device, dtype, device_memory, host_memory, kv_memory, kv_dtype, max_model_len,
+                drafter, rule, tree_size, tree_depth, revision, offline,
             )
         )  # fmt: skip
         self.load()
@@ -271,7 +273,7 @@ class LLM:
     def time_passes(self, topology: Topology, context: int, n_passes: int = 3) -> list[float]:
         """Seconds of each of some passes over a tree after `context` tokens, with logits for all of its nodes."""
         runner, n = self.engine.runner, len(topology)
-        cache = runner.new_cache(context + n + 1, is_alone=True)
+        cache = runner.new_cache(context + n + 1, is_alone=True, n_nodes=n)
         runner.assume_context(cache, context)
         step = Step(cache, torch.zeros(n, dtype=torch.int64), topology, n_wanted=n, n_prompt=context)
         moments = []

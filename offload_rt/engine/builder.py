@@ -21,8 +21,10 @@ from offload_rt.executor.cuda_graphs import CudaCapture, GraphShape
 from offload_rt.executor.runner import Runner
 from offload_rt.offload import stream_cuda, stream_threads
 from offload_rt.offload.disk import DiskTier, ReadSettings
+from offload_rt.offload.far_rows import FileRows, HostRows
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.offload.placement import MemoryBudget, Plan, with_host_slots
+from offload_rt.offload.stream_cuda import CudaStreamer
 from offload_rt.offload.streamer import LayerSources
 from offload_rt.offload.tier import done_ahead, read_parallel
 from offload_rt.speculate.draft_model import ROWS_PER_NODE, DraftModel, draft_rows
@@ -103,6 +105,13 @@ def _notice(asked: str, device: torch.device) -> str:
     return f"computing on the CPU: there is a {found[0]}, but torch can use {_why_no_card()}; --device cpu if that is meant"
 
 
+def _kv_notice(plan: Plan) -> str:
+    """Says so where the output is not exactly the model's."""
+    if plan.split is None or not plan.split.format.is_fp8:
+        return ""
+    return f"keys and values on the {plan.kv_tier} are rounded to fp8: the output is not exactly the model's"
+
+
 def plan_engine(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting) -> EnginePlan:
     """Decide where everything goes. Raises CapacityError if it cannot go anywhere."""
     device = pick_device(config.device)
@@ -119,7 +128,7 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting
             layer_nbytes = tuple(map(max, layer_nbytes, map(_packed_nbytes, checkpoint.layers)))
         target = replace(Sizes.of_checkpoint(checkpoint, dtype), layer_nbytes=layer_nbytes)
         memory = plan_memory(config, drafting, (target, draft), dtype, budget)
-        if memory.plan.tiers.count("disk"):
+        if "disk" in memory.plan.pass_bytes.at(memory.max_model_len):
             settings = profile.read_settings(checkpoint.layers)
             disk.close()
             disk = DiskTier(checkpoint.layers, settings)
@@ -129,7 +138,7 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting
     return EnginePlan(
         memory.plan, memory.limits, memory.max_model_len, memory.cache_rows,
         checkpoint, drafting, device, dtype, disk,
-        "\n".join(filter(None, (_notice(config.device, device), checkpoint.format.notice))),
+        "\n".join(filter(None, (_notice(config.device, device), checkpoint.format.notice, _kv_notice(memory.plan)))),
     )  # fmt: skip
 
 
@@ -172,10 +181,10 @@ def load(engine_plan: EnginePlan, trace: Trace, progress: Progress | None = None
                 n_keys = draft_rows(engine_plan.max_model_len, n_nodes)
                 draft_runner.use_graphs(GraphShape(n_nodes, n_keys, ROWS_PER_NODE * n_nodes), capture, _CAPTURING_S)
         runner = loader.model(checkpoint, engine_plan.dtype, files[0], trace, (plan, disk))
-        if capture is not None and not runner.streamer.order:
+        if capture is not None and plan.is_resident:
             runner.use_graphs(GraphShape(n_nodes, engine_plan.cache_rows, n_nodes), capture, _CAPTURING_S)
         drafter, cost = _open_drafter(engine_plan, runner, draft_runner, trace)
-        scheduler = Scheduler(engine_plan.cache_rows, engine_plan.limits.n_nodes)
+        scheduler = Scheduler(engine_plan.cache_rows, engine_plan.limits.n_nodes, plan.split)
         notice, rule = _REFUSED if host.is_refused else "", engine_plan.drafting.rule
         return Engine(runner, drafter, rule, cost, trace, scheduler, closes.pop_all(), draft_runner, notice)
 
@@ -203,7 +212,11 @@ def _open_drafter(
     if limits.n_nodes == 1:
         machine = MachineProfile("not measured", False, (("disk", 1.0), ("host", 1.0)), 1.0)
     else:
-        machine = profile.pass_profile(runner, moved, (limits.n_nodes, engine_plan.max_model_len - 2))
+        split, longest = engine_plan.plan.split, engine_plan.max_model_len - 2
+        if split is not None:  # computing is timed with all rows on the device
+            longest = min(longest, split.n_on_device - limits.n_nodes - 1)
+        disk = engine_plan.disk if engine_plan.device.type == "cpu" else None
+        machine = profile.pass_profile(runner, moved, (limits.n_nodes, longest), disk)
     cost = CostEstimator(machine, moved, drafting.draft.nbytes if drafting.draft else 0)
     model, pair_stats = None, PairStats()
     if draft is not None and drafting.draft is not None:
@@ -263,7 +276,13 @@ class _Loader:
         open_streamer = (stream_cuda if self.device.type == "cuda" else stream_threads).open_streamer
         streamer = open_streamer(sources, trace, self.device)
         runner = Runner(checkpoint.spec, streamer, non_layer, checkpoint.format, self.device, dtype, trace)
-        return self.closes.enter_context(closing(runner))
+        self.closes.enter_context(closing(runner))
+        if streamed and (split := streamed[0].split) is not None:
+            if isinstance(streamer, CudaStreamer):
+                runner.far = HostRows(split, n, streamer, self.cpus)
+            else:
+                runner.far = FileRows(split, n, streamer, streamed[1].settings)
+        return runner
 
     def _sources(self, resident: MemoryTier, plan: Plan, disk: DiskTier) -> LayerSources:
         """Where the layers of a plan are, which gives up layers on the host where the driver has refused to pin some."""

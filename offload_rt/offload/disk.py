@@ -117,18 +117,7 @@ class DiskTier:
         return part.nbytes
 
     def _fill(self, part: _Part, into: Tensor, need: int) -> None:
-        """Read from the page in which a part begins into page-aligned memory until at least `need` bytes are there."""
-        view, start, n = memoryview(into.numpy().data), part.start // PAGE * PAGE, 0
-        while n < need:
-            try:
-                got = os.preadv(self._files[part.path], [view[n:]], start + n)
-            except OSError as error:
-                problem = f"reading {part.path} at byte {start + n} failed: {error.strerror}"
-                raise LinkError(problem, change="check the disk and the file") from error
-            if got == 0:
-                problem = f"{part.path} ends at byte {start + n}"
-                raise LinkError(problem, need=f"{start + need} bytes", change="it changed while in use: run again")
-            n += got
+        fill(into, need, self._files[part.path], part.start // PAGE * PAGE, str(part.path))
 
     def _check(self, path: Path) -> None:
         """Raises LinkError if a file is another than when its header was read: other weights give another text."""
@@ -141,6 +130,24 @@ class DiskTier:
             self._bounce.block = host_block(nbytes)
         block: Tensor = self._bounce.block
         return block[:nbytes]
+
+
+def fill(into: Tensor, need: int, file: int, start: int, name: str) -> None:
+    """Read a file from byte `start` on into memory until at least `need` bytes are there; directly where both are at a page.
+
+    Raises LinkError.
+    """
+    view, n = memoryview(into.numpy().data), 0
+    while n < need:
+        try:
+            got = os.preadv(file, [view[n:]], start + n)
+        except OSError as error:
+            problem = f"reading {name} at byte {start + n} failed: {error.strerror}"
+            raise LinkError(problem, change="check the disk and the file") from error
+        if got == 0:
+            problem = f"{name} ends at byte {start + n}"
+            raise LinkError(problem, need=f"{start + need} bytes", change="it changed while in use: run again")
+        n += got
 
 
 def _plan(records: Sequence[TensorRecord], request_nbytes: int, packed: bool) -> tuple[Layout, tuple[_Part, ...]]:
