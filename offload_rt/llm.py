@@ -273,7 +273,8 @@ class LLM:
     def time_passes(self, topology: Topology, context: int, n_passes: int = 3) -> list[float]:
         """Seconds of each of some passes over a tree after `context` tokens, with logits for all of its nodes."""
         runner, n = self.engine.runner, len(topology)
-        cache = runner.new_cache(context + n + 1, is_alone=True, n_nodes=n)
+        share = None if self.plan.split is None else self.plan.split.share(context + n + 1, n, is_alone=True)
+        cache = runner.new_cache(context + n + 1, True, share)
         runner.assume_context(cache, context)
         step = Step(cache, torch.zeros(n, dtype=torch.int64), topology, n_wanted=n, n_prompt=context)
         moments = []

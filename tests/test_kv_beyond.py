@@ -66,9 +66,13 @@ def beyond(runner, n_on_device, n_rows=CAPACITY, is_fp8=False):
         runner.far = None
 
 
+def far_cache(runner, n_rows=CAPACITY, n_nodes=N_NODES):
+    return runner.new_cache(n_rows, share=runner.far.split.share(n_rows, n_nodes))
+
+
 def new_caches(runner):
     """One on the device, and one that is not as a whole."""
-    caches = runner.new_cache(CAPACITY), runner.new_cache(CAPACITY, n_nodes=N_NODES)
+    caches = runner.new_cache(CAPACITY), far_cache(runner)
     assert isinstance(runner._caches[caches[1]], HostCache)
     return caches
 
@@ -111,7 +115,7 @@ def test_logits_and_rows_are_those_of_a_cache_on_the_device(runner, n_on_device,
 
 def test_only_blocks_that_a_window_reaches_are_brought(runner):
     with beyond(runner, N_NODES + 8):
-        cache = runner.new_cache(CAPACITY, n_nodes=N_NODES)
+        cache = far_cache(runner)
         runner.assume_context(cache, 400)
         for layer in range(runner.spec.n_layers):
             n = sum(one.stop - one.start for one in runner._caches[cache].beyond(layer))
@@ -192,7 +196,7 @@ def test_on_a_card_rows_come_from_the_host_and_all_is_within_its_budgets(pair, m
             with LLM(str(pair.target), **given) as llm:
                 assert "host" in llm.plan.tiers and llm.plan.kv_tier == "host"
                 found = llm.generate(prompts, SamplingParams(max_new_tokens=5))
-                cache = runner_of(llm).new_cache(320 + N_NODES - 1, n_nodes=N_NODES)
+                cache = far_cache(runner_of(llm), 320 + N_NODES - 1)
                 buffer = runner_of(llm)._caches[cache]._buffer
                 assert buffer.keys.nbytes + buffer.values.nbytes <= llm.plan.reserved.cache
                 if pins:
@@ -200,6 +204,22 @@ def test_on_a_card_rows_come_from_the_host_and_all_is_within_its_budgets(pair, m
             del llm
         assert counted.now["layers"] == 0
     assert [one.token_ids for one in found] == expected
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(0, 1000), st.lists(st.tuples(st.integers(1, 1500), st.integers(1, 32)), min_size=1, max_size=6))
+def test_caches_that_fit_beside_each_other_are_within_the_split_and_a_single_one_always_fits(more, caches):
+    rows = RowFormat(2, 16, torch.float32)
+    split = KVSplit.least(spec_of(KNOWN["llama2-7b"]), 1600, 64, rows, 512)
+    split = replace(split, n_on_device=min(split.n_on_device + more, 1600))
+    for is_alone in (False, True):
+        one = split.share(caches[0][0] + caches[0][1], caches[0][1], is_alone)
+        assert split.fits([one]) and one.n_on_device <= split.n_on_device
+        assert -(-one.n_beyond // split.block_rows) <= split.n_blocks
+    shares = [split.share(n + nodes, nodes, i == 0) for i, (n, nodes) in enumerate(caches)]
+    if split.fits(shares):
+        assert sum(one.n_on_device for one in shares) <= split.n_on_device
+        assert sum(-(-one.n_beyond // split.block_rows) for one in shares) <= split.n_blocks
 
 
 # The rows.
@@ -231,8 +251,7 @@ def test_fp8_is_close_and_said(pair):
         assert "fp8" in llm.engine_plan.notice and "not exactly" in llm.engine_plan.notice
         runner, tokens = runner_of(llm), prompt_of(0, 200)
         found = []
-        for n_nodes in (None, 1):
-            cache = runner.new_cache(310, n_nodes=n_nodes)
+        for cache in (runner.new_cache(310), far_cache(runner, 310, 1)):
             feed(runner, cache, tokens, random_tree(200, 0, 1), 1)
             runner.commit(cache, range(200))
             found.append(feed(runner, cache, [1], random_tree(1, 0)))

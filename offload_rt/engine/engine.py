@@ -101,9 +101,10 @@ class Engine:
         is_alone = len(joining) == 1 and not self._running
         n_nodes = self.scheduler.share(max(len(self._running) + len(joining), 1))
         for id, sequence in joining:
-            n_rows = sequence.longest - 1 + n_nodes
-            cache = self.runner.new_cache(n_rows, is_alone, n_nodes)
-            self._running.append(RunningSequence(id, sequence, cache, n_rows, n_nodes))
+            n_rows, split = sequence.longest - 1 + n_nodes, self.scheduler.split
+            share = None if split is None else split.share(n_rows, n_nodes, is_alone)
+            cache = self.runner.new_cache(n_rows, is_alone, share)
+            self._running.append(RunningSequence(id, sequence, cache, n_nodes, share))
 
     def _release(self, one: RunningSequence) -> None:
         self._running.remove(one)

@@ -4,18 +4,21 @@ from collections import deque
 from dataclasses import dataclass
 
 from offload_rt.executor.sequence import Sequence
-from offload_rt.kv.host import KVSplit
+from offload_rt.kv.host import KVShare, KVSplit
 
 
 @dataclass(eq=False)
 class RunningSequence:
-    """A sequence that takes part in every step, its cache of so many rows, and the most nodes that its trees may have."""
+    """A sequence that takes part in every step, its cache, and the most nodes that its trees may have.
+
+    share  of the cache's rows on the device; None: all of them
+    """
 
     id: int
     sequence: Sequence
     cache: int
-    n_rows: int
     n_nodes: int
+    share: KVShare | None = None
 
 
 @dataclass(frozen=True)
@@ -47,8 +50,8 @@ class Scheduler:
         n_tokens = sum(one.longest - 1 for one in (*(one.sequence for one in running), *joining))
         n_nodes = sum(one.n_nodes for one in running) + share * len(joining)
         if self.split is not None:
-            there = [(one.n_rows, one.n_nodes) for one in running]
-            if not self.split.fits([*there, *((one.longest - 1 + share, share) for one in joining)]):
+            there = [one.share for one in running if one.share is not None]
+            if not self.split.fits([*there, *(self.split.share(one.longest - 1 + share, share) for one in joining)]):
                 return False
         # A draft model's cache takes two rows a node, and is planned for the longest sequence with the largest tree.
         return n_tokens + n_nodes <= self.cache_rows and n_tokens + 2 * n_nodes <= self.cache_rows + self.n_nodes

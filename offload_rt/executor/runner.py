@@ -13,7 +13,7 @@ from offload_rt import ops
 from offload_rt.errors import NumericsError
 from offload_rt.executor.cuda_graphs import Capture, GraphRunner, GraphShape, PassRows, Reduce, ResidentModel
 from offload_rt.kv.cache import ContiguousCache, KVBuffer, KVCache
-from offload_rt.kv.host import HostCache
+from offload_rt.kv.host import HostCache, KVShare
 from offload_rt.models.architecture import Architecture, LayerWeights
 from offload_rt.offload.far_rows import FarRows
 from offload_rt.offload.streamer import LayerView, Streamer
@@ -221,17 +221,16 @@ class Runner:
         self._chunk_rows = max(self._chunk_rows // 2, _LEAST_CHUNK_ROWS)
         return could
 
-    def new_cache(self, capacity: int, is_alone: bool = False, n_nodes: int | None = None) -> int:
+    def new_cache(self, capacity: int, is_alone: bool = False, share: KVShare | None = None) -> int:
         """Id of an empty cache for one sequence, with room for `capacity` rows. The caller frees it.
 
         is_alone  no other sequence will run beside it: it reuses the graphs of the one before
-        n_nodes   of its largest tree, where rows may lie beyond the device; None: none does
+        share     of its rows on the device; None: all of them
         """
         buffer = self._graphs.reuse(capacity, is_alone and not self._caches) if self._graphs is not None else None
         id, empty = next(self._ids), partial(KVBuffer.empty, self.spec, dtype=self.dtype, device=self.device)
-        share = self.far.split.share(capacity, n_nodes) if self.far is not None and n_nodes is not None else None
-        if self.far is not None and share is not None and share.n_rows < capacity:
-            self._caches[id] = HostCache(self.spec, empty(share.n_rows), self.far, share, capacity)
+        if self.far is not None and share is not None and share.n_on_device < capacity:
+            self._caches[id] = HostCache(self.spec, empty(share.n_on_device), self.far, share)
         else:
             self._caches[id] = (
                 ContiguousCache(buffer) if buffer else self.kv.empty(self.spec, capacity, self.dtype, self.device)

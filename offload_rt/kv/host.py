@@ -72,15 +72,21 @@ class RowFormat:
 
 @dataclass(frozen=True)
 class KVShare:
-    """Rows of one cache on the device: the first ones, which stay, and room for the last ones."""
+    """Of a cache of `n_rows` rows, of which a tree takes up to `n_nodes`, the first `n_resident` stay on the device."""
 
+    n_rows: int
+    n_nodes: int
     n_resident: int
-    n_recent: int
 
     @property
-    def n_rows(self) -> int:
-        """Together."""
-        return self.n_resident + self.n_recent
+    def n_on_device(self) -> int:
+        """Those, and room for the last ones."""
+        return min(self.n_resident + _TAIL_ROWS + self.n_nodes, self.n_rows)
+
+    @property
+    def n_beyond(self) -> int:
+        """Rows that lie beyond the device when the cache is full."""
+        return self.n_rows - self.n_nodes - self.n_resident if self.n_on_device < self.n_rows else 0
 
 
 @dataclass(frozen=True)
@@ -157,19 +163,18 @@ class KVSplit:
         """What passes bring of them over the link of a tier."""
         return StreamedRows(tier, self.n_resident, self.format.nbytes, self.windows, self.chunk_rows)
 
-    def share(self, n_rows: int, n_nodes: int) -> KVShare:
-        """Of a cache of so many rows with trees of so many nodes: in proportion, and never less than it needs."""
-        n_recent = _TAIL_ROWS + n_nodes
-        return KVShare(max(n_rows * self.n_on_device // self.n_rows - n_recent, 0), n_recent)
+    def share(self, n_rows: int, n_nodes: int, is_alone: bool = False) -> KVShare:
+        """Of a cache of so many rows with trees of so many nodes: in proportion, or if it is alone all but room for others."""
+        n_near = n_rows * self.n_on_device // self.n_rows
+        if is_alone:
+            n_near = max(n_near, self.n_on_device - (_N_SEQUENCES - 1) * (_TAIL_ROWS + n_nodes // 2))
+        return KVShare(n_rows, n_nodes, max(n_near - _TAIL_ROWS - n_nodes, 0))
 
-    def fits(self, sequences: Iterable[tuple[int, int]]) -> bool:
-        """Whether caches of so many rows, with trees of so many nodes, fit beside each other; a single one does."""
-        n_sequences = n_near = n_blocks = 0
-        for n_rows, n_nodes in sequences:
-            share, n_sequences = self.share(n_rows, n_nodes), n_sequences + 1
-            n_near += min(n_rows, share.n_rows)
-            n_blocks += -(-(n_rows - n_nodes - share.n_resident) // self.block_rows) if share.n_rows < n_rows else 0
-        return n_sequences == 1 or (n_near <= self.n_on_device and n_blocks <= self.n_blocks)
+    def fits(self, shares: Sequence[KVShare]) -> bool:
+        """Whether these caches fit beside each other; a single one does."""
+        n_near = sum(one.n_on_device for one in shares)
+        n_blocks = sum(-(-one.n_beyond // self.block_rows) for one in shares)
+        return len(shares) == 1 or (n_near <= self.n_on_device and n_blocks <= self.n_blocks)
 
 
 class RowStore(Protocol):
@@ -206,8 +211,8 @@ class HostCache(KVCache):
     together while it computes that layer, and at the end of it those that no tree can move are sent.
     """
 
-    def __init__(self, model: Architecture, buffer: KVBuffer, store: RowStore, share: KVShare, capacity: int) -> None:
-        super().__init__(capacity)
+    def __init__(self, model: Architecture, buffer: KVBuffer, store: RowStore, share: KVShare) -> None:
+        super().__init__(share.n_rows)
         self._windows = tuple(model.window(i) for i in range(model.n_layers))
         self._buffer, self._store, self._n_resident = buffer, store, share.n_resident
         self._n_sent, self._blocks = share.n_resident, list[int]()
