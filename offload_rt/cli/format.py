@@ -86,8 +86,8 @@ def placement_table(title: str, plan: Plan, cache_rows: int) -> Table:
         if nbytes:
             table.add_row(what, "device", format_size(nbytes))
     if split is not None:
-        nbytes = format_size(split.n_blocks * split.block_nbytes * len(plan.tiers))
-        table.add_row(f"cache of {split.n_beyond} tokens", plan.kv_tier, nbytes)
+        beyond = split.n_blocks * split.block_nbytes * len(plan.tiers)
+        table.add_row(f"cache of {split.n_beyond} tokens", plan.kv_tier, format_size(beyond))
     for tier in ("device", "host", "disk"):
         if plan.tiers.count(tier):
             table.add_row(f"{plan.tiers.count(tier)} of {len(plan.tiers)} layers", tier, format_size(plan.on(tier)))

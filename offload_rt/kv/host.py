@@ -59,13 +59,13 @@ class RowFormat:
     def unpack(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """rows (n, nbytes) uint8 as keys and values (n_kv_heads, n, head_dim); without fp8 nothing is copied."""
         n_scales = 8 * self.n_kv_heads if self.is_fp8 else 0
-        shape, n = (2, self.n_kv_heads, self.head_dim), 2 * self.n_kv_heads * self.head_dim
+        shape, n = (-1, 2, self.n_kv_heads, self.head_dim), 2 * self.n_kv_heads * self.head_dim
         if self.is_fp8:
-            scales = rows[:, :n_scales].view(torch.float32).unflatten(1, (2, self.n_kv_heads, 1))
-            codes = rows[:, n_scales : n_scales + n].view(_FP8).unflatten(1, shape)
+            scales = rows[:, :n_scales].view(torch.float32).view(-1, 2, self.n_kv_heads, 1)
+            codes = rows[:, n_scales : n_scales + n].view(_FP8).view(shape)
             pair = (codes.float() * scales).to(self.dtype)
         else:
-            pair = rows.view(self.dtype)[:, :n].unflatten(1, shape)
+            pair = rows.view(self.dtype)[:, :n].view(shape)
         keys, values = pair.permute(1, 2, 0, 3)
         return keys, values
 
@@ -358,7 +358,7 @@ class HostCache(KVCache):
 
     def rows(self, layer: int, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Gathered from the buffer, and one by one from beyond; the host waits for them."""
-        wanted, places = ops.to_host([indices])[0].unique(return_inverse=True)
+        wanted, places = torch.unique(ops.to_host([indices])[0], return_inverse=True)  # type: ignore[no-untyped-call]  # torch has no types there
         is_beyond = (wanted >= self._n_resident) & (wanted < self._n_sent)
         near = torch.where(is_beyond, 0, torch.where(wanted < self._n_resident, wanted, wanted - self._shift))
         near, places, is_beyond = ops.to_device([near, places, is_beyond], indices.device)

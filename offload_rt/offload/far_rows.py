@@ -245,7 +245,7 @@ class FileRows(FarRows):
     def _write(self, pieces: Sequence[tuple[RowRange, Tensor]]) -> None:
         try:
             for one, rows in pieces:
-                view, n = memoryview(rows.flatten().numpy()), 0
+                view, n = memoryview(rows.flatten().numpy().data), 0
                 while n < len(view):
                     n += os.pwrite(self._file.fileno(), view[n:], self._offset(one) + n)
         except OSError as error:
