@@ -32,7 +32,7 @@ from offload_rt.speculate.pair_stats import PairStats
 from offload_rt.speculate.select import pick_drafter
 from offload_rt.system.machine import MachineProfile, PassBytes, StreamedRows, pass_time
 
-CAPACITY, N_NODES, N_NEW = 700, 9, 12
+CAPACITY, N_NODES, N_NEW = 700, 9, 8
 
 
 @pytest.fixture(autouse=True)
@@ -111,6 +111,22 @@ def test_logits_and_rows_are_those_of_a_cache_on_the_device(runner, n_on_device,
         for one in caches:
             runner.free_cache(one)
         assert len(runner.far._free) == runner.far._n_blocks, "all blocks were given back"
+
+
+def test_what_came_for_one_sequence_is_not_taken_for_that_of_the_next(zoo):
+    """Which is as long, and has its only block, which has been fetched already."""
+    tree = random_tree(N_NODES, 0)
+    with open_llm(zoo.directory("llama", 0)) as llm, beyond(runner_of(llm), N_NODES + 8):
+        runner = runner_of(llm)
+        for seed in (1, 2):
+            caches = new_caches(runner)
+            for one in caches:
+                feed(runner, one, prompt_of(seed, 70), random_tree(70, 0, 1), 1)
+                runner.commit(one, range(70))
+            whole, parts = (feed(runner, one, prompt_of(seed, N_NODES), tree) for one in caches)
+            torch.testing.assert_close(parts, whole, atol=2e-4, rtol=2e-4)
+            for one in caches:
+                runner.free_cache(one)
 
 
 def test_only_blocks_that_a_window_reaches_are_brought(runner):

@@ -358,7 +358,7 @@ class HostCache(KVCache):
 
     def rows(self, layer: int, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Gathered from the buffer, and one by one from beyond; the host waits for them."""
-        wanted, places = torch.unique(ops.to_host([indices])[0], return_inverse=True)  # type: ignore[no-untyped-call]  # torch has no types there
+        wanted, places = torch.unique(ops.to_host([indices])[0], return_inverse=True)
         is_beyond = (wanted >= self._n_resident) & (wanted < self._n_sent)
         near = torch.where(is_beyond, 0, torch.where(wanted < self._n_resident, wanted, wanted - self._shift))
         near, places, is_beyond = ops.to_device([near, places, is_beyond], indices.device)
