@@ -121,8 +121,8 @@ def test_what_came_for_one_sequence_is_not_taken_for_that_of_the_next(zoo):
         for seed in (1, 2):
             caches = new_caches(runner)
             for one in caches:
-                feed(runner, one, prompt_of(seed, 70), random_tree(70, 0, 1), 1)
-                runner.commit(one, range(70))
+                feed(runner, one, prompt_of(seed, 60), random_tree(60, 0, 1), 1)
+                runner.commit(one, range(60))
             whole, parts = (feed(runner, one, prompt_of(seed, N_NODES), tree) for one in caches)
             torch.testing.assert_close(parts, whole, atol=2e-4, rtol=2e-4)
             for one in caches:
