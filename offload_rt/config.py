@@ -59,6 +59,14 @@ class EngineConfig:
     host_memory: str | int | None = setting(
         None, "pinned CPU memory for weights, with a GPU; default: what is free, less a margin"
     )
+    kv_memory: str | int | None = setting(
+        None, "of the device's memory, what keys and values may take; the others come from the host, on a CPU from the disk, "
+        "in each pass; default: all that fits",
+    )  # fmt: skip
+    kv_dtype: str = setting(
+        "auto", "of keys and values beyond the device; fp8 halves what comes, and is not exact; auto: the dtype",
+        choices=("auto", "fp8"),
+    )  # fmt: skip
     max_model_len: int | None = setting(
         None, parse=int,
         text="most tokens of prompt and answer together; default: the model's limit, or what an eighth of the budget caches",
@@ -85,7 +93,7 @@ class EngineConfig:
             if choices and value not in choices:
                 need = "one of " + ", ".join(choices)
                 raise SettingsError(f"{flag_of(item.name)} is {value!r}", need=need, change="use one of these")
-        for name in ("device_memory", "host_memory"):
+        for name in ("device_memory", "host_memory", "kv_memory"):
             value = getattr(self, name)
             if value is not None:
                 check_positive(name, parse_size(value))
@@ -101,6 +109,11 @@ class EngineConfig:
     def host_nbytes(self) -> int | None:
         """`host_memory` in bytes."""
         return None if self.host_memory is None else parse_size(self.host_memory)
+
+    @property
+    def kv_nbytes(self) -> int | None:
+        """`kv_memory` in bytes."""
+        return None if self.kv_memory is None else parse_size(self.kv_memory)
 
 
 @dataclass(frozen=True)

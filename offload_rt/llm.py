@@ -139,6 +139,8 @@ class LLM:
         dtype: str = "auto",
         device_memory: str | int | None = None,
         host_memory: str | int | None = None,
+        kv_memory: str | int | None = None,
+        kv_dtype: str = "auto",
         max_model_len: int | None = None,
         link_format: str = "auto",
         sidecar: str | None = None,
@@ -153,8 +155,8 @@ class LLM:
         """The arguments are the fields of `EngineConfig`. Raises an OffloadError if the model cannot be served."""
         self._prepare(
             EngineConfig(
-                model, draft_model, device, dtype, device_memory, host_memory, max_model_len, link_format, sidecar,
-                drafter, rule, tree_size, tree_depth, draft_context, revision, offline,
+                model, draft_model, device, dtype, device_memory, host_memory, kv_memory, kv_dtype, max_model_len,
+                link_format, sidecar, drafter, rule, tree_size, tree_depth, draft_context, revision, offline,
             )
         )  # fmt: skip
         self.load()
@@ -270,7 +272,8 @@ class LLM:
     def time_passes(self, topology: Topology, context: int, n_passes: int = 3) -> list[float]:
         """Seconds of each of some passes over a tree after `context` tokens, with logits for all of its nodes."""
         runner, n = self.engine.runner, len(topology)
-        cache = runner.new_cache(context + n + 1, is_alone=True)
+        share = None if self.plan.split is None else self.plan.split.share(context + n + 1, n, is_alone=True)
+        cache = runner.new_cache(context + n + 1, True, share)
         runner.assume_context(cache, context)
         step = Step(cache, torch.zeros(n, dtype=torch.int64), topology, n_wanted=n, n_prompt=context)
         moments = []

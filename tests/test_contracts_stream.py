@@ -274,6 +274,22 @@ class Watched:
         return watched
 
 
+class Chosen:
+    """Some layers of a tier, in any order."""
+
+    def __init__(self, source: Tier, order: Sequence[int]) -> None:
+        self.n_parallel, self._source, self._order = source.n_parallel, source, order
+
+    def layout(self, i: int) -> Layout:
+        return self._source.layout(self._order[i])
+
+    def reads(self, i: int, into: Tensor) -> list[Read]:
+        return self._source.reads(self._order[i], into)
+
+    def close(self) -> None:
+        pass
+
+
 class _Pinned(MemoryTier):
     """Layers that a pretended device copies by itself."""
 
@@ -630,6 +646,20 @@ def test_the_meter_says_how_long_no_layer_was_there(name: str, make: type[Host],
         elapsed = time.perf_counter() - started
         assert eventually(lambda: b.streamer.meter.waited_s > 0.5 * 2 * N_LAYERS * late_s)
         assert b.streamer.meter.waited_s <= elapsed
+
+
+@every_bench
+def test_a_streamer_follows_other_sources_from_one_sweep_to_the_next(name: str, make: type[Host], files: Any) -> None:
+    """As rows of keys and values do: each time another choice, in another order, while the old one still comes."""
+    with bench(name, make, files, late_s=0.001) as b:
+        for order in ([0, 1, 2, 3, 4, 5], [3, 1], [5], [2, 2, 0, 4, 1]):
+            tier = Chosen(b.tiers[0], order)
+            b.streamer.follow(LayerSources(MemoryTier(), (tier,) * len(order), 3, n_host_slots=3))
+            for _ in range(2):
+                for block in b.streamer.sweep():
+                    b.device.look(block)
+                seen = b.device.seen()
+                assert [got for _, got in seen] == [wanted(i) for i in order]
 
 
 @every_bench

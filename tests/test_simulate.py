@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from offload_rt.offload.placement import MemoryBudget, Plan, ReservedMemory, place_layers
 from offload_rt.planning.acceptance import PRESETS, power_law
 from offload_rt.planning.simulate import Costs, StreamSchedule, Work, generate, mean_pass_s, simulate
-from offload_rt.system.machine import ComputeTimes, MachineProfile, pass_time
+from offload_rt.system.machine import ComputeTimes, MachineProfile, StreamedRows, pass_time
 from offload_rt.tree.search import expected_tokens, search
 from offload_rt.tree.topology import Topology
 
@@ -126,6 +126,20 @@ def test_more_memory_is_never_slower(n: int, host: int, compute_s: float, draft_
     assert seconds(4, 3) <= seconds(3, 3) + 1e-6
 
 
+@pytest.mark.parametrize("device", [2, 14])
+def test_rows_of_the_cache_come_with_the_layers(device: int) -> None:
+    """Also where no layer is streamed, over the link of the host."""
+    plan = plan_of(12, device)
+    rows = StreamedRows("disk", 100, 10**6, (None,) * 12, 512)
+    schedule = replace(StreamSchedule.of(plan, LINKS), rows=rows)
+    if device == 14:
+        assert not schedule.links
+        schedule = replace(schedule, paths=(("disk",),) * 12, links=LINKS[:1], n_slots=2)
+    moved = plan.streamed_nbytes + 12 * 400 * 10**6
+    works = [Work(0.0, 0.1, 0.0, 500)] * 12
+    assert mean_pass_s(simulate(schedule, works)) == pytest.approx(moved / LINKS[0][1] / 1e9, rel=0.03)
+
+
 def test_passes_cost_what_their_context_costs() -> None:
     acceptance = np.array([0.6, 0.2, 0.1])
     topology = search(acceptance, 24, 6).topology(24, 6)
@@ -140,7 +154,8 @@ def test_passes_cost_what_their_context_costs() -> None:
     run = generate(schedule, costs, (topology, acceptance), (100, 1100))
     assert run.tokens_per_pass == expected_tokens(topology, acceptance)
     # Nothing is waited for, and what a pass costs grows in proportion to the context.
-    seconds = [sum(vars(costs.work(topology, n)).values()) for n in (100, 1100)]
+    works = [costs.work(topology, n) for n in (100, 1100)]
+    seconds = [one.draft_s + one.layers_s + one.after_s for one in works]
     assert run.pass_s == pytest.approx(sum(seconds) / 2, rel=0.01) and seconds[1] > 1.1 * seconds[0]
     assert run.seconds_per_token == pytest.approx(run.pass_s / run.tokens_per_pass)
 

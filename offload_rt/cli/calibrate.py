@@ -168,7 +168,7 @@ def _find(llm: "LLM", temperature: float, context: int) -> Findings:
     at_once = _best(table, cost, 1, context)
     contexts = sorted({*(n for n in _CONTEXTS if n < llm.max_model_len), llm.max_model_len})
     batches = [n for n in _BATCHES if n <= limits.n_nodes]
-    streamed = [nbytes / cost.profile.link(tier) / 1e9 for tier, nbytes in llm.plan.pass_bytes.streamed if nbytes]
+    streamed = [nbytes / cost.profile.link(tier) / 1e9 for tier, nbytes in llm.plan.pass_bytes.at(context).items()]
     return Findings(
         acceptance=acceptance,
         widths=widths,

@@ -51,10 +51,13 @@ def plan_table(engine_plan: "EnginePlan", profile: MachineProfile) -> Table:
     plan = engine_plan.plan
     title = f"{engine_plan.checkpoint.path} on {engine_plan.device.type}, {engine_plan.dtype}"
     table = placement_table(title, plan, engine_plan.cache_rows)
-    for tier, nbytes in plan.pass_bytes.streamed:
-        if nbytes:
-            rate = f"bytes per pass at {profile.link(tier):.2f} GB/s (measured)"
-            table.add_row(rate, f"{tier} to device", format_size(nbytes))
+    for tier, nbytes in plan.pass_bytes.at(0).items():
+        rate = f"bytes per pass at {profile.link(tier):.2f} GB/s (measured)"
+        table.add_row(rate, f"{tier} to device", format_size(nbytes))
+    if plan.pass_bytes.rows is not None:
+        context = engine_plan.max_model_len - 1
+        nbytes = plan.pass_bytes.rows.of_pass(context)
+        table.add_row(f"and of the cache after {context} tokens", f"{plan.kv_tier} to device", format_size(nbytes))
     seconds = pass_time(profile, plan.pass_bytes)
     per = "token" if engine_plan.limits.n_nodes == 1 else "pass of a token"
     what = f"predicted, weights read at {profile.memory_gbps:.1f} GB/s"
@@ -69,9 +72,11 @@ def placement_table(title: str, plan: Plan, cache_rows: int) -> Table:
     table.add_column("where")
     table.add_column("size", justify="right")
     reserved = plan.reserved
+    split = plan.split
+    n_rows = cache_rows if split is None else split.n_on_device
     on_device = {
         "embedding, last norm, head": reserved.non_layer,
-        f"cache of {cache_rows} tokens": reserved.cache,
+        f"cache of {n_rows} tokens{'' if split is None else ', its slots'}": reserved.cache,
         "activations": reserved.scratch,
         "draft model, its cache and distributions": reserved.draft,
         "left to libraries": reserved.libraries,
@@ -81,6 +86,9 @@ def placement_table(title: str, plan: Plan, cache_rows: int) -> Table:
     for what, nbytes in on_device.items():
         if nbytes:
             table.add_row(what, "device", format_size(nbytes))
+    if split is not None:
+        beyond = split.n_blocks * split.block_nbytes * len(plan.tiers)
+        table.add_row(f"cache of {split.n_beyond} tokens", plan.kv_tier, format_size(beyond))
     for tier in ("device", "host", "disk"):
         if plan.tiers.count(tier):
             table.add_row(f"{plan.tiers.count(tier)} of {len(plan.tiers)} layers", tier, format_size(plan.on(tier)))
@@ -135,6 +143,8 @@ def report(stats: "Stats", moved: PassBytes, plain_s: float | None = None) -> st
 
 def _link_line(stats: "Stats", moved: PassBytes) -> str:
     streamed = sum(nbytes for _, nbytes in moved.streamed)
+    if moved.rows is not None:  # as many as the contexts were long
+        streamed = stats.link_bytes // stats.n_passes
     if not streamed or not stats.link_gbps:
         return "all weights resident: nothing crossed a link"
     floor = streamed / (stats.link_gbps * 1e9) / stats.tokens_per_pass

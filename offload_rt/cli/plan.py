@@ -103,7 +103,7 @@ def _plan(flags: Namespace) -> None:
     forecast = predict(request, machine)
     curve = None if settings.sweep is None else sweep(settings.sweep, request, machine)
     if settings.json:
-        print(json.dumps(_as_json(forecast, curve)))
+        print(json.dumps(_as_json(forecast, curve), default=str))  # of a dtype
     else:
         _print(forecast, curve)
     if settings.plot is not None and curve is not None:

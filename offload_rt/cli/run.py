@@ -159,7 +159,7 @@ def _print_plan(config: EngineConfig, as_json: bool) -> None:
         return print_table(plan_table(engine_plan, measured))
     seconds = pass_time(measured, engine_plan.plan.pass_bytes)
     found = {"plan": asdict(engine_plan.plan), "profile": asdict(measured), "predicted_seconds_per_token": seconds}
-    print(json.dumps(found))
+    print(json.dumps(found, default=str))  # of a dtype
 
 
 def _print_json(text: str, token_ids: list[int], finish_reason: str, stats: dict[str, Any] | None) -> None:

@@ -23,9 +23,11 @@ from offload_rt.executor.runner import Runner
 from offload_rt.models.heads import Head
 from offload_rt.offload import stream_cuda, stream_threads
 from offload_rt.offload.disk import DiskTier, ReadSettings
+from offload_rt.offload.far_rows import FileRows, HostRows
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.offload.placement import MemoryBudget, Plan, with_host_slots
 from offload_rt.offload.sidecar import SidecarTier
+from offload_rt.offload.stream_cuda import CudaStreamer
 from offload_rt.offload.streamer import LayerSources
 from offload_rt.offload.tier import done_ahead, read_parallel
 from offload_rt.speculate.draft_model import ROWS_PER_NODE, SelfDraftModel, draft_rows
@@ -113,6 +115,13 @@ def _notice(asked: str, device: torch.device) -> str:
     return f"computing on the CPU: there is a {found[0]}, but torch can use {_why_no_card()}; --device cpu if that is meant"
 
 
+def _kv_notice(plan: Plan) -> str:
+    """Says so where the output is not exactly the model's."""
+    if plan.split is None or not plan.split.format.is_fp8:
+        return ""
+    return f"keys and values on the {plan.kv_tier} are rounded to fp8: the output is not exactly the model's"
+
+
 def plan_engine(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting) -> EnginePlan:
     """Decide where everything goes. Raises CapacityError if it cannot go anywhere."""
     device = pick_device(config.device)
@@ -140,8 +149,9 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting
                 have=f"{memory.plan.tiers.count('disk')} of them",
                 change="run offload-rt convert first, raise --host-memory, or use --link-format raw",
             )
-        if memory.plan.tiers.count("disk") or link.sidecar:
-            settings = profile.read_settings(checkpoint.layers) if memory.plan.tiers.count("disk") else disk.settings
+        reads_disk = "disk" in memory.plan.pass_bytes.at(memory.max_model_len)
+        if reads_disk or link.sidecar:
+            settings = profile.read_settings(checkpoint.layers) if reads_disk else disk.settings
             disk.close()
             decodes = device.type == "cpu"
             disk = (
@@ -150,10 +160,11 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting
     except BaseException:
         disk.close()
         raise
+    notices = (_notice(config.device, device), checkpoint.format.notice, link.notice, _kv_notice(memory.plan))
     return EnginePlan(
         memory.plan, memory.limits, memory.max_model_len, memory.cache_rows, memory.view_rows,
         checkpoint, drafting, device, dtype, disk, link,
-        "\n".join(filter(None, (_notice(config.device, device), checkpoint.format.notice, link.notice))),
+        "\n".join(filter(None, notices)),
     )  # fmt: skip
 
 
@@ -207,12 +218,12 @@ def load(engine_plan: EnginePlan, trace: Trace, progress: Progress | None = None
         if draft_runner is not None and isinstance(draft_runner.spec, Head):
             runner.taps, draft_runner.taps = draft_runner.spec.taps, (1,)
             draft_runner.non_layer = draft_runner.spec.weights_beside(draft_runner.non_layer, runner.non_layer, device)
-        if capture is not None and not runner.streamer.order:
+        if capture is not None and plan.is_resident:
             # Where the target drafts itself, its passes have the rows of trees under way.
             n_tree_rows = n_nodes if engine_plan.drafting.type.view is None else ROWS_PER_NODE * n_nodes
             runner.use_graphs(GraphShape(n_nodes, engine_plan.cache_rows, n_tree_rows), capture, _CAPTURING_S)
         drafter, cost = _open_drafter(engine_plan, runner, draft_runner, trace)
-        scheduler = Scheduler(engine_plan.cache_rows, engine_plan.limits.n_nodes)
+        scheduler = Scheduler(engine_plan.cache_rows, engine_plan.limits.n_nodes, plan.split)
         notice, rule = _REFUSED if host.is_refused else "", engine_plan.drafting.rule
         return Engine(runner, drafter, rule, cost, trace, scheduler, closes.pop_all(), draft_runner, notice)
 
@@ -240,7 +251,11 @@ def _open_drafter(
     if limits.n_nodes == 1:
         machine = MachineProfile("not measured", False, (("disk", 1.0), ("host", 1.0)), 1.0)
     else:
-        machine = profile.pass_profile(runner, moved, (limits.n_nodes, engine_plan.max_model_len - 2))
+        split, longest = engine_plan.plan.split, engine_plan.max_model_len - 2
+        if split is not None:  # computing is timed with all rows on the device
+            longest = min(longest, split.n_on_device - limits.n_nodes - 1)
+        disk = engine_plan.disk if engine_plan.device.type == "cpu" else None
+        machine = profile.pass_profile(runner, moved, (limits.n_nodes, longest), disk)
     view, n_levels = drafting.type.view, limits.n_levels
     cost = CostEstimator(machine, moved, drafting.draft.nbytes if drafting.draft else 0, drafting.view_rows or None)
     model, small, pair_stats, target = None, None, PairStats(), engine_plan.checkpoint.identity
@@ -308,7 +323,13 @@ class _Loader:
         open_streamer = (stream_cuda if self.device.type == "cuda" else stream_threads).open_streamer
         streamer = open_streamer(sources, trace, self.device)
         runner = Runner(checkpoint.spec, streamer, non_layer, checkpoint.format, self.device, dtype, trace)
-        return self.closes.enter_context(closing(runner))
+        self.closes.enter_context(closing(runner))
+        if streamed and (split := streamed.plan.split) is not None:
+            if isinstance(streamer, CudaStreamer):
+                runner.far = HostRows(split, n, streamer, self.cpus)
+            else:
+                runner.far = FileRows(split, n, streamer, streamed.disk.settings)
+        return runner
 
     def _sources(self, resident: MemoryTier, engine_plan: EnginePlan) -> LayerSources:
         """Where the layers of a plan are, which gives up layers on the host where the driver has refused to pin some."""

@@ -102,8 +102,10 @@ class Engine:
         is_alone = len(joining) == 1 and not self._running
         n_nodes = self.scheduler.share(max(len(self._running) + len(joining), 1))
         for id, sequence in joining:
-            cache = self.runner.new_cache(sequence.longest - 1 + n_nodes, is_alone)
-            self._running.append(RunningSequence(id, sequence, cache, n_nodes))
+            n_rows, split = sequence.longest - 1 + n_nodes, self.scheduler.split
+            share = None if split is None else split.share(n_rows, n_nodes, is_alone)
+            cache = self.runner.new_cache(n_rows, is_alone, share)
+            self._running.append(RunningSequence(id, sequence, cache, n_nodes, share))
             self.drafter.begin(sequence, cache, n_nodes)
 
     def _release(self, one: RunningSequence) -> None:

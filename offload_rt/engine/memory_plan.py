@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from offload_rt.config import EngineConfig
+from offload_rt.config import EngineConfig, format_size
 from offload_rt.errors import CapacityError
 from offload_rt.executor.runner import CHUNK_ROWS
-from offload_rt.kv.cache import ContiguousCache
+from offload_rt.kv.cache import ContiguousCache, KVBytes
+from offload_rt.kv.host import KVSplit, RowFormat
 from offload_rt.models.architecture import Architecture
 from offload_rt.offload.placement import LinkSizes, MemoryBudget, Plan, ReservedMemory, least_budget, place_layers
 from offload_rt.speculate.draft_model import ROWS_PER_NODE, draft_rows, view_rows
@@ -112,19 +113,13 @@ def plan_memory(
     models  the target and the draft model
     Raises CapacityError if it cannot lie anywhere.
     """
-    target, draft = models
-    limit, asked = target.spec.max_positions, config.max_model_len
+    memory = _Memory(config, *models, dtype, budget, drafting.view_rows)
+    target, limit, asked = memory.target, memory.target.spec.max_positions, config.max_model_len
     if asked is not None and asked > limit:
         raise CapacityError("--max-model-len", need=str(asked), have=f"a model of {limit} positions", change="lower it")
-
-    def needed(max_len: int, n_nodes: int) -> ReservedMemory:
-        reserved = reserved_memory(target, draft, dtype, max_len, n_nodes)
-        # Besides the views a layer's rows, and about as much again, while some of them are chosen.
-        n_rows = _view_rows(drafting.view_rows, max_len, n_nodes) + 2 * max_len // target.spec.n_layers
-        views = n_rows * target.spec.kv_nbytes(dtype.itemsize) if drafting.view_rows else 0
-        return replace(reserved, draft=reserved.draft + views, libraries=budget.libraries)
-
     shortest = asked or min(_SHORTEST_CONTEXT, limit)
+    fits = memory.fits_whole(shortest, config.tree_size or 1)
+    needed = memory.whole if fits else memory.divided
     plain = needed(shortest, 1)
     least_plain = least_budget(target.layer_nbytes, plain, target.link)
     limits = drafting.limits(config, lambda n: needed(shortest, n).total - plain.total, budget.device, least_plain)
@@ -135,11 +130,93 @@ def plan_memory(
         reserved = needed(max_len, limits.n_nodes)
         return max(least_budget(target.layer_nbytes, reserved, target.link), int(cache / _CACHE_SHARE))
 
-    longer = range(shortest + 1, limit + 1) if asked is None else ()
+    longer = range(shortest + 1, limit + 1) if asked is None and fits else ()
     max_len = shortest + bisect_right(longer, budget.device, key=least)
-    plan = place_layers(target.layer_nbytes, needed(max_len, limits.n_nodes), budget, target.link)
     n_view_rows = _view_rows(drafting.view_rows, max_len, limits.n_nodes)
+    plan = memory.place(max_len, limits.n_nodes)
     return MemoryPlan(plan, limits, max_len, _cache_rows(max_len, limits.n_nodes), n_view_rows)
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """Divides a budget between the layers of a target and its keys and values.
+
+    A resident layer saves its bytes in every pass. A row of keys and values that is resident in all layers saves its bytes
+    in passes whose context has come that far, so byte for byte never more, and less where rows beyond are in fp8 or out of a
+    window. So as many layers as fit come first; rows get what they leave, which is less than a layer, or all there is where
+    no layer is streamed. But where all rows fit beside the slots for layers, all are on the device.
+    """
+
+    config: EngineConfig
+    target: Sizes
+    draft: Sizes | None
+    dtype: torch.dtype
+    budget: MemoryBudget
+    view_rows: int
+
+    def whole(self, max_len: int, n_nodes: int) -> ReservedMemory:
+        """Bytes beside layers, with all keys and values on the device."""
+        reserved, spec = reserved_memory(self.target, self.draft, self.dtype, max_len, n_nodes), self.target.spec
+        # Besides the views a layer's rows, and about as much again, while some of them are chosen.
+        n_rows = _view_rows(self.view_rows, max_len, n_nodes) + 2 * max_len // spec.n_layers
+        views = n_rows * spec.kv_nbytes(self.dtype.itemsize) if self.view_rows else 0
+        return replace(reserved, draft=reserved.draft + views, libraries=self.budget.libraries)
+
+    def divided(self, max_len: int, n_nodes: int) -> ReservedMemory:
+        """The same with as few of them on the device as will do."""
+        return self._reserved(max_len, self._split(max_len, n_nodes))
+
+    def fits_whole(self, max_len: int, n_nodes: int) -> bool:
+        """Whether all keys and values are on the device: where they may and can, or where nothing would take less."""
+        whole, most = self.whole(max_len, n_nodes), self.config.kv_nbytes
+        may = most is None or whole.cache <= most
+        return (may and self._least(whole) <= self.budget.device) or (
+            whole.cache <= self.divided(max_len, n_nodes).cache
+        )
+
+    def place(self, max_len: int, n_nodes: int) -> Plan:
+        """What lies where. Raises CapacityError if it cannot lie anywhere."""
+        is_whole, most = self.fits_whole(max_len, n_nodes), self.config.kv_nbytes
+        needed = (self.whole if is_whole else self.divided)(max_len, n_nodes)
+        if most is not None and most < needed.cache:
+            need = f"{format_size(needed.cache)} ({needed.cache} bytes) at least"
+            change = "raise it, or lower --max-model-len or --tree-size"
+            raise CapacityError("--kv-memory is too small", need=need, have=format_size(most), change=change)
+        if is_whole:
+            return place_layers(self.target.layer_nbytes, needed, self.budget, self.target.link)
+        split = self._split(max_len, n_nodes)
+        if most is None:
+            spare = self.budget.device - self._place(max_len, split).device_nbytes
+        else:  # rows before layers, as they were asked for
+            spare = max(min(most - needed.cache, self.budget.device - self._least(needed)), 0)
+        n_on_device = split.n_on_device + spare // self.target.spec.kv_nbytes(self.dtype.itemsize)
+        return self._place(max_len, replace(split, n_on_device=min(n_on_device, split.n_rows)))
+
+    def _split(self, max_len: int, n_nodes: int) -> KVSplit:
+        spec = self.target.spec
+        rows = RowFormat(spec.n_kv_heads, spec.head_dim, self.dtype, self.config.kv_dtype == "fp8")
+        return KVSplit.least(spec, _cache_rows(max_len, n_nodes), n_nodes, rows, CHUNK_ROWS)
+
+    def _least(self, reserved: ReservedMemory) -> int:
+        return least_budget(self.target.layer_nbytes, reserved, self.target.link)
+
+    def _bytes(self, max_len: int, split: KVSplit) -> KVBytes:
+        return split.nbytes(self.target.spec, max_len + split.n_nodes, self.budget.has_card)
+
+    def _reserved(self, max_len: int, split: KVSplit) -> ReservedMemory:
+        return replace(self.whole(max_len, split.n_nodes), cache=self._bytes(max_len, split).device)
+
+    def _place(self, max_len: int, split: KVSplit) -> Plan:
+        budget = self.budget
+        if budget.has_card:
+            budget = replace(budget, buffers=budget.buffers + self._bytes(max_len, split).host)
+        if budget.host < budget.buffers:
+            raise CapacityError(
+                "the host memory budget is too small for keys and values", need=f"{budget.buffers} bytes at least",
+                have=format_size(budget.host), change="raise --host-memory or --device-memory, or lower --max-model-len",
+            )  # fmt: skip
+        reserved, link = self._reserved(max_len, split), self.target.link
+        return replace(place_layers(self.target.layer_nbytes, reserved, budget, link), split=split)
 
 
 def reserved_memory(

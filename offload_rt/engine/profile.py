@@ -116,10 +116,11 @@ def _timed(device: torch.device, work: Callable[[], object], n_times: int = 3) -
     return seconds[1:]
 
 
-def pass_profile(runner: Runner, moved: PassBytes, rows: tuple[int, int]) -> MachineProfile:
+def pass_profile(runner: Runner, moved: PassBytes, rows: tuple[int, int], disk: Tier | None = None) -> MachineProfile:
     """What passes of a loaded model cost: computing is remembered for each machine, model and dtype, the link measured.
 
     rows  the most rows of a pass and the longest context
+    disk  its layers, by which the disk is measured where no layer but keys and values come from there
     """
     machine = (platform.machine(), platform.processor(), os.cpu_count(), torch.get_num_threads(), torch.__version__)
     model = (runner.spec, runner.format.name, runner.dtype, str(runner.device), rows)
@@ -129,9 +130,13 @@ def pass_profile(runner: Runner, moved: PassBytes, rows: tuple[int, int]) -> Mac
     if compute is None or not _still_holds(runner, compute):
         compute = compute_times(runner, *rows)
         write_cached(_PASSES, _PASSES_VERSION, {**known, key: compute.seconds})
-    streamed = [tier for tier, nbytes in moved.streamed if nbytes]
+    streamed = {tier for tier, nbytes in moved.streamed if nbytes}
     rate = _arrival_gbps(runner, max(nbytes for _, nbytes in moved.streamed)) if streamed else 0.0
-    links = tuple((tier, rate) for tier in streamed)
+    if moved.rows is not None:
+        streamed.add(moved.rows.tier)
+        if not rate:
+            rate = upload_gbps(runner.device) if disk is None else link_gbps(disk, runner.spec.n_layers)
+    links = tuple((tier, rate) for tier in sorted(streamed))
     return MachineProfile("this machine", True, links, moved.computed / compute.seconds[0][0] / 1e9, 0.0, compute)
 
 

@@ -4,16 +4,21 @@ from collections import deque
 from dataclasses import dataclass
 
 from offload_rt.executor.sequence import Sequence
+from offload_rt.kv.host import KVShare, KVSplit
 
 
 @dataclass(eq=False)
 class RunningSequence:
-    """A sequence that takes part in every step, its cache, and the most nodes that its trees may have."""
+    """A sequence that takes part in every step, its cache, and the most nodes that its trees may have.
+
+    share  of the cache's rows on the device; None: all of them
+    """
 
     id: int
     sequence: Sequence
     cache: int
     n_nodes: int
+    share: KVShare | None = None
 
 
 @dataclass(frozen=True)
@@ -22,10 +27,12 @@ class Scheduler:
 
     cache_rows  rows of keys and values that there is memory for
     n_nodes     nodes of all trees of a pass together, roots included
+    split       of these rows, where some are beyond the device
     """
 
     cache_rows: int
     n_nodes: int
+    split: KVSplit | None = None
 
     def share(self, n_sequences: int) -> int:
         """Nodes of each tree when so many sequences run together."""
@@ -42,5 +49,9 @@ class Scheduler:
         share = self.share(len(running) + len(joining))
         n_tokens = sum(one.longest - 1 for one in (*(one.sequence for one in running), *joining))
         n_nodes = sum(one.n_nodes for one in running) + share * len(joining)
+        if self.split is not None:
+            there = [one.share for one in running if one.share is not None]
+            if not self.split.fits([*there, *(self.split.share(one.longest - 1 + share, share) for one in joining)]):
+                return False
         # A draft model's cache takes two rows a node, and is planned for the longest sequence with the largest tree.
         return n_tokens + n_nodes <= self.cache_rows and n_tokens + 2 * n_nodes <= self.cache_rows + self.n_nodes

@@ -56,7 +56,7 @@ class CostEstimator:
         if not self._learns:
             return
         if link_gbps:
-            streamed = [tier for tier, nbytes in self._moved.streamed if nbytes]
+            streamed = list(self._moved.at(context))
             rates = dict(self.profile.link_gbps)
             if len(streamed) == 1:  # of several links it is not known which one moved what
                 rates[streamed[0]] = _towards(rates[streamed[0]], link_gbps)

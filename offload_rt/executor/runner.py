@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -21,9 +21,11 @@ from offload_rt.executor.cuda_graphs import (
     keep_tapped,
 )
 from offload_rt.kv.cache import ContiguousCache, KVBuffer, KVCache
+from offload_rt.kv.host import HostCache, KVShare
 from offload_rt.kv.sparse import SparseCache
 from offload_rt.models.architecture import Architecture, LayerWeights
 from offload_rt.models.heads import HeadDecoder
+from offload_rt.offload.far_rows import FarRows
 from offload_rt.offload.streamer import LayerView, Streamer
 from offload_rt.system.trace import COMPUTE, Trace
 from offload_rt.tree.topology import GrowingTree, Topology
@@ -122,6 +124,8 @@ class Chunk:
 class Runner:
     """Computes logits and owns the caches. Layers come from the streamer; embedding, last norm and head are resident.
 
+    kv   the kind of caches that are all on the device
+    far  where rows lie that are not; None: all are
     taps    after how many layers a pass leaves the hidden states of its rows for a drafter, see `tapped`
     tapped  (n_rows, len(taps), hidden_size) for each step of the last pass, until the next one
     """
@@ -133,7 +137,8 @@ class Runner:
     device: torch.device
     dtype: torch.dtype
     trace: Trace
-    kv: type[KVCache] = ContiguousCache
+    kv: type[ContiguousCache] = ContiguousCache
+    far: FarRows | None = None
     taps: tuple[int, ...] = ()
     tapped: Sequence[Tensor] = field(default=(), init=False)
 
@@ -158,7 +163,7 @@ class Runner:
         hidden = self._embed(ids, steps)
         tapped = hidden.new_empty(len(hidden), len(self.taps), hidden.shape[1])
         keep_tapped(self.taps, tapped, hidden, 0)
-        with closing(self.streamer.sweep()) as sweep:
+        with self._bring_rows(chunks), closing(self.streamer.sweep()) as sweep:
             for block in sweep:
                 with self.trace.span(COMPUTE, f"layer {block.i}"):
                     self.layer(block, hidden, chunks)
@@ -174,6 +179,14 @@ class Runner:
             return x
         assert isinstance(self.spec, HeadDecoder), "only rows of a head have hidden states beside them"
         return self.spec.join(self.non_layer, x, torch.cat(states))
+
+    def _bring_rows(self, chunks: Sequence[Chunk]) -> AbstractContextManager[None]:
+        """Bring the rows beyond the device that the layers read in a pass, in the order in which they do."""
+        if self.far is None:
+            return nullcontext()
+        segments = [one for chunk in chunks for one in chunk.segments]
+        layers = range(self.spec.n_layers)
+        return self.far.bring([rows for i in layers for one in segments for rows in one.cache.beyond(i)])
 
     def finish(self, logits: Sequence[Tensor] = ()) -> None:
         """Wait until the device has computed all that was enqueued; copies go on.
@@ -207,6 +220,8 @@ class Runner:
     def close(self) -> None:
         """End all transfers, and drop what was captured, which holds the weights."""
         self._graphs = None
+        if self.far is not None:
+            self.far.close()
         self.streamer.close()
 
     def replays(self, step: Step) -> bool:
@@ -239,15 +254,20 @@ class Runner:
         self._chunk_rows = max(self._chunk_rows // 2, _LEAST_CHUNK_ROWS)
         return could
 
-    def new_cache(self, capacity: int, is_alone: bool = False) -> int:
+    def new_cache(self, capacity: int, is_alone: bool = False, share: KVShare | None = None) -> int:
         """Id of an empty cache for one sequence, with room for `capacity` rows. The caller frees it.
 
         is_alone  no other sequence will run beside it: it reuses the graphs of the one before
+        share     of its rows on the device; None: all of them
         """
         buffer = self._graphs.reuse(capacity, is_alone and not self._caches) if self._graphs is not None else None
-        cache = ContiguousCache(buffer) if buffer else self.kv.empty(self.spec, capacity, self.dtype, self.device)
-        id = next(self._ids)
-        self._caches[id] = cache
+        id, empty = next(self._ids), partial(KVBuffer.empty, self.spec, dtype=self.dtype, device=self.device)
+        if self.far is not None and share is not None and share.n_on_device < capacity:
+            self._caches[id] = HostCache(self.spec, empty(share.n_on_device), self.far, share)
+        else:
+            self._caches[id] = (
+                ContiguousCache(buffer) if buffer else self.kv.empty(self.spec, capacity, self.dtype, self.device)
+            )
         return id
 
     def new_view(self, source: int, kind: type[SparseCache], budget: int, n_pending: int) -> int:
@@ -261,6 +281,7 @@ class Runner:
     def free_cache(self, id: int) -> None:
         """Release the memory of a cache."""
         cache = self._caches.pop(id)
+        cache.close()
         if self._graphs is not None and isinstance(cache, ContiguousCache):
             self._graphs.free(cache.buffer)
 
@@ -282,7 +303,7 @@ class Runner:
 
     def assume_context(self, id: int, n: int) -> None:
         """Take the first n rows of a cache for committed, whatever they hold, to time passes after n tokens."""
-        self._caches[id].committed = [0] * n
+        self._caches[id].assume(n)
 
     def upload(self, steps: Sequence[Step]) -> tuple[Tensor, list[Chunk]]:
         """Bring all that a pass needs of its rows to the device, at once: their tokens, and the chunks they go through in."""

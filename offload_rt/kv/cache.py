@@ -2,9 +2,9 @@
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -23,6 +23,15 @@ class KVBytes:
     link: int = 0
 
 
+class RowRange(NamedTuple):
+    """Rows [start, stop) of a layer in a block beyond the device."""
+
+    layer: int
+    block: int
+    start: int
+    stop: int
+
+
 class KVCache(ABC):
     """Rows [0, n_committed) hold the tokens `committed`; the rows behind them are pending, or unused.
 
@@ -33,16 +42,6 @@ class KVCache(ABC):
         self.capacity = capacity
         self.committed: list[int] = []
         self._pending: list[int] = []
-
-    @classmethod
-    @abstractmethod
-    def empty(cls, model: Architecture, capacity: int, dtype: torch.dtype, device: torch.device) -> Self:
-        """A cache without tokens, with room for `capacity` rows."""
-
-    @staticmethod
-    @abstractmethod
-    def nbytes(model: Architecture, n_rows: int, itemsize: int) -> KVBytes:
-        """What caches of so many rows take, with elements of `itemsize` bytes."""
 
     @abstractmethod
     def attend(
@@ -69,6 +68,17 @@ class KVCache(ABC):
         indices  (n,) int64 on the device, or (n_kv_heads, n) where each head has rows of its own
         Returns (n_kv_heads, n, head_dim) each, keys as they were rotated.
         """
+
+    def beyond(self, layer: int) -> Iterable[RowRange]:
+        """What each call of `attend` for a layer needs brought to the device, in order."""
+        return ()
+
+    def assume(self, n: int) -> None:
+        """Take the first n rows for committed, whatever they hold."""
+        self.committed = [0] * n
+
+    def close(self) -> None:  # noqa: B027  # most have nothing to give back
+        """Give back what the cache has of memory that others use as well."""
 
     @property
     def n_committed(self) -> int:
@@ -166,12 +176,12 @@ class ContiguousCache(KVCache):
 
     @classmethod
     def empty(cls, model: Architecture, capacity: int, dtype: torch.dtype, device: torch.device) -> Self:
-        """A cache without tokens."""
+        """A cache without tokens, with room for `capacity` rows."""
         return cls(KVBuffer.empty(model, capacity, dtype, device))
 
     @staticmethod
     def nbytes(model: Architecture, n_rows: int, itemsize: int) -> KVBytes:
-        """All on the device."""
+        """What caches of so many rows take, with elements of `itemsize` bytes: all on the device."""
         return KVBytes(device=n_rows * model.kv_nbytes(itemsize))
 
     def attend(

@@ -114,6 +114,10 @@ class Architecture(ABC):
     def flops(self, i: int, n_rows: int, context: int) -> float:
         """Operations of layer i on `n_rows` rows that follow `context` cached tokens."""
 
+    def window(self, i: int) -> int | None:
+        """How many positions back a row of layer i sees, itself included; None: all of them."""
+        return None
+
     def kv_nbytes(self, itemsize: int) -> int:
         """Bytes of one cached token over all layers."""
         return 2 * self.n_layers * self.n_kv_heads * self.head_dim * itemsize

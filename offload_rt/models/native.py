@@ -110,6 +110,10 @@ class NativeDecoder(Architecture):
         n_weights = sum(math.prod(shape) for _, shape in self.layer_tensors(i))
         return 2.0 * n_rows * n_weights + 4.0 * n_rows * (context + n_rows) * self.n_heads * self.head_dim
 
+    def window(self, i: int) -> int | None:
+        """As the config says."""
+        return self.windows[i]
+
     def scratch_nbytes(self, n_rows: int, n_logits: int, itemsize: int) -> int:
         """The wider of attention and MLP, beside the residual stream."""
         attention = 3 * (self.n_heads + self.n_kv_heads) * self.head_dim

@@ -1,6 +1,7 @@
 """What a streamer asks of a CUDA device, in one place, so that its logic can be tested against a device that is none."""
 
 from collections.abc import Sequence
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ _CHUNK = 32 << 20
 
 
 class CopyDevice:
-    """A CUDA device with streams for copies beside the one for compute. Only `wait` and `synchronize` wait, asleep.
+    """A CUDA device with streams for copies, either way, beside that for compute. Only `wait` and `synchronize` wait, asleep.
 
     Chunks of a copy take turns on two streams, each ready when the one before has ended: a copy of another stream waits for
     the chunk that is under way and no longer.
@@ -21,6 +22,7 @@ class CopyDevice:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._last, self._next = Stream(device), Stream(device)  # type: ignore[no-untyped-call]  # torch has no types there
+        self._lock = Lock()  # for streamers that share the device
         self._turn = Event()  # type: ignore[no-untyped-call]  # as above
 
     def allocate(self, nbytes: int) -> Tensor:
@@ -37,15 +39,16 @@ class CopyDevice:
         moves  targets and sources, (n,) uint8 each
         """
         before, done = self.event(), self.event()
-        stream = self._take_turns()
-        stream.wait_event(after)
-        before.record(stream)
-        for target, source in moves:
-            for to, of in zip(torch.split(target, _CHUNK), torch.split(source, _CHUNK), strict=True):
-                stream = self._take_turns()
-                with torch.cuda.stream(stream):
-                    to.copy_(of, non_blocking=True)
-        done.record(stream)
+        with self._lock:
+            stream = self._take_turns()
+            stream.wait_event(after)
+            before.record(stream)
+            for target, source in moves:
+                for to, of in zip(torch.split(target, _CHUNK), torch.split(source, _CHUNK), strict=True):
+                    stream = self._take_turns()
+                    with torch.cuda.stream(stream):
+                        to.copy_(of, non_blocking=True)
+            done.record(stream)
         return before, done
 
     def _take_turns(self) -> Stream:
@@ -77,5 +80,6 @@ class CopyDevice:
     def synchronize(self) -> None:
         """Hold the calling thread until all copies have ended."""
         end = self.event()
-        end.record(self._last)
+        with self._lock:
+            end.record(self._last)
         self.wait(end)

@@ -82,17 +82,7 @@ class DirectFiles:
 
         Raises LinkError if the file fails or ends early.
         """
-        view, n = memoryview(into.numpy().data), 0
-        while n < need:
-            try:
-                got = os.preadv(self._files[path], [view[n:]], start + n)
-            except OSError as error:
-                problem = f"reading {path} at byte {start + n} failed: {error.strerror}"
-                raise LinkError(problem, change="check the disk and the file") from error
-            if got == 0:
-                problem = f"{path} ends at byte {start + n}"
-                raise LinkError(problem, need=f"{start + need} bytes", change="it changed while in use: run again")
-            n += got
+        fill(into, need, self._files[path], start, str(path))
 
     def bounced(self, path: Path, start: int, nbytes: int) -> Tensor:
         """(nbytes,) uint8 from any byte of a file, until the next call in this thread. Raises LinkError as `fill`."""
@@ -161,6 +151,24 @@ class DiskTier:
             into[part.offset : part.offset + part.nbytes].copy_(content)
         self._files.check(part.path)
         return part.nbytes
+
+
+def fill(into: Tensor, need: int, file: int, start: int, name: str) -> None:
+    """Read a file from byte `start` on into memory until at least `need` bytes are there; directly where both are at a page.
+
+    Raises LinkError.
+    """
+    view, n = memoryview(into.numpy().data), 0
+    while n < need:
+        try:
+            got = os.preadv(file, [view[n:]], start + n)
+        except OSError as error:
+            problem = f"reading {name} at byte {start + n} failed: {error.strerror}"
+            raise LinkError(problem, change="check the disk and the file") from error
+        if got == 0:
+            problem = f"{name} ends at byte {start + n}"
+            raise LinkError(problem, need=f"{start + need} bytes", change="it changed while in use: run again")
+        n += got
 
 
 def _plan(records: Sequence[TensorRecord], request_nbytes: int, packed: bool) -> tuple[Layout, tuple[_Part, ...]]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from offload_rt.config import format_size
 from offload_rt.errors import CapacityError
+from offload_rt.kv.host import KVSplit
 from offload_rt.system.machine import PassBytes
 
 # Two slots let one layer arrive while another is computed; a third absorbs the jitter of link and compute.
@@ -13,7 +14,10 @@ _LEAST_SLOTS, _BEST_SLOTS = 2, 3
 
 @dataclass(frozen=True)
 class ReservedMemory:
-    """Bytes the device holds besides layers; `draft` is all that a draft model takes, `libraries` what those of a GPU do."""
+    """Bytes the device holds besides layers: of `cache` what is on the device, of `draft` all that a draft model takes.
+
+    `libraries` is what those of a GPU take.
+    """
 
     non_layer: int
     cache: int
@@ -34,7 +38,7 @@ class MemoryBudget:
     host       0 where there is no tier between device and disk
     libraries  of those of the device
     has_card   the device has memory of its own, so what comes from the disk crosses the host's link as well
-    buffers    of those of the host: what reading takes
+    buffers    of those of the host: what reading takes, and keys and values beyond the device
     """
 
     device: int
@@ -76,6 +80,7 @@ class Plan:
     n_slots       blocks of `slot_nbytes` that streamed layers pass through
     link          sizes of the layers that are streamed
     n_host_slots  as many slots on the host, beside a card, for layers of the disk on their way
+    split         of the keys and values; None: all are on the device
     """
 
     tiers: tuple[str, ...]
@@ -85,6 +90,7 @@ class Plan:
     budget: MemoryBudget
     link: LinkSizes
     n_host_slots: int = 0
+    split: KVSplit | None = None
 
     @property
     def slot_nbytes(self) -> int:
@@ -118,14 +124,25 @@ class Plan:
         return self.on("host") + self.on("disk")
 
     @property
+    def kv_tier(self) -> str:
+        """Where keys and values are that are not on the device."""
+        return "host" if self.budget.has_card else "disk"
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether no pass brings anything to the device."""
+        return self.streamed_nbytes == 0 and self.split is None
+
+    @property
     def pass_bytes(self) -> PassBytes:
         """What one pass moves over each link, and computes."""
         streamed = (
             ("host", self.streamed_nbytes if self.budget.has_card else self.on("host")),
             ("disk", self.on("disk")),
         )
-        ahead = self.n_slots * max(self.link.layer_nbytes)
-        return PassBytes(streamed, sum(self.layer_nbytes) + self.reserved.non_layer, ahead)
+        rows = None if self.split is None else self.split.streamed(self.kv_tier)
+        computed, ahead = sum(self.layer_nbytes) + self.reserved.non_layer, self.n_slots * max(self.link.layer_nbytes)
+        return PassBytes(streamed, computed, ahead, rows)
 
 
 def least_budget(layer_nbytes: Sequence[int], reserved: ReservedMemory, link: LinkSizes | None = None) -> int:

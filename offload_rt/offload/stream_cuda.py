@@ -2,15 +2,18 @@
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from threading import Thread
+from typing import Self
 
 import torch
 from torch import Tensor
 from torch.cuda import Event
 
 from offload_rt.offload.copy_device import CopyDevice
+from offload_rt.offload.meter import LinkMeter
 from offload_rt.offload.stream_threads import ThreadStreamer
 from offload_rt.offload.streamer import LayerSources, LayerView, Streamer
 from offload_rt.ops.lossless import decode_block
@@ -40,11 +43,12 @@ class CudaStreamer(Streamer):
     soon as that is done.
     """
 
-    def __init__(self, sources: LayerSources, trace: Trace, device: CopyDevice) -> None:
-        super().__init__(sources, trace)
+    def __init__(self, sources: LayerSources, trace: Trace, device: CopyDevice, meter: LinkMeter | None = None) -> None:
+        super().__init__(sources, trace, meter)
         self._device = device
         self._upstream = ThreadStreamer(sources.on_host(), trace, pinned=True)
         longest = max((sources.packed_layout(i).nbytes for i in self.order), default=0)
+        longest = max(longest, sources.slot_nbytes)
         self._slots = [device.allocate(longest) for _ in range(sources.n_slots if self.order else 0)]
         self._free = [device.event() for _ in self._slots]  # after the last compute of each slot
         decoded = max((one.layout.nbytes for one in sources.encoded.values()), default=0)
@@ -54,11 +58,41 @@ class CudaStreamer(Streamer):
         self._is_feeding = False
         self._timings: deque[_Copy] = deque()
         self._waits: deque[tuple[Event, Event]] = deque()
+        self._writes: deque[tuple[Event, Sequence[tuple[Tensor, Tensor]]]] = deque()
         self._epoch = device.record_compute()
         device.wait(self._epoch)
         self._epoch_s = time.perf_counter()
         self._feeder = Thread(target=self._work, name="copies", daemon=True)  # see ThreadStreamer
         self._feeder.start()
+
+    def beside(self, sources: LayerSources) -> Self:
+        """Its copies take turns with those of this one. Not in the trace, whose lanes are those of one streamer."""
+        return type(self)(sources, Trace(on=False), self._device, self.meter)
+
+    def follow(self, sources: LayerSources) -> None:
+        """See `Streamer.follow`."""
+        self._park()
+        self._upstream.follow(sources.on_host())
+        super().follow(sources)
+
+    def write(self, moves: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Copy from the device what is computed so far to the host, ahead of whatever is asked for later.
+
+        moves  targets and sources, (n,) uint8 each
+        """
+        # What is copied from is kept until it has been copied: at most twice, the host waits for the third.
+        while self._writes and (len(self._writes) > 1 or self._has_happened(self._writes[0][0])):
+            self._device.wait(self._writes.popleft()[0])
+        _, done = self._device.copy(moves, self._device.record_compute())
+        self._writes.append((done, moves))
+
+    def _has_happened(self, event: Event) -> bool:
+        return self._device.seconds_between(event, event) is not None
+
+    def finish_writes(self) -> None:
+        """Hold the calling thread until what `write` was given is on the host."""
+        while self._writes:
+            self._device.wait(self._writes.popleft()[0])
 
     def close(self) -> None:
         """End the copies, join the threads and release the slots; may be called again."""

@@ -4,9 +4,11 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from threading import Thread
+from typing import Self
 
 import torch
 
+from offload_rt.offload.meter import LinkMeter
 from offload_rt.offload.pinning import pin, unpin
 from offload_rt.offload.streamer import LayerSources, LayerView, Streamer
 from offload_rt.offload.tier import Read
@@ -37,11 +39,14 @@ class ThreadStreamer(Streamer):
     border of two layers: there are always `n_parallel` requests under way while a slot is free.
     """
 
-    def __init__(self, sources: LayerSources, trace: Trace, pinned: bool = False) -> None:
-        super().__init__(sources, trace)
+    def __init__(
+        self, sources: LayerSources, trace: Trace, pinned: bool = False, meter: LinkMeter | None = None
+    ) -> None:
+        super().__init__(sources, trace, meter)
         # Towards pinned memory it is the disk that is read, and the link comes after it.
         self._link = DISK if pinned else LINK
         longest = max((sources.source(i).layout(i).nbytes for i in self.order), default=0)
+        longest = max(longest, sources.slot_nbytes)
         self._slots = [host_block(longest) for _ in range(sources.n_slots if self.order else 0)]
         with staying_near(sources.cpus):  # pinning touches what nobody has touched
             self._pinned = [slot for slot in self._slots if pinned and pin(slot)]
@@ -53,6 +58,10 @@ class ThreadStreamer(Streamer):
         self._threads = [Thread(target=self._work, name=f"read-{i}", daemon=True) for i in range(n_threads)]
         for thread in self._threads:
             thread.start()
+
+    def beside(self, sources: LayerSources) -> Self:
+        """Not in the trace, whose lanes are those of one streamer."""
+        return type(self)(sources, Trace(on=False), meter=self.meter)
 
     def close(self) -> None:
         """End all reads, join the threads and release the slots; may be called again."""

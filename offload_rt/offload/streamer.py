@@ -4,6 +4,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ class LayerSources:
     n_host_slots  blocks on the host that transient ones pass through before
     cpus          processors near a card, which the threads that read stay on; empty: any
     encoded       the streamed layers that come to a card encoded, to be decoded there
+    slot_nbytes   of a slot at least, for layers that come later
     """
 
     resident: MemoryTier
@@ -39,6 +41,7 @@ class LayerSources:
     n_host_slots: int = 0
     cpus: Cpus = frozenset()
     encoded: Mapping[int, EncodedLayer] = field(default_factory=dict)
+    slot_nbytes: int = 0
 
     @property
     def order(self) -> list[int]:
@@ -85,8 +88,8 @@ class Streamer(ABC):
     order  the layers that have to be brought, in the order of a sweep
     """
 
-    def __init__(self, sources: LayerSources, trace: Trace) -> None:
-        self.meter, self.order = LinkMeter(), sources.order
+    def __init__(self, sources: LayerSources, trace: Trace, meter: LinkMeter | None = None) -> None:
+        self.meter, self.order = meter or LinkMeter(), sources.order
         self._sources, self._trace = sources, trace
         self._changed = threading.Condition()  # guards what the threads of the streamer share with the sweep
         self._error: BaseException | None = None  # of a thread, for the caller of `sweep`
@@ -119,6 +122,17 @@ class Streamer(ABC):
         finally:
             if not is_whole and sweep == self._n_sweeps:
                 self._park()
+
+    def follow(self, sources: LayerSources) -> None:
+        """From now on bring what these sources have, of which nothing is longer than a slot, and forget what has come."""
+        self._park()
+        with self._changed:
+            self._sources, self.order, self._is_parked = sources, sources.order, False
+            self._changed.notify_all()
+
+    @abstractmethod
+    def beside(self, sources: LayerSources) -> Self:
+        """Another streamer over the same link, of which both count what they move."""
 
     @abstractmethod
     def close(self) -> None:

@@ -76,6 +76,7 @@ class TreeMask:
     is_exact: bool = True
     _kept: dict[str, Tensor] = field(default_factory=dict, init=False)
     _windows: dict[int | None, "TreeMask"] = field(default_factory=dict, init=False)
+    _parts: dict[tuple[int, int], "TreeMask"] = field(default_factory=dict, init=False)
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -95,17 +96,27 @@ class TreeMask:
 
     def split(self, n: int) -> tuple["TreeMask", "TreeMask"]:
         """The masks of the first n keys, all of them before the tree, and of the others."""
-        extent = torch.tensor((n, 0), dtype=torch.int32, device=self.extent.device)
+        extent = torch.nn.functional.pad(self.extent.new_full((1,), n), (0, 1))
         depths = self.depths + (self.extent[0] - n)  # a position counts from the end of the n keys
         return (
             replace(self, depths=depths, key_depths=self.key_depths[:0], extent=extent, n_keys=n),
             replace(self, extent=self.extent - extent, n_keys=self.n_keys - n),
         )
 
+    def part(self, first: int, stop: int) -> "TreeMask":
+        """The mask of the keys [first, stop), all of them before the tree or up to its end; one and the same for all layers."""
+        is_tail = stop == self.n_keys
+        if self.window is None and not is_tail:  # all rows see all of them
+            first, stop = 0, stop - first
+        if (first, stop) not in self._parts:
+            self._parts[first, stop] = (self if is_tail else self.split(stop)[0]).split(first)[1]
+        return self._parts[first, stop]
+
     def dense(self) -> Tensor | None:
         """(n, n_keys) bool, True where a row sees a key; None: everywhere. Nothing is copied to the host."""
-        is_alone = self.is_exact and len(self.bits) == len(self.key_depths) == 1
-        if is_alone and (self.window is None or self.n_keys <= self.window):
+        n_tree = len(self.key_depths)
+        is_alone = len(self.bits) == n_tree == 1 and (self.window is None or self.n_keys <= self.window)
+        if self.is_exact and (is_alone or (n_tree == 0 and self.window is None)):
             return None
         if "dense" in self._kept:
             return self._kept["dense"]

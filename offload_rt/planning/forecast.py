@@ -157,14 +157,15 @@ def predict(request: PlanRequest, machine: Machine) -> Forecast:
             "the context is too long", need=f"{context} tokens and {request.tokens} more",
             have=f"room for {fitted.max_model_len}", change="lower --context or --max-new-tokens, or raise --max-model-len",
         )  # fmt: skip
-    costs = machine.costs(target, draft, is_resident=fitted.plan.streamed_nbytes == 0)
+    costs = machine.costs(target, draft, is_resident=fitted.plan.is_resident)
     schedule = StreamSchedule.of(fitted.plan, machine.links, machine.contention)
     profile = MachineProfile(machine.title, False, machine.links, 1.0, machine.fixed_s, costs.target)
     moved = fitted.plan.pass_bytes
     topology = _tree(request, fitted.limits, costs, CostEstimator(profile, moved))
     by_rank, draft_s = request.acceptance.by_rank, costs.draft_s(topology, context)
     one_row_s, compute_s = costs.target.at(np.array([1, len(topology)]), context).tolist()
-    link_s = {name: nbytes / profile.link(name) / 1e9 for name, nbytes in moved.streamed if nbytes}
+    at = moved.at(context, len(topology))
+    link_s = {name: nbytes / profile.link(name) / 1e9 for name, nbytes in at.items()}
     return Forecast(
         request=request,
         machine=machine,

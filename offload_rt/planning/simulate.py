@@ -14,12 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offload_rt.offload.placement import Plan
-from offload_rt.system.machine import ComputeTimes
+from offload_rt.system.machine import ComputeTimes, StreamedRows
 from offload_rt.tree.search import expected_tokens
 from offload_rt.tree.topology import Topology
 
 # Passes until the slots are as full at the start of one as at the start of the next.
 _N_SETTLING = 2
+# Layers on their way where only keys and values are: they come in small blocks, ahead of the layer that needs them.
+_LEAST_SLOTS = 2
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class StreamSchedule:
     n_slots     blocks at the end of each link
     contention  part of the device's speed that is lost for each GB/s that comes in: copies take memory traffic, or a core
     ahead       whether layers of the next pass come in before it begins; Sequoia's own engine waits
+    rows        keys and values that come with each layer, over the last link
     """
 
     paths: tuple[tuple[str, ...], ...]
@@ -40,23 +43,28 @@ class StreamSchedule:
     n_slots: int
     contention: float = 0.0
     ahead: bool = True
+    rows: StreamedRows | None = None
 
     @classmethod
     def of(cls, plan: Plan, links: tuple[tuple[str, float], ...], contention: float = 0.0) -> "StreamSchedule":
-        """The streaming of a plan."""
-        disk = ("disk", "host") if plan.budget.has_card else ("disk",)
-        paths = {"device": (), "host": ("host",), "disk": disk}
+        """The streaming of a plan. Of a layer that is resident only keys and values cross a link, if they do."""
+        rows, disk = plan.pass_bytes.rows, ("disk", "host") if plan.budget.has_card else ("disk",)
+        paths = {"device": () if rows is None else (rows.tier,), "host": ("host",), "disk": disk}
         crossed = tuple(link for link in links if any(link[0] in paths[tier] for tier in plan.tiers))
-        return cls(tuple(paths[tier] for tier in plan.tiers), plan.link.layer_nbytes, crossed, plan.n_slots, contention)
+        nbytes = tuple(0 if tier == "device" else n for tier, n in zip(plan.tiers, plan.link.layer_nbytes, strict=True))
+        n_slots = plan.n_slots if rows is None else max(plan.n_slots, _LEAST_SLOTS)
+        return cls(tuple(paths[tier] for tier in plan.tiers), nbytes, crossed, n_slots, contention, rows=rows)
 
 
 @dataclass(frozen=True)
 class Work:
-    """Seconds the device is busy in one pass: drafting, all layers, and what comes after them."""
+    """Seconds the device is busy in one pass: drafting, all layers, and what comes after them; its context and its rows."""
 
     draft_s: float
     layers_s: float
     after_s: float
+    context: int = 0
+    n_rows: int = 1
 
 
 def simulate(schedule: StreamSchedule, works: Sequence[Work]) -> NDArray[np.float64]:
@@ -83,10 +91,11 @@ class _Simulation:
         self.layers = [[i for i, path in enumerate(schedule.paths) if name in path] for name, _ in schedule.links]
         self.ends: list[dict[tuple[int, int], float]] = [{} for _ in (*schedule.links, "device")]
         self.arriving: list[tuple[float, float]] = []
+        self.works: Sequence[Work] = ()
 
     def run(self, works: Sequence[Work]) -> NDArray[np.float64]:
         """The moments at which passes of so much work end."""
-        n_layers, now = len(self.schedule.paths), 0.0
+        n_layers, now, self.works = len(self.schedule.paths), 0.0, works
         for n_pass, work in enumerate(works):
             for job, seconds in enumerate((work.draft_s, *[work.layers_s / n_layers] * n_layers, work.after_s), -1):
                 # What is on no link yet waits for this job or a later one, so nothing that comes is unknown meanwhile.
@@ -115,8 +124,12 @@ class _Simulation:
         if any(what not in ends[of] for of, what in awaited):
             return False
         start = max((ends[of][what] for of, what in awaited), default=0.0)
-        ends[k][n_pass, layer] = start + self.schedule.nbytes[layer] / (self.schedule.links[k][1] * 1e9)
-        if k == len(self.layers) - 1:
+        nbytes, is_last = self.schedule.nbytes[layer], k == len(self.layers) - 1
+        if self.schedule.rows is not None and is_last:
+            work = self.works[min(n_pass, len(self.works) - 1)]
+            nbytes += self.schedule.rows.of_layer(layer, work.context, work.n_rows)
+        ends[k][n_pass, layer] = start + nbytes / (self.schedule.links[k][1] * 1e9)
+        if is_last:
             self.arriving.append((start, ends[k][n_pass, layer]))
         return True
 
@@ -157,7 +170,8 @@ class Costs:
         """Of drafting a tree after so many tokens, and of the pass that verifies it."""
         seconds = float(self.target.at(np.array([len(topology)]), context)[0])
         layers = (1 - self.head) * seconds
-        return Work(self.draft_s(topology, context), layers, seconds - layers + self.fixed_s)
+        after_s = seconds - layers + self.fixed_s
+        return Work(self.draft_s(topology, context), layers, after_s, context, len(topology))
 
     def draft_s(self, topology: Topology, context: int) -> float:
         """Seconds of drafting: a pass of the draft model for each level, over the nodes of it that have children."""

@@ -74,17 +74,53 @@ class ComputeTimes:
 
 
 @dataclass(frozen=True)
+class StreamedRows:
+    """Rows of keys and values that come over a link in each pass, as its context is long.
+
+    tier        where they are
+    n_resident  the first rows, which are not among them
+    nbytes      of a row of one layer
+    windows     per layer how many positions back it sees; None: all of them
+    chunk_rows  rows of a pass that read them together
+    """
+
+    tier: str
+    n_resident: int
+    nbytes: int
+    windows: tuple[int | None, ...]
+    chunk_rows: int
+
+    def of_layer(self, i: int, context: int, n_rows: int = 1) -> int:
+        """Bytes that come for layer i in a pass of so many rows after `context` others."""
+        first = max(self.n_resident, context - (self.windows[i] or context))
+        return max(context - first, 0) * self.nbytes * -(-n_rows // self.chunk_rows)
+
+    def of_pass(self, context: int, n_rows: int = 1) -> int:
+        """Bytes that come for all layers."""
+        return sum(self.of_layer(i, context, n_rows) for i in range(len(self.windows)))
+
+
+@dataclass(frozen=True)
 class PassBytes:
     """Bytes one pass over the weights moves.
 
-    streamed  bytes that cross each link: tier name -> bytes, as pairs
+    streamed  bytes of weights that cross each link: tier name -> bytes, as pairs
     computed  bytes of weights the device reads while computing, resident ones included
     ahead     bytes of the next pass that the slots take in while nothing is computed
+    rows      keys and values that cross a link as well; None: all are on the device
     """
 
     streamed: tuple[tuple[str, int], ...]
     computed: int
     ahead: int = 0
+    rows: StreamedRows | None = None
+
+    def at(self, context: int, n_rows: int = 1) -> dict[str, int]:
+        """Bytes that cross each link in a pass of so many rows after `context` others, by the tier's name, without zeros."""
+        moved = dict(self.streamed)
+        if self.rows is not None:
+            moved[self.rows.tier] = moved.get(self.rows.tier, 0) + self.rows.of_pass(context, n_rows)
+        return {tier: nbytes for tier, nbytes in moved.items() if nbytes}
 
 
 def pass_time(
@@ -108,8 +144,13 @@ def pass_times(
     Links are stages that overlap: the slowest one counts. Where link and compute are about equal, now one waits and now the
     other: see `_ROUNDING`.
     """
-    links = [(nbytes, profile.link(tier) * 1e9) for tier, nbytes in moved.streamed if nbytes]
-    link, rate = max(((nbytes / rate, rate) for nbytes, rate in links), default=(0.0, 1.0))
+    once, of_chunk = moved.at(context, 0), moved.at(context)
+    links = [(once.get(tier, 0), nbytes, profile.link(tier) * 1e9) for tier, nbytes in of_chunk.items()]
+    _, rate = max(((nbytes / rate, rate) for _, nbytes, rate in links), default=(0.0, 1.0))
+    n_chunks = np.ceil(n_rows / moved.rows.chunk_rows) if moved.rows is not None else np.ones(n_rows.shape)
+    link = np.zeros(n_rows.shape)
+    for weights, nbytes, its_rate in links:
+        link = np.maximum(link, (weights + (nbytes - weights) * n_chunks) / its_rate)
     if profile.compute is None:
         compute = np.full(n_rows.shape, moved.computed / (profile.memory_gbps * 1e9))
     else:

@@ -1,0 +1,396 @@
+"""Keys and values beyond the device: blocks of rows that come over the link ahead of their use, each attended to by itself."""
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from offload_rt import ops
+from offload_rt.kv.cache import KVBuffer, KVBytes, KVCache, RowRange
+from offload_rt.models.architecture import Architecture
+from offload_rt.system.machine import StreamedRows
+
+# Of a block of one layer: large enough for a link, small enough for a few of them in any budget.
+_BLOCK_NBYTES = 4 << 20
+# Blocks begin, and are read, at multiples of so many rows: with rows of whole 64 bytes these are pages of any disk.
+PAGE_ROWS = 64
+N_SLOTS = 4  # blocks on the device that rows pass through
+# Committed rows that stay on the device until they go together, and the sequences whose trees are planned for.
+_TAIL_ROWS, _N_SEQUENCES = 64, 4
+# Scores of queries and keys that are held at once where no kernel serves.
+_ENTRIES = 2 << 20
+_FP8, _FP8_MOST = torch.float8_e4m3fn, 448.0
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """How a row of a layer lies beyond the device: all heads' keys, then their values.
+
+    is_fp8  both in fp8 (e4m3), behind a float32 scale for each head of each; not exact
+    """
+
+    n_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    is_fp8: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Of a row, a multiple of 64."""
+        n = 2 * self.n_kv_heads * (4 + self.head_dim if self.is_fp8 else self.head_dim * self.dtype.itemsize)
+        return -(-n // 64) * 64
+
+    def pack(self, keys: Tensor, values: Tensor) -> Tensor:
+        """keys, values (..., n_kv_heads, n, head_dim) as rows (..., n, nbytes) uint8."""
+        pair = torch.stack((keys, values), -4).movedim(-2, -4)
+        parts = [pair]
+        if self.is_fp8:
+            wide = pair.float()
+            scales = (wide.abs().amax(-1, keepdim=True) / _FP8_MOST).clamp_min(torch.finfo(torch.float32).tiny)
+            parts = [scales, (wide / scales).to(_FP8)]
+        content = torch.cat([part.contiguous().flatten(-3).view(torch.uint8) for part in parts], -1)
+        rows = content.new_zeros(*content.shape[:-1], self.nbytes)
+        rows[..., : content.shape[-1]] = content
+        return rows
+
+    def unpack(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """rows (n, nbytes) uint8 as keys and values (n_kv_heads, n, head_dim); without fp8 nothing is copied."""
+        n_scales = 8 * self.n_kv_heads if self.is_fp8 else 0
+        shape, n = (-1, 2, self.n_kv_heads, self.head_dim), 2 * self.n_kv_heads * self.head_dim
+        if self.is_fp8:
+            scales = rows[:, :n_scales].view(torch.float32).view(-1, 2, self.n_kv_heads, 1)
+            codes = rows[:, n_scales : n_scales + n].view(_FP8).view(shape)
+            pair = (codes.float() * scales).to(self.dtype)
+        else:
+            pair = rows.view(self.dtype)[:, :n].view(shape)
+        keys, values = pair.permute(1, 2, 0, 3)
+        return keys, values
+
+
+@dataclass(frozen=True)
+class KVShare:
+    """Of a cache of `n_rows` rows, of which a tree takes up to `n_nodes`, the first `n_resident` stay on the device."""
+
+    n_rows: int
+    n_nodes: int
+    n_resident: int
+
+    @property
+    def n_on_device(self) -> int:
+        """Those, and room for the last ones."""
+        return min(self.n_resident + _TAIL_ROWS + self.n_nodes, self.n_rows)
+
+    @property
+    def n_beyond(self) -> int:
+        """Rows that lie beyond the device when the cache is full."""
+        return self.n_rows - self.n_nodes - self.n_resident if self.n_on_device < self.n_rows else 0
+
+
+@dataclass(frozen=True)
+class KVSplit:
+    """How the keys and values of all sequences together are divided.
+
+    n_rows       of all sequences
+    n_on_device  of these on the device, whose first rows stay there
+    n_nodes      of the largest tree, which is on the device
+    block_rows   rows of a block
+    format       of the rows beyond
+    windows      per layer how many positions back it sees; None: all of them
+    chunk_rows   rows of a pass that go through a layer together, for which its rows come once
+    """
+
+    n_rows: int
+    n_on_device: int
+    n_nodes: int
+    block_rows: int
+    format: RowFormat
+    windows: tuple[int | None, ...]
+    chunk_rows: int
+
+    @classmethod
+    def least(cls, model: Architecture, n_rows: int, n_nodes: int, format: RowFormat, chunk_rows: int) -> "KVSplit":
+        """As few rows on the device as will do."""
+        rows = min(_BLOCK_NBYTES // format.nbytes, n_rows // 8)
+        block_rows = max(-(-rows // PAGE_ROWS), 1) * PAGE_ROWS
+        n_on_device = min(n_nodes + _N_SEQUENCES * _TAIL_ROWS, n_rows)
+        windows = tuple(model.window(i) for i in range(model.n_layers))
+        return cls(n_rows, n_on_device, n_nodes, block_rows, format, windows, chunk_rows)
+
+    @property
+    def n_resident(self) -> int:
+        """Rows that never leave the device."""
+        return max(self.n_on_device - self.n_nodes - _TAIL_ROWS, 0)
+
+    @property
+    def n_beyond(self) -> int:
+        """Rows that lie beyond it at the longest context."""
+        return self.n_rows - self.n_nodes - self.n_resident
+
+    @property
+    def n_blocks(self) -> int:
+        """Blocks for these."""
+        return -(-self.n_beyond // self.block_rows)
+
+    @property
+    def block_nbytes(self) -> int:
+        """Bytes of a block of one layer."""
+        return self.block_rows * self.format.nbytes
+
+    def nbytes(self, model: Architecture, longest: int, has_card: bool) -> KVBytes:
+        """What all this takes.
+
+        On the device: its rows, the slots, a block that is being converted, scores, and what a pass over a prompt of
+        `longest` rows holds of one layer: its rows, and a copy on the way out, or two where copies are not waited for.
+        """
+        itemsize = self.format.dtype.itemsize
+        of_layer = model.kv_nbytes(itemsize) // model.n_layers
+        converted = 2 * self.block_rows * of_layer if self.format.is_fp8 else 0
+        passing = longest * (of_layer + (1 + has_card) * self.format.nbytes)
+        n_heads = model.hidden_size // model.head_dim
+        scores = 3 * 4 * min(_ENTRIES, min(longest, self.chunk_rows) * n_heads * self.n_rows)
+        slots = N_SLOTS * self.block_nbytes
+        beyond = self.n_blocks * self.block_nbytes * model.n_layers
+        return KVBytes(
+            device=self.n_on_device * model.kv_nbytes(itemsize) + slots + converted + scores + passing,
+            host=beyond + (slots if has_card else 0),  # slots there, too, where the driver pins nothing
+            link=self.n_beyond * self.format.nbytes * model.n_layers,
+        )
+
+    def streamed(self, tier: str) -> StreamedRows:
+        """What passes bring of them over the link of a tier."""
+        return StreamedRows(tier, self.n_resident, self.format.nbytes, self.windows, self.chunk_rows)
+
+    def share(self, n_rows: int, n_nodes: int, is_alone: bool = False) -> KVShare:
+        """Of a cache of so many rows with trees of so many nodes: in proportion, or if it is alone all but room for others."""
+        n_near = n_rows * self.n_on_device // self.n_rows
+        if is_alone:
+            n_near = max(n_near, self.n_on_device - (_N_SEQUENCES - 1) * (_TAIL_ROWS + n_nodes // 2))
+        return KVShare(n_rows, n_nodes, max(n_near - _TAIL_ROWS - n_nodes, 0))
+
+    def fits(self, shares: Sequence[KVShare]) -> bool:
+        """Whether these caches fit beside each other; a single one does."""
+        n_near = sum(one.n_on_device for one in shares)
+        n_blocks = sum(-(-one.n_beyond // self.block_rows) for one in shares)
+        return len(shares) == 1 or (n_near <= self.n_on_device and n_blocks <= self.n_blocks)
+
+
+class RowStore(Protocol):
+    """Memory beyond the device, in blocks of `block_rows` rows of all layers, and what comes from it in a pass.
+
+    format  of the rows
+    """
+
+    format: RowFormat
+    block_rows: int
+
+    def take(self) -> int:
+        """The number of a block that nobody uses. Raises LinkError where there is no room for another one."""
+
+    def give(self, blocks: Sequence[int]) -> None:
+        """Take blocks back."""
+
+    def write(self, pieces: Sequence[tuple[RowRange, Tensor]]) -> None:
+        """Write rows (n, format.nbytes) of the device to these ranges. Raises LinkError."""
+
+    def read(self, places: Sequence[RowRange]) -> Tensor:
+        """The rows of these ranges, one behind the other, on the host. Raises LinkError."""
+
+    def arrive(self) -> Tensor:
+        """The next of the ranges that the pass under way brings to the device, until the next call. Raises LinkError."""
+
+
+class HostCache(KVCache):
+    """Rows on the device and beyond.
+
+    Rows [0, n_resident) stay in the buffer. Rows [n_resident, n_sent) are in blocks of the store and come back in each pass.
+    The rows from n_sent on, the pending ones among them, lie in the buffer behind the resident ones; when there is no room
+    for more of them they are sent together. A prompt that is longer than that room is staged: its rows of one layer lie
+    together while it computes that layer, and at the end of it those that no tree can move are sent.
+    """
+
+    def __init__(self, model: Architecture, buffer: KVBuffer, store: RowStore, share: KVShare) -> None:
+        super().__init__(share.n_rows)
+        self._windows = tuple(model.window(i) for i in range(model.n_layers))
+        self._buffer, self._store, self._n_resident = buffer, store, share.n_resident
+        self._n_sent, self._blocks = share.n_resident, list[int]()
+        self._staged: KVBuffer | None = None
+
+    @property
+    def _shift(self) -> int:
+        """Rows that are not resident lie so many places before their number."""
+        return self._n_sent - self._n_resident
+
+    @property
+    def _n_left(self) -> int:
+        """Pending rows, the first ones, that do not stay in the room for recent rows when they are staged."""
+        return len(self._pending) - (self._buffer.capacity - self._n_resident)
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        """Make room; sends committed rows, or stages the pending ones, where there is none."""
+        super().begin(tokens)
+        self._staged, n = None, len(tokens)
+        if self.n_committed - self._shift + n > self._buffer.capacity:
+            self._send_committed()
+        if self.n_committed - self._shift + n > self._buffer.capacity:
+            _, n_heads, _, head_dim = self._buffer.keys.shape
+            self._staged = KVBuffer(*(self._buffer.keys.new_empty(1, n_heads, n, head_dim) for _ in range(2)))
+
+    def beyond(self, layer: int) -> Iterator[RowRange]:
+        """Blocks of a layer that hold rows which its window reaches."""
+        return (one for _, one in self._seen_beyond(layer))
+
+    def _seen_beyond(self, layer: int) -> Iterator[tuple[int, RowRange]]:
+        """These with the number of the first row of each."""
+        first = max(self._first_seen(self._windows[layer]) - self._n_resident, 0) // PAGE_ROWS * PAGE_ROWS
+        size = self._store.block_rows
+        while first < self._shift:
+            i, start = divmod(first, size)
+            one = RowRange(layer, self._blocks[i], start, min(self._shift - i * size, size))
+            yield self._n_resident + first, one
+            first = (i + 1) * size
+
+    def attend(
+        self, layer: int, start: int, q: Tensor, k: Tensor, v: Tensor, mask: ops.TreeMask, scale: float,
+        rotary: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Write k and v behind the rows there are; attend to what is on the device and to each block that comes."""
+        if self._staged is None:
+            keys, values, shift = self._buffer.keys[layer], self._buffer.values[layer], self._shift
+        else:
+            keys, values, shift = self._staged.keys[0], self._staged.values[0], self.n_committed
+        first = self.n_committed + start - shift
+        q = ops.rotate_and_store(q, k, v, rotary, keys, values, slice(first, first + len(q)))
+        if shift == 0:
+            out = ops.tree_attention(q, keys[:, : mask.n_keys], values[:, : mask.n_keys], mask, scale)
+        else:
+            out = _attend(q, self._parts(layer, (keys, values, shift), mask), mask, scale)
+        if self._staged is not None and start + len(q) == len(self._pending):
+            self._settle(layer, self._staged)
+        return out
+
+    def _parts(
+        self, layer: int, recent: tuple[Tensor, Tensor, int], mask: ops.TreeMask
+    ) -> Iterator[tuple[Tensor, Tensor, int]]:
+        """Keys, values and number of the first row of all that a layer sees."""
+        keys, values, shift = recent
+        first = self.n_committed if self._staged is not None else self._n_sent
+        yield keys[:, first - shift : mask.n_keys - shift], values[:, first - shift : mask.n_keys - shift], first
+        n_near = min(self._n_resident, self.n_committed)
+        if n_near > self._first_seen(mask.window):
+            yield self._buffer.keys[layer, :, :n_near], self._buffer.values[layer, :, :n_near], 0
+        for first, _ in self._seen_beyond(layer):
+            yield *self._store.format.unpack(self._store.arrive()), first
+
+    def _first_seen(self, window: int | None) -> int:
+        """The first row that a pending row may see."""
+        return 0 if window is None else max(self.n_committed - window + 1, 0)
+
+    def _settle(self, layer: int, staged: KVBuffer) -> None:
+        """Bring the staged rows of a layer to where they stay: among the resident ones, beyond, and among the recent ones."""
+        n_near, n_left, first = max(self._n_resident - self.n_committed, 0), self._n_left, self.n_committed
+        for to, rows in ((self._buffer.keys[layer], staged.keys[0]), (self._buffer.values[layer], staged.values[0])):
+            to[:, first : first + n_near] = rows[:, :n_near]
+            to[:, self._n_resident :] = rows[:, n_left:]
+        rows = self._store.format.pack(staged.keys[:, :, n_near:n_left], staged.values[:, :, n_near:n_left])
+        self._send(range(layer, layer + 1), rows)
+
+    def _send_committed(self) -> None:
+        """Send all committed rows that are not resident."""
+        if self.n_committed > self._n_sent:
+            at = slice(self._n_resident, self.n_committed - self._shift)
+            rows = self._store.format.pack(self._buffer.keys[:, :, at], self._buffer.values[:, :, at])
+            self._send(range(len(rows)), rows)
+            self._n_sent = self.n_committed
+
+    def _send(self, layers: range, rows: Tensor) -> None:
+        """Write rows (layers, n, nbytes) behind those that were sent."""
+        size, first, stop = self._store.block_rows, self._shift, self._shift + rows.shape[1]
+        while len(self._blocks) * size < stop:
+            self._blocks.append(self._store.take())
+        cuts = [first, *range((first // size + 1) * size, stop, size), stop]
+        self._store.write([
+            (RowRange(layer, self._blocks[a // size], a % size, a % size + b - a), of_layer[a - first : b - first])
+            for a, b in itertools.pairwise(cuts) for layer, of_layer in zip(layers, rows, strict=True)
+        ])  # fmt: skip
+
+    def commit(self, rows: Sequence[int]) -> None:
+        """See `KVCache.commit`; of staged rows, those that were sent are kept where they are."""
+        if self._staged is not None:
+            assert list(rows[: self._n_left]) == list(range(self._n_left)), "rows of a prompt are all committed"
+            self._n_sent, self._staged = self.n_committed + self._n_left, None
+        super().commit(rows)
+
+    def discard(self) -> None:
+        """Drop all pending rows."""
+        super().discard()
+        self._staged = None
+
+    def move(self, rows: Sequence[int], first: int) -> None:
+        """Move rows in the buffer: pending ones that may move are there."""
+        ops.commit_rows(self._buffer.keys, self._buffer.values, torch.tensor(rows), first - self._shift)
+
+    def rewind_to(self, tokens: Sequence[int]) -> int:
+        """See `KVCache.rewind_to`; gives back the blocks that are not needed any more."""
+        n = super().rewind_to(tokens)
+        self._keep(min(self._n_sent, max(n, self._n_resident)))
+        return n
+
+    def assume(self, n: int) -> None:
+        """Take the first n rows for committed, those that are not resident for sent."""
+        super().assume(n)
+        self._keep(max(n, self._n_resident))
+        self._blocks += [
+            self._store.take() for _ in range(-(-self._shift // self._store.block_rows) - len(self._blocks))
+        ]
+
+    def close(self) -> None:
+        """Give all blocks back."""
+        self._keep(self._n_resident)
+
+    def _keep(self, n_sent: int) -> None:
+        self._n_sent = n_sent
+        n_blocks = -(-self._shift // self._store.block_rows)
+        self._store.give(self._blocks[n_blocks:])
+        del self._blocks[n_blocks:]
+
+    def rows(self, layer: int, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Gathered from the buffer, and one by one from beyond; the host waits for them."""
+        wanted, places = torch.unique(ops.to_host([indices])[0], return_inverse=True)
+        is_beyond = (wanted >= self._n_resident) & (wanted < self._n_sent)
+        near = torch.where(is_beyond, 0, torch.where(wanted < self._n_resident, wanted, wanted - self._shift))
+        near, places, is_beyond = ops.to_device([near, places, is_beyond], indices.device)
+        found = self._buffer.rows(layer, near)
+        if self._shift:
+            size = self._store.block_rows
+            ats = (wanted - self._n_resident).clamp(0, self._shift - 1).tolist()
+            ranges = [RowRange(layer, self._blocks[at // size], at % size, at % size + 1) for at in ats]
+            there = ops.to_device([self._store.read(ranges)], indices.device)[0]
+            keys, values = self._store.format.unpack(there)
+            found = torch.where(is_beyond[:, None], keys, found[0]), torch.where(is_beyond[:, None], values, found[1])
+        return KVBuffer(found[0][None], found[1][None]).rows(0, places)
+
+
+def _attend(q: Tensor, parts: Iterable[tuple[Tensor, Tensor, int]], mask: ops.TreeMask, scale: float) -> Tensor:
+    """Attention to keys in parts, which are joined in float32 or better.
+
+    q      (n, n_heads, head_dim)
+    parts  keys, values (n_kv_heads, rows, head_dim), number of the first row; those of the tree are the last rows of one
+    Returns (n, n_heads, head_dim).
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    n_before, most = mask.n_keys - len(mask.key_depths), mask.n_keys
+    if not ops.goes_by_extent(q):
+        most = max(_ENTRIES // (q.shape[0] * q.shape[1]), PAGE_ROWS)
+    joined: tuple[Tensor, Tensor] | None = None
+    for keys, values, first in parts:
+        stop = first + keys.shape[1]
+        cuts = [*range(first, max(min(stop, n_before), first + 1), most), stop]
+        for a, b in itertools.pairwise(cuts):
+            at = slice(a - first, b - first)
+            out, lse = ops.partial_attention(q, keys[:, at], values[:, at], mask.part(a, b), scale)
+            joined = (out.to(wide), lse) if joined is None else ops.merge(*joined, out, lse)
+    assert joined is not None, "a row sees itself"
+    return joined[0].to(q.dtype)
