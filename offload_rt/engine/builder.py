@@ -20,6 +20,7 @@ from offload_rt.errors import CapacityError, DeviceError, SettingsError
 from offload_rt.executor.cost import CostEstimator
 from offload_rt.executor.cuda_graphs import CudaCapture, GraphShape
 from offload_rt.executor.runner import Runner
+from offload_rt.models.architecture import Architecture
 from offload_rt.models.heads import Head
 from offload_rt.offload import stream_cuda, stream_threads
 from offload_rt.offload.disk import DiskTier, ReadSettings
@@ -37,7 +38,9 @@ from offload_rt.speculate.select import Drafting
 from offload_rt.system.machine import MachineProfile, cards, memory_free, memory_limit
 from offload_rt.system.numa import Cpus, cpus_near
 from offload_rt.system.trace import Trace
+from offload_rt.weights import int4
 from offload_rt.weights.checkpoint import Checkpoint
+from offload_rt.weights.formats import WeightFormat
 from offload_rt.weights.header import TensorRecord
 from offload_rt.weights.layout import PAGE, PackedLayer, align_up, host_block
 from offload_rt.weights.lossless import EncodedImage, EncodedLayer, decoded_layout, encode_layer
@@ -130,10 +133,10 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting
         raise SettingsError(problem, change="on a CPU, set --device-memory alone")
     dtype = _pick_dtype(config.dtype, checkpoint)
     budget = memory_budget(config, device)
-    draft = Sizes.of_checkpoint(drafting.draft, drafting.draft_dtype(dtype)) if drafting.draft else None
     link = choose_link(config, checkpoint, device)
     disk: DiskTier | SidecarTier = DiskTier(checkpoint.layers)
     try:
+        draft = _draft_sizes(checkpoint, drafting, disk, dtype, device)
         layer_nbytes = tuple(disk.layout(i).nbytes for i in range(checkpoint.spec.n_layers))
         packed = tuple(align_up(decoded_layout(layer).nbytes, PAGE) for layer in checkpoint.layers)
         if device.type == "cuda" or link.sizes:  # also packed; only slots on the host hold layers as they lie in files
@@ -168,6 +171,22 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting
     )  # fmt: skip
 
 
+def _draft_sizes(
+    checkpoint: Checkpoint, drafting: Drafting, disk: DiskTier, dtype: torch.dtype, device: torch.device
+) -> Sizes | None:
+    """Of what drafts: another model, or copies of the target's layers; None where neither does."""
+    if drafting.draft is not None:
+        return Sizes.of_checkpoint(drafting.draft, drafting.draft_dtype(dtype))
+    if not drafting.type.drafts_by_copy:
+        return None
+    if checkpoint.format.name != "dense":
+        have, change = f"weights of format {checkpoint.format.name}", "leave it out, or give a draft model"
+        raise SettingsError(f"--drafter {drafting.name}", need="unquantised weights", have=have, change=change)
+    spec, view_nbytes = checkpoint.spec, Sizes.of_checkpoint(checkpoint, int4.DTYPE).view_nbytes
+    stand_in = max(int4.copy_layout(disk.layout(i), device).nbytes for i in range(spec.n_layers))
+    return Sizes(spec, (0,) * spec.n_layers, 0, int4.DTYPE, view_nbytes, stand_in)
+
+
 def _check_resident(plan: Plan, drafting: Drafting) -> None:
     """Raises CapacityError where the target is to draft itself and its layers do not stay: a draft would take a whole pass."""
     n_streamed = len(plan.tiers) - plan.tiers.count("device")
@@ -175,6 +194,11 @@ def _check_resident(plan: Plan, drafting: Drafting) -> None:
         raise CapacityError(
             f"--drafter {drafting.name}", need="all layers on the device", have=f"{n_streamed} of {len(plan.tiers)} elsewhere",
             change="raise --device-memory, or use another drafter",
+        )  # fmt: skip
+    if drafting.type.drafts_by_copy and not n_streamed:
+        raise SettingsError(
+            f"--drafter {drafting.name}", need="layers that do not stay on the device", have="none",
+            change="leave it out, or give a draft model",
         )  # fmt: skip
 
 
@@ -205,16 +229,23 @@ def load(engine_plan: EnginePlan, trace: Trace, progress: Progress | None = None
         n_bytes += sum(files[1].nbytes(i) for i in range(draft.spec.n_layers + 1)) if draft else 0
         loader = _Loader(device, host, _Meter(n_bytes, progress), closes, cpus_near(device))
         capture, n_nodes = CudaCapture() if device.type == "cuda" else None, engine_plan.limits.n_nodes
-        draft_runner = None
+        # Passes of a draft are in the trace as levels of a tree; layer by layer they would fill it.
+        draft_runner, untraced = None, Trace(on=False)
         if draft is not None:
-            # Its passes are in the trace as levels of a tree; layer by layer they would fill it.
             draft_dtype = engine_plan.drafting.draft_dtype(engine_plan.dtype)
-            draft_runner = loader.model(draft, draft_dtype, files[1], Trace(on=False))
-            # Hidden states that go from row to row have no fixed addresses: the one layer of a head runs as it is.
-            if not draft.spec.taps and capture is not None:  # before the streamer of the target begins to copy
-                n_keys = draft_rows(engine_plan.max_model_len, n_nodes)
-                draft_runner.use_graphs(GraphShape(n_nodes, n_keys, ROWS_PER_NODE * n_nodes), capture, _CAPTURING_S)
-        runner = loader.model(checkpoint, engine_plan.dtype, files[0], trace, engine_plan)
+            draft_runner = loader.runner(
+                draft.spec, draft.format, draft_dtype, loader.sources(draft, files[1]), untraced
+            )
+        target = loader.sources(checkpoint, files[0], engine_plan)
+        if engine_plan.drafting.type.drafts_by_copy:
+            copies = loader.copies(target, files[0])
+            draft_runner = loader.runner(checkpoint.spec, int4.Format(), int4.DTYPE, copies, untraced)
+        # Before the streamer of the target begins to copy. Hidden states that go from row to row have no fixed addresses: the
+        # one layer of a head runs as it is.
+        if draft_runner is not None and not draft_runner.spec.taps and capture is not None:
+            n_keys = draft_rows(engine_plan.max_model_len, n_nodes)
+            draft_runner.use_graphs(GraphShape(n_nodes, n_keys, ROWS_PER_NODE * n_nodes), capture, _CAPTURING_S)
+        runner = loader.runner(checkpoint.spec, checkpoint.format, engine_plan.dtype, target, trace, engine_plan)
         if draft_runner is not None and isinstance(draft_runner.spec, Head):
             runner.taps, draft_runner.taps = draft_runner.spec.taps, (1,)
             draft_runner.non_layer = draft_runner.spec.weights_beside(draft_runner.non_layer, runner.non_layer, device)
@@ -257,11 +288,14 @@ def _open_drafter(
         disk = engine_plan.disk if engine_plan.device.type == "cpu" else None
         machine = profile.pass_profile(runner, moved, (limits.n_nodes, longest), disk)
     view, n_levels = drafting.type.view, limits.n_levels
-    cost = CostEstimator(machine, moved, drafting.draft.nbytes if drafting.draft else 0, drafting.view_rows or None)
+    draft_nbytes = (
+        drafting.draft.nbytes if drafting.draft else runner.spec.n_layers * engine_plan.plan.reserved.stand_in
+    )
+    cost = CostEstimator(machine, moved, draft_nbytes, drafting.view_rows or None)
     model, small, pair_stats, target = None, None, PairStats(), engine_plan.checkpoint.identity
-    if draft is not None and drafting.draft is not None:
+    if draft is not None:
         model = drafting.type.model(draft, runner.spec.vocab_size, n_levels, trace, drafting.type.draft_context)
-        pair_stats = PairStats.load(target, drafting.draft.identity)
+        pair_stats = PairStats.load(target, drafting.draft.identity if drafting.draft else int4.Format.name)
     if view is not None:
         small, model = model, SelfDraftModel(runner, n_levels, trace, view, drafting.view_rows, engine_plan.view_rows)
         pair_stats = PairStats.load(target, f"{drafting.name} {drafting.view_rows}", _SELF_ACCEPTANCE)
@@ -298,14 +332,7 @@ class _Loader:
     closes: ExitStack
     cpus: Cpus
 
-    def model(
-        self,
-        checkpoint: Checkpoint,
-        dtype: torch.dtype,
-        files: DiskTier,
-        trace: Trace,
-        streamed: EnginePlan | None = None,
-    ) -> Runner:
+    def sources(self, checkpoint: Checkpoint, files: DiskTier, streamed: EnginePlan | None = None) -> LayerSources:
         """A model read from `files`: its layers, then the rest. All lies on the device, or where a plan says."""
         n, blocks = checkpoint.spec.n_layers, [*checkpoint.layers, checkpoint.non_layer]
         resident = self.closes.enter_context(closing(MemoryTier()))
@@ -318,11 +345,35 @@ class _Loader:
             return partial(self._read, source, i, self._new_block(tier, source.layout(i).nbytes))
 
         self._fill({"device": resident, "host": self.host}, list(zip((*tiers, "device"), blocks, strict=True)), work)
-        non_layer = checkpoint.format.view(resident.layout(n), resident.image(n).block, dtype)
-        sources = self._sources(resident, streamed) if streamed else LayerSources(resident, (None,) * n, 0)
+        return self._sources(resident, streamed) if streamed else LayerSources(resident, (None,) * n, 0)
+
+    def copies(self, sources: LayerSources, files: DiskTier) -> LayerSources:
+        """The resident layers of a model in `files` and the rest of it, and small copies of its streamed layers."""
+        resident = self.closes.enter_context(closing(MemoryTier()))
+        for i, tier in enumerate((*sources.streamed, None)):
+            if tier is None:
+                resident.put(i, sources.resident.image(i))
+                continue
+            layer = tier.image(i) if isinstance(tier, MemoryTier) else None
+            if layer is None or isinstance(layer, EncodedImage):
+                layer = self._read(files, i, host_block(files.layout(i).nbytes))
+            resident.put(i, int4.packed(layer, self.device))
+        return LayerSources(resident, (None,) * len(sources.streamed), 0)
+
+    def runner(
+        self,
+        spec: Architecture,
+        format: WeightFormat,
+        dtype: torch.dtype,
+        sources: LayerSources,
+        trace: Trace,
+        streamed: EnginePlan | None = None,
+    ) -> Runner:
+        """A model whose weights are there; what lies outside of its layers is behind them in the resident tier."""
+        n, rest = spec.n_layers, sources.resident.image(spec.n_layers)
         open_streamer = (stream_cuda if self.device.type == "cuda" else stream_threads).open_streamer
         streamer = open_streamer(sources, trace, self.device)
-        runner = Runner(checkpoint.spec, streamer, non_layer, checkpoint.format, self.device, dtype, trace)
+        runner = Runner(spec, streamer, format.view(rest.layout, rest.block, dtype), format, self.device, dtype, trace)
         self.closes.enter_context(closing(runner))
         if streamed and (split := streamed.plan.split) is not None:
             if isinstance(streamer, CudaStreamer):

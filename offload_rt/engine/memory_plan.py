@@ -44,6 +44,7 @@ class Sizes:
     non_layer_nbytes  bytes of the weights outside the layers
     dtype             of the weights
     view_nbytes       bytes that using the weights where they lie takes besides, such as a copy of a converted matrix
+    stand_in          bytes of the copy of a layer, where these are the copies by which a target drafts itself
     link              sizes of the layers on their way; None: as where they are computed
     """
 
@@ -52,6 +53,7 @@ class Sizes:
     non_layer_nbytes: int
     dtype: torch.dtype
     view_nbytes: int = 0
+    stand_in: int = 0
     link: LinkSizes | None = None
 
     @property
@@ -233,6 +235,7 @@ def reserved_memory(
         cache=ContiguousCache.nbytes(spec, _cache_rows(max_len, n_nodes), dtype.itemsize).device,
         scratch=hidden + tapped + target.view_nbytes + spec.scratch_nbytes(rows, n_nodes, dtype.itemsize),
         draft=_draft_nbytes(draft, spec.vocab_size, max_len, n_nodes) if draft else 0,
+        stand_in=draft.stand_in if draft else 0,
     )
 
 

@@ -16,7 +16,7 @@ _LEAST_SLOTS, _BEST_SLOTS = 2, 3
 class ReservedMemory:
     """Bytes the device holds besides layers: of `cache` what is on the device, of `draft` all that a draft model takes.
 
-    `libraries` is what those of a GPU take.
+    `libraries` is what those of a GPU take, `stand_in` the copy of a streamed layer that stays where the target drafts itself.
     """
 
     non_layer: int
@@ -24,6 +24,7 @@ class ReservedMemory:
     scratch: int
     draft: int = 0
     libraries: int = 0
+    stand_in: int = 0
 
     @property
     def total(self) -> int:
@@ -105,8 +106,9 @@ class Plan:
     @property
     def device_nbytes(self) -> int:
         """Bytes the plan uses on the device."""
-        buffer = self.link.buffer if self.n_slots else 0
-        return self.reserved.total + self.n_slots * self.slot_nbytes + buffer + self.on("device")
+        buffer, n_streamed = self.link.buffer if self.n_slots else 0, len(self.tiers) - self.tiers.count("device")
+        moving = self.n_slots * self.slot_nbytes + buffer + n_streamed * self.reserved.stand_in
+        return self.reserved.total + moving + self.on("device")
 
     @property
     def host_nbytes(self) -> int:
@@ -148,7 +150,8 @@ class Plan:
 def least_budget(layer_nbytes: Sequence[int], reserved: ReservedMemory, link: LinkSizes | None = None) -> int:
     """The smallest device budget that would do: two slots, or all layers where they are smaller than that."""
     link = link or LinkSizes.of(layer_nbytes)
-    return reserved.total + min(sum(layer_nbytes), _LEAST_SLOTS * link.slot_nbytes + link.buffer)
+    moving = _LEAST_SLOTS * link.slot_nbytes + link.buffer + len(layer_nbytes) * reserved.stand_in
+    return reserved.total + min(sum(layer_nbytes), moving)
 
 
 def place_layers(
@@ -172,9 +175,9 @@ def place_layers(
         )
     if free >= sum(layer_nbytes):
         return Plan(("device",) * n, tuple(layer_nbytes), 0, reserved, budget, link)
-    free -= link.buffer
+    free -= link.buffer + n * reserved.stand_in
     n_slots = min(_BEST_SLOTS, n, free // link.slot_nbytes)
-    n_resident = min((free - n_slots * link.slot_nbytes) // largest, n - 1)
+    n_resident = min((free - n_slots * link.slot_nbytes) // (largest - reserved.stand_in), n - 1)
     n_slots = min(n_slots, n - n_resident)
     resident = spread(n, n_resident)
     streamed = [i for i in range(n) if i not in resident]

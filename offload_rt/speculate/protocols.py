@@ -125,6 +125,7 @@ class DrafterType:
     view              the kind of cache by which the target itself drafts; None where it does not
     view_rows         verified tokens that such a cache has at most, unless the setting says otherwise
     draft_context     tokens that a draft model sees at most; None: as many as it has positions
+    drafts_by_copy    the target drafts itself with small copies of its streamed layers, which stay on the device
     """
 
     open: Callable[[DraftParts], Drafter]
@@ -137,3 +138,4 @@ class DrafterType:
     view: type[SparseCache] | None = None
     view_rows: int = 512
     draft_context: int | None = None
+    drafts_by_copy: bool = False

@@ -34,6 +34,7 @@ def tree_drafter(
     model: type[DraftModel] = DraftModel,
     needs_model: bool = True,
     view: type[SparseCache] | None = None,
+    drafts_by_copy: bool = False,
 ) -> DrafterType:
     """The type of a `TreeDrafter`; children of static trees are drawn as the rule wants them, above temperature 0.
 
@@ -41,12 +42,13 @@ def tree_drafter(
     """
     return DrafterType(
         open=partial(TreeDrafter, is_dynamic=(dynamic_at_zero, dynamic_above)),
-        needs_model=needs_model and view is None,
+        needs_model=needs_model and view is None and not drafts_by_copy,
         gives_draft_probs=not dynamic_above,
         best_rule="coupled" if dynamic_above else "adaptive" if dynamic_at_zero else "traversal",
         default_sizes=_SIZES if view is None else SELF_SIZES,
         model=model,
         view=view,
+        drafts_by_copy=drafts_by_copy,
     )
 
 
