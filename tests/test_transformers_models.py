@@ -116,7 +116,10 @@ def test_quantised_experts_are_dequantised_one_by_one(model_of, tmp_path, choice
     model, folder = model_of("qwen3_moe")
     stored, exact = quantized(load_file(folder / "model.safetensors"), choice)
     assert any("experts.3.up_proj" in name for name in stored.keys() - exact.keys())
-    for name, tensors, more in (("quantised", stored, {"quantization_config": config_of(choice)}), ("exact", exact, {})):
+    for name, tensors, more in (
+        ("quantised", stored, {"quantization_config": config_of(choice)}),
+        ("exact", exact, {}),
+    ):
         (tmp_path / name).mkdir()
         save_file(tensors, tmp_path / name / "model.safetensors", {"format": "pt"})
         config = type(model.config)(**read_json(folder / "config.json") | more)

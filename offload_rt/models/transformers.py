@@ -47,7 +47,15 @@ _KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 # Rows that a model is traced with: no size of a model, so that they are recognised in a shape.
 _N_TRACED = 7
 # What the models of transformers write into the arguments of attention, and what of it does not change the result.
-_IGNORED = {"dropout", "is_causal", "position_ids", "output_attentions", "use_cache", "cache_position", "past_key_values"}
+_IGNORED = {
+    "dropout",
+    "is_causal",
+    "position_ids",
+    "output_attentions",
+    "use_cache",
+    "cache_position",
+    "past_key_values",
+}
 
 
 def spec_of(raw: dict[str, Any]) -> "TransformersModel":
@@ -310,7 +318,9 @@ class _Matrix:
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None) -> Tensor:
         x, matrix, *bias = args
-        assert function is F.linear and not any(one is not None for one in bias), "what the experts of a mixture compute"
+        assert function is F.linear and not any(one is not None for one in bias), (
+            "what the experts of a mixture compute"
+        )
         return torch.cat([matrix._weights.linear(x, name) for name in matrix._names], dim=-1)
 
 
@@ -380,7 +390,9 @@ class _Net:
         config = self.model.config
         config._experts_implementation = "batched_mm"  # the one that does not look at values
         rows = torch.zeros(1, _N_TRACED, dtype=torch.int64, device="meta")
-        self.vocab_size: int = self.model(rows, position_ids=rows, past_key_values=self.going, use_cache=True).logits.shape[-1]
+        self.vocab_size: int = self.model(
+            rows, position_ids=rows, past_key_values=self.going, use_cache=True
+        ).logits.shape[-1]
         config._experts_implementation, config._attn_implementation = "eager", _ATTENTION
         if self.n_come != len(self.layers):
             raise UnsupportedModelError("its layers are not called one after the other")
@@ -395,7 +407,9 @@ class _Net:
     def _fill_buffers(self) -> None:
         """Compute what follows from the config, such as frequencies, as transformers does for a model that it loads."""
         modules = list(self.model.modules())
-        self.buffers = [(one._buffers, key) for one in modules for key in one._non_persistent_buffers_set & one._buffers.keys()]
+        self.buffers = [
+            (one._buffers, key) for one in modules for key in one._non_persistent_buffers_set & one._buffers.keys()
+        ]
         self.buffer_names = dict(self.model.named_buffers()).keys()
         for table, key in self.buffers:
             buffer = table[key]
@@ -575,7 +589,9 @@ class TransformersModel(Architecture):
         """The model makes everything else of them."""
         return (positions,)
 
-    def embed(self, weights: LayerWeights, ids: Tensor, row_inputs: tuple[Tensor, ...]) -> tuple[Tensor, tuple[_Call, ...]]:
+    def embed(
+        self, weights: LayerWeights, ids: Tensor, row_inputs: tuple[Tensor, ...]
+    ) -> tuple[Tensor, tuple[_Call, ...]]:
         """What the first layer gets, and what the model tells each of them besides."""
         net = self.net
         net.last, net.calls = None, []
@@ -604,7 +620,9 @@ class TransformersModel(Architecture):
         """Two for each weight that a row meets, and two for each number of key and value that its heads meet."""
         n_experts = getattr(self.net.text, "num_experts_per_tok", None)
         shapes = self.net.shapes[i].values()
-        n_weights = sum(math.prod((min(one[0], n_experts or one[0]), *one[1:]) if len(one) == 3 else one) for one in shapes)
+        n_weights = sum(
+            math.prod((min(one[0], n_experts or one[0]), *one[1:]) if len(one) == 3 else one) for one in shapes
+        )
         shape = self.net.kv_shapes[min(i, len(self.net.kv_shapes) - 1)]
         n_met = self.net.text.num_attention_heads * (shape.k_dim + shape.v_dim)
         return 2.0 * n_rows * float(n_weights + (context + n_rows) * n_met)
@@ -653,9 +671,7 @@ class _Names:
             return name, None
         return new, pattern
 
-    def _convert(
-        self, stored: str, probe: tuple[str, str], shape: tuple[int, ...], name: str, pattern: str
-    ) -> None:
+    def _convert(self, stored: str, probe: tuple[str, str], shape: tuple[int, ...], name: str, pattern: str) -> None:
         """Place a tensor that has parts of others, or is a part. Raises UnsupportedModelError where bytes change places."""
         converter = next(one for one in self._converters if pattern in one.source_patterns)
         steps = [(type(one), getattr(one, "dim", None)) for one in converter.operations]
@@ -682,6 +698,8 @@ class _Names:
         for name, by_pattern in self._of_experts.items():
             i = name.removeprefix(self._net.prefix).partition(".")[0]
             start = len(f"{self._net.prefix}{i}.")
-            kinds = [[one[start:] for one in by_pattern[pattern]] for pattern in sorted(by_pattern, key=order.__getitem__)]
+            kinds = [
+                [one[start:] for one in by_pattern[pattern]] for pattern in sorted(by_pattern, key=order.__getitem__)
+            ]
             layers[int(i)][name[start:]] = [list(one) for one in zip(*kinds, strict=True)]
         return tuple(layers)

@@ -104,7 +104,11 @@ def goes_by_extent(x: Tensor) -> bool:
 
 def commit_rows(keys: Tensor, values: Tensor, rows: Tensor, first: int) -> None:
     """Move rows `first + rows`, of the host, of a cache to `first` and on, in place; see the reference."""
-    if extension.serves(keys) and keys.shape == values.shape and keys.shape[3] * keys.element_size() % _VECTOR_BYTES == 0:
+    if (
+        extension.serves(keys)
+        and keys.shape == values.shape
+        and keys.shape[3] * keys.element_size() % _VECTOR_BYTES == 0
+    ):
         extension.kernels().commit_rows(keys, values, rows, first)
     else:
         reference.commit_rows(keys, values, to_device([rows], keys.device)[0], first)

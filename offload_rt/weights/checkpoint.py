@@ -169,7 +169,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return assemble(path, spec_of(config), weight_format, tensors_of(path) if found is None else found)
 
 
-def assemble(path: Path, spec: Architecture, weight_format: WeightFormat, stored: dict[str, TensorRecord]) -> Checkpoint:
+def assemble(
+    path: Path, spec: Architecture, weight_format: WeightFormat, stored: dict[str, TensorRecord]
+) -> Checkpoint:
     """The checkpoint of a model whose tensors are among those stored.
 
     Raises CheckpointError where one is missing or not what the model says, or one is left over.
