@@ -88,14 +88,14 @@ class PacedCache(ContiguousCache):
     _begun = 0.0
 
     def attend(
-        self, layer: int, start: int, q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: float,
-        rotary: tuple[Tensor, Tensor] | None = None,
+        self, layer: int, start: int, q: Tensor, k: Tensor | None, v: Tensor | None, mask: TreeMask, scale: float,
+        rotary: tuple[Tensor, Tensor] | None = None, softcap: float | None = None, sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Not before the rows of the layer have come; later chunks of a prompt find them there."""
         if start == 0:
             self._begun = time.perf_counter() if layer == 0 else self._begun
             _sleep_until(self._begun + (layer + 1) * self._layer_s(self.n_committed))
-        return super().attend(layer, start, q, k, v, mask, scale, rotary)
+        return super().attend(layer, start, q, k, v, mask, scale, rotary, softcap, sinks)
 
     def rows(self, layer: int, indices: Tensor) -> tuple[Tensor, Tensor]:
         """They begin to come when they are asked for."""

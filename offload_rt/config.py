@@ -73,7 +73,7 @@ class EngineConfig:
     )  # fmt: skip
     link_format: str = setting(
         "auto", choices=("auto", "lossless", "raw"),
-        text="how streamed weights cross the link: encoded in about 70 % of their bytes and decoded bit for bit, or as they "
+        text="how streamed weights cross the link: encoded in about 7/10 of their bytes and decoded bit for bit, or as they "
         "are; auto: encoded where `offload-rt convert` has written a sidecar",
     )  # fmt: skip
     sidecar: str | None = setting(None, "directory of that sidecar; default: lossless, in that of the model")

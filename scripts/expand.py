@@ -38,7 +38,7 @@ COMPANIONS = (
 
 def target_config(source: Checkpoint, shape: Shape, dtype: str, max_positions: int | None) -> dict[str, Any]:
     """The target's config.json."""
-    raw = read_json(source.directory / "config.json")
+    raw = read_json(source.path / "config.json")
     raw.pop("torch_dtype", None)
     raw |= asdict(shape) | {"tie_word_embeddings": False, "dtype": dtype}
     raw["max_position_embeddings"] = source.spec.max_positions if max_positions is None else max_positions
@@ -50,7 +50,7 @@ def fingerprint(source: Checkpoint) -> str:
     """SHA-256 of all files of the source that the target is made from."""
     digest = hashlib.sha256()
     weights = {record.path for records in (*source.layers, source.non_layer) for record in records}
-    for path in sorted({source.directory / "config.json", *weights, *companions(source.directory)}):
+    for path in sorted({source.path / "config.json", *weights, *companions(source.path)}):
         with path.open("rb") as file:
             digest.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
     return digest.hexdigest()
@@ -91,7 +91,7 @@ def write(expansion: Expansion, source: Checkpoint, config: dict[str, Any], reci
     try:
         partial.mkdir()
         _write_weights(expansion, files, itemsize, partial)
-        for path in companions(source.directory):
+        for path in companions(source.path):
             shutil.copyfile(path, partial / path.name)
         _write_json(partial / "config.json", config)
         _write_json(partial / RECIPE, recipe)
@@ -167,7 +167,7 @@ def expand(args: argparse.Namespace) -> None:
         "version": VERSION, "source": fingerprint(source), **asdict(shape), "dtype": dtype, "seed": args.seed,
         "max_position_embeddings": target.max_positions, "shard_nbytes": parse_size(args.shard_size),
     }  # fmt: skip
-    if is_there(out, recipe, source.directory):
+    if is_there(out, recipe, source.path):
         print(f"expand: {out} is already there", file=sys.stderr)
         return
     residual = residual_of(source.spec, target)

@@ -24,6 +24,12 @@ def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Numbers that a test draws without a generator do not depend on the tests before it."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session")
 def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
     """Tiny checkpoints of every family, made when they are first asked for."""

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +21,10 @@ from typing import Any
 import emulated
 import pytest
 import torch
-from recorded import record
+from recorded import record, tensors_of
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 
 from offload_rt.engine import builder
 from offload_rt.ops import extension, transfer
@@ -98,10 +97,10 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.nn.functional.scaled_dot_product_attention:
-            tensors = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, Tensor)]
+            tensors = [*tensors_of(args), *tensors_of(kwargs.values())]
             if any(isinstance(one, CardTensor) for one in tensors):
                 assert all(isinstance(one, CardTensor) for one in tensors), "attention over two devices"
-                return CardTensor(func(*tree_map(_inner, args), **tree_map(_inner, kwargs)))
+                return CardTensor(_called(func, args, kwargs))
         if func is torch.tensor and torch.device(kwargs.get("device") or "cpu").type == "cuda":
             return func(*args, **{**kwargs, "device": "cpu"}).to(CARD)
         return func(*args, **kwargs)
@@ -111,8 +110,22 @@ def _inner(value: Any) -> Any:
     return value.inner if isinstance(value, CardTensor) else value
 
 
+def _each(change: Callable[[Any], Any], value: Any) -> Any:
+    """A value changed, or each of those in a list or tuple."""
+    return type(value)(_each(change, one) for one in value) if type(value) in (list, tuple) else change(value)
+
+
+def _called(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What a function gives for the values of card tensors."""
+    return func(*_each(_inner, args), **{name: _each(_inner, one) for name, one in kwargs.items()})
+
+
+def _on_card(value: Any) -> Any:
+    return _each(lambda one: CardTensor(one) if isinstance(one, Tensor) else one, value)
+
+
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    tensors = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, Tensor)]
+    tensors = [*tensors_of(args), *tensors_of(kwargs.values())]
     n_on_card = sum(isinstance(one, CardTensor) for one in tensors)
     wanted = kwargs.get("device")
     wanted = None if wanted is None else torch.device(wanted).type
@@ -128,7 +141,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         kwargs = {**kwargs, "device": torch.device("cpu")}
     if kwargs.get("pin_memory"):
         kwargs = {**kwargs, "pin_memory": False}
-    out = func(*tree_map(_inner, args), **tree_map(_inner, kwargs))
+    out = _called(func, args, kwargs)
     if func is _aten._to_copy.default and wanted is not None and on_card != isinstance(args[0], CardTensor):
         out = out.clone() if out is args[0] else out
     if not on_card:
@@ -136,7 +149,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     name = func.overloadpacket._qualified_op_name
     if name.endswith("_") and not name.endswith("__") and isinstance(args[0], CardTensor):  # not for `__and__`
         return args[0]
-    return tree_map(lambda one: CardTensor(one) if isinstance(one, Tensor) else one, out)
+    return _on_card(out)
 
 
 def _count(func: Any, args: Any, wanted: str | None, is_async: bool) -> None:
@@ -238,8 +251,7 @@ class _Kernels:
             n_of_host = sum(not isinstance(one, CardTensor) for one in tensors)
             assert n_of_host == (name in ("transfer", "commit_rows")), f"{name} takes tensors of two devices"
             _COUNTS.n_kernels += 2 if name == "tree_attention" else 1  # its parts are combined by a second one
-            out = getattr(self._ops, name)(*tree_map(_inner, args))
-            return tree_map(lambda one: CardTensor(one) if isinstance(one, Tensor) else one, out)
+            return _on_card(_called(getattr(self._ops, name), args, {}))
 
         return call
 

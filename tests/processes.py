@@ -1,6 +1,7 @@
 """Processes that tests start and look for."""
 
 import time
+from pathlib import Path
 
 import psutil
 
@@ -11,6 +12,11 @@ def is_soon_over(pid: int) -> bool:
     while _is_running(pid) and time.monotonic() < until:
         time.sleep(0.02)
     return not _is_running(pid)
+
+
+def is_written(path: Path) -> bool:
+    """Whether a process has left its number there."""
+    return path.exists() and path.read_text() != ""
 
 
 def _is_running(pid: int) -> bool:

@@ -3,15 +3,23 @@
 As in a graph, values that Python or numpy computed at capture are fixed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 _TO_THE_HOST = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default}
+
+
+def tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Those among arguments or results, in lists too; torch's own walk over them takes most of a pretended card's time."""
+    for one in values:
+        if isinstance(one, Tensor):
+            yield one
+        elif isinstance(one, list | tuple):
+            yield from tensors_of(one)
 
 
 class _Recording(TorchDispatchMode):
@@ -38,9 +46,9 @@ def record(compute: Callable[[], None]) -> Callable[[], None]:
     def replay() -> None:
         for func, args, kwargs, out in recording.calls:
             again = func(*args, **kwargs)
-            for old, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
+            for old, new in zip(tensors_of([out]), tensors_of([again]), strict=True):
                 # A view shows what has been computed again already.
-                if isinstance(old, Tensor) and _address(old) != _address(new):
+                if _address(old) != _address(new):
                     old.copy_(new)
 
     return replay

@@ -57,8 +57,8 @@ class PostNorm(Architecture):
     def row_inputs(self, positions, lengths, dtype):
         return (waves(positions, self.hidden_size).to(dtype),)
 
-    def embed(self, weights, ids):
-        return weights.rows(ids, "tokens") * 3.0
+    def embed(self, weights, ids, row_inputs):
+        return weights.rows(ids, "tokens") * 3.0, row_inputs
 
     def layer(self, i, weights, x, context):
         (positions,) = context.row_inputs

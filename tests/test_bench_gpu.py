@@ -6,21 +6,23 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import expand
 import pytest
 import torch
 from pretended_card import pretended_card
-from processes import is_soon_over
+from processes import is_soon_over, is_written
+from tiny import keep_steady
 
 from bench.gpu import attention, generation, onchip, shapes, streamed
 from bench.gpu.__main__ import _is_measured, run_section
 from bench.gpu.table import table, written_into
 from bench.measure import UNKNOWN, Spread, commit
 from offload_rt import LLM, SamplingParams
-from offload_rt.engine import profile
 from offload_rt.weights.checkpoint import open_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT = [5, 300, 17, 511, 42]
+FEW_A_PASS = {"tree_size": 8, "tree_depth": 3}  # so that passes of a short text are timed
 
 
 @pytest.fixture(scope="module")
@@ -32,10 +34,7 @@ def small(tmp_path_factory):
         out = home / source.name
         if not out.exists():
             n = str(shapes._N_OWN[source] + 1)
-            subprocess.run(
-                [sys.executable, "scripts/expand.py", "--source", str(source), "--out", str(out), "--layers", n],
-                cwd=ROOT, check=True, capture_output=True,
-            )  # fmt: skip
+            assert expand.main(["--source", str(source), "--out", str(out), "--layers", n]) == 0
         return out
 
     return written
@@ -71,9 +70,10 @@ def test_the_section_of_passes_runs(small, monkeypatch):
 
 def test_the_section_of_generation_runs(small, monkeypatch):
     monkeypatch.setattr(generation, "written", small)
-    monkeypatch.setattr(profile, "_grid", lambda *_: ((1, 8), (64, 128)))
+    monkeypatch.setattr(generation, "opened", partial(shapes.opened, **FEW_A_PASS))
+    keep_steady(monkeypatch)
     with pretended_card(monkeypatch):
-        found = told(generation.measure(generation.Shapes("", 11, "", 5, "275MiB", 1, 6)))
+        found = told(generation.measure(generation.Shapes("", 11, "", 5, "275MiB", 1, 8)))
     assert found[-1]["plan"]["streamed_layers"] > 0
     grown = [[(one["temperature"], len(one["runs"])) for one in each["generation"]] for each in found]
     assert grown == [[(0.0, 1)], [(0.0, 1), (0.6, 1)]]
@@ -90,9 +90,13 @@ def test_layers_of_the_disk_are_refused(small, monkeypatch):
 def test_the_section_of_models_on_the_card_runs(small, monkeypatch):
     monkeypatch.setattr(onchip, "written", small)
     monkeypatch.setattr(onchip, "device_gbps", lambda: 1.0)
-    monkeypatch.setattr(profile, "_grid", lambda *_: ((1, 8), (64, 128)))
+    time_passes, time_plain = LLM.time_passes, LLM.time_plain
+    monkeypatch.setattr(LLM, "time_passes", lambda llm, tree, context, _: time_passes(llm, tree, context, 1))
+    monkeypatch.setattr(LLM, "time_plain", lambda llm, context, _: time_plain(llm, context, 1))
+    monkeypatch.setattr(onchip, "opened", partial(shapes.opened, **FEW_A_PASS))
+    keep_steady(monkeypatch)
     with pretended_card(monkeypatch):
-        found = told(onchip.measure(onchip.Shapes((("llama-2-7b", 9),), 12, (1, 8))))
+        found = told(onchip.measure(onchip.Shapes((("llama-2-7b", 8),), 12, (1, 8))))
     shape = found[-1]["shapes"][0]
     assert shape["floor_s"] > 0 and set(shape["levels"]) == {"1", "8"} and shape["times_faster"] > 0
 
@@ -142,8 +146,16 @@ def test_what_a_section_found_is_kept(code, expected):
     assert run_section([sys.executable, "-c", code], 60) == expected
 
 
-def test_a_section_whose_time_is_over_ends_with_all_it_started(tmp_path):
-    pid = tmp_path / "pid"
+def test_a_section_whose_time_is_over_ends_with_all_it_started(tmp_path, monkeypatch):
+    """It is over when the section has started another process."""
+    pid, wait = tmp_path / "pid", subprocess.Popen.wait
+
+    def waited(process, timeout=None):
+        while timeout and not is_written(pid):
+            assert process.poll() is None
+        return wait(process, timeout and 0.0)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", waited)
     child = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     code = (
         f"import subprocess, sys; print('{{\"a\": 1}}', flush=True); subprocess.run([sys.executable, '-c', {child!r}])"

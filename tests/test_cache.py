@@ -9,6 +9,7 @@ from tiny import feed, open_llm, prefill, prompt_of, random_tree, runner_of
 from offload_rt import ops
 from offload_rt.errors import CapacityError
 from offload_rt.kv.cache import ContiguousCache, KVBuffer, KVBytes, KVCache
+from offload_rt.models.architecture import KVShape
 from offload_rt.tree.topology import Topology
 
 CAPACITY = 96
@@ -92,7 +93,7 @@ def test_a_cache_that_is_full_says_so(runner):
 
 
 class _Sizes:
-    n_layers, n_kv_heads, head_dim = 2, 3, 4
+    kv_shapes = (KVShape(3, 4, 4),) * 2
 
 
 def filled(tokens, capacity):
@@ -175,7 +176,7 @@ class TwoParts(KVCache):
     def nbytes(spec, n_rows, itemsize):
         return KVBytes(device=n_rows * spec.kv_nbytes(itemsize), host=n_rows * spec.kv_nbytes(itemsize))
 
-    def attend(self, layer, start, q, k, v, mask, scale, rotary=None):
+    def attend(self, layer, start, q, k, v, mask, scale, rotary=None, softcap=None, sinks=None):
         n, first = self.n_older, self.n_committed + start
         rows = slice(first, first + len(q))
         q = ops.rotate_and_store(q, k, v, rotary, self.buffer.keys[layer], self.buffer.values[layer], rows)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from pretended_card import CardTensor, _Copies, pretended_card
 from recorded import record
-from tiny import CASES, Steady, feed, generate, prefill, prompt_of, random_tree
+from tiny import CASES, feed, generate, keep_steady, prefill, prompt_of, random_tree
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
@@ -19,14 +19,12 @@ from offload_rt.errors import LinkError, NumericsError
 from offload_rt.executor.cuda_graphs import GraphPass
 from offload_rt.executor.sequence import Sequence
 from offload_rt.offload.memory import MemoryTier
-from offload_rt.speculate.pair_stats import PairStats
 
 
 @pytest.fixture(autouse=True)
 def steady(monkeypatch):
     """Trees that do not depend on the clock, nor on what another test learned."""
-    monkeypatch.setattr(builder, "CostEstimator", lambda *_: Steady())
-    monkeypatch.setattr(PairStats, "load", lambda *_: PairStats())
+    keep_steady(monkeypatch)
 
 
 @pytest.fixture(params=["pretended", "real"])
@@ -77,8 +75,8 @@ def test_greedy_tokens_are_transformers(zoo, card, name, where):
             budget["host_memory"] = least_on_host(directory)
         with on_card(directory, drafter="none", **budget) as llm:
             assert set(llm.plan.tiers) == {"device", {"unpinned": "host"}.get(where, where)}
-            got = llm.generate(prompt_of(0), SamplingParams(max_new_tokens=24))[0].token_ids
-    assert got == zoo.greedy(name, 0)[:24]
+            got = llm.generate(prompt_of(0), SamplingParams(max_new_tokens=12))[0].token_ids
+    assert got == zoo.greedy(name, 0)[:12]
 
 
 @pytest.mark.parametrize(
@@ -92,13 +90,13 @@ def test_every_drafter_and_rule(zoo, card, drafter, rule):
     """One prompt after the other, for what is captured for one ends with it; then two at once."""
     pair, size = zoo.pair("llama", 0), {} if drafter == "none" else {"tree_size": 24}
     with card(), on_card(pair.target, **size, **pair.settings(drafter, rule)) as llm:
-        params = SamplingParams(max_new_tokens=8)
+        params = SamplingParams(max_new_tokens=6)
         found = [llm.generate(prompt_of(seed), params)[0].token_ids for seed in (0, 1)]
         is_sampled = llm.generate(
-            [prompt_of(0), prompt_of(1)], SamplingParams(max_new_tokens=6, temperature=0.8, seed=1)
+            [prompt_of(0), prompt_of(1)], SamplingParams(max_new_tokens=4, temperature=0.8, seed=1)
         )
-    assert found == [generate(pair.model, prompt_of(seed), 8) for seed in (0, 1)]
-    assert [len(one.token_ids) for one in is_sampled] == [6, 6]
+    assert found == [generate(pair.model, prompt_of(seed), 6) for seed in (0, 1)]
+    assert [len(one.token_ids) for one in is_sampled] == [4, 4]
 
 
 @pytest.mark.parametrize("heads", [(4, 2), (4, 4)])

@@ -152,7 +152,7 @@ def test_a_config_that_cannot_be_read_is_refused(
     ("changes", "words"),
     [
         ({"frobnicate": 1}, ["'frobnicate'"]),
-        ({"model_type": "gpt_neox"}, ["'gpt_neox'", "llama"]),
+        ({"model_type": "gpt_new"}, ["'gpt_new'", "transformers"]),
         ({"model_type": None}, ["model_type"]),
         ({"model_type": ["llama"]}, ["model_type"]),
         ({"model_type": "_spec"}, ["'_spec'"]),

@@ -78,20 +78,16 @@ def process(*arguments: str, stdin: str = "", **changes: str) -> subprocess.Comp
     return subprocess.run(command(*arguments), input=stdin.encode(), capture_output=True, env=where, timeout=300)
 
 
-def test_text_goes_to_stdout_and_the_report_to_stderr(model: Path, spoken: Any) -> None:
-    done = process("--model", str(model), *SMALL, "--max-new-tokens", "12", "--prompt", PROMPT)
-    assert done.returncode == 0
-    assert done.stdout.decode() == spoken(max_new_tokens=12).text + "\n"
-    report = done.stderr.decode()
-    assert "12 tokens in" in report and "per pass" in report and "Traceback" not in report
-
-
-def test_quiet_says_nothing_but_the_text_as_far_as_stdout_can_show_it(tmp_path: Path) -> None:
-    model = ["--model", str(speaking_checkpoint(tmp_path, BYTES)), *SMALL]
-    arguments = [*model, "--quiet", "--max-new-tokens", "40", "--prompt-file", "-"]
+def test_text_goes_to_stdout_as_far_as_it_can_show_it_and_the_report_to_stderr(tmp_path: Path) -> None:
+    directory = speaking_checkpoint(tmp_path, BYTES)
+    arguments = ["--model", str(directory), *SMALL, "--max-new-tokens", "40", "--prompt-file", "-"]
     done = process(*arguments, stdin="é", PYTHONIOENCODING="ascii")
-    assert (done.returncode, done.stderr) == (0, b"")
-    assert b"?" in done.stdout
+    with LLM(str(directory), device="cpu", max_model_len=64) as llm:
+        text = llm.generate("é", SamplingParams(max_new_tokens=40))[0].text
+    assert done.returncode == 0 and not text.isascii()
+    assert done.stdout == text.encode("ascii", "replace") + b"\n"
+    report = done.stderr.decode()
+    assert "40 tokens in" in report and "per pass" in report and "Traceback" not in report
 
 
 # The same program inside this process.
@@ -143,7 +139,7 @@ def test_calibrating_is_one_object_of_what_was_found(drafting: list[str], capfd:
     assert list(found) == [item.name for item in fields(Findings)]
     assert len(found["acceptance"]) == N_RANKS and found["acceptance"] == sorted(found["acceptance"], reverse=True)
     assert len(found["widths"]) == len(found["pass_s"]) == len(found["compute_s"])
-    assert found["link_s"] > 0 and min(found["pass_s"]) >= found["link_s"] / 10
+    assert min(found["link_s"], *found["pass_s"]) > 0
     assert (found["sizes"], found["depths"]) == ([1, 8, 16], [2, 4])
     assert np.shape(found["cost"]) == (3, 2) and np.min(found["cost"]) > 0
     n_nodes, n_levels, seconds = found["best"]

@@ -244,7 +244,9 @@ def exact_draws(probs, given, n, independent):
 
 
 @pytest.mark.parametrize("prompt", [[1], [2, 0, 3, 5, 2, 0, 3]], ids=["plain", "with something to copy"])
-@right
+@pytest.mark.parametrize(
+    ("name", "rule"), {rule_of(rule).child_sampling: (name, rule) for name, rule in SAMPLING}.values()
+)
 def test_children_are_drawn_from_their_distribution(small, name, rule, prompt):
     """How many there are, and which are deterministic, is the same whatever is drawn."""
     with open_llm(small.target, draft_model=str(small.draft), max_model_len=64) as llm:
@@ -267,7 +269,7 @@ def test_children_are_drawn_from_their_distribution(small, name, rule, prompt):
     counts = np.append(counts[~rare], counts[rare].sum())
     expected = np.append(expected[~rare], expected[rare].sum())
     keep = expected > 0
-    assert chi_square_p(counts[keep], expected[keep] * counts.sum() / expected[keep].sum()) > 1e-3
+    assert chi_square_p(counts[keep], expected[keep] * counts.sum() / expected[keep].sum()) > 1e-6
 
 
 # What does not work

@@ -3,6 +3,7 @@
 import itertools
 import os
 import random
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -173,19 +174,25 @@ def test_read_parallel_raises_the_first_error_and_starts_nothing_after_it() -> N
 
 def test_no_read_goes_on_after_interrupted_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Future, "result", _interrupted)
+    shutdown, is_given_up = ThreadPoolExecutor.shutdown, threading.Event()
+    begun: list[int] = []
     ended: list[int] = []
 
     def read() -> int:
-        time.sleep(0.1)
+        begun.append(1)
+        assert is_given_up.wait(20)
+        time.sleep(0.02)  # for who would not wait for it
         ended.append(1)
         return 1
 
+    def given_up(pool: ThreadPoolExecutor, *arguments: bool, **how: bool) -> None:
+        is_given_up.set()
+        shutdown(pool, *arguments, **how)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "shutdown", given_up)
     with pytest.raises(KeyboardInterrupt):
         read_parallel([read] * 9, 3)
-    n_ended = len(ended)
-    assert n_ended <= 3
-    time.sleep(0.2)
-    assert len(ended) == n_ended
+    assert len(ended) == len(begun) <= 3
 
 
 def _interrupted(task: Future, timeout: float | None = None) -> None:

@@ -126,7 +126,7 @@ def test_where_the_length_costs_nothing_few_sizes_serve_a_cache_that_grows(zoo, 
     monkeypatch.setattr("offload_rt.executor.cuda_graphs._LEAST_KEYS", 16)
     monkeypatch.setattr(ops, "goes_by_extent", lambda keys: True)
     monkeypatch.setattr(
-        ops, "tree_attention", lambda q, k, v, mask, scale: reference.tree_attention(q, k, v, mask.dense(), scale)
+        ops, "tree_attention", lambda q, k, v, mask, scale, *_: reference.tree_attention(q, k, v, mask.dense(), scale)
     )
     with open_llm(zoo.directory("llama", 0)) as plain, open_llm(zoo.directory("llama", 0)) as graphs:
         runner = runner_of(graphs)

@@ -98,12 +98,11 @@ def test_predictions_of_rows_that_are_never_verified_become_accepted_tokens(tmp_
     assert output.stats.tokens_per_pass > 2
 
 
-@pytest.mark.parametrize("rule", ["match", "traversal"])
-def test_the_joint_distribution_with_rows_that_are_never_verified(tmp_path: Path, rule: str) -> None:
+def test_the_joint_distribution_with_rows_that_are_never_verified(tmp_path: Path) -> None:
     pair = small_pair(tmp_path)
     with open_llm(pair.target, max_model_len=64) as llm:
         drafter = ToyLookahead(DraftParts(DraftLimits(10, 4), Steady(), "without_replacement"))
-        texts = sampled_texts(llm.engine.runner, drafter, rule_of(rule), 10)
+        texts = sampled_texts(llm.engine.runner, drafter, rule_of("match"), 10)
     for found, probs in zip(texts, exact_distributions(pair.model), strict=True):
         assert_distribution(found, probs)
 

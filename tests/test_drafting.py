@@ -128,7 +128,7 @@ def assert_drawn(children, exact):
     common = [one for one in possible if one[1] >= 8]
     rare = np.array([one for one in possible if one[1] < 8]).reshape(-1, 2).sum(0)
     observed, expected = np.array([*common, rare] if rare[1] else common).T
-    assert chi_square_p(observed, expected) > 1e-3
+    assert chi_square_p(observed, expected) > 1e-6
 
 
 def generator():

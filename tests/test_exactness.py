@@ -589,7 +589,7 @@ def test_two_verdicts_in_a_row_are_independent_and_have_the_acceptance_stated(ru
     expected = n_pairs * np.outer(list(acceptance.values()), list(acceptance.values()))
     often = expected >= 5
     rare = counts[~often].sum(), expected[~often].sum()
-    assert chi_square_p(np.append(counts[often], rare[0]), np.append(expected[often], rare[1])) > 1e-3
+    assert chi_square_p(np.append(counts[often], rare[0]), np.append(expected[often], rare[1])) > 1e-6
 
 
 # float32, as in real use.

@@ -9,14 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from pretended_card import pretended_card
-from tiny import CASES, Steady, generate, prompt_of, save_pair
+from tiny import CASES, generate, keep_steady, prompt_of, save_pair
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
-from offload_rt.engine import builder, profile
+from offload_rt.engine import profile
 from offload_rt.engine.memory_plan import READ_BUFFERS
 from offload_rt.offload.disk import ReadSettings
-from offload_rt.speculate.pair_stats import PairStats
 from offload_rt.weights.layout import PAGE
 
 N_NEW = 6
@@ -59,11 +58,9 @@ def pin_at_most(monkeypatch: pytest.MonkeyPatch, n_blocks: int) -> None:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
 
 
-@pytest.mark.parametrize("n_pinned", [100, 2, 0])
-def test_the_host_never_holds_more_than_its_budget(tmp_path, monkeypatch, n_pinned):
-    """From one layer on its way to room for all of them; the draft model is loaded when they are there."""
-    monkeypatch.setattr(builder, "CostEstimator", lambda *_: Steady())
-    monkeypatch.setattr(PairStats, "load", lambda *_: PairStats())
+def test_the_host_never_holds_more_than_its_budget(tmp_path, monkeypatch):
+    """From one layer on its way to room for all of them, pinned or not; the draft model is loaded when they are there."""
+    keep_steady(monkeypatch)
     model, draft = (CASES["llama"].build(0, num_hidden_layers=n) for n in (7, 2))
     pair = save_pair(tmp_path, model, draft)
     wanted, mixes = generate(model, prompt_of(0), N_NEW), set()
@@ -72,7 +69,7 @@ def test_the_host_never_holds_more_than_its_budget(tmp_path, monkeypatch, n_pinn
         with LLM.open(EngineConfig(str(pair.target), **settings)) as unloaded:
             nbytes = unloaded.plan.slot_nbytes
             settings["device_memory"] = unloaded.plan.reserved.total + 4 * nbytes  # three slots and a layer
-        for n_blocks in (1, 5, 9):
+        for n_blocks, n_pinned in ((1, 100), (5, 100), (9, 100), (5, 0), (9, 2), (9, 0)):
             pin_at_most(monkeypatch, n_pinned)
             with monkeypatch.context() as patch:
                 host = CountingHost(patch)

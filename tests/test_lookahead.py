@@ -91,10 +91,9 @@ def tame(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Pat
     return model, folder
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_trees_and_steps_are_those_of_the_published_algorithm(tame: tuple[PreTrainedModel, Path], seed: int) -> None:
+def test_trees_and_steps_are_those_of_the_published_algorithm(tame: tuple[PreTrainedModel, Path]) -> None:
     model, folder = tame
-    prompt, trees = prompt_of(seed, 24, 64), []
+    prompt, trees = prompt_of(0, 24, 64), []
 
     class Recorded(Lookahead):
         def propose(self, sequences: list[Sequence], n_nodes: int) -> list[DraftTree]:

@@ -11,6 +11,7 @@ import pytest
 from checkpoints import llama_config, llama_tensors, write_checkpoint
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from tiny import measure_little
 
 from offload_rt.cli import run
 from offload_rt.errors import CapacityError
@@ -139,6 +140,11 @@ def test_resident_layers_and_layers_of_the_host_are_spread_evenly(n: int, fits: 
 
 
 # The same, from the command line.
+
+
+@pytest.fixture(autouse=True)
+def little(monkeypatch: pytest.MonkeyPatch) -> None:
+    measure_little(monkeypatch)
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import llama_config, llama_tensors, write_checkpoint
+from tiny import measure_little
 
 from offload_rt import LLM
 from offload_rt.cli import plan
@@ -108,10 +109,11 @@ def test_a_layer_waits_for_the_host_only_where_it_launches_more_slowly_than_the_
     assert eager == pytest.approx(by_host if name == "llama-68m" else replayed)
 
 
-def test_products_that_were_timed_are_scaled_by_the_weights_of_a_model() -> None:
+def test_products_that_were_timed_are_scaled_by_the_weights_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     roof = Roof(1e12, 1e11, products=((1, 1e-11), (8, 4e-11), (64, 32e-11)))
     for n_rows, of_a_weight in ((1, 1e-11), (4, 2.2857e-11), (64, 32e-11), (500, 1e-9)):
         assert roof.product_s(10**6, n_rows, 2) == pytest.approx(10**6 * of_a_weight, rel=1e-4)
+    measure_little(monkeypatch)
     measured = measure_roof(torch.float32, torch.device("cpu"))
     seconds = [one for _, one in measured.products]
     assert seconds == sorted(seconds) and seconds[0] > 0 and measured.products[0][0] == 1
@@ -327,7 +329,8 @@ def test_the_table_says_why_and_a_curve_is_drawn(tmp_path: Path, capsys: pytest.
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_this_machine_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+def test_this_machine_is_measured(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    measure_little(monkeypatch)
     models = Path(__file__).resolve().parents[1] / "models"
     arguments = ["--model", str(models / "demo-target"), "--device-memory", "11.5MB", "--max-model-len", "256"]
     found = planned([*arguments, "--draft-model", str(models / "demo-draft"), "--tree-size", "8"], capsys)

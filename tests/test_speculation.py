@@ -20,10 +20,10 @@ from tiny import (
     CASES,
     COMBINATIONS,
     DRAFTERS,
-    Steady,
     byte_level,
     drafter_of,
     generate,
+    keep_steady,
     nearly,
     open_llm,
     prefill,
@@ -32,15 +32,12 @@ from tiny import (
 )
 
 from offload_rt import LLM, SamplingParams
-from offload_rt.engine import builder
-from offload_rt.executor.cost import CostEstimator
 from offload_rt.executor.cuda_graphs import GraphShape
 from offload_rt.executor.runner import Runner
 from offload_rt.executor.sequence import Sequence
 from offload_rt.sampling import draw
 from offload_rt.speculate import tree_drafter
 from offload_rt.speculate.draft_model import DraftState, draft_rows
-from offload_rt.speculate.pair_stats import PairStats
 from offload_rt.speculate.protocols import DraftLimits
 from offload_rt.speculate.select import drafter_type, rule_of
 from offload_rt.speculate.verify import sequoia
@@ -101,14 +98,13 @@ def test_greedy_tokens_of_every_family_are_transformers(zoo, texts, name):
 
 @pytest.fixture(autouse=True)
 def steady(monkeypatch):
-    """An LLM grows its trees as if passes were slow and drafting cheap, on any machine, and knows nothing of others."""
-    monkeypatch.setattr(builder, "CostEstimator", lambda *_: Steady())
-    monkeypatch.setattr(PairStats, "load", lambda *_: PairStats())
+    """No tree depends on the clock."""
+    keep_steady(monkeypatch)
 
 
 def test_trees_that_suit_the_machine_change_no_token(zoo, texts, monkeypatch):
     """Their size follows the clock, and may be anything."""
-    monkeypatch.setattr(builder, "CostEstimator", CostEstimator)
+    monkeypatch.undo()
     pair = zoo.pair("llama", 0)
     for drafter in DRAFTERS:
         with LLM(str(pair.target), device="cpu", max_model_len=256, **pair.settings(drafter)) as llm:
@@ -143,16 +139,16 @@ def test_a_temperature_close_to_zero_is_zero(zoo, texts, rule):
     """However close: the draft's distribution must not overflow either."""
     pair = zoo.pair("llama", 0)
     with open_llm(pair.target, max_model_len=256, tree_size=24, **pair.settings("adaptive_tree", rule)) as llm:
-        for temperature in (1e-4, 1e-40):
-            params = [SamplingParams(max_new_tokens=n, temperature=temperature, seed=1) for n in LENGTHS]
-            assert [one.token_ids for one in llm.generate(PROMPTS, params)] == texts("llama")
+        several = zip(LENGTHS, (1e-4, 1e-40) * 2, strict=True)
+        params = [SamplingParams(max_new_tokens=n, temperature=temperature, seed=1) for n, temperature in several]
+        assert [one.token_ids for one in llm.generate(PROMPTS, params)] == texts("llama")
 
 
 def test_another_draft_changes_no_token(zoo, texts):
     """One that is right by chance alone, of another family, in another dtype."""
     draft = zoo.directory("qwen3", 5, torch.bfloat16)
     pair = zoo.pair("llama", 0)
-    for drafter in MODEL_DRAFTERS:
+    for drafter in TREES:
         with open_llm(pair.target, max_model_len=256, tree_size=24, draft_model=str(draft), drafter=drafter) as llm:
             assert_greedy(llm, texts("llama"))
 
@@ -181,12 +177,24 @@ def assert_exact(texts, distributions):
         assert_distribution(found, probs)
 
 
-# That coupled texts do not depend on the drafter is shown token for token, in test_coupled.py.
-JOINT = [
-    (name, rule)
-    for name, rule in COMBINATIONS
-    if name in (*WITHOUT_MODEL, *TREES) and (rule != "coupled" or name == "dynamic_tree")
-]
+@pytest.mark.parametrize("drafter", [*WITHOUT_MODEL, "dynamic_tree"])
+def test_texts_of_match_are_those_of_plain_decoding(small, small_llm, drafter):
+    """Token for token, since it draws once for each, and these drafters draw nothing."""
+    several = [
+        SamplingParams(max_new_tokens=12, seed=seed, temperature=(0.4, 0.8, 1.3)[seed % 3]) for seed in range(15)
+    ]
+
+    def texts(built, n_nodes):
+        sequences = [Sequence([1, 2, 0] * (1 + i % 3), params, 64) for i, params in enumerate(several)]
+        return run_together(small_llm.engine.runner, built, rule_of("match"), sequences, n_nodes)
+
+    plain = texts(drafter_of(small_llm, "none", "match", DraftLimits(1, 1)), 1)
+    assert texts(drafter_of(small_llm, drafter, "match", DraftLimits(6, 4, fixed_size=True)), 6) == plain
+
+
+# Where random numbers are spent otherwise than in plain decoding. Texts of `coupled` are the same too: test_coupled.py.
+JOINT = [(name, rule) for name, rule in COMBINATIONS if name == "static_tree" and rule != "coupled"]
+JOINT += [("dynamic_tree", "coupled")]
 
 
 @pytest.mark.parametrize(("name", "rule"), JOINT)
@@ -239,7 +247,7 @@ def test_the_check_of_the_distribution_finds_a_wrong_rule(small_llm, distributio
 
 
 @pytest.mark.parametrize(("vocabulary", "depth"), [("four tokens", None), ("four tokens", 2), ("128 tokens", None)])
-@pytest.mark.parametrize("size", [1, 2, 3, 8, 128])
+@pytest.mark.parametrize("size", [1, 2, 8, 128])
 def test_every_size_and_length_runs_and_is_plain_decoding_at_temperature_zero(
     zoo, small, small_llm, wide_llm, vocabulary, size, depth
 ):
@@ -444,8 +452,10 @@ def with_config(pair, folder, **changes):
     return folder
 
 
-@pytest.mark.parametrize("n_positions", [64, 33, 8, 1])
-@pytest.mark.parametrize("drafter", ["dynamic_tree", "static_tree"])
+@pytest.mark.parametrize(
+    ("drafter", "n_positions"),
+    [("dynamic_tree", 64), ("dynamic_tree", 8), ("static_tree", 33), ("static_tree", 1)],
+)
 def test_a_draft_with_a_shorter_context_goes_on(zoo, tmp_path, monkeypatch, drafter, n_positions):
     """It sees a window that moves on; what it drafts is still worth something where the window is not too short."""
     pair, seen, start = zoo.pair("llama", 0), [], DraftState.start
@@ -466,7 +476,7 @@ def test_a_draft_with_a_shorter_context_goes_on(zoo, tmp_path, monkeypatch, draf
 
 
 @pytest.mark.parametrize("n_more", [-24, 40])
-@pytest.mark.parametrize("temperature", [0.0, 0.05, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_draft_with_a_vocabulary_padded_otherwise(tmp_path, n_more, temperature):
     """Tokens that only one of them has, which the tokenizer has not: the target may say them, the draft may not."""
     tokenizer = byte_level()
@@ -477,7 +487,7 @@ def test_a_draft_with_a_vocabulary_padded_otherwise(tmp_path, n_more, temperatur
     pair = save_pair(tmp_path, model, draft, tokenizer)
     prompts = [[*prompt_of(0, 9), n + 31, 5], [n + 30, n + 31], prompt_of(1, 20)]
     params = SamplingParams(max_new_tokens=30, temperature=temperature, seed=1)
-    for drafter in MODEL_DRAFTERS:
+    for drafter in TREES:
         with open_llm(pair.target, max_model_len=256, tree_size=48, **pair.settings(drafter)) as llm:
             got = llm.generate(prompts, params)
         assert all(one.stats.n_passes < 30 for one in got), "nothing was accepted"

@@ -26,7 +26,7 @@ from offload_rt.executor.sequence import Sequence as TokenSequence
 from offload_rt.speculate.protocols import Drafter, VerificationRule
 from offload_rt.system.trace import Trace
 
-N_NEW, N_DRAWS, VOCABULARY = 3, 700, 4
+N_NEW, N_DRAWS, VOCABULARY = 3, 500, 4
 # The second has something to copy: its last three tokens stood there before.
 PROMPTS = ([1], [2, 0, 1, 3, 2, 0, 1])
 PARAMS = ({"temperature": 0.8}, {"temperature": 0.8, "top_p": 0.9})
@@ -109,4 +109,4 @@ def assert_distribution(texts: Iterable[Sequence[int]], probs: np.ndarray) -> No
     expected = np.append(expected[~rare], expected[rare].sum())
     keep = expected > 0
     assert keep.sum() > 10, "too few texts to tell distributions apart"
-    assert chi_square_p(observed[keep], expected[keep]) > 1e-3
+    assert chi_square_p(observed[keep], expected[keep]) > 1e-6

@@ -4,10 +4,12 @@ import copy
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
@@ -26,12 +28,14 @@ from transformers import (
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
+from offload_rt.engine import builder, profile
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.scheduler import Scheduler
 from offload_rt.executor.runner import Runner, Step
 from offload_rt.executor.sequence import Sequence as TokenSequence
 from offload_rt.kv.sparse import LEAST_BUDGET
 from offload_rt.speculate.draft_model import DraftModel, SelfDraftModel
+from offload_rt.speculate.pair_stats import PairStats
 from offload_rt.speculate.protocols import Drafter, DraftLimits, DraftParts, VerificationRule
 from offload_rt.speculate.select import drafter_type, rule_of
 from offload_rt.speculate.verify.match import Match
@@ -167,6 +171,19 @@ class Steady:
 
     def drafted(self, n_levels: int, seconds: float) -> None:
         """Learns nothing."""
+
+
+def keep_steady(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An LLM grows its trees as if passes were slow and drafting cheap, on any machine: it times none and knows no pair."""
+    monkeypatch.setattr(profile, "pass_profile", lambda *_: None)
+    monkeypatch.setattr(builder, "CostEstimator", lambda *_: Steady())
+    monkeypatch.setattr(PairStats, "load", lambda *_: PairStats())
+
+
+def measure_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine is measured in a moment: by a matrix that caches hold, and one layer of the disk."""
+    monkeypatch.setattr(profile, "beyond_caches", lambda device: 4 << 20)
+    monkeypatch.setattr(profile, "link_gbps", partial(profile.link_gbps, seconds=0.0))
 
 
 class Zoo:

@@ -163,7 +163,8 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting
     except BaseException:
         disk.close()
         raise
-    notices = (_notice(config.device, device), checkpoint.format.notice, link.notice, _kv_notice(memory.plan))
+    of_weights = checkpoint.format.notice, checkpoint.spec.notice, link.notice
+    notices = (_notice(config.device, device), *of_weights, _kv_notice(memory.plan))
     return EnginePlan(
         memory.plan, memory.limits, memory.max_model_len, memory.cache_rows, memory.view_rows,
         checkpoint, drafting, device, dtype, disk, link,

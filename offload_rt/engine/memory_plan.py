@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from offload_rt.config import EngineConfig, format_size
-from offload_rt.errors import CapacityError
+from offload_rt.errors import CapacityError, UnsupportedModelError
 from offload_rt.executor.runner import CHUNK_ROWS
 from offload_rt.kv.cache import ContiguousCache, KVBytes
 from offload_rt.kv.host import KVSplit, RowFormat
@@ -117,6 +117,9 @@ def plan_memory(
     """
     memory = _Memory(config, *models, dtype, budget, drafting.view_rows)
     target, limit, asked = memory.target, memory.target.spec.max_positions, config.max_model_len
+    if drafting.view_rows and not memory.target.spec.is_native:
+        problem = f"a model of type {memory.target.spec.family} cannot draft for itself"
+        raise UnsupportedModelError(problem, change="take another --drafter")
     if asked is not None and asked > limit:
         raise CapacityError("--max-model-len", need=str(asked), have=f"a model of {limit} positions", change="lower it")
     shortest = asked or min(_SHORTEST_CONTEXT, limit)
@@ -172,6 +175,8 @@ class _Memory:
         """Whether all keys and values are on the device: where they may and can, or where nothing would take less."""
         whole, most = self.whole(max_len, n_nodes), self.config.kv_nbytes
         may = most is None or whole.cache <= most
+        if not self.target.spec.is_native:  # caches beyond the device, and views of a cache, know its attention alone
+            return True
         return (may and self._least(whole) <= self.budget.device) or (
             whole.cache <= self.divided(max_len, n_nodes).cache
         )

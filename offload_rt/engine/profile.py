@@ -206,7 +206,8 @@ def compute_times(runner: Runner, n_rows: int, max_context: int) -> ComputeTimes
 def _seconds_of_a_pass(runner: Runner, block: LayerView, cache: int, width: int, context: int) -> float:
     """Seconds of a pass for which no layer is waited: one that is replayed, or all layers, each as slow as this one."""
     runner.assume_context(cache, context)
-    step = Step(cache, torch.zeros(width, dtype=torch.int64), Topology.chain(width), width, context)
+    # Different tokens, which a mixture sends to different experts.
+    step = Step(cache, torch.arange(width) % runner.spec.vocab_size, Topology.chain(width), width, context)
     if not runner.replays(step):
         return _seconds_layer_by_layer(runner, block, step)
     moments = []
@@ -220,10 +221,9 @@ def _seconds_of_a_pass(runner: Runner, block: LayerView, cache: int, width: int,
 @torch.inference_mode()
 def _seconds_layer_by_layer(runner: Runner, block: LayerView, step: Step) -> float:
     """Seconds of all layers, each as slow as this one, and of the head."""
-    hidden = torch.zeros(step.n_rows, runner.spec.hidden_size, dtype=runner.dtype, device=runner.device)
     best = [float("inf"), float("inf")]
     for _ in range(_REPEATS):
-        _, chunks = runner.upload([step])
+        hidden, chunks = runner.embed(*runner.upload([step]))
         moments = [_now(runner)]
         runner.layer(block, hidden, chunks)
         moments.append(_now(runner))

@@ -157,7 +157,7 @@ class GraphPass:
         """Embedding, layers and head; writes the rows of the cache and the logits."""
         model, non_layer = self._model.spec, self._model.non_layer
         self._mask = replace(self._inputs.mask)  # what the reference makes of a mask is part of what is captured
-        hidden = model.embed(non_layer, self._inputs.ids)
+        hidden, _ = model.embed(non_layer, self._inputs.ids, self.row_inputs)
         keep_tapped(self._model.taps, self._tapped, hidden, 0)
         for i, weights in enumerate(self._model.layers):
             hidden = model.layer(i, weights, hidden, self)
@@ -165,11 +165,13 @@ class GraphPass:
         self._logits.copy_(model.head(non_layer, hidden))
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *,
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, *,
         scale: float, window: int | None = None, rotary: tuple[Tensor, Tensor] | None = None,
+        softcap: float | None = None, sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """See `PassContext.attend`."""
-        return self._buffer.attend(layer, self._inputs.rows, q, k, v, self._mask.within(window), scale, rotary)
+        mask, more = self._mask.within(window), (softcap, sinks)
+        return self._buffer.attend(layer, self._inputs.rows, q, k, v, mask, scale, rotary, *more)
 
 
 class _Reduction:

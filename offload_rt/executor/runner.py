@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,18 +95,20 @@ class Chunk:
     rows: slice
     segments: tuple[_Segment, ...]
     masks: tuple[ops.TreeMask, ...]
-    row_inputs: tuple[Tensor, ...]
+    row_inputs: tuple[Any, ...]
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *,
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, *,
         scale: float, window: int | None = None, rotary: tuple[Tensor, Tensor] | None = None,
+        softcap: float | None = None, sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """See `PassContext.attend`."""
         outs = []
         for one, mask in zip(self.segments, self.masks, strict=True):
             rows = one.rows
             turn = None if rotary is None else (rotary[0][rows], rotary[1][rows])
-            outs.append(one.cache.attend(layer, one.start, q[rows], k[rows], v[rows], mask.within(window), scale, turn))
+            qkv = (q[rows], None if k is None else k[rows], None if v is None else v[rows])
+            outs.append(one.cache.attend(layer, one.start, *qkv, mask.within(window), scale, turn, softcap, sinks))
         return torch.cat(outs) if len(outs) > 1 else outs[0]
 
     @property
@@ -160,7 +163,8 @@ class Runner:
         if len(steps) == 1 and self.replays(steps[0]):
             return [self._replay(steps[0])]
         ids, chunks = self.upload(steps)
-        hidden = self._embed(ids, steps)
+        hidden, chunks = self.embed(ids, chunks)
+        hidden = self._joined(hidden, steps)
         tapped = hidden.new_empty(len(hidden), len(self.taps), hidden.shape[1])
         keep_tapped(self.taps, tapped, hidden, 0)
         with self._bring_rows(chunks), closing(self.streamer.sweep()) as sweep:
@@ -173,8 +177,8 @@ class Runner:
             logits = self.logits(hidden, steps)
         return [step.reduce(rows) if step.reduce else rows for step, rows in zip(steps, logits, strict=True)]
 
-    def _embed(self, ids: Tensor, steps: Sequence[Step]) -> Tensor:
-        x, states = self.spec.embed(self.non_layer, ids), [step.states for step in steps if step.states is not None]
+    def _joined(self, x: Tensor, steps: Sequence[Step]) -> Tensor:
+        states = [step.states for step in steps if step.states is not None]
         if not states:
             return x
         assert isinstance(self.spec, HeadDecoder), "only rows of a head have hidden states beside them"
@@ -205,7 +209,7 @@ class Runner:
 
         seconds  spent at most, beside one pass, on capturing those that are likely to come
         """
-        if self.kv is not ContiguousCache:
+        if self.kv is not ContiguousCache or not self.spec.is_native:
             return
         model = ResidentModel(self.spec, self.resident_layers(), self.non_layer, self.taps)
         new_buffer = partial(KVBuffer.empty, self.spec, dtype=self.dtype, device=self.device)
@@ -241,6 +245,12 @@ class Runner:
             out = self._graphs.forward(cache.buffer, inputs, step.reduce)[step.n_rows - step.n_wanted :]
         self.tapped = (self._graphs.tapped[: step.n_rows],)
         return out
+
+    def embed(self, ids: Tensor, chunks: Sequence[Chunk]) -> tuple[Tensor, list[Chunk]]:
+        """Hidden states (n, hidden_size) of the tokens ids (n,), and the chunks with what the layers need of their rows."""
+        parts = [self.spec.embed(self.non_layer, ids[one.rows], one.row_inputs) for one in chunks]
+        hidden = parts[0][0] if len(parts) == 1 else torch.cat([part for part, _ in parts])
+        return hidden, [replace(one, row_inputs=inputs) for one, (_, inputs) in zip(chunks, parts, strict=True)]
 
     def layer(self, block: LayerView, hidden: Tensor, chunks: Sequence[Chunk]) -> None:
         """One layer on all rows, in place: hidden (n, hidden_size)."""

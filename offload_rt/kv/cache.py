@@ -11,7 +11,7 @@ from torch import Tensor
 
 from offload_rt import ops
 from offload_rt.errors import CapacityError
-from offload_rt.models.architecture import Architecture
+from offload_rt.models.architecture import Architecture, KVShape
 
 
 @dataclass(frozen=True)
@@ -45,16 +45,17 @@ class KVCache(ABC):
 
     @abstractmethod
     def attend(
-        self, layer: int, start: int, q: Tensor, k: Tensor, v: Tensor, mask: ops.TreeMask, scale: float,
-        rotary: tuple[Tensor, Tensor] | None = None,
+        self, layer: int, start: int, q: Tensor, k: Tensor | None, v: Tensor | None, mask: ops.TreeMask, scale: float,
+        rotary: tuple[Tensor, Tensor] | None = None, softcap: float | None = None, sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Keep keys and values of pending rows [start, start + n); attention of these rows.
 
         q       (n, n_heads, head_dim)
-        k, v    (n, n_kv_heads, head_dim)
+        k, v    (n, n_kv_heads, head_dim); None: they are there already
         mask    what they look at among the n_committed + start + n first rows
         rotary  cosines and sines (n, head_dim) each, by which q and k are rotated first; None: not at all
-        Returns (n, n_heads, head_dim).
+        softcap, sinks  see `PassContext.attend`
+        Returns (n, n_heads, head_dim of v).
         """
 
     @abstractmethod
@@ -135,16 +136,23 @@ class KVCache(ABC):
 
 @dataclass(frozen=True, eq=False)
 class KVBuffer:
-    """Memory for keys and values, each (n_layers, n_kv_heads, capacity, head_dim)."""
+    """Memory for keys and values, each (n_layers, n_kv_heads, capacity, head_dim); those of values may be narrower."""
 
     keys: Tensor
     values: Tensor
 
     @classmethod
     def empty(cls, model: Architecture, capacity: int, dtype: torch.dtype, device: torch.device) -> "KVBuffer":
-        """Uninitialised memory."""
-        shape = (model.n_layers, model.n_kv_heads, capacity, model.head_dim)
-        return cls(*(torch.empty(shape, dtype=dtype, device=device) for _ in range(2)))
+        """Uninitialised memory for a model whose layers are all of one shape."""
+        return cls.of_shapes(model.kv_shapes, capacity, dtype, device)
+
+    @classmethod
+    def of_shapes(
+        cls, shapes: Sequence[KVShape], capacity: int, dtype: torch.dtype, device: torch.device
+    ) -> "KVBuffer":
+        """Uninitialised memory for layers of these shapes, which are all the same."""
+        n_heads, *dims = shapes[0]
+        return cls(*(torch.empty(len(shapes), n_heads, capacity, dim, dtype=dtype, device=device) for dim in dims))
 
     @property
     def capacity(self) -> int:
@@ -152,13 +160,15 @@ class KVBuffer:
         return self.keys.shape[2]
 
     def attend(
-        self, layer: int, rows: slice | Tensor, q: Tensor, k: Tensor, v: Tensor, mask: ops.TreeMask, scale: float,
-        rotary: tuple[Tensor, Tensor] | None = None,
+        self, layer: int, rows: slice | Tensor, q: Tensor, k: Tensor | None, v: Tensor | None, mask: ops.TreeMask,
+        scale: float, rotary: tuple[Tensor, Tensor] | None = None, softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Write k and v to `rows`; attention of q to the first mask.n_keys rows. Shapes as in `KVCache.attend`."""
         keys, values, n = self.keys[layer], self.values[layer], mask.n_keys
-        q = ops.rotate_and_store(q, k, v, rotary, keys, values, rows)
-        return ops.tree_attention(q, keys[:, :n], values[:, :n], mask, scale)
+        if k is not None and v is not None:
+            q = ops.rotate_and_store(q, k, v, rotary, keys, values, rows)
+        return ops.tree_attention(q, keys[:, :n], values[:, :n], mask, scale, softcap, sinks)
 
     def rows(self, layer: int, indices: Tensor) -> tuple[Tensor, Tensor]:
         """See `KVCache.rows`."""
@@ -168,16 +178,25 @@ class KVBuffer:
 
 
 class ContiguousCache(KVCache):
-    """All rows in one buffer on the device that computes."""
+    """All rows in one buffer on the device that computes, or in one for all layers of the same shape.
 
-    def __init__(self, buffer: KVBuffer) -> None:
+    more  buffers besides the first, and for each layer its buffer and its number there
+    """
+
+    def __init__(self, buffer: KVBuffer, *more: KVBuffer, places: Sequence[tuple[int, int]] = ()) -> None:
         super().__init__(buffer.capacity)
         self.buffer = buffer
+        self._buffers, self._places = (buffer, *more), places
 
     @classmethod
     def empty(cls, model: Architecture, capacity: int, dtype: torch.dtype, device: torch.device) -> Self:
         """A cache without tokens, with room for `capacity` rows."""
-        return cls(KVBuffer.empty(model, capacity, dtype, device))
+        shapes, places = list(dict.fromkeys(model.kv_shapes)), list[tuple[int, int]]()
+        for shape in model.kv_shapes:
+            n = shapes.index(shape)
+            places.append((n, sum(one == n for one, _ in places)))
+        of_shape = (tuple(one for one in model.kv_shapes if one == shape) for shape in shapes)
+        return cls(*(KVBuffer.of_shapes(one, capacity, dtype, device) for one in of_shape), places=places)
 
     @staticmethod
     def nbytes(model: Architecture, n_rows: int, itemsize: int) -> KVBytes:
@@ -185,17 +204,21 @@ class ContiguousCache(KVCache):
         return KVBytes(device=n_rows * model.kv_nbytes(itemsize))
 
     def attend(
-        self, layer: int, start: int, q: Tensor, k: Tensor, v: Tensor, mask: ops.TreeMask, scale: float,
-        rotary: tuple[Tensor, Tensor] | None = None,
+        self, layer: int, start: int, q: Tensor, k: Tensor | None, v: Tensor | None, mask: ops.TreeMask, scale: float,
+        rotary: tuple[Tensor, Tensor] | None = None, softcap: float | None = None, sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Write k and v behind the rows there are, and attend to all of them."""
         first = self.n_held + start
-        return self.buffer.attend(layer, slice(first, first + len(q)), q, k, v, mask, scale, rotary)
+        n, layer = self._places[layer] if self._places else (0, layer)
+        rows = slice(first, first + len(q))
+        return self._buffers[n].attend(layer, rows, q, k, v, mask, scale, rotary, softcap, sinks)
 
     def move(self, rows: Sequence[int], first: int) -> None:
         """Move rows in place."""
-        ops.commit_rows(self.buffer.keys, self.buffer.values, torch.tensor(rows), first)
+        for buffer in self._buffers:
+            ops.commit_rows(buffer.keys, buffer.values, torch.tensor(rows), first)
 
     def rows(self, layer: int, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Gathered from the buffer."""
-        return self.buffer.rows(layer, indices)
+        n, layer = self._places[layer] if self._places else (0, layer)
+        return self._buffers[n].rows(layer, indices)

@@ -58,12 +58,13 @@ class ChosenCache(SparseCache):
         self._is_choosing = False
 
     def attend(
-        self, layer: int, start: int, q: Tensor, k: Tensor, v: Tensor, mask: ops.TreeMask, scale: float,
-        rotary: tuple[Tensor, Tensor] | None = None,
+        self, layer: int, start: int, q: Tensor, k: Tensor | None, v: Tensor | None, mask: ops.TreeMask, scale: float,
+        rotary: tuple[Tensor, Tensor] | None = None, softcap: float | None = None, sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """To the rows here; to all of the source while it is chosen among them."""
         if not self._is_choosing:
-            return super().attend(layer, start, q, k, v, mask, scale, rotary)
+            return super().attend(layer, start, q, k, v, mask, scale, rotary, softcap, sinks)
+        assert k is not None and v is not None and (softcap, sinks) == (None, None), "the plan is for native models"
         first, stop = self.n_kept, self.n_kept + start + len(q)
         own = self.buffer.keys[layer], self.buffer.values[layer]
         q = ops.rotate_and_store(q, k, v, rotary, *own, slice(first + start, stop))

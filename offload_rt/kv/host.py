@@ -253,10 +253,11 @@ class HostCache(KVCache):
             first = (i + 1) * size
 
     def attend(
-        self, layer: int, start: int, q: Tensor, k: Tensor, v: Tensor, mask: ops.TreeMask, scale: float,
-        rotary: tuple[Tensor, Tensor] | None = None,
+        self, layer: int, start: int, q: Tensor, k: Tensor | None, v: Tensor | None, mask: ops.TreeMask, scale: float,
+        rotary: tuple[Tensor, Tensor] | None = None, softcap: float | None = None, sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Write k and v behind the rows there are; attend to what is on the device and to each block that comes."""
+        assert k is not None and v is not None and (softcap, sinks) == (None, None), "the plan is for native models"
         if self._staged is None:
             keys, values, shift = self._buffer.keys[layer], self._buffer.values[layer], self._shift
         else:

@@ -1,10 +1,10 @@
 """What the rest of the package asks of a model, whatever its layers look like."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
-from typing import NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -17,8 +17,31 @@ class TensorShape(NamedTuple):
     shape: tuple[int, ...]
 
 
+class Part(NamedTuple):
+    """A tensor of a checkpoint, or `n_rows` of its rows from `first` on; 0: all."""
+
+    name: str
+    first: int = 0
+    n_rows: int = 0
+
+
+class KVShape(NamedTuple):
+    """Heads of the keys and values of a layer, and the numbers of each head."""
+
+    n_heads: int
+    k_dim: int
+    v_dim: int
+
+
 class LayerWeights(Protocol):
     """The weights of one layer, or those outside the layers, however they are stored."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the computation."""
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """The tensor `name`, which is not quantised, in `dtype`; None: that of the computation."""
 
     def vector(self, name: str) -> Tensor:
         """The one-dimensional `<name>.weight`, of a norm, in the dtype of the computation."""
@@ -38,19 +61,23 @@ class PassContext(Protocol):
     """What a layer sees of the pass under way."""
 
     @property
-    def row_inputs(self) -> tuple[Tensor, ...]:
-        """What `Architecture.row_inputs` gave for the rows of x, on the device."""
+    def row_inputs(self) -> tuple[Any, ...]:
+        """What `Architecture.embed` gave beside x."""
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *,
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, *,
         scale: float, window: int | None = None, rotary: tuple[Tensor, Tensor] | None = None,
+        softcap: float | None = None, sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Keep k and v (n, n_kv_heads, head_dim) of these rows in the cache and return the output of attention.
 
         q       (n, n_heads, head_dim)
+        k, v    None: those of the rows are there, of an earlier call with this `layer`
         window  how many positions back a row sees, itself included; None: all of them
         rotary  cosines and sines (n, head_dim) each, by which q and k are rotated first; None: they are as they should be
-        Returns (n, n_heads, head_dim).
+        softcap scores s become softcap * tanh(s / softcap)
+        sinks   (n_heads,) a score of each head that takes part in the softmax and stands for no value
+        Returns (n, n_heads, head_dim of v).
         """
 
 
@@ -58,11 +85,16 @@ class PassContext(Protocol):
 class Architecture(ABC):
     """A decoder-only model: its sizes, its tensors, and what it computes.
 
-    n_kv_heads, head_dim  of the keys and values that `attend` keeps
+    n_kv_heads, head_dim  of the keys and values that `attend` keeps, in its first layer
     dtype_name            the config's dtype; None where it names none
     taps                  of a head that drafts by the hidden states of its target: after how many layers it takes them;
                           empty for a model of its own
     """
+
+    # What the user should know of how it is run.
+    notice: ClassVar[str] = ""
+    # Whether a layer does the same for the same shapes, so that a pass can be captured, and its attention is plain.
+    is_native: ClassVar[bool] = True
 
     family: str
     dtype_name: str | None
@@ -73,6 +105,18 @@ class Architecture(ABC):
     head_dim: int
     max_positions: int
     taps: tuple[int, ...] = field(default=(), kw_only=True)
+
+    def of_checkpoint(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Self, Mapping[str, Part]]:
+        """This model as a checkpoint stores it whose tensors have these shapes, and where the tensors it names lie in there.
+
+        Raises UnsupportedModelError where tensors would have to be converted.
+        """
+        return self, {name: Part(name) for name in shapes}
+
+    @property
+    def kv_shapes(self) -> tuple[KVShape, ...]:
+        """Of each layer of the cache, by the numbers that `attend` is called with."""
+        return (KVShape(self.n_kv_heads, self.head_dim, self.head_dim),) * self.n_layers
 
     @abstractmethod
     def layer_prefix(self, i: int) -> str:
@@ -99,8 +143,13 @@ class Architecture(ABC):
         """
 
     @abstractmethod
-    def embed(self, weights: LayerWeights, ids: Tensor) -> Tensor:
-        """Tokens (n,) to hidden states (n, hidden_size)."""
+    def embed(
+        self, weights: LayerWeights, ids: Tensor, row_inputs: tuple[Tensor, ...]
+    ) -> tuple[Tensor, tuple[Any, ...]]:
+        """Tokens (n,) to hidden states (n, hidden_size), and what the layers need to know of these rows besides.
+
+        row_inputs  what the method of this name gave, on the device
+        """
 
     @abstractmethod
     def layer(self, i: int, weights: LayerWeights, x: Tensor, context: PassContext) -> Tensor:
@@ -120,7 +169,7 @@ class Architecture(ABC):
 
     def kv_nbytes(self, itemsize: int) -> int:
         """Bytes of one cached token over all layers."""
-        return 2 * self.n_layers * self.n_kv_heads * self.head_dim * itemsize
+        return sum(one.n_heads * (one.k_dim + one.v_dim) for one in self.kv_shapes) * itemsize
 
     @abstractmethod
     def scratch_nbytes(self, n_rows: int, n_logits: int, itemsize: int) -> int:

@@ -52,7 +52,9 @@ def spec_of(raw: dict[str, Any]) -> Architecture:
     kind = raw.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
-        raise UnsupportedModelError(f"config.json: model_type {kind!r} is not supported", have=", ".join(FAMILIES))
+        from offload_rt.models import transformers  # takes a second, for the models that need it
+
+        return transformers.spec_of(raw)
     named = raw.get("architectures")
     if named not in (None, [family.architecture]):
         raise UnsupportedModelError(f"config.json: architecture {named!r} is not supported", need=family.architecture)

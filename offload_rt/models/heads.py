@@ -35,6 +35,15 @@ class HeadWeights(LayerWeights):
     def _with(self, name: str) -> LayerWeights:
         return self.own if f"{name}.weight" in self.names else self.target
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """See `LayerWeights`."""
+        return self.own.dtype
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """See `LayerWeights`."""
+        return (self.own if name in self.names else self.target).tensor(name, dtype)
+
     def vector(self, name: str) -> Tensor:
         """See `LayerWeights`."""
         return self._with(name).vector(name)

@@ -77,9 +77,11 @@ class NativeDecoder(Architecture):
         """Cosines and sines, each (n, head_dim)."""
         return self.rope.cos_sin(positions, lengths, dtype)
 
-    def embed(self, weights: LayerWeights, ids: Tensor) -> Tensor:
+    def embed(
+        self, weights: LayerWeights, ids: Tensor, row_inputs: tuple[Tensor, ...]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Rows of the embedding."""
-        return weights.rows(ids, EMBED)
+        return weights.rows(ids, EMBED), row_inputs
 
     def layer(self, i: int, weights: LayerWeights, x: Tensor, context: PassContext) -> Tensor:
         """Attention and MLP, each on a norm of the residual stream and added to it."""

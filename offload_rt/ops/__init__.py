@@ -68,22 +68,30 @@ def _in_vectors(*tensors: Tensor) -> bool:
     )  # fmt: skip
 
 
-def tree_attention(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: float) -> Tensor:
+def tree_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: float, softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Attention of the rows of a tree to the keys before it, to their ancestors and to themselves.
 
-    q     (n, heads, head_dim)
-    k, v  (kv_heads, mask.n_keys, head_dim), heads a multiple of kv_heads; finite numbers where there is no key
-    Returns (n, heads, head_dim).
+    q      (n, heads, head_dim)
+    k, v   (kv_heads, mask.n_keys, head_dim), heads a multiple of kv_heads; finite numbers where there is no key;
+           those of v may be of another width
+    sinks  (heads,) a score of each head that takes part in the softmax and stands for no value; None: there is none
+    Returns (n, heads, head_dim of v).
     """
-    if goes_by_extent(q):
-        return partial_attention(q, k, v, mask, scale)[0]
+    if sinks is not None or softcap is not None or goes_by_extent(q):
+        out, lse = partial_attention(q, k, v, mask, scale, softcap)
+        return out if sinks is None else out * (lse - sinks).sigmoid()[..., None].to(out.dtype)
     return reference.tree_attention(q, k, v, mask.dense(), scale)
 
 
-def partial_attention(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: float) -> tuple[Tensor, Tensor]:
+def partial_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: float, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """`tree_attention` to a part of the keys, and the log-sum-exp (n, heads) by which `merge` joins it with other parts."""
-    if not goes_by_extent(q):
-        return reference.partial_attention(q, k, v, mask.dense(), scale)
+    if softcap is not None or not goes_by_extent(q) or q.shape[-1] != v.shape[-1]:
+        return reference.partial_attention(q, k, v, mask.dense(), scale, softcap)
     tensors = mask.bits, mask.depths, mask.key_depths, mask.extent
     out, lse = extension.kernels().tree_attention(q, k, v, *tensors, mask.window or 0, scale)
     return out, lse
@@ -96,7 +104,11 @@ def goes_by_extent(x: Tensor) -> bool:
 
 def commit_rows(keys: Tensor, values: Tensor, rows: Tensor, first: int) -> None:
     """Move rows `first + rows`, of the host, of a cache to `first` and on, in place; see the reference."""
-    if extension.serves(keys) and keys.shape[3] * keys.element_size() % _VECTOR_BYTES == 0:
+    if (
+        extension.serves(keys)
+        and keys.shape == values.shape
+        and keys.shape[3] * keys.element_size() % _VECTOR_BYTES == 0
+    ):
         extension.kernels().commit_rows(keys, values, rows, first)
     else:
         reference.commit_rows(keys, values, to_device([rows], keys.device)[0], first)

@@ -1,8 +1,13 @@
 """What each op means, in plain torch."""
 
+from itertools import repeat
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+# Scores that lie in memory at once, some 64 MiB with what is made of them.
+_MOST_SCORES = 4 << 20
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -92,16 +97,26 @@ def one_row_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return (weights @ v.float()).view(q.shape).to(q.dtype)
 
 
-def partial_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def partial_attention(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Attention to a part of the keys, computed in float32 or better, to be merged with that to the others.
 
-    Arguments as of `tree_attention`; a row may see nothing here.
+    Arguments as of `tree_attention`; a row may see nothing here. Scores s become softcap * tanh(s / softcap).
     Returns the output (n, heads, head_dim), zeros for a row that sees nothing, and (n, heads) float32 or better: the
     log-sum-exp of the scaled scores, minus infinity for such a row.
     """
     wide, (n, heads, head_dim) = torch.promote_types(q.dtype, torch.float32), q.shape
+    most = max(_MOST_SCORES // max(heads * k.shape[1], 1), 1)
+    if n > most:
+        masks = repeat(None) if visible is None else torch.split(visible, most)
+        pairs = zip(torch.split(q, most), masks, strict=False)
+        parts = [partial_attention(one, k, v, mask, scale, softcap) for one, mask in pairs]
+        return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
     rows = q.view(n, len(k), -1, head_dim).permute(1, 2, 0, 3).reshape(len(k), -1, head_dim)
     scores = (rows.to(wide) * scale) @ k.transpose(1, 2).to(wide)
+    if softcap is not None:
+        scores = (scores / softcap).tanh_().mul_(softcap)
     if visible is not None:
         scores = scores.masked_fill(~visible.repeat(heads // len(k), 1), -torch.inf)
     lse = scores.logsumexp(-1, keepdim=True)

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from offload_rt.errors import CheckpointError
-from offload_rt.models.architecture import Architecture, TensorShape
+from offload_rt.models.architecture import Architecture, Part, TensorShape
 from offload_rt.models.families import spec_of
 from offload_rt.weights import gguf
 from offload_rt.weights.formats import WeightFormat, format_of
@@ -169,11 +169,15 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return assemble(path, spec_of(config), weight_format, tensors_of(path) if found is None else found)
 
 
-def assemble(path: Path, spec: Architecture, weight_format: WeightFormat, found: dict[str, TensorRecord]) -> Checkpoint:
-    """The checkpoint of a model whose tensors are among those found.
+def assemble(
+    path: Path, spec: Architecture, weight_format: WeightFormat, stored: dict[str, TensorRecord]
+) -> Checkpoint:
+    """The checkpoint of a model whose tensors are among those stored.
 
     Raises CheckpointError where one is missing or not what the model says, or one is left over.
     """
+    spec, parts = spec.of_checkpoint({name: record.shape for name, record in stored.items()})
+    found = {name: _rows(stored[part.name], part) for name, part in parts.items()}
 
     def records(tensors: Iterable[TensorShape], prefix: str = "") -> tuple[TensorRecord, ...]:
         source = Source(found, prefix)
@@ -182,13 +186,23 @@ def assemble(path: Path, spec: Architecture, weight_format: WeightFormat, found:
 
     layers = tuple(records(spec.layer_tensors(i), spec.layer_prefix(i)) for i in range(spec.n_layers))
     checkpoint = Checkpoint(path, spec, weight_format, layers, records(spec.non_layer_tensors()))
-    expected = {record.name for record in checkpoint.records}
+    expected = {(record.name, record.start) for record in checkpoint.records}
     for name, record in found.items():
-        if name not in expected and not spec.is_unused(name) and not weight_format.is_unused(name, Source(found)):
+        is_expected = (record.name, record.start) in expected or spec.is_unused(name)
+        if not is_expected and not weight_format.is_unused(name, Source(found)):
             raise CheckpointError(
                 f"{record.path.name}: tensor {name!r} belongs to no part of a {spec.family} model", change=OTHER_CONFIG
             )
     return checkpoint
+
+
+def _rows(record: TensorRecord, part: Part) -> TensorRecord:
+    """The record of some rows of a tensor."""
+    if not part.n_rows:
+        return record
+    nbytes = (record.stop - record.start) // record.shape[0]
+    start = record.start + part.first * nbytes
+    return replace(record, shape=(part.n_rows, *record.shape[1:]), start=start, stop=start + part.n_rows * nbytes)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -53,9 +53,18 @@ class View(LayerWeights):
         self._tensors = layout.views(block)
         self._layout, self._block, self._dtype = layout, block, dtype
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """See `LayerWeights.dtype`."""
+        return self._dtype
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """See `LayerWeights.tensor`."""
+        return self._tensors[name].to(dtype or self._dtype)
+
     def vector(self, name: str) -> Tensor:
         """The tensor `<name>.weight`, in the dtype of the computation."""
-        return self._tensors[f"{name}.weight"].to(self._dtype)
+        return self.tensor(f"{name}.weight")
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         """x (n, n_in) times `<name>.weight` (n_out, n_in) transposed, plus `<name>.bias` where there is one: (n, n_out)."""
