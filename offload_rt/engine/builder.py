@@ -136,7 +136,7 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting
     link = choose_link(config, checkpoint, device)
     disk: DiskTier | SidecarTier = DiskTier(checkpoint.layers)
     try:
-        draft = _draft_sizes(checkpoint, drafting, disk, dtype, device)
+        draft = _draft_sizes(checkpoint, drafting, dtype, device)
         layer_nbytes = tuple(disk.layout(i).nbytes for i in range(checkpoint.spec.n_layers))
         packed = tuple(align_up(decoded_layout(layer).nbytes, PAGE) for layer in checkpoint.layers)
         if device.type == "cuda" or link.sizes:  # also packed; only slots on the host hold layers as they lie in files
@@ -172,9 +172,7 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting
     )  # fmt: skip
 
 
-def _draft_sizes(
-    checkpoint: Checkpoint, drafting: Drafting, disk: DiskTier, dtype: torch.dtype, device: torch.device
-) -> Sizes | None:
+def _draft_sizes(checkpoint: Checkpoint, drafting: Drafting, dtype: torch.dtype, device: torch.device) -> Sizes | None:
     """Of what drafts: another model, or copies of the target's layers; None where neither does."""
     if drafting.draft is not None:
         return Sizes.of_checkpoint(drafting.draft, drafting.draft_dtype(dtype))
@@ -184,7 +182,7 @@ def _draft_sizes(
         have, change = f"weights of format {checkpoint.format.name}", "leave it out, or give a draft model"
         raise SettingsError(f"--drafter {drafting.name}", need="unquantised weights", have=have, change=change)
     spec, view_nbytes = checkpoint.spec, Sizes.of_checkpoint(checkpoint, int4.DTYPE).view_nbytes
-    stand_in = max(int4.copy_layout(disk.layout(i), device).nbytes for i in range(spec.n_layers))
+    stand_in = max(int4.copy_layout(decoded_layout(layer), device).nbytes for layer in checkpoint.layers)
     return Sizes(spec, (0,) * spec.n_layers, 0, int4.DTYPE, view_nbytes, stand_in)
 
 

@@ -67,7 +67,7 @@ def _group(shape: tuple[int, ...]) -> int | None:
 
 def _rounded(weight: Tensor, n_groups: int) -> tuple[Tensor, Tensor]:
     """Codes (n, k) int32 of 0 to 15, and scales and zero points (n_groups, n, 2): scale * (code - 8) + zero."""
-    groups = weight.float().unflatten(1, (n_groups, -1))
+    groups = weight.float().view(len(weight), n_groups, -1)
     least, largest = groups.amin(-1), groups.amax(-1)
     scale = ((largest - least) / 15).to(DTYPE)
     zero = (least + 8 * scale.float()).to(DTYPE)
