@@ -55,8 +55,8 @@ def decode_speeds(image: EncodedImage, rounds: int) -> dict[str, Spread]:
 
     def each(decode: Callable[..., object]) -> Callable[[], None]:
         def all_chunks() -> None:
-            for source, target, n, nbytes, kind, base in chunks:
-                decode(content[source : source + nbytes], kind, base, n, out[target:])
+            for source, target, n, nbytes, kind in chunks:
+                decode(content[source : source + nbytes], kind, n, out[target:])
 
         return all_chunks
 

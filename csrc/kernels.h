@@ -153,7 +153,8 @@ void dequantize(const Dequantize& args, cudaStream_t stream);
 // A layer encoded without loss; see offload_rt/ops/lossless.py. `block` begins with the chunks.
 struct LosslessChunk {
   int64_t source, target;  // bytes in `block` and `out`
-  int32_t n, nbytes, kind, base;
+  int32_t n, nbytes;
+  int64_t kind;
 };
 struct Lossless {
   const uint8_t* block;

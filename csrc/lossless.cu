@@ -66,12 +66,14 @@ __device__ __forceinline__ void store(const uint16_t (&words)[kEach], int kind, 
 __device__ __forceinline__ void decode_part(const LosslessChunk& chunk, const uint8_t* from, uint8_t* to, int part, int lane) {
   const int n_groups = (chunk.n + kGroup - 1) / kGroup, n_blocks = (n_groups + kBlockGroups - 1) / kBlockGroups;
   const uint8_t* signs = from + chunk.nbytes - 88 * n_groups;
-  const uint8_t* escapes = from + 4 * (n_blocks + 1);
+  const auto* starts = reinterpret_cast<const uint32_t*>(from + 8);
+  const auto* escapes = reinterpret_cast<const uint8_t*>(starts + n_blocks + 1);
   const auto* planes = reinterpret_cast<const uint64_t*>(signs + kGroup * n_groups) + 3 * kBlockGroups * part;
-  const int n_here = min(kBlockGroups, n_groups - kBlockGroups * part), step = chunk.kind == kHalf ? 8 : 1;
+  const int n_here = min(kBlockGroups, n_groups - kBlockGroups * part), kind = static_cast<int>(chunk.kind);
+  const uint64_t table = *reinterpret_cast<const uint64_t*>(from);
   // A start beyond the escapes is not followed: what is there is not this chunk's.
   const auto room = static_cast<uint32_t>(signs - escapes);
-  const uint32_t start = min(reinterpret_cast<const uint32_t*>(from)[part], room);
+  const uint32_t start = min(starts[part], room);
 
   const int first = 2 * lane < n_here ? count_bits(planes_of(planes, 2 * lane).escapes()) : 0;
   const int both = first + (2 * lane + 1 < n_here ? count_bits(planes_of(planes, 2 * lane + 1).escapes()) : 0);
@@ -98,10 +100,10 @@ __device__ __forceinline__ void decode_part(const LosslessChunk& chunk, const ui
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       const uint32_t code = (a >> i & 1) | (b >> i & 1) << 1 | (c >> i & 1) << 2;
-      const uint32_t other = code ? chunk.base + code * step : escapes[escape++];
-      words[i] = word_of(static_cast<uint32_t>(kept >> kEach * i) & 0xff, other, chunk.kind);
+      const auto other = code ? static_cast<uint32_t>(table >> 8 * code) & 0xff : escapes[escape++];
+      words[i] = word_of(static_cast<uint32_t>(kept >> kEach * i) & 0xff, other, kind);
     }
-    store(words, chunk.kind, min(kEach, chunk.n - weight), to + static_cast<int64_t>(weight) * (chunk.kind == kFloat ? 4 : 2));
+    store(words, kind, min(kEach, chunk.n - weight), to + static_cast<int64_t>(weight) * (kind == kFloat ? 4 : 2));
   }
 }
 

@@ -30,12 +30,12 @@ inline uint64_t spread(uint8_t bits) {
 }
 
 // Writes the bits of 64 weights that are neither sign nor kept mantissa; returns how many of them were escapes.
-inline int exponents(const uint8_t* planes, int base, int step, const uint8_t* escapes, uint8_t* others) {
+inline int exponents(const uint8_t* planes, const uint8_t* table, const uint8_t* escapes, uint8_t* others) {
   for (int i = 0; i < 8; ++i) {
     const uint64_t codes = spread(planes[i]) | spread(planes[8 + i]) << 1 | spread(planes[16 + i]) << 2;
-    const uint64_t eight = codes * step + base * 0x0101010101010101u;
-    memcpy(others + 8 * i, &eight, 8);
+    memcpy(others + 8 * i, &codes, 8);
   }
+  for (int i = 0; i < kGroup; ++i) others[i] = table[others[i]];
   int n = 0;
   uint64_t left = ~(load<uint64_t>(planes) | load<uint64_t>(planes + 8) | load<uint64_t>(planes + 16));
   for (; left; left &= left - 1) others[__builtin_ctzll(left)] = escapes[n++];
@@ -53,15 +53,14 @@ inline int exponents(const uint8_t* planes, int base, int step, const uint8_t* e
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,bmi,bmi2,popcnt,prefer-vector-width=512")
 namespace avx512 {
 
-inline int exponents(const uint8_t* planes, int base, int step, const uint8_t* escapes, uint8_t* others) {
+inline int exponents(const uint8_t* planes, const uint8_t* table, const uint8_t* escapes, uint8_t* others) {
   const uint64_t a = load<uint64_t>(planes), b = load<uint64_t>(planes + 8), c = load<uint64_t>(planes + 16);
   const uint64_t left = ~(a | b | c);
-  __m512i sum = _mm512_set1_epi8(static_cast<char>(base));
-  sum = _mm512_mask_add_epi8(sum, a, sum, _mm512_set1_epi8(static_cast<char>(step)));
-  sum = _mm512_mask_add_epi8(sum, b, sum, _mm512_set1_epi8(static_cast<char>(2 * step)));
-  sum = _mm512_mask_add_epi8(sum, c, sum, _mm512_set1_epi8(static_cast<char>(4 * step)));
-  sum = _mm512_mask_expand_epi8(sum, left, _mm512_loadu_si512(escapes));
-  _mm512_store_si512(others, sum);
+  __m512i codes = _mm512_maskz_set1_epi8(a, 1);
+  codes = _mm512_mask_add_epi8(codes, b, codes, _mm512_set1_epi8(2));
+  codes = _mm512_mask_add_epi8(codes, c, codes, _mm512_set1_epi8(4));
+  const __m512i known = _mm512_permutexvar_epi8(codes, _mm512_set1_epi64(load<int64_t>(table)));
+  _mm512_store_si512(others, _mm512_mask_expand_epi8(known, left, _mm512_loadu_si512(escapes)));
   return __builtin_popcountll(left);
 }
 
@@ -89,11 +88,11 @@ __attribute__((visibility("default"))) uint64_t offload_rt_digest(const uint8_t*
 }
 
 // is_portable: as on a processor without AVX512, for tests.
-__attribute__((visibility("default"))) bool offload_rt_decode(const uint8_t* chunk, int64_t nbytes, int kind, int base, int64_t n,
+__attribute__((visibility("default"))) bool offload_rt_decode(const uint8_t* chunk, int64_t nbytes, int kind, int64_t n,
                                                               uint8_t* out, bool is_portable) {
 #ifdef HAS_AVX512
-  if (has_avx512 && !is_portable) return avx512::decode_kind(chunk, nbytes, kind, base, n, out);
+  if (has_avx512 && !is_portable) return avx512::decode_kind(chunk, nbytes, kind, n, out);
 #endif
-  return portable::decode_kind(chunk, nbytes, kind, base, n, out);
+  return portable::decode_kind(chunk, nbytes, kind, n, out);
 }
 }

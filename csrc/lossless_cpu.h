@@ -46,16 +46,16 @@ inline void assemble(const uint8_t* signs, const uint8_t* others, uint8_t* out) 
 }
 
 template <int kind>
-bool decode(const uint8_t* chunk, int64_t nbytes, int base, int64_t n, uint8_t* out) {
+bool decode(const uint8_t* chunk, int64_t nbytes, int64_t n, uint8_t* out) {
   constexpr int64_t kSize = kind == kFloat ? 4 : 2;
   const int64_t n_groups = (n + kGroup - 1) / kGroup, n_blocks = (n_groups + kBlockGroups - 1) / kBlockGroups;
   const uint8_t* signs = chunk + nbytes - kGroupBytes * n_groups;
-  const uint8_t *planes = signs + kGroup * n_groups, *escapes = chunk + 4 * (n_blocks + 1);
+  const uint8_t *planes = signs + kGroup * n_groups, *starts = chunk + 8, *escapes = starts + 4 * (n_blocks + 1);
   int64_t n_escapes = 0;
   for (int64_t g = 0; g < n_groups; ++g) {
-    if (g % kBlockGroups == 0 && load<uint32_t>(chunk + g / kBlockGroups * 4) != n_escapes) return false;
+    if (g % kBlockGroups == 0 && load<uint32_t>(starts + g / kBlockGroups * 4) != n_escapes) return false;
     alignas(64) uint8_t others[kGroup];
-    n_escapes += exponents(planes + 24 * g, base, kind == kHalf ? 8 : 1, escapes + n_escapes, others);
+    n_escapes += exponents(planes + 24 * g, chunk, escapes + n_escapes, others);
     uint8_t* to = out + g * kGroup * kSize;
     if ((g + 1) * kGroup <= n) {
       assemble<kind>(signs + kGroup * g, others, to);
@@ -65,13 +65,13 @@ bool decode(const uint8_t* chunk, int64_t nbytes, int base, int64_t n, uint8_t* 
       memcpy(to, last, (n - g * kGroup) * kSize);
     }
   }
-  return load<uint32_t>(chunk + n_blocks * 4) == n_escapes && escapes + n_escapes <= signs;
+  return load<uint32_t>(starts + n_blocks * 4) == n_escapes && escapes + n_escapes <= signs;
 }
 
-inline bool decode_kind(const uint8_t* chunk, int64_t nbytes, int kind, int base, int64_t n, uint8_t* out) {
-  if (kind == kHalf) return decode<kHalf>(chunk, nbytes, base, n, out);
-  if (kind == kFloat) return decode<kFloat>(chunk, nbytes, base, n, out);
-  return decode<kBFloat16>(chunk, nbytes, base, n, out);
+inline bool decode_kind(const uint8_t* chunk, int64_t nbytes, int kind, int64_t n, uint8_t* out) {
+  if (kind == kHalf) return decode<kHalf>(chunk, nbytes, n, out);
+  if (kind == kFloat) return decode<kFloat>(chunk, nbytes, n, out);
+  return decode<kBFloat16>(chunk, nbytes, n, out);
 }
 
 }  // namespace ISA

@@ -72,11 +72,11 @@ class SidecarTier:
         content = self._files.bounced(path, at, nbytes).numpy()
         self._files.check(path)
         for chunk, digest in zip(chunks.tolist(), layer.digests[first:stop].tolist(), strict=True):
-            source, to, n, size, kind, base = chunk
+            source, to, n, size, kind = chunk
             part = content[source - start : source - start + size]
-            is_sound = chunk_digest(part, kind, base) == digest
+            is_sound = chunk_digest(part, kind) == digest
             if is_sound and self._decodes:
-                is_sound = lossless.decode(part, kind, base, n, target[to:])
+                is_sound = lossless.decode(part, kind, n, target[to:])
             if not is_sound:
                 raise LinkError(f"{path} is damaged", change="run offload-rt convert again, or use --link-format raw")
         if not self._decodes:

@@ -6,9 +6,10 @@ A tensor is cut into chunks of CHUNK weights. A word of 16 bits is one byte of s
   float16   the exponent and the last three bits of the mantissa, which are zero where it was converted from bfloat16
   float32   the upper half as bfloat16; the lower halves are zero, else the tensor is not encoded
 
-The others are coded in three bits: 1 to 7 stand for base + code * step, 0 for an escape, whose byte follows in a stream. A
-chunk of n weights, little-endian:
+The others are coded in three bits: 1 to 7 stand for the seven most frequent, 0 for an escape, whose byte follows in a stream.
+A chunk of n weights, little-endian:
 
+  table      8 bytes: what each code stands for, the first is 0
   starts     (n / BLOCK + 1,) uint32, rounded up: the escapes before each BLOCK weights, and all of them
   escapes    bytes in the order of the weights, zeros up to a multiple of 8
   signs      64 bytes for each 64 weights: sign, and the upper 7 bits of the mantissa
@@ -28,33 +29,20 @@ from torch import Tensor
 
 from offload_rt.ops import extension
 
-CHUNK, BLOCK, GROUP, WINDOW = 1 << 19, 1 << 12, 64, 7
+CHUNK, BLOCK, GROUP = 1 << 19, 1 << 12, 64
 RAW, BFLOAT16, HALF, FLOAT = range(4)
 KIND_OF = {torch.bfloat16: BFLOAT16, torch.float16: HALF, torch.float32: FLOAT}
 # Built by scripts/build_kernels.py where there is g++; else numba decodes.
 LIBRARY = Path(__file__).with_name("_lossless.so")
 
 # A chunk: where it lies in an encoded block and where its bytes go, in bytes, and how many weights it has (bytes if RAW).
-CHUNKS = np.dtype("<i8, <i8, <i4, <i4, <i4, <i4")
-CHUNKS.names = ("source", "target", "n", "nbytes", "kind", "base")
-
-
-def step_of(kind: int) -> int:
-    """What one more of the code stands for."""
-    return 8 if kind == HALF else 1
+CHUNKS = np.dtype("<i8, <i8, <i4, <i4, <i8")
+CHUNKS.names = ("source", "target", "n", "nbytes", "kind")
 
 
 def chunk_nbytes(n: int, n_escapes: int) -> int:
     """Bytes of an encoded chunk of n weights."""
-    return -(-(4 * (-(-n // BLOCK) + 1) + n_escapes) // 8) * 8 + 88 * -(-n // GROUP)
-
-
-def best_window(counts: np.ndarray, kind: int) -> tuple[int, int]:
-    """The base whose codes cover most of the counts (256,) of the other bits, and how many they leave as escapes."""
-    step = step_of(kind)
-    sums = np.convolve(counts[::step], np.ones(WINDOW, counts.dtype), "valid")[1:]
-    first = int(sums.argmax())
-    return first * step, int(counts.sum() - sums[first])
+    return 8 - (-(4 * (-(-n // BLOCK) + 1) + n_escapes) // 8) * 8 + 88 * -(-n // GROUP)
 
 
 def words_of(part: np.ndarray, kind: int) -> np.ndarray | None:
@@ -73,11 +61,17 @@ def count_others(words: np.ndarray, kind: int) -> np.ndarray:
     return counts
 
 
-def encode(words: np.ndarray, kind: int, base: int, out: np.ndarray) -> None:
+def n_escapes(counts: np.ndarray) -> int:
+    """How many weights are left by the seven others that are most frequent, of such counts."""
+    return int(np.sort(counts)[:-7].sum())
+
+
+def encode(words: np.ndarray, kind: int, out: np.ndarray) -> None:
     """Write the chunk of these words (n,) uint16; out: (chunk_nbytes(n, escapes),) uint8 of zeros."""
     from offload_rt.ops import lossless_kernels
 
-    lossless_kernels.encode(words, kind == HALF, base, step_of(kind), out)
+    out[1:8] = np.argsort(count_others(words, kind))[-7:]
+    lossless_kernels.encode(words, kind == HALF, out)
 
 
 def digest(part: np.ndarray) -> int:
@@ -89,21 +83,20 @@ def digest(part: np.ndarray) -> int:
     return int(lossless_kernels.digest(part))
 
 
-def decode(chunk: np.ndarray, kind: int, base: int, n: int, out: np.ndarray) -> bool:
+def decode(chunk: np.ndarray, kind: int, n: int, out: np.ndarray) -> bool:
     """Write n weights, or n bytes of a RAW chunk; False where the chunk contradicts itself.
 
     chunk  (nbytes,) uint8, at least `chunk_nbytes(n, 0)`, or n if RAW
-    base   at most 255 - WINDOW * step
     out    (bytes of the weights,) uint8, both dense
     """
     if kind == RAW:
         out[:n] = chunk[:n]
         return True
     if (library := _library()) is not None:
-        return bool(library.offload_rt_decode(chunk.ctypes.data, len(chunk), kind, base, n, out.ctypes.data, False))
+        return bool(library.offload_rt_decode(chunk.ctypes.data, len(chunk), kind, n, out.ctypes.data, False))
     from offload_rt.ops import lossless_kernels
 
-    return bool(lossless_kernels.decode(chunk, kind, base, n, out))
+    return bool(lossless_kernels.decode(chunk, kind, n, out))
 
 
 def decode_block(block: Tensor, n_chunks: int, out: Tensor) -> None:
@@ -124,6 +117,6 @@ def _library() -> ctypes.CDLL | None:
     address, number = ctypes.c_void_p, ctypes.c_int64
     library.offload_rt_digest.argtypes = [address, number]
     library.offload_rt_digest.restype = ctypes.c_uint64
-    library.offload_rt_decode.argtypes = [address, number, ctypes.c_int, ctypes.c_int, number, address, ctypes.c_bool]
+    library.offload_rt_decode.argtypes = [address, number, ctypes.c_int, number, address, ctypes.c_bool]
     library.offload_rt_decode.restype = ctypes.c_bool
     return library

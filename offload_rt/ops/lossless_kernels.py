@@ -60,14 +60,17 @@ def count_others(words, is_half):  # type: ignore[no-untyped-def]  # numba infer
 
 
 @compiled(nogil=True)
-def encode(words, is_half, base, step, out):  # type: ignore[no-untyped-def]  # numba infers the types
+def encode(words, is_half, out):  # type: ignore[no-untyped-def]  # numba infers the types
     """See `lossless.encode`."""
     n, n_groups = len(words), -(-len(words) // GROUP)
     n_blocks = -(-n // BLOCK)
-    starts, escapes = out[: 4 * (n_blocks + 1)].view(np.uint32), out[4 * (n_blocks + 1) :]
+    starts, escapes = out[8 : 12 + 4 * n_blocks].view(np.uint32), out[12 + 4 * n_blocks :]
+    codes = np.zeros(256, np.uint8)
+    for code in range(1, 8):
+        codes[out[code]] = code
     signs = out[len(out) - 88 * n_groups :]
     planes = signs[GROUP * n_groups :].view(np.uint64)
-    n_escapes, shift = 0, 3 if is_half else 0
+    n_escapes = 0
     for g in range(n_groups):
         if g % (BLOCK // GROUP) == 0:
             starts[g // (BLOCK // GROUP)] = n_escapes
@@ -77,13 +80,11 @@ def encode(words, is_half, base, step, out):  # type: ignore[no-untyped-def]  # 
             word = np.int64(words[first + i]) if first + i < n else np.int64(0)
             kept = word >> 3 if is_half else word
             signs[first + i] = (word >> 8 & 0x80) | (kept & 0x7F)
-            beyond = _other(word, is_half) - base
-            code = beyond >> shift
-            if first + i >= n:
-                code = 1
-            elif code < 1 or code > 7 or code << shift != beyond:
-                escapes[n_escapes] = beyond + base
-                n_escapes, code = n_escapes + 1, 0
+            other = _other(word, is_half)
+            code = codes[other] if first + i < n else np.uint8(1)
+            if code == 0:
+                escapes[n_escapes] = other
+                n_escapes += 1
             a |= np.uint64(code & 1) << np.uint64(i)
             b |= np.uint64(code >> 1 & 1) << np.uint64(i)
             c |= np.uint64(code >> 2) << np.uint64(i)
@@ -92,21 +93,21 @@ def encode(words, is_half, base, step, out):  # type: ignore[no-untyped-def]  # 
 
 
 @compiled(nogil=True)
-def decode(chunk, kind, base, n, out):  # type: ignore[no-untyped-def]  # numba infers the types
+def decode(chunk, kind, n, out):  # type: ignore[no-untyped-def]  # numba infers the types
     """See `lossless.decode`; kinds but RAW."""
     n_groups, n_blocks = -(-n // GROUP), -(-n // BLOCK)
-    starts, escapes = chunk[: 4 * (n_blocks + 1)].view(np.uint32), chunk[4 * (n_blocks + 1) :]
+    starts, escapes = chunk[8 : 12 + 4 * n_blocks].view(np.uint32), chunk[12 + 4 * n_blocks :]
     signs = chunk[len(chunk) - 88 * n_groups :]
     planes = signs[GROUP * n_groups :].view(np.uint64)
     others, words, wide = np.empty(BLOCK, np.uint8), np.empty(BLOCK, np.uint16), np.empty(BLOCK, np.uint32)
-    step, n_escapes = np.uint64(8 if kind == HALF else 1), 0
+    n_escapes = 0
     # A block at a time: what views and slices cost is shared by all of it, and loops over it are vectorised.
     for block in range(n_blocks):
         if starts[block] != n_escapes:
             return False
         first, last = block * BLOCK, min((block + 1) * BLOCK, n)
         own = planes[3 * (first // GROUP) : 3 * -(-last // GROUP)]
-        n_escapes = _others(own, np.uint64(base), step, escapes, n_escapes, others)
+        n_escapes = _others(own, chunk[:8], escapes, n_escapes, others)
         _assemble(signs[first:last], others, kind == HALF, words)
         if kind == FLOAT:
             for i in range(BLOCK):
@@ -118,7 +119,7 @@ def decode(chunk, kind, base, n, out):  # type: ignore[no-untyped-def]  # numba 
 
 
 @compiled()
-def _others(planes, base, step, escapes, n_escapes, others):  # type: ignore[no-untyped-def]  # numba infers the types
+def _others(planes, table, escapes, n_escapes, others):  # type: ignore[no-untyped-def]  # numba infers the types
     """The other bits of the weights of these planes; returns the escapes up to here."""
     eights = others.view(np.uint64)
     for g in range(len(planes) // 3):
@@ -126,7 +127,9 @@ def _others(planes, base, step, escapes, n_escapes, others):  # type: ignore[no-
         for i in range(8):
             shift = np.uint64(8 * i)
             codes = _spread(a >> shift) | _spread(b >> shift) << np.uint64(1) | _spread(c >> shift) << np.uint64(2)
-            eights[8 * g + i] = codes * step + base * _ONES
+            eights[8 * g + i] = codes
+        for i in range(GROUP * g, GROUP * (g + 1)):
+            others[i] = table[others[i] & np.uint8(7)]
         left = ~(a | b | c)
         while left:
             lowest = left & (~left + np.uint64(1))

@@ -1,6 +1,5 @@
 """Layers encoded without loss, see `offload_rt.ops.lossless`, and the files of a sidecar, which hold one each."""
 
-import hashlib
 import json
 import math
 import struct
@@ -10,35 +9,37 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from offload_rt.errors import CheckpointError
 from offload_rt.ops import lossless
-from offload_rt.ops.lossless import CHUNK, CHUNKS, KIND_OF, RAW, WINDOW
+from offload_rt.ops.lossless import CHUNK, CHUNKS, KIND_OF, RAW
 from offload_rt.system.files import write_atomically
 from offload_rt.weights.header import TensorRecord, read_header
 from offload_rt.weights.layout import Layout, PackedLayer, TensorEntry, align_up, host_block, packed_layout
-from offload_rt.weights.source import Source, StoredTensor
 
 _VERSION = 1
 # What does not shrink below this stays as it is.
 _WORTH = 0.95
-_INDEX = "index", "sha256"
 # Of a sample: pages of each tensor, and how many times the escapes found in it are reckoned with.
 _PAGES, _PAGE_WEIGHTS, _CAUTION = 16, 2048, 2
 
 
 @dataclass(frozen=True)
 class Coding:
-    """How a tensor is encoded: kind and base as `lossless.decode` takes them, and the bytes of each chunk."""
+    """How a tensor is encoded: its kind, and the bytes of each chunk."""
 
     kind: int
-    base: int
     sizes: tuple[int, ...]
+
+    def admits(self, n: int, nbytes: int) -> bool:
+        """Whether a chunk of n weights can have so many bytes."""
+        least, most = (align_up(n, 8),) * 2 if self.kind == RAW else (lossless.chunk_nbytes(n, m) for m in (0, n))
+        return least <= nbytes <= most and nbytes % 8 == 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +65,7 @@ class EncodedLayer:
         for entry, coding in zip(layout.entries, codings, strict=True):
             target, unit = entry.offset, 1 if coding.kind == RAW else entry.dtype.itemsize
             for n_weights, nbytes in zip(cut(entry, coding.kind), coding.sizes, strict=True):
-                chunks[k] = (source, target, n_weights, nbytes, coding.kind, coding.base)
+                chunks[k] = (source, target, n_weights, nbytes, coding.kind)
                 source, target, k = source + nbytes, target + n_weights * unit, k + 1
         return cls(layout, tuple(codings), chunks, align_up(source))
 
@@ -128,7 +129,7 @@ def _parts(entry: TensorEntry, tensor: np.ndarray, kind: int) -> list[np.ndarray
 
 
 def _raw(entry: TensorEntry) -> Coding:
-    return Coding(RAW, 0, tuple(align_up(n, 8) for n in cut(entry, RAW)))
+    return Coding(RAW, tuple(align_up(n, 8) for n in cut(entry, RAW)))
 
 
 def _coding(entry: TensorEntry, tensor: np.ndarray, pool: ThreadPoolExecutor) -> Coding:
@@ -143,11 +144,7 @@ def _coding(entry: TensorEntry, tensor: np.ndarray, pool: ThreadPoolExecutor) ->
     counts = [one for one in pool.map(count, _parts(entry, tensor, kind)) if one is not None]
     if len(counts) < len(cut(entry, kind)):
         return _raw(entry)
-    base, _ = lossless.best_window(np.sum(counts, axis=0), kind)
-    step = lossless.step_of(kind)
-    window = slice(base + step, base + WINDOW * step + 1, step)
-    sizes = (lossless.chunk_nbytes(int(one.sum()), int(one.sum() - one[window].sum())) for one in counts)
-    coded = Coding(kind, base, tuple(sizes))
+    coded = Coding(kind, tuple(lossless.chunk_nbytes(int(one.sum()), lossless.n_escapes(one)) for one in counts))
     return coded if sum(coded.sizes) < _WORTH * entry.nbytes else _raw(entry)
 
 
@@ -159,12 +156,12 @@ def _encode_chunk(block: np.ndarray, chunk: np.void, part: np.ndarray) -> None:
     if words is None:
         out[: len(part)] = part
     else:
-        lossless.encode(words, kind, int(chunk["base"]), out)
+        lossless.encode(words, kind, out)
 
 
-def chunk_digest(part: np.ndarray, kind: int, base: int) -> int:
+def chunk_digest(part: np.ndarray, kind: int) -> int:
     """A checksum of the bytes of a chunk and of how they are to be read."""
-    return lossless.digest(part) ^ (kind << 8 | base)
+    return lossless.digest(part) ^ kind
 
 
 def estimate(records: Sequence[TensorRecord]) -> int:
@@ -177,10 +174,9 @@ def estimate(records: Sequence[TensorRecord]) -> int:
         coding, kind = _raw(entry), KIND_OF.get(entry.dtype, RAW)
         sample = None if kind == RAW else lossless.words_of(_sample(record, entry.dtype.itemsize), kind)
         if sample is not None:
-            _, n_escapes = lossless.best_window(lossless.count_others(sample, kind), kind)
-            share = min(_CAUTION * n_escapes / len(sample), 1.0)
+            share = min(_CAUTION * lossless.n_escapes(lossless.count_others(sample, kind)) / len(sample), 1.0)
             sizes = tuple(lossless.chunk_nbytes(n, math.ceil(share * n)) for n in cut(entry, kind))
-            coding = Coding(kind, 0, sizes) if sum(sizes) < _WORTH * entry.nbytes else coding
+            coding = Coding(kind, sizes) if sum(sizes) < _WORTH * entry.nbytes else coding
         codings.append(coding)
     return EncodedLayer.of(layout, codings).nbytes
 
@@ -219,31 +215,24 @@ def layer_path(sidecar: Path, i: int) -> Path:
 
 def write_layer(path: Path, identity: str, i: int, image: EncodedImage) -> None:
     """Write layer i of the checkpoint of this identity, whole or not at all. Raises OSError."""
-    content, encoded, chunks = image.block.numpy(), image.encoded, image.encoded.chunks
-    places = zip(
-        chunks["source"].tolist(),
-        chunks["nbytes"].tolist(),
-        chunks["kind"].tolist(),
-        chunks["base"].tolist(),
-        strict=True,
-    )
-    digests = [chunk_digest(content[at : at + nbytes], kind, base) for at, nbytes, kind, base in places]
-    tensors = [(one.kind, one.base, one.sizes) for one in encoded.codings]
-    found = {"version": _VERSION, "checkpoint": identity, "layer": i, "tensors": tensors, "digests": digests}
-    index = json.dumps(found).encode()
+    content, encoded = image.block.numpy(), image.encoded
+    index = np.zeros((len(encoded.chunks), 3), np.uint64)  # kind, bytes and digest of each chunk
+    for row, (source, _, _, nbytes, kind) in zip(index, encoded.chunks.tolist(), strict=True):
+        row[:] = kind, nbytes, chunk_digest(content[source : source + nbytes], kind)
     payload = content[encoded.table_nbytes : encoded.table_nbytes + encoded.payload_nbytes]
-    parts: dict[str, bytes | memoryview] = {
-        "payload": payload.data,
-        "index": index,
-        "sha256": hashlib.sha256(index).digest(),
+    stop = index.nbytes + payload.nbytes
+    header = {
+        "__metadata__": _label(identity, i),
+        "index": {"dtype": "U64", "shape": index.shape, "data_offsets": [0, index.nbytes]},
+        "payload": {"dtype": "U8", "shape": payload.shape, "data_offsets": [index.nbytes, stop]},
     }
-    header, at = {}, 0
-    for name, part in parts.items():
-        header[name] = {"dtype": "U8", "shape": [len(part)], "data_offsets": [at, at + len(part)]}
-        at += len(part)
     text = json.dumps(header).encode()
-    text += b" " * (align_up(8 + len(text), 64) - 8 - len(text))
-    write_atomically(path, [struct.pack("<Q", len(text)), text, *parts.values()])
+    text = text.ljust(align_up(8 + len(text)) - 8)
+    write_atomically(path, [struct.pack("<Q", len(text)), text, index.tobytes(), payload.data])
+
+
+def _label(identity: str, i: int) -> dict[str, str]:
+    return {"version": str(_VERSION), "checkpoint": identity, "layer": str(i)}
 
 
 def read_layer(path: Path, identity: str, i: int, layout: Layout) -> SidecarLayer:
@@ -252,51 +241,32 @@ def read_layer(path: Path, identity: str, i: int, layout: Layout) -> SidecarLaye
     Raises CheckpointError for a file that is not there, damaged, or of another checkpoint.
     """
     records = read_header(path)
-    if records.keys() != {"payload", *_INDEX} or any(one.dtype != "U8" for one in records.values()):
+    if records.keys() != {"index", "payload"} or records["index"].dtype != "U64":
         raise refuse(path, "is no layer of a sidecar")
-    source = Source(records)
-    index, sha256 = (source.read(StoredTensor(name, records[name].shape, torch.uint8)) for name in _INDEX)
-    if hashlib.sha256(index.numpy().tobytes()).digest() != sha256.numpy().tobytes():
-        raise refuse(path, "is damaged")
-    try:
-        found = json.loads(index.numpy().tobytes())
-    except (ValueError, RecursionError) as error:
-        raise refuse(path, "is damaged") from error
-    expected = {"version": _VERSION, "checkpoint": identity, "layer": i}
-    if not isinstance(found, dict) or any(found.get(name) != value for name, value in expected.items()):
+    with safe_open(path, "np") as file:
+        label, index = file.metadata(), file.get_tensor("index")
+    if label != _label(identity, i):
         raise refuse(path, f"is not layer {i} of this checkpoint")
-    tensors = found.get("tensors")
-    if not isinstance(tensors, list) or len(tensors) != len(layout.entries):
+    if index.shape[1:] != (3,):
         raise refuse(path, "is damaged")
-    codings = [_read_coding(path, entry, one) for entry, one in zip(layout.entries, tensors, strict=True)]
-    encoded, payload = EncodedLayer.of(layout, codings), records["payload"]
-    digests = _numbers(path, found.get("digests"), len(encoded.chunks), (1 << 64) - 1)
-    if encoded.payload_nbytes != payload.stop - payload.start:
-        raise refuse(path, "is damaged")
-    return SidecarLayer(encoded, payload, np.array(digests, np.uint64))
-
-
-def _read_coding(path: Path, entry: TensorEntry, found: Any) -> Coding:
-    """How a tensor is encoded. Raises CheckpointError where the index of a file says what cannot be."""
-    if not isinstance(found, list) or len(found) != 3:
-        raise refuse(path, "is damaged")
-    kind, base = _numbers(path, found[:2], 2, 255)
-    if kind not in (RAW, KIND_OF.get(entry.dtype)) or base > 255 - WINDOW * lossless.step_of(kind):
-        raise refuse(path, "is damaged")
-    cuts = cut(entry, kind)
-    sizes = _numbers(path, found[2], len(cuts), 4 * CHUNK)
-    for n, size in zip(cuts, sizes, strict=True):
-        least, most = (align_up(n, 8),) * 2 if kind == RAW else (lossless.chunk_nbytes(n, m) for m in (0, n))
-        if not least <= size <= most or size % 8:
+    codings, rest, payload = [], index, records["payload"]
+    for entry in layout.entries:
+        kind = int(rest[0, 0]) if len(rest) else -1
+        cuts = cut(entry, kind) if kind in (RAW, KIND_OF.get(entry.dtype)) else []
+        own, rest = rest[: len(cuts)], rest[len(cuts) :]
+        coding = Coding(kind, tuple(own[:, 1].tolist()))
+        if (
+            not cuts
+            or len(own) < len(cuts)
+            or (own[:, 0] != kind).any()
+            or not all(map(coding.admits, cuts, coding.sizes))
+        ):
             raise refuse(path, "is damaged")
-    return Coding(kind, base, tuple(sizes))
-
-
-def _numbers(path: Path, value: Any, n: int, most: int) -> list[int]:
-    """n whole numbers from 0 to `most`. Raises CheckpointError for anything else."""
-    if isinstance(value, list) and len(value) == n and all(type(one) is int and 0 <= one <= most for one in value):
-        return value
-    raise refuse(path, "is damaged")
+        codings.append(coding)
+    encoded = EncodedLayer.of(layout, codings)
+    if len(rest) or encoded.payload_nbytes != payload.stop - payload.start:
+        raise refuse(path, "is damaged")
+    return SidecarLayer(encoded, payload, index[:, 2])
 
 
 def refuse(path: Path, problem: str) -> CheckpointError:
