@@ -31,11 +31,18 @@ inline uint64_t spread(uint8_t bits) {
 
 // Writes the bits of 64 weights that are neither sign nor kept mantissa; returns how many of them were escapes.
 inline int exponents(const uint8_t* planes, const uint8_t* table, const uint8_t* escapes, uint8_t* others) {
+  uint8_t own[8];
+  memcpy(own, table, sizeof(own));
   for (int i = 0; i < 8; ++i) {
     const uint64_t codes = spread(planes[i]) | spread(planes[8 + i]) << 1 | spread(planes[16 + i]) << 2;
     memcpy(others + 8 * i, &codes, 8);
   }
-  for (int i = 0; i < kGroup; ++i) others[i] = table[others[i]];
+  // By comparisons, which are vectorised; looking up is not.
+  for (int i = 0; i < kGroup; ++i) {
+    uint8_t known = 0;
+    for (int code = 1; code < 8; ++code) known |= own[code] & -(others[i] == code);
+    others[i] = known;
+  }
   int n = 0;
   uint64_t left = ~(load<uint64_t>(planes) | load<uint64_t>(planes + 8) | load<uint64_t>(planes + 16));
   for (; left; left &= left - 1) others[__builtin_ctzll(left)] = escapes[n++];

@@ -99,7 +99,7 @@ def decode(chunk, kind, n, out):  # type: ignore[no-untyped-def]  # numba infers
     starts, escapes = chunk[8 : 12 + 4 * n_blocks].view(np.uint32), chunk[12 + 4 * n_blocks :]
     signs = chunk[len(chunk) - 88 * n_groups :]
     planes = signs[GROUP * n_groups :].view(np.uint64)
-    others, words, wide = np.empty(BLOCK, np.uint8), np.empty(BLOCK, np.uint16), np.empty(BLOCK, np.uint32)
+    others, words = np.empty(BLOCK, np.uint8), np.empty(BLOCK, np.uint16)
     n_escapes = 0
     # A block at a time: what views and slices cost is shared by all of it, and loops over it are vectorised.
     for block in range(n_blocks):
@@ -108,35 +108,47 @@ def decode(chunk, kind, n, out):  # type: ignore[no-untyped-def]  # numba infers
         first, last = block * BLOCK, min((block + 1) * BLOCK, n)
         own = planes[3 * (first // GROUP) : 3 * -(-last // GROUP)]
         n_escapes = _others(own, chunk[:8], escapes, n_escapes, others)
-        _assemble(signs[first:last], others, kind == HALF, words)
         if kind == FLOAT:
-            for i in range(BLOCK):
+            _assemble(signs[first:last], others, False, words)
+            wide = out[4 * first : 4 * last].view(np.uint32)
+            for i in range(len(wide)):
                 wide[i] = np.uint32(words[i]) << np.uint32(16)
-            out[4 * first : 4 * last] = wide.view(np.uint8)[: 4 * (last - first)]
         else:
-            out[2 * first : 2 * last] = words.view(np.uint8)[: 2 * (last - first)]
+            _assemble(signs[first:last], others, kind == HALF, out[2 * first : 2 * last].view(np.uint16))
     return starts[n_blocks] == n_escapes and n_escapes <= len(escapes) - 88 * n_groups
 
 
 @compiled()
 def _others(planes, table, escapes, n_escapes, others):  # type: ignore[no-untyped-def]  # numba infers the types
     """The other bits of the weights of these planes; returns the escapes up to here."""
-    eights = others.view(np.uint64)
+    codes = np.empty(BLOCK // 8, np.uint64)
     for g in range(len(planes) // 3):
         a, b, c = planes[3 * g], planes[3 * g + 1], planes[3 * g + 2]
         for i in range(8):
             shift = np.uint64(8 * i)
-            codes = _spread(a >> shift) | _spread(b >> shift) << np.uint64(1) | _spread(c >> shift) << np.uint64(2)
-            eights[8 * g + i] = codes
-        for i in range(GROUP * g, GROUP * (g + 1)):
-            others[i] = table[others[i] & np.uint8(7)]
-        left = ~(a | b | c)
+            eight = _spread(a >> shift) | _spread(b >> shift) << np.uint64(1) | _spread(c >> shift) << np.uint64(2)
+            codes[8 * g + i] = eight
+    _look_up(codes.view(np.uint8), table, others)
+    for g in range(len(planes) // 3):
+        left = ~(planes[3 * g] | planes[3 * g + 1] | planes[3 * g + 2])
         while left:
             lowest = left & (~left + np.uint64(1))
             others[GROUP * g + _PLACES[lowest * _SEQUENCE >> np.uint64(58)]] = escapes[n_escapes]
             n_escapes += 1
             left ^= lowest
     return n_escapes
+
+
+@compiled()
+def _look_up(codes, table, others):  # type: ignore[no-untyped-def]  # numba infers the types
+    """What each code stands for, by comparisons: these are vectorised, looking up is not."""
+    one, two, three, four, five, six, seven = table[1], table[2], table[3], table[4], table[5], table[6], table[7]
+    none = np.uint8(0)
+    for i in range(len(codes)):
+        code = codes[i]
+        low = (one if code == 1 else none) | (two if code == 2 else none) | (three if code == 3 else none)
+        high = (five if code == 5 else none) | (six if code == 6 else none) | (seven if code == 7 else none)
+        others[i] = low | (four if code == 4 else none) | high
 
 
 @compiled()
