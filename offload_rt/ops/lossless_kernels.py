@@ -66,8 +66,8 @@ def encode(words, is_half, out):  # type: ignore[no-untyped-def]  # numba infers
     n_blocks = -(-n // BLOCK)
     starts, escapes = out[8 : 12 + 4 * n_blocks].view(np.uint32), out[12 + 4 * n_blocks :]
     codes = np.zeros(256, np.uint8)
-    for code in range(1, 8):
-        codes[out[code]] = code
+    for k in range(1, 8):
+        codes[out[k]] = k
     signs = out[len(out) - 88 * n_groups :]
     planes = signs[GROUP * n_groups :].view(np.uint64)
     n_escapes = 0

@@ -255,12 +255,7 @@ def read_layer(path: Path, identity: str, i: int, layout: Layout) -> SidecarLaye
         cuts = cut(entry, kind) if kind in (RAW, KIND_OF.get(entry.dtype)) else []
         own, rest = rest[: len(cuts)], rest[len(cuts) :]
         coding = Coding(kind, tuple(own[:, 1].tolist()))
-        if (
-            not cuts
-            or len(own) < len(cuts)
-            or (own[:, 0] != kind).any()
-            or not all(map(coding.admits, cuts, coding.sizes))
-        ):
+        if not cuts or len(own) < len(cuts) or not all(map(coding.admits, cuts, coding.sizes)):
             raise refuse(path, "is damaged")
         codings.append(coding)
     encoded = EncodedLayer.of(layout, codings)
