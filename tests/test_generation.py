@@ -225,6 +225,9 @@ class Unlearning:
 
     n_predicted, reads_prompt = 0, False
 
+    def begin(self, sequence, cache, n_nodes):
+        pass
+
     def learn(self, sequence, tree, verdict, predicted=None):
         pass
 

@@ -17,7 +17,7 @@ from offload_rt import ops
 from offload_rt.errors import SettingsError, UnsupportedModelError
 from offload_rt.models.architecture import Architecture, LayerWeights, PassContext, TensorShape
 from offload_rt.models.families import spec_of
-from offload_rt.models.native import EMBED, HEAD, NORM, NativeDecoder
+from offload_rt.models.native import EMBED, GATE_UP, HEAD, NORM, QKV, NativeDecoder
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,10 @@ class Eagle3(HeadDecoder):
         embedded, hidden = (part.contiguous() for part in x.chunk(2, 1))
         normed = ops.rms_norm(hidden, weights.vector("hidden_norm"), self.eps)
         both = torch.cat((ops.rms_norm(embedded, weights.vector("input_layernorm"), self.eps), normed), 1)
-        out = self._add_block(i, weights, normed if self.norm_before else hidden, both, context)
+        out = weights.linear(self._attend(i, weights, weights.linears(both, QKV), context), "self_attn.o_proj")
+        hidden = normed if self.norm_before else hidden
+        h = ops.add_rms_norm(hidden, out, weights.vector("post_attention_layernorm"), self.eps)
+        out = hidden.add_(weights.linear(ops.silu_mul(*weights.linears(h, GATE_UP)), "mlp.down_proj"))
         return torch.cat((embedded, out), 1)
 
     def give(self, weights: LayerWeights, x: Tensor) -> Tensor:

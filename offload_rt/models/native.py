@@ -12,8 +12,8 @@ from offload_rt import ops
 from offload_rt.models.architecture import Architecture, LayerWeights, PassContext, TensorShape
 from offload_rt.models.rope import Rope
 
-_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-_GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
+QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 EMBED, NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
 # Old Llama checkpoints carry the rotary frequencies, which follow from the config.
 _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
@@ -50,11 +50,11 @@ class NativeDecoder(Architecture):
         head_norms = (_norm("self_attn.q_norm", self.head_dim), _norm("self_attn.k_norm", self.head_dim))
         return (
             _norm("input_layernorm", d),
-            *_linears(dict(zip(_QKV, (q, kv, kv), strict=True)), d, self.qkv_bias),
+            *_linears(dict(zip(QKV, (q, kv, kv), strict=True)), d, self.qkv_bias),
             *(head_norms if self.qk_norm else ()),
             *_linears({"self_attn.o_proj": d}, q, self.o_bias),
             _norm("post_attention_layernorm", d),
-            *_linears(dict.fromkeys(_GATE_UP, m), d, self.mlp_bias),
+            *_linears(dict.fromkeys(GATE_UP, m), d, self.mlp_bias),
             *_linears({"mlp.down_proj": d}, m, self.mlp_bias),
         )
 
@@ -85,13 +85,10 @@ class NativeDecoder(Architecture):
 
     def layer(self, i: int, weights: LayerWeights, x: Tensor, context: PassContext) -> Tensor:
         """Attention and MLP, each on a norm of the residual stream and added to it."""
-        return self._add_block(i, weights, x, ops.rms_norm(x, weights.vector("input_layernorm"), self.eps), context)
-
-    def _add_block(self, i: int, weights: LayerWeights, x: Tensor, h: Tensor, context: PassContext) -> Tensor:
-        """Add to the residual stream x what attention makes of h, and the MLP of that."""
-        out = weights.linear(self._attend(i, weights, weights.linears(h, _QKV), context), "self_attn.o_proj")
+        h = ops.rms_norm(x, weights.vector("input_layernorm"), self.eps)
+        out = weights.linear(self._attend(i, weights, weights.linears(h, QKV), context), "self_attn.o_proj")
         h = ops.add_rms_norm(x, out, weights.vector("post_attention_layernorm"), self.eps)
-        return x.add_(weights.linear(ops.silu_mul(*weights.linears(h, _GATE_UP)), "mlp.down_proj"))
+        return x.add_(weights.linear(ops.silu_mul(*weights.linears(h, GATE_UP)), "mlp.down_proj"))
 
     def _attend(self, i: int, weights: LayerWeights, qkv: tuple[Tensor, ...], context: PassContext) -> Tensor:
         """The output of attention (n, n_heads * head_dim)."""
