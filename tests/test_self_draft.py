@@ -6,7 +6,7 @@ from tiny import Zoo, generate, prompt_of
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
-from offload_rt.errors import CapacityError, SettingsError
+from offload_rt.errors import CapacityError
 from offload_rt.weights import int4
 from offload_rt.weights.formats.dense import Format as Dense
 from offload_rt.weights.layout import PackedLayer, host_block, packed_layout
@@ -56,8 +56,3 @@ def test_a_copy_takes_a_third_and_gives_nearly_the_products() -> None:
     assert codes < 0.3 * 2 * 96 * 128
     assert torch.equal(ours.vector("norm"), theirs.vector("norm"))
     assert torch.equal(ours.linear(x[:, :30], "odd"), theirs.linear(x[:, :30], "odd"))
-
-
-def test_where_nothing_is_streamed_it_is_refused(zoo: Zoo) -> None:
-    with pytest.raises(SettingsError, match="layers that do not stay on the device"):
-        LLM(str(zoo.directory("llama", 0)), device_memory="1GB", **SETTINGS)

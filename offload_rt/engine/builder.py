@@ -194,11 +194,6 @@ def _check_resident(plan: Plan, drafting: Drafting) -> None:
             f"--drafter {drafting.name}", need="all layers on the device", have=f"{n_streamed} of {len(plan.tiers)} elsewhere",
             change="raise --device-memory, or use another drafter",
         )  # fmt: skip
-    if drafting.type.drafts_by_copy and not n_streamed:
-        raise SettingsError(
-            f"--drafter {drafting.name}", need="layers that do not stay on the device", have="none",
-            change="leave it out, or give a draft model",
-        )  # fmt: skip
 
 
 def _open_files(checkpoint: Checkpoint, settings: ReadSettings, device: torch.device) -> DiskTier:
