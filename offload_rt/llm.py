@@ -12,8 +12,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from offload_rt.config import EngineConfig, SamplingParams
-from offload_rt.engine.builder import EnginePlan, Progress, load, plan_engine
+from offload_rt.engine.builder import load
 from offload_rt.engine.engine import Engine
+from offload_rt.engine.engine_plan import EnginePlan, plan_engine
+from offload_rt.engine.loader import Progress
 from offload_rt.errors import CapacityError, PromptError, SettingsError
 from offload_rt.executor.runner import Step
 from offload_rt.executor.sequence import Sequence

@@ -13,7 +13,7 @@ from tiny import CASES, feed, generate, keep_steady, prefill, prompt_of, random_
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
-from offload_rt.engine import builder
+from offload_rt.engine import builder, engine_plan, loader
 from offload_rt.engine.memory_plan import READ_BUFFERS
 from offload_rt.errors import LinkError, NumericsError
 from offload_rt.executor.cuda_graphs import GraphPass
@@ -188,7 +188,7 @@ def test_the_cap_ends_where_loading_fails(zoo, card, monkeypatch):
 
     with card():
         before = torch.cuda.get_per_process_memory_fraction()
-        monkeypatch.setattr(builder, "read_parallel", failed)
+        monkeypatch.setattr(loader, "read_parallel", failed)
         with pytest.raises(LinkError):
             on_card(directory, drafter="none", device_memory=little(directory))
         assert torch.cuda.get_per_process_memory_fraction() == before
@@ -213,9 +213,9 @@ def test_blocks_on_the_card_grow_unless_the_user_says_otherwise(monkeypatch, beg
         if variable:
             monkeypatch.setenv(variable, "max_split_size_mb:64")
         monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", found.append)
-        monkeypatch.setattr(builder.platform, "release", lambda: release)
-        assert builder.pick_device("cpu").type == "cpu" and not found
-        assert builder.pick_device("auto").type == "cuda"
+        monkeypatch.setattr(engine_plan.platform, "release", lambda: release)
+        assert engine_plan.pick_device("cpu").type == "cpu" and not found
+        assert engine_plan.pick_device("auto").type == "cuda"
     assert found == expected
 
 

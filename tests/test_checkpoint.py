@@ -30,7 +30,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from offload_rt.engine import builder
+from offload_rt.engine import engine_plan
 from offload_rt.errors import CheckpointError, LinkError, OffloadError, UnsupportedModelError
 from offload_rt.llm import LLM
 from offload_rt.models.families import spec_of
@@ -523,7 +523,7 @@ def test_no_weight_is_read_from_a_faulty_checkpoint(name: str, tmp_path: Path, m
     def touched(*args: object) -> None:
         raise AssertionError("a weight was about to move")
 
-    monkeypatch.setattr(builder, "DiskTier", touched)
+    monkeypatch.setattr(engine_plan, "DiskTier", touched)
     with pytest.raises(CheckpointError, match=name):
         LLM(str(tmp_path), device="cpu")
 

@@ -395,7 +395,7 @@ def test_what_stands_on_stdout_is_not_printed_again_by_an_interrupt(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_card_that_torch_cannot_use_is_told(line: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offload_rt.engine.builder.cards", lambda: ["NVIDIA GeForce RTX 4090"])
+    monkeypatch.setattr("offload_rt.engine.engine_plan.cards", lambda: ["NVIDIA GeForce RTX 4090"])
     arguments = ["--model", str(model), "--prompt", "x", "--max-new-tokens", "1", "--device-memory", "1MB"]
     code, _, err = line(*arguments, "--max-model-len", "64")
     assert code == 0

@@ -69,7 +69,7 @@ def opened(target: Path, n_layers: int, draft: tuple[Path, int] | None = None, *
     pair = {"draft_model": str(draft[0])} if draft else {}
     with (
         patch("offload_rt.llm.open_checkpoint", lambda path: repeated(open_checkpoint(path), deep[path])),
-        patch("offload_rt.engine.builder.memory_free", lambda: 1 << 40),
+        patch("offload_rt.engine.engine_plan.memory_free", lambda: 1 << 40),
         LLM(str(target), **pair, **settings) as llm,
     ):
         yield llm

@@ -15,7 +15,7 @@ from offload_rt.offload.placement import Plan
 from offload_rt.system.machine import MachineProfile, PassBytes, pass_time
 
 if TYPE_CHECKING:  # these take seconds to load, and a plan needs none of them
-    from offload_rt.engine.builder import EnginePlan
+    from offload_rt.engine.engine_plan import EnginePlan
     from offload_rt.llm import Stats
 
 _SECONDS_BETWEEN_DRAWS = 0.1

@@ -8,7 +8,7 @@ import torch
 
 from offload_rt.config import EngineConfig
 from offload_rt.engine import profile
-from offload_rt.engine.builder import memory_budget, pick_device
+from offload_rt.engine.engine_plan import memory_budget, pick_device
 from offload_rt.errors import OffloadError, SettingsError
 from offload_rt.offload.disk import DiskTier
 from offload_rt.planning.forecast import LEVEL_S, Machine

@@ -1,0 +1,184 @@
+"""What is decided of an engine before a weight moves, from its settings."""
+
+import os
+import platform
+from dataclasses import dataclass, replace
+
+import torch
+
+from offload_rt.config import EngineConfig
+from offload_rt.engine import profile
+from offload_rt.engine.link import Link, choose_link
+from offload_rt.engine.memory_plan import LIBRARIES, READ_BUFFERS, MemoryPlan, Sizes, less_margin, plan_memory
+from offload_rt.errors import CapacityError, DeviceError, SettingsError
+from offload_rt.offload.disk import DiskTier
+from offload_rt.offload.placement import MemoryBudget, Plan
+from offload_rt.offload.sidecar import SidecarTier
+from offload_rt.speculate.select import Drafting
+from offload_rt.system.machine import cards, memory_free, memory_limit
+from offload_rt.weights import int4
+from offload_rt.weights.checkpoint import Checkpoint
+from offload_rt.weights.layout import PAGE, align_up
+from offload_rt.weights.lossless import decoded_layout
+
+
+@dataclass(frozen=True)
+class EnginePlan(MemoryPlan):
+    """All that is decided before a weight moves.
+
+    disk    the target's layers, opened
+    link    how those that are streamed come
+    notice  what the user should know of device and weights; empty if nothing
+    """
+
+    checkpoint: Checkpoint
+    drafting: Drafting
+    device: torch.device
+    dtype: torch.dtype
+    disk: DiskTier | SidecarTier
+    link: Link
+    notice: str
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of a setting. Raises DeviceError if it is cuda and there is none."""
+    if name == "cuda" and not torch.cuda.is_available():
+        need = "a CUDA device that torch can use"
+        raise DeviceError("--device cuda", need=need, have=_why_no_card(), change="use --device cpu")
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    _expand_segments()
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _expand_segments() -> None:
+    """Let torch's blocks on the card grow, unless the user has set the allocator's variable or CUDA has begun.
+
+    Otherwise what is left between blocks of varying sizes counts against a tight cap. Not in WSL, where the driver refuses
+    such memory (pytorch/pytorch 192330).
+    """
+    has_begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch has no types there
+    is_set = any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    if not (has_begun or is_set or "microsoft" in platform.release().lower()):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
+def _why_no_card() -> str:
+    """What torch says of a card that it cannot use: no driver, one that is too old, a build without CUDA."""
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # torch gives it no types
+    except (RuntimeError, AssertionError) as error:
+        return f"none ({str(error).splitlines()[0].split('. ')[0].rstrip('.')})"
+    return "none"
+
+
+def _notice(asked: str, device: torch.device) -> str:
+    """Says so where a card is there and a CPU computes although nobody asked for it."""
+    found = cards() if asked == "auto" and device.type == "cpu" else []
+    if not found:
+        return ""
+    return f"computing on the CPU: there is a {found[0]}, but torch can use {_why_no_card()}; --device cpu if that is meant"
+
+
+def _kv_notice(plan: Plan) -> str:
+    """Says so where the output is not exactly the model's."""
+    if plan.split is None or not plan.split.format.is_fp8:
+        return ""
+    return f"keys and values on the {plan.kv_tier} are rounded to fp8: the output is not exactly the model's"
+
+
+def plan_engine(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting) -> EnginePlan:
+    """Decide where everything goes. Raises CapacityError if it cannot go anywhere."""
+    device = pick_device(config.device)
+    if device.type == "cpu" and config.host_memory is not None:
+        problem = "--host-memory is for pinned memory beside a GPU"
+        raise SettingsError(problem, change="on a CPU, set --device-memory alone")
+    dtype = _pick_dtype(config.dtype, checkpoint)
+    budget = memory_budget(config, device)
+    link = choose_link(config, checkpoint, device)
+    disk: DiskTier | SidecarTier = DiskTier(checkpoint.layers)
+    try:
+        draft = _draft_sizes(checkpoint, drafting, dtype, device)
+        layer_nbytes = tuple(disk.layout(i).nbytes for i in range(checkpoint.spec.n_layers))
+        packed = tuple(align_up(decoded_layout(layer).nbytes, PAGE) for layer in checkpoint.layers)
+        if device.type == "cuda" or link.sizes:  # also packed; only slots on the host hold layers as they lie in files
+            layer_nbytes = tuple(map(max, layer_nbytes, packed))
+        if link.encodes:  # a layer is read whole before it is encoded
+            budget = replace(budget, buffers=budget.buffers + max(packed))
+        target = replace(Sizes.of_checkpoint(checkpoint, dtype), layer_nbytes=layer_nbytes, link=link.sizes)
+        memory = plan_memory(config, drafting, (target, draft), dtype, budget)
+        _check_resident(memory.plan, drafting)
+        if link.encodes and memory.plan.tiers.count("disk"):
+            raise CapacityError(
+                "layers that stay on the disk are not encoded as they are loaded",
+                have=f"{memory.plan.tiers.count('disk')} of them",
+                change="run offload-rt convert first, raise --host-memory, or use --link-format raw",
+            )
+        reads_disk = "disk" in memory.plan.pass_bytes.at(memory.max_model_len)
+        if reads_disk or link.sidecar:
+            settings = profile.read_settings(checkpoint.layers) if reads_disk else disk.settings
+            disk.close()
+            decodes = device.type == "cpu"
+            disk = (
+                SidecarTier(link.sidecar, settings, decodes) if link.sidecar else DiskTier(checkpoint.layers, settings)
+            )
+    except BaseException:
+        disk.close()
+        raise
+    of_weights = checkpoint.format.notice, checkpoint.spec.notice, link.notice
+    notices = (_notice(config.device, device), *of_weights, _kv_notice(memory.plan))
+    return EnginePlan(
+        memory.plan, memory.limits, memory.max_model_len, memory.cache_rows, memory.view_rows,
+        checkpoint, drafting, device, dtype, disk, link,
+        "\n".join(filter(None, notices)),
+    )  # fmt: skip
+
+
+def _draft_sizes(checkpoint: Checkpoint, drafting: Drafting, dtype: torch.dtype, device: torch.device) -> Sizes | None:
+    """Of what drafts: another model, or copies of the target's layers; None where neither does."""
+    if drafting.draft is not None:
+        return Sizes.of_checkpoint(drafting.draft, drafting.draft_dtype(dtype))
+    if not drafting.type.drafts_by_copy:
+        return None
+    if checkpoint.format.name != "dense":
+        have, change = f"weights of format {checkpoint.format.name}", "leave it out, or give a draft model"
+        raise SettingsError(f"--drafter {drafting.name}", need="unquantised weights", have=have, change=change)
+    spec, view_nbytes = checkpoint.spec, Sizes.of_checkpoint(checkpoint, int4.DTYPE).view_nbytes
+    stand_in = max(int4.copy_layout(decoded_layout(layer), device).nbytes for layer in checkpoint.layers)
+    return Sizes(spec, (0,) * spec.n_layers, 0, int4.DTYPE, view_nbytes, stand_in)
+
+
+def _check_resident(plan: Plan, drafting: Drafting) -> None:
+    """Raises CapacityError where the target is to draft itself and its layers do not stay: a draft would take a whole pass."""
+    n_streamed = len(plan.tiers) - plan.tiers.count("device")
+    if drafting.type.view is not None and n_streamed:
+        raise CapacityError(
+            f"--drafter {drafting.name}", need="all layers on the device", have=f"{n_streamed} of {len(plan.tiers)} elsewhere",
+            change="raise --device-memory, or use another drafter",
+        )  # fmt: skip
+
+
+def _pick_dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:
+    if name == "auto":
+        name = checkpoint.spec.dtype_name or str(checkpoint.dtype).removeprefix("torch.")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def memory_budget(config: EngineConfig, device: torch.device) -> MemoryBudget:
+    """The settings, or what is free, less a margin. Raises CapacityError for more than there is."""
+    spare = less_margin(memory_free())
+    if device.type == "cpu":
+        return MemoryBudget(_within(config.device_nbytes, "--device-memory", spare, memory_limit()))
+    torch.cuda.empty_cache()  # what an engine that was closed has left to torch is free as well
+    on_card, all_of_card = torch.cuda.mem_get_info(device)
+    of_card = _within(config.device_nbytes, "--device-memory", less_margin(on_card), all_of_card)
+    of_host = _within(config.host_nbytes, "--host-memory", spare, memory_limit())
+    return MemoryBudget(of_card, of_host, LIBRARIES, has_card=True, buffers=READ_BUFFERS)
+
+
+def _within(asked: int | None, flag: str, default: int, limit: int) -> int:
+    if asked is not None and asked > limit:
+        need = f"{asked} bytes"
+        raise CapacityError(f"{flag} is more than there is", need=need, have=str(limit), change=f"lower {flag}")
+    return default if asked is None else asked
