@@ -1,12 +1,16 @@
 """The target that drafts itself with copies of its streamed layers at four bits."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from tiny import Zoo, generate, prompt_of
+from transformers import Phi3Config, Phi3ForCausalLM
 
 from offload_rt import LLM, SamplingParams
+from offload_rt.cli.format import placement_table
 from offload_rt.config import EngineConfig
-from offload_rt.errors import CapacityError
+from offload_rt.errors import CapacityError, UnsupportedModelError
 from offload_rt.weights import int4
 from offload_rt.weights.formats.dense import Format as Dense
 from offload_rt.weights.layout import PackedLayer, host_block, packed_layout
@@ -22,7 +26,9 @@ def open_self(zoo: Zoo, name: str, n_resident: int) -> LLM:
     least = int(str(refused.value).split("(")[1].split()[0])
     slot = LLM.open(EngineConfig(str(zoo.directory(name, 0)), device="cpu")).plan.slot_nbytes
     llm = LLM(str(zoo.directory(name, 0)), device_memory=least + (1 + n_resident) * slot, **SETTINGS)
-    assert llm.plan.device_nbytes <= llm.plan.budget.device
+    plan = llm.plan
+    assert plan.device_nbytes <= plan.budget.device
+    assert (plan.copies_nbytes > 0) == (n_resident < len(plan.tiers))
     assert llm.plan.tiers.count("device") == n_resident
     return llm
 
@@ -56,3 +62,25 @@ def test_a_copy_takes_a_third_and_gives_nearly_the_products() -> None:
     assert codes < 0.3 * 2 * 96 * 128
     assert torch.equal(ours.vector("norm"), theirs.vector("norm"))
     assert torch.equal(ours.linear(x[:, :30], "odd"), theirs.linear(x[:, :30], "odd"))
+
+
+def test_what_is_read_for_the_copies_is_counted_as_loaded(zoo: Zoo) -> None:
+    with open_self(zoo, "llama", 0) as llm:
+        budget, told = llm.plan.budget.device, []
+    with LLM.open(EngineConfig(str(zoo.directory("llama", 0)), device_memory=budget, **SETTINGS)) as llm:
+        llm.load(progress=lambda done, total: told.append((done, total)))
+    assert max(done for done, _ in told) == told[0][1]
+
+
+def test_the_plan_shows_the_copies(zoo: Zoo) -> None:
+    with open_self(zoo, "llama", 1) as llm:
+        table = placement_table("", llm.plan, llm.engine_plan.cache_rows)
+    assert "copies of the other layers at four bits" in list(table.columns[0].cells)
+
+
+def test_layers_of_transformers_own_have_no_copies(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = Phi3Config(vocab_size=64, pad_token_id=0, **sizes)
+    Phi3ForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="a model of type phi3 cannot draft for itself"):
+        LLM(str(tmp_path), **SETTINGS)

@@ -79,6 +79,7 @@ def placement_table(title: str, plan: Plan, cache_rows: int) -> Table:
         f"cache of {n_rows} tokens{'' if split is None else ', its slots'}": reserved.cache,
         "activations": reserved.scratch,
         "draft model, its cache and distributions": reserved.draft,
+        "copies of the other layers at four bits": plan.copies_nbytes,
         "left to libraries": reserved.libraries,
         f"{plan.n_slots} slots": plan.n_slots * plan.slot_nbytes,
         "buffers of lossless weights": plan.link.buffer if plan.n_slots else 0,

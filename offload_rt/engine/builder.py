@@ -55,6 +55,9 @@ def load(engine_plan: EnginePlan, trace: Trace, progress: Progress | None = None
         sources = {"device": files[0], "host": disk if engine_plan.link.sidecar else files[0]}
         n_bytes = sum(sources[name].nbytes(i) for i, name in enumerate((*plan.tiers, "device")) if name != "disk")
         n_bytes += sum(files[1].nbytes(i) for i in range(draft.spec.n_layers + 1)) if draft else 0
+        if engine_plan.drafting.type.drafts_by_copy:  # what is not in memory as it is in the file is read for its copy
+            again = ("disk",) if engine_plan.link.sizes is None else ("disk", "host")
+            n_bytes += sum(files[0].nbytes(i) for i, name in enumerate(plan.tiers) if name in again)
         loader = Loader(device, host, Meter(n_bytes, progress), closes, cpus_near(device))
         capture, n_nodes = CudaCapture() if device.type == "cuda" else None, engine_plan.limits.n_nodes
         # Passes of a draft are in the trace as levels of a tree; layer by layer they would fill it.

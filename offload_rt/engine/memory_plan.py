@@ -117,8 +117,9 @@ def plan_memory(
     """
     memory = _Memory(config, *models, dtype, budget, drafting.view_rows)
     target, limit, asked = memory.target, memory.target.spec.max_positions, config.max_model_len
-    if drafting.view_rows and not memory.target.spec.is_native:
-        problem = f"a model of type {memory.target.spec.family} cannot draft for itself"
+    drafts_itself = drafting.type.view is not None or drafting.type.drafts_by_copy
+    if drafts_itself and not target.spec.is_native:
+        problem = f"a model of type {target.spec.family} cannot draft for itself"
         raise UnsupportedModelError(problem, change="take another --drafter")
     if asked is not None and asked > limit:
         raise CapacityError("--max-model-len", need=str(asked), have=f"a model of {limit} positions", change="lower it")

@@ -106,9 +106,14 @@ class Plan:
     @property
     def device_nbytes(self) -> int:
         """Bytes the plan uses on the device."""
-        buffer, n_streamed = self.link.buffer if self.n_slots else 0, len(self.tiers) - self.tiers.count("device")
-        moving = self.n_slots * self.slot_nbytes + buffer + n_streamed * self.reserved.stand_in
+        buffer = self.link.buffer if self.n_slots else 0
+        moving = self.n_slots * self.slot_nbytes + buffer + self.copies_nbytes
         return self.reserved.total + moving + self.on("device")
+
+    @property
+    def copies_nbytes(self) -> int:
+        """Bytes of the copies of streamed layers by which the target drafts itself."""
+        return self.reserved.stand_in * (len(self.tiers) - self.tiers.count("device"))
 
     @property
     def host_nbytes(self) -> int:
