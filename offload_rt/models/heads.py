@@ -5,7 +5,6 @@ Row j of a head that has a cache is token j + 1 of the sequence beside the hidde
 """
 
 from abc import abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from offload_rt import ops
 from offload_rt.errors import SettingsError, UnsupportedModelError
 from offload_rt.models.architecture import Architecture, LayerWeights, PassContext, TensorShape
 from offload_rt.models.families import spec_of
-from offload_rt.models.native import EMBED, GATE_UP, HEAD, NORM, QKV, NativeDecoder
+from offload_rt.models.native import EMBED, HEAD, NORM, QKV, NativeDecoder, norm
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class HeadWeights(LayerWeights):
     token_ids: Tensor | None
 
     def _with(self, name: str) -> LayerWeights:
-        return self.own if f"{name}.weight" in self.names else self.target
+        return self.own if name in self.names else self.target
 
     @property
     def dtype(self) -> torch.dtype:
@@ -42,19 +41,15 @@ class HeadWeights(LayerWeights):
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """See `LayerWeights`."""
-        return (self.own if name in self.names else self.target).tensor(name, dtype)
-
-    def vector(self, name: str) -> Tensor:
-        """See `LayerWeights`."""
-        return self._with(name).vector(name)
+        return self._with(name).tensor(name, dtype)
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         """See `LayerWeights`."""
-        return self._with(name).linear(x, name)
+        return self._with(f"{name}.weight").linear(x, name)
 
     def rows(self, ids: Tensor, name: str) -> Tensor:
         """See `LayerWeights`."""
-        return self._with(name).rows(ids, name)
+        return self._with(f"{name}.weight").rows(ids, name)
 
 
 @dataclass(frozen=True)
@@ -112,16 +107,15 @@ class Eagle3(HeadDecoder):
 
     def layer_tensors(self, i: int) -> tuple[TensorShape, ...]:
         """A Llama's with a second norm, and twice the input to attention."""
-        d, wide = self.hidden_size, ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
+        d, wide = self.hidden_size, tuple(f"{name}.weight" for name in QKV)
         of_llama = super().layer_tensors(i)
         doubled = (TensorShape(name, (shape[0], 2 * d) if name in wide else shape) for name, shape in of_llama)
-        return (TensorShape("hidden_norm.weight", (d,)), *doubled)
+        return (norm("hidden_norm", d), *doubled)
 
     def non_layer_tensors(self) -> tuple[TensorShape, ...]:
         """What fuses the target's hidden states, the last norm and the head."""
         d, n = self.hidden_size, len(self.taps)
-        shapes = (("fc.weight", (d, n * d)), ("norm.weight", (d,)), ("lm_head.weight", (self.n_tokens, d)))
-        return tuple(TensorShape(*one) for one in shapes)
+        return TensorShape("fc.weight", (d, n * d)), norm("norm", d), TensorShape("lm_head.weight", (self.n_tokens, d))
 
     def take(self, weights: LayerWeights, states: Tensor) -> Tensor:
         """All of them through one matrix."""
@@ -136,11 +130,8 @@ class Eagle3(HeadDecoder):
         embedded, hidden = (part.contiguous() for part in x.chunk(2, 1))
         normed = ops.rms_norm(hidden, weights.vector("hidden_norm"), self.eps)
         both = torch.cat((ops.rms_norm(embedded, weights.vector("input_layernorm"), self.eps), normed), 1)
-        out = weights.linear(self._attend(i, weights, weights.linears(both, QKV), context), "self_attn.o_proj")
-        hidden = normed if self.norm_before else hidden
-        h = ops.add_rms_norm(hidden, out, weights.vector("post_attention_layernorm"), self.eps)
-        out = hidden.add_(weights.linear(ops.silu_mul(*weights.linears(h, GATE_UP)), "mlp.down_proj"))
-        return torch.cat((embedded, out), 1)
+        out = self.attention(i, weights, both, context)
+        return torch.cat((embedded, self.mlp(weights, normed if self.norm_before else hidden, out)), 1)
 
     def give(self, weights: LayerWeights, x: Tensor) -> Tensor:
         """The residual stream."""
@@ -160,7 +151,7 @@ class Eagle3(HeadDecoder):
 class MtpLayout(NamedTuple):
     """How a family stores and joins its layer for multi-token prediction.
 
-    layer        prefix of the decoder layer; {n} stands for the layers of the target
+    layer        prefix of the decoder layer; {n} stands for the layers of the target, as in the names of modules
     embed_norm, hidden_norm, project, norm  modules
     embed_first  the embedding comes first in what is projected
     is_normed    the target's hidden states are taken behind its last norm
@@ -173,11 +164,6 @@ class MtpLayout(NamedTuple):
     norm: str
     embed_first: bool = True
     is_normed: bool = True
-
-    def of(self, n_layers: int) -> "MtpLayout":
-        """The names in a model of so many layers."""
-        layer, embed_norm, hidden_norm, project, norm = (one.format(n=n_layers) for one in self[:5])
-        return MtpLayout(layer, embed_norm, hidden_norm, project, norm, self.embed_first, self.is_normed)
 
 
 _NEXTN, _MIMO = "model.layers.{n}.", "model.mtp_layers.0."
@@ -207,7 +193,7 @@ class Mtp(HeadDecoder):
     def non_layer_tensors(self) -> tuple[TensorShape, ...]:
         """Norms, and what projects embedding and hidden state."""
         d, names = self.hidden_size, self.layout
-        norms = (TensorShape(f"{name}.weight", (d,)) for name in (names.embed_norm, names.hidden_norm, names.norm))
+        norms = (norm(name, d) for name in (names.embed_norm, names.hidden_norm, names.norm))
         return (*norms, TensorShape(f"{names.project}.weight", (d, 2 * d)))
 
     def take(self, weights: LayerWeights, states: Tensor) -> Tensor:
@@ -274,30 +260,17 @@ class Medusa(Head):
         return 2.0 * n_rows * self.hidden_size * (self.n_blocks * self.hidden_size + self.vocab_size)
 
 
-def head_kind(raw: dict[str, Any]) -> str | None:
-    """The drafter whose heads the config.json of a checkpoint describes; None: it is of a whole model."""
-    if raw.get("model_type") == "medusa" or "medusa_num_heads" in raw:
-        return "medusa"
-    is_eagle = "draft_vocab_size" in raw or any("Eagle3" in str(name) for name in raw.get("architectures") or ())
-    return "eagle" if is_eagle else None
-
-
 _EAGLE_KEYS = {
     "architectures", "draft_vocab_size", "eagle_config", "eagle_aux_hidden_state_layer_ids", "norm_before_residual",
     "target_hidden_size", "target_model_type", "has_no_defaults_at_init",
 }  # fmt: skip
 
 
-def eagle_of(raw: dict[str, Any], target: Architecture) -> Eagle3:
-    """Understand the config.json of an EAGLE-3 head.
-
-    Raises UnsupportedModelError where it is not understood, SettingsError where it is for another target.
-    """
+def _eagle_of(raw: dict[str, Any], target: NativeDecoder) -> Eagle3:
     llama = spec_of({key: value for key, value in raw.items() if key not in _EAGLE_KEYS})
-    assert isinstance(llama, NativeDecoder), "all families are"
-    if llama.n_layers != 1:
-        problem = f"config.json: an EAGLE-3 head of {llama.n_layers} layers is not supported"
-        raise UnsupportedModelError(problem, need="1 layer")
+    if llama.n_layers != 1 or not isinstance(llama, NativeDecoder):
+        problem = f"config.json: an EAGLE-3 head of {llama.n_layers} layers of type {llama.family} is not supported"
+        raise UnsupportedModelError(problem, need="1 layer as of a Llama")
     for what, have, need in (
         ("hidden size", raw.get("target_hidden_size", llama.hidden_size), target.hidden_size),
         ("hidden size", llama.hidden_size, target.hidden_size),
@@ -319,12 +292,14 @@ def eagle_of(raw: dict[str, Any], target: Architecture) -> Eagle3:
 
 def mtp_of(target: NativeDecoder, layout: MtpLayout) -> Mtp:
     """The layer of a model for multi-token prediction."""
-    changes = {"family": "mtp", "n_layers": 1, "windows": (None,), "taps": (target.n_layers,), "n_mtp": 0}
-    return Mtp(**{**vars(target), **changes, "layout": layout.of(target.n_layers)})
+    n = target.n_layers
+    layout = MtpLayout(*(one.format(n=n) if isinstance(one, str) else one for one in layout))  # type: ignore[arg-type]
+    changes = {"family": "mtp", "n_layers": 1, "windows": (None,), "taps": (n,), "n_mtp": 0, "layout": layout}
+    return Mtp(**{**vars(target), **changes})
 
 
-def medusa_of(raw: dict[str, Any], target: NativeDecoder) -> Medusa:
-    """Medusa's heads by their config.json, in the layout of the authors."""
+def _medusa_of(raw: dict[str, Any], target: NativeDecoder) -> Medusa:
+    """In the layout of the authors."""
     n_heads = raw.get("medusa_num_heads", raw.get("num_heads"))
     n_blocks = raw.get("medusa_num_layers", raw.get("num_hidden_layers", 1))
     for name, value in (("medusa_num_heads", n_heads), ("medusa_num_layers", n_blocks)):
@@ -335,13 +310,20 @@ def medusa_of(raw: dict[str, Any], target: NativeDecoder) -> Medusa:
 
 
 def head_of(raw: dict[str, Any] | None, target: Architecture) -> Head | None:
-    """The head of a config.json, or of the target where none is given; None where there is none. Raises as these do."""
-    assert isinstance(target, NativeDecoder), "all families are"
+    """The head of a config.json, or of the target where none is given; None where there is none.
+
+    Raises UnsupportedModelError where it is not understood, SettingsError where it is for another target.
+    """
     if raw is None:
-        return mtp_of(target, MTP_LAYOUTS[0]) if target.n_mtp else None
-    kinds: dict[str | None, Callable[[dict[str, Any], NativeDecoder], Head]] = {"eagle": eagle_of, "medusa": medusa_of}
-    kind = head_kind(raw)
-    return kinds[kind](raw, target) if kind in kinds else None
+        return mtp_of(target, MTP_LAYOUTS[0]) if isinstance(target, NativeDecoder) and target.n_mtp else None
+    is_medusa = raw.get("model_type") == "medusa" or "medusa_num_heads" in raw
+    is_eagle = "draft_vocab_size" in raw or any("Eagle3" in str(name) for name in raw.get("architectures") or ())
+    if not is_medusa and not is_eagle:
+        return None
+    if not isinstance(target, NativeDecoder):
+        change = "leave --draft-model out, or give a whole model"
+        raise UnsupportedModelError(f"heads cannot draft for a model of type {target.family}", change=change)
+    return _medusa_of(raw, target) if is_medusa else _eagle_of(raw, target)
 
 
 def of_another_target(what: str, have: str, need: str) -> SettingsError:

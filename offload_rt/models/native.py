@@ -47,13 +47,13 @@ class NativeDecoder(Architecture):
         """The same in every layer."""
         d, m = self.hidden_size, self.intermediate_size
         q, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
-        head_norms = (_norm("self_attn.q_norm", self.head_dim), _norm("self_attn.k_norm", self.head_dim))
+        head_norms = (norm("self_attn.q_norm", self.head_dim), norm("self_attn.k_norm", self.head_dim))
         return (
-            _norm("input_layernorm", d),
+            norm("input_layernorm", d),
             *_linears(dict(zip(QKV, (q, kv, kv), strict=True)), d, self.qkv_bias),
             *(head_norms if self.qk_norm else ()),
             *_linears({"self_attn.o_proj": d}, q, self.o_bias),
-            _norm("post_attention_layernorm", d),
+            norm("post_attention_layernorm", d),
             *_linears(dict.fromkeys(GATE_UP, m), d, self.mlp_bias),
             *_linears({"mlp.down_proj": d}, m, self.mlp_bias),
         )
@@ -62,7 +62,7 @@ class NativeDecoder(Architecture):
         """Embedding, last norm, and the head unless it is tied to the embedding."""
         table = (self.vocab_size, self.hidden_size)
         head = () if self.tied else (TensorShape(f"{HEAD}.weight", table),)
-        return (TensorShape(f"{EMBED}.weight", table), _norm(NORM, self.hidden_size), *head)
+        return (TensorShape(f"{EMBED}.weight", table), norm(NORM, self.hidden_size), *head)
 
     def is_unused(self, name: str) -> bool:
         """Derived frequencies, a stored copy of a tied head (transformers takes the embedding, too), layers that only draft."""
@@ -86,19 +86,22 @@ class NativeDecoder(Architecture):
     def layer(self, i: int, weights: LayerWeights, x: Tensor, context: PassContext) -> Tensor:
         """Attention and MLP, each on a norm of the residual stream and added to it."""
         h = ops.rms_norm(x, weights.vector("input_layernorm"), self.eps)
-        out = weights.linear(self._attend(i, weights, weights.linears(h, QKV), context), "self_attn.o_proj")
-        h = ops.add_rms_norm(x, out, weights.vector("post_attention_layernorm"), self.eps)
-        return x.add_(weights.linear(ops.silu_mul(*weights.linears(h, GATE_UP)), "mlp.down_proj"))
+        return self.mlp(weights, x, self.attention(i, weights, h, context))
 
-    def _attend(self, i: int, weights: LayerWeights, qkv: tuple[Tensor, ...], context: PassContext) -> Tensor:
-        """The output of attention (n, n_heads * head_dim)."""
-        q, k, v = (one.view(len(one), -1, self.head_dim) for one in qkv)
+    def attention(self, i: int, weights: LayerWeights, h: Tensor, context: PassContext) -> Tensor:
+        """What attention adds to the residual stream (n, hidden_size), of its norm h."""
+        q, k, v = (one.view(len(one), -1, self.head_dim) for one in weights.linears(h, QKV))
         if self.qk_norm:
             q = ops.rms_norm(q, weights.vector("self_attn.q_norm"), self.eps)
             k = ops.rms_norm(k, weights.vector("self_attn.k_norm"), self.eps)
         cos, sin = context.row_inputs
         out = context.attend(i, q, k, v, scale=self.head_dim**-0.5, window=self.windows[i], rotary=(cos, sin))
-        return out.reshape(len(out), -1)
+        return weights.linear(out.reshape(len(out), -1), "self_attn.o_proj")
+
+    def mlp(self, weights: LayerWeights, x: Tensor, out: Tensor) -> Tensor:
+        """The residual stream x behind the layer, which it becomes; `out` of attention is added to it first."""
+        h = ops.add_rms_norm(x, out, weights.vector("post_attention_layernorm"), self.eps)
+        return x.add_(weights.linear(ops.silu_mul(*weights.linears(h, GATE_UP)), "mlp.down_proj"))
 
     def head(self, weights: LayerWeights, x: Tensor) -> Tensor:
         """The last norm and the head."""
@@ -120,7 +123,8 @@ class NativeDecoder(Architecture):
         return n_rows * widest * itemsize + n_logits * self.vocab_size * (itemsize + 8)
 
 
-def _norm(name: str, width: int) -> TensorShape:
+def norm(name: str, width: int) -> TensorShape:
+    """The weights of a norm."""
     return TensorShape(f"{name}.weight", (width,))
 
 

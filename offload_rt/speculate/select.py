@@ -10,12 +10,11 @@ from offload_rt.config import EngineConfig
 from offload_rt.errors import SettingsError
 from offload_rt.kv.sparse import LEAST_BUDGET
 from offload_rt.models.architecture import Architecture
-from offload_rt.models.heads import head_kind
 from offload_rt.speculate.draft_model import DraftModel
 from offload_rt.speculate.protocols import DrafterType, DraftLimits, VerificationRule
 from offload_rt.system import registry
 from offload_rt.text.detokenize import load_tokenizer
-from offload_rt.weights.checkpoint import Checkpoint, locate, open_checkpoint, read_config
+from offload_rt.weights.checkpoint import Checkpoint, locate, open_checkpoint
 from offload_rt.weights.heads import find_mtp, open_head
 
 if TYPE_CHECKING:  # it takes a second to load, and a plan needs none
@@ -113,11 +112,8 @@ def find_draft(
     chosen, head = drafting or pick_drafter(config), None
     if config.draft_model is not None:
         directory = locate(config.draft_model, None, config.offline)
-        if chosen.name == "mtp":
-            head = find_mtp(directory, target)
-        elif kind := head_kind(read_config(directory)):
-            head = open_head(directory, kind, target)
-        elif chosen.type.model is DraftModel:
+        head = (find_mtp if chosen.name == "mtp" else open_head)(directory, target)
+        if head is None and chosen.type.model is DraftModel:
             draft = open_checkpoint(directory)
             check_pair(target.spec, draft.spec, (tokenizer, load_tokenizer(directory)))
             return replace(chosen, draft=draft)
