@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from pretended_card import pretended_card
 from quantize import Choice, config_of, quantized
 from safetensors.torch import load_file, save_file
 from tiny import feed, generate, logits_of, open_llm, prefill, prompt_of, random_tree, runner_of
@@ -12,9 +13,10 @@ from transformers.core_model_loading import Chunk, Transpose, WeightConverter
 
 from bench.models import config_of as tiny_config
 from bench.models import open_streamed, random_model
-from offload_rt import SamplingParams, ops
+from offload_rt import LLM, SamplingParams, ops
 from offload_rt.errors import UnsupportedModelError
 from offload_rt.executor.runner import Step
+from offload_rt.models import tensor_names
 from offload_rt.models.families import FAMILIES, spec_of
 from offload_rt.models.transformers import TransformersModel
 from offload_rt.ops import reference
@@ -69,7 +71,7 @@ def test_trees_and_texts_are_those_of_transformers(model_of, kind):
     """Streamed from the disk: the logits of a tree, and a text that is drafted by the target's own predictions."""
     model, folder = model_of(kind)
     prompt = prompt_of(0, 15, 150)
-    with open_streamed(folder, drafter="recycle") as llm:
+    with open_streamed(folder) as llm:
         assert isinstance(runner_of(llm).spec, TransformersModel)
         check_tree(runner_of(llm), model)
         assert llm.generate(prompt, SamplingParams(max_new_tokens=24)).pop().token_ids == generate(model, prompt, 24)
@@ -152,6 +154,16 @@ def test_rows_of_one_tensor_may_be_several_matrices(zoo, tmp_path, monkeypatch):
         open_llm(tmp_path)
 
 
+def test_what_a_text_does_not_need_may_be_stored_in_any_way(model_of, monkeypatch):
+    turned = WeightConverter("mlp.fc1.weight", "mlp.fc1.weight", [Transpose(0, 1)])  # of the images' part alone
+    known = tensor_names.get_model_conversion_mapping
+    monkeypatch.setattr(tensor_names, "get_model_conversion_mapping", lambda model: [*known(model), turned])
+    model, folder = model_of("gemma3")
+    assert any(name.endswith("mlp.fc1.weight") for name in load_file(folder / "model.safetensors"))
+    with open_llm(folder, "disk") as llm:
+        check_tree(runner_of(llm), model, 2)
+
+
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
@@ -167,6 +179,34 @@ def test_what_does_not_run_is_refused_with_its_reason(kind, reason):
     raw = tiny_config(kind).to_dict() | {"is_encoder_decoder": kind == "t5"}
     with pytest.raises(UnsupportedModelError, match=reason):
         spec_of(raw)
+
+
+def test_heads_are_of_native_models(model_of, tmp_path):
+    (tmp_path / "config.json").write_text('{"medusa_num_heads": 1}')
+    with pytest.raises(UnsupportedModelError, match=r"heads cannot draft for a model of type phi3.*a whole model"):
+        open_llm(model_of("phi3")[1], draft_model=str(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+def test_a_card_computes_all_experts_without_the_host_waiting(model_of, monkeypatch, kind):
+    """Stored one by one, and in one tensor with biases."""
+    model, folder = model_of(kind)
+    histc = torch.histc  # that of a CPU counts no integers
+    monkeypatch.setattr(torch, "histc", lambda counted, **bins: histc(counted.float(), **bins).int())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    prompt = prompt_of(0, 15, 150)
+    with (
+        pretended_card(monkeypatch) as counts,
+        LLM(str(folder), device="cuda", drafter="none", max_model_len=64) as llm,
+    ):
+        runner = runner_of(llm)
+        step = Step(runner.new_cache(20), torch.tensor(prompt), Topology.chain(len(prompt)), len(prompt), len(prompt))
+        runner.forward([step])  # brings frequencies to the card
+        before = counts.n_waits
+        (got,) = runner.forward([step])
+        assert counts.n_waits == before
+        expected = logits_of(model, prompt)
+        torch.testing.assert_close(got.cpu(), expected, atol=ATOL * float(expected.abs().max()), rtol=0)
 
 
 def test_code_of_a_checkpoint_is_not_run():

@@ -45,6 +45,7 @@ class LayerWeights(Protocol):
 
     def vector(self, name: str) -> Tensor:
         """The one-dimensional `<name>.weight`, of a norm, in the dtype of the computation."""
+        return self.tensor(f"{name}.weight")
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         """x (n, n_in) through the matrix `<name>.weight`, bias included: (n, n_out)."""
@@ -52,6 +53,10 @@ class LayerWeights(Protocol):
     def linears(self, x: Tensor, names: Sequence[str]) -> tuple[Tensor, ...]:
         """`linear` for each of these; a format may compute them together and return parts of one product."""
         return tuple(map(self.linear, repeat(x), names))
+
+    def joined(self, names: Sequence[str]) -> Tensor | None:
+        """The matrices `<name>.weight` as one along their first dimension; None unless they lie so and are used as stored."""
+        return None
 
     def rows(self, ids: Tensor, name: str) -> Tensor:
         """Rows `ids` (n,) of the table `<name>.weight`, in the dtype of the computation: (n, width)."""

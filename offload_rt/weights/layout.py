@@ -5,6 +5,7 @@ import math
 import mmap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -39,6 +40,11 @@ class Layout:
     entries: tuple[TensorEntry, ...]
     nbytes: int
 
+    @cached_property
+    def by_name(self) -> dict[str, TensorEntry]:
+        """The entries."""
+        return {entry.name: entry for entry in self.entries}
+
     def views(self, block: Tensor) -> dict[str, Tensor]:
         """The tensors of a block, by name, without copying.
 
@@ -48,10 +54,9 @@ class Layout:
 
     def joined(self, names: Sequence[str]) -> TensorEntry | None:
         """Tensors that lie back to back in this order, as one along their first dimension; None where there are none such."""
-        entries = {entry.name: entry for entry in self.entries}
-        if not all(name in entries for name in names):
+        if not all(name in self.by_name for name in names):
             return None
-        parts = [entries[name] for name in names]
+        parts = [self.by_name[name] for name in names]
         for a, b in itertools.pairwise(parts):
             if b.offset != a.offset + a.nbytes or (b.dtype, b.shape[1:]) != (a.dtype, a.shape[1:]):
                 return None

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from itertools import repeat
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -46,11 +47,26 @@ class Format:
         return math.prod(stored.shape) * dtype.itemsize if stored.dtype != dtype else 0
 
 
+class _Views(dict[str, Tensor]):
+    """The tensors of a block, each from when it is first asked for: a mixture has hundreds."""
+
+    def __init__(self, layout: Layout, block: Tensor) -> None:
+        super().__init__()
+        self._entries, self._block = layout.by_name, block
+
+    def __missing__(self, name: str) -> Tensor:
+        self[name] = made = self._entries[name].view(self._block)
+        return made
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self._entries else default
+
+
 class View(LayerWeights):
     """The weights of one layer, used where they lie, see `WeightFormat.view`."""
 
     def __init__(self, layout: Layout, block: Tensor, dtype: torch.dtype) -> None:
-        self._tensors = layout.views(block)
+        self._tensors = _Views(layout, block)
         self._layout, self._block, self._dtype = layout, block, dtype
 
     @property
@@ -62,10 +78,6 @@ class View(LayerWeights):
         """See `LayerWeights.tensor`."""
         return self._tensors[name].to(dtype or self._dtype)
 
-    def vector(self, name: str) -> Tensor:
-        """The tensor `<name>.weight`, in the dtype of the computation."""
-        return self.tensor(f"{name}.weight")
-
     def linear(self, x: Tensor, name: str) -> Tensor:
         """x (n, n_in) times `<name>.weight` (n_out, n_in) transposed, plus `<name>.bias` where there is one: (n, n_out)."""
         bias = self._tensors.get(f"{name}.bias")
@@ -74,15 +86,15 @@ class View(LayerWeights):
 
     def linears(self, x: Tensor, names: Sequence[str]) -> tuple[Tensor, ...]:
         """See `LayerWeights.linears`; one product on a card, where each takes a launch, if the matrices lie back to back."""
-        weight = self._joined(names, "weight") if x.is_cuda else None
-        bias = self._joined(names, "bias") if weight is not None else None
-        if weight is None or (bias is None and any(f"{name}.bias" in self._tensors for name in names)):
+        weight = self.joined(names) if x.is_cuda else None
+        bias = self.joined(names, "bias") if weight is not None else None
+        if weight is None or (bias is None and any(f"{name}.bias" in self._layout.by_name for name in names)):
             return tuple(map(self.linear, repeat(x), names))
         widths = [len(self._tensors[f"{name}.weight"]) for name in names]
         return tuple(torch.split(F.linear(x, weight, bias), widths, dim=1))
 
-    def _joined(self, names: Sequence[str], part: str) -> Tensor | None:
-        """The tensors `<name>.<part>` as one; None where they lie apart, or are converted, which is planned one by one."""
+    def joined(self, names: Sequence[str], part: str = "weight") -> Tensor | None:
+        """See `LayerWeights.joined`, of the tensors `<name>.<part>`. What is converted is planned one by one."""
         entry = self._layout.joined([f"{name}.{part}" for name in names])
         return entry.view(self._block) if entry is not None and entry.dtype == self._dtype else None
 

@@ -1,0 +1,181 @@
+"""What the modules of a model of transformers meet in place of their cache, attention, masks and parameters."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache
+from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
+from transformers.masking_utils import AttentionMaskInterface
+
+from offload_rt.errors import UnsupportedModelError
+from offload_rt.models.architecture import LayerWeights, PassContext
+
+# Names under which transformers finds what is ours: in passes, where nobody makes masks, and while a model is traced.
+NAME, TRACED = "offload_rt", "offload_rt_traced"
+OTHER_STATE = "keep state that is not keys and values"
+# Tensors that models give to attention besides queries, keys, values and a mask, and that are used or change nothing.
+_KNOWN = {"s_aux", "position_ids", "cache_position"}
+
+
+def register() -> None:
+    """Let models of transformers find what is ours."""
+    ExpertsInterface.register(NAME, _mixture)
+    AttentionInterface.register(NAME, _attention)
+    AttentionInterface.register(TRACED, _traced_attention)
+    AttentionMaskInterface.register(TRACED, _mask)
+
+
+class PassCache(Cache):
+    """The pass under way: to a model its cache, to the attention of its layers the way to the context.
+
+    Layers of the cache are numbered in the order in which attention is first computed.
+    windows  by layer of the model and attention in it: how many positions back a row sees
+    """
+
+    def __init__(self) -> None:
+        self.layers = []
+        self.windows: dict[tuple[int, int], int | None] = {}
+        self._context: PassContext | None = None
+        self._numbers: dict[tuple[int, int], int] = {}
+        self._at = (0, 0)
+
+    def enter(self, layer: int, context: PassContext) -> None:
+        """A layer of the model begins."""
+        self._context, self._at = context, (layer, 0)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values of the rows alone: what the layer makes of them for each position is kept when it attends."""
+        return key_states, value_states
+
+    def get_seq_length(self, *args: Any) -> int:
+        """Positions are given."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int, *args: Any) -> tuple[int, int]:
+        """No mask is made in passes."""
+        return query_length, 0
+
+    get_query_offset = get_seq_length  # type: ignore[assignment]
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """Attention (1, n, n_heads, v_dim) of q (1, n_heads, n, dim) to the rows of the cache that k and v become part of.
+
+        Keys and values that another layer has attended to with are there already. What attention is first called with for
+        its window holds from then on.
+        """
+        assert self._context is not None, "a layer is called within a pass"
+        number: int | None = getattr(k, "kv_layer", None)
+        is_kept = number is not None and getattr(v, "kv_layer", None) == number
+        if not is_kept:
+            number = self._numbers.setdefault(self._at, len(self._numbers))
+        window = self.windows.setdefault(self._at, window)
+        self._at = (self._at[0], self._at[1] + 1)
+        rows = q[0].transpose(0, 1).contiguous()
+        new = (None, None) if is_kept else (k[0].transpose(0, 1), v[0].transpose(0, 1))
+        assert number is not None
+        out = self._context.attend(number, rows, *new, scale=scale, window=window, softcap=softcap, sinks=sinks)
+        k.kv_layer = v.kv_layer = number  # type: ignore[attr-defined]
+        return out[None]
+
+
+def _attention(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, scaling: float | None = None,
+    sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """What models call for attention, see transformers' AttentionInterface; s_aux are sinks."""
+    cache: PassCache = module.__dict__["pass_cache"]
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    return cache.attend(q, k, v, scale, sliding_window, softcap, s_aux), None
+
+
+def _traced_attention(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None,
+    sliding_window: int | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """The same while a model is traced. Raises UnsupportedModelError where attention is not what passes compute."""
+    others = sorted(key for key, one in kwargs.items() if isinstance(one, Tensor) and key not in _KNOWN)
+    is_ours = attention_mask is None or hasattr(attention_mask, "window")
+    if others or not is_ours or not getattr(module, "is_causal", True):
+        raise UnsupportedModelError(f"its attention takes {(others or ['a mask of its own'])[0]}")
+    if k.shape[2] != q.shape[2]:
+        raise UnsupportedModelError("its layers keep keys that are not those of single tokens")
+    # The windows that layers name are for kernels that take no masks, and may lack; those of masks are what counts.
+    window = getattr(attention_mask, "window", sliding_window)
+    return _attention(module, q, k, v, None, sliding_window=window, **kwargs)
+
+
+def _mask(
+    q_length: int, kv_length: int, device: torch.device, use_vmap: bool = False, local_size: int | None = None,
+    **kwargs: Any,
+) -> Tensor:  # fmt: skip
+    """What a traced model takes for a mask: nothing but the window, unless a model masks by a function of its own."""
+    mask = torch.empty(1, 1, q_length, kv_length, dtype=torch.bool, device=device)
+    if not use_vmap:
+        mask.window = local_size  # type: ignore[attr-defined]
+    return mask
+
+
+def _mixture(module: nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """What models call for the experts of a mixture, see transformers' ExpertsInterface.
+
+    Their own code visits one expert after the other, for each of which the host waits.
+    """
+    if hidden.is_meta:
+        return torch.empty_like(hidden)
+    is_whole = all(isinstance(one, Tensor) for one in module._parameters.values() if one is not None)
+    if hidden.is_cuda and is_whole:
+        return grouped_mm_experts_forward(module, hidden, *args, **kwargs)
+    out: Tensor = type(module).forward.__wrapped__(module, hidden, *args, **kwargs)  # type: ignore[attr-defined]
+    return out
+
+
+class Table:
+    """The table of an embedding; to its module, the parameter that rows are looked up in."""
+
+    def __init__(self, name: str, weights: LayerWeights, device: torch.device) -> None:
+        self._name, self._weights = name, weights
+        self.dtype, self.device = weights.dtype, device
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None) -> Tensor:
+        assert function is F.embedding, "what an embedding computes"
+        ids, table = args[:2]
+        rows: Tensor = table._weights.rows(ids.flatten(), table._name)
+        return rows.view(*ids.shape, rows.shape[1])
+
+
+def experts_of(names: list[list[str]], shape: tuple[int, ...], weights: LayerWeights, is_card: bool) -> Any:
+    """A parameter of this shape that holds the matrices of experts, which have these names."""
+    whole = weights.joined([one for own in names for one in own]) if is_card else None
+    return _Experts(names, shape, weights) if whole is None else whole.view(shape)
+
+
+class _Experts:
+    """One matrix for each expert, or several whose outputs follow each other; to a module, its parameter."""
+
+    def __init__(self, names: list[list[str]], shape: tuple[int, ...], weights: LayerWeights) -> None:
+        self._names, self.shape, self._weights = names, shape, weights
+
+    def __getitem__(self, expert: Any) -> "_Matrix":
+        return _Matrix(self._names[int(expert)], self._weights)
+
+
+class _Matrix:
+    """A matrix whose rows lie in several, for `linear` alone."""
+
+    def __init__(self, names: list[str], weights: LayerWeights) -> None:
+        self._names, self._weights = names, weights
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None) -> Tensor:
+        x, matrix, *bias = args
+        assert function is F.linear and bias in ([], [None]), "what the experts of a mixture compute"
+        return torch.cat([matrix._weights.linear(x, name) for name in matrix._names], dim=-1)

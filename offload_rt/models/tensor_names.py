@@ -1,0 +1,97 @@
+"""Where the tensors of a model of transformers lie in a checkpoint, by transformers' own mapping of names."""
+
+from collections.abc import Mapping
+
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Chunk,
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    apply_renamings,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from offload_rt.errors import UnsupportedModelError
+from offload_rt.models.architecture import Part
+from offload_rt.models.traced import ExpertNames, TracedModel
+
+
+class TensorNames:
+    """Finds a model's tensors among those of a checkpoint, of these shapes.
+
+    parts  where the tensors lie, by the model's names; of experts that are stored one by one, by the checkpoint's
+    Raises UnsupportedModelError where bytes would have to change places.
+    """
+
+    def __init__(self, model: TracedModel, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.parts: dict[str, Part] = {}
+        self._model, self._base = model, model.model.base_model_prefix
+        transforms = get_model_conversion_mapping(model.model)
+        self._renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
+        self._converters = [one for one in transforms if isinstance(one, WeightConverter)]
+        self._of_experts: dict[str, dict[str, dict[str, None]]] = {}
+        of_layers = ({f"{model.prefix}{i}.{one}" for one in own} for i, own in enumerate(model.shapes[:-1]))
+        self._needed = set(model.shapes[-1]).union(*of_layers)
+        for stored in sorted(shapes, key=dot_natural_key):
+            self._add(stored, shapes[stored])
+
+    def _add(self, stored: str, shape: tuple[int, ...]) -> None:
+        """Place a tensor; one that nothing is known of keeps its name."""
+        stem, _, last = stored.rpartition(".")
+        for probe, ending in ((stored, ""), (f"{stem}.weight", last)):  # a matrix may be stored as codes and scales
+            name, pattern = self._renamed(probe)
+            if name in self._model.state:
+                if name not in self._needed:  # whatever would have to be done with it
+                    self.parts[name] = Part(stored)
+                elif pattern is None:
+                    self.parts[_ended(name, ending)] = Part(stored)
+                else:
+                    self._convert(stored, probe, ending, shape, name, pattern)
+                return
+        self.parts[stored] = Part(stored)
+
+    def _renamed(self, name: str) -> tuple[str, str | None]:
+        state = self._model.state
+        new, pattern = rename_source_key(name, self._renamings, self._converters, self._base, state)
+        return (name, None) if new not in state and name in state else (new, pattern)
+
+    def _convert(self, stored: str, probe: str, ending: str, shape: tuple[int, ...], name: str, pattern: str) -> None:
+        """Place a tensor that has parts of others, or is a part."""
+        converter = next(one for one in self._converters if pattern in one.source_patterns)
+        steps = [(type(one), getattr(one, "dim", None)) for one in converter.operations]
+        if steps in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]) and probe.endswith(".weight"):
+            own, base = apply_renamings(probe, self._renamings), f"{self._base}."
+            own = base + own if name.startswith(base) and not own.startswith(base) else own
+            self.parts[_ended(own, ending)] = Part(stored)
+            self._of_experts.setdefault(name, {}).setdefault(pattern, {})[own.removesuffix(".weight")] = None
+        elif steps == [(Chunk, 0)] and not ending:
+            targets = converter.target_patterns
+            n_rows = shape[0] // len(targets)
+            for n, target in enumerate(targets):
+                self.parts[name.replace(targets[0], target)] = Part(stored, n * n_rows, n_rows)
+        else:
+            raise UnsupportedModelError(
+                f"tensor {stored!r} would have to be converted ({', '.join(map(str, converter.operations))})",
+                change="save the model with transformers as its classes have it",
+            )
+
+    def experts(self) -> tuple[ExpertNames, ...]:
+        """Of each layer."""
+        layers: list[dict[str, list[list[str]]]] = [{} for _ in self._model.layers]
+        order = {one: n for converter in self._converters for n, one in enumerate(converter.source_patterns)}
+        for name, by_pattern in self._of_experts.items():
+            i = name.removeprefix(self._model.prefix).partition(".")[0]
+            start = len(f"{self._model.prefix}{i}.")
+            kinds = [
+                [one[start:] for one in by_pattern[pattern]] for pattern in sorted(by_pattern, key=order.__getitem__)
+            ]
+            layers[int(i)][name[start:]] = [list(one) for one in zip(*kinds, strict=True)]
+        return tuple(layers)
+
+
+def _ended(name: str, ending: str) -> str:
+    """The name with another last part in place of "weight"; "": as it is."""
+    return name.removesuffix("weight") + ending if ending else name
