@@ -1,10 +1,12 @@
 """Which model types of transformers run, and what the general way costs a pass beside the native decoder.
 
     python -m bench.models [type ...]     each causal type: greedy tokens equal to `generate`, or refused and why
+    python -m bench.models --part 1/8     an eighth of them
     python -m bench.models --cost         a Llama by both ways: host time of a layer, and a streamed pass
 
 A tiny random checkpoint of each type is written in float32 and decoded from the disk: without trees, with the trees of
-`recycle` and `ngram`, and with trees of a draft model of the same type. The last line is one JSON object.
+`recycle` and `ngram`, and with trees of a draft model of the same type. The last line is one JSON object; those of all parts
+are in bench/results/models.jsonl.
 """
 
 import argparse
@@ -26,6 +28,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from bench.measure import commit
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
 from offload_rt.errors import UserError
@@ -63,11 +66,15 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 # Of one type; None takes a size away, so that the type's own value stays.
 _LATENT = {"head_dim": 8, "num_key_value_heads": 4}
+_NOT_SHARED = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
+_CONVOLUTIONS = {"layer_types": ["full_attention", "conv"] * 2}
+_SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
 OF_TYPE: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("axk1", "axk2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "longcat_flash"), _LATENT),
-    "gemma4_text": {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+    **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), _NOT_SHARED),
+    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "glm4v_text"), _SECTIONS),
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 8},
-    "lfm2_moe": {"layer_types": ["full_attention", "conv"] * 2},
+    "lfm2": _CONVOLUTIONS, "lfm2_moe": _CONVOLUTIONS,
     "youtu": {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "qk_head_dim": 16, **_LATENT},
     "zaya": {"num_experts_per_tok": 1}, "zamba2": {"layer_types": ["mamba", "hybrid"] * 2},
     "moshi": {"sliding_window": 512}, "mamba2": {"head_dim": ...}, "phi4_multimodal": {"sliding_window": None},
@@ -86,7 +93,7 @@ def _small(config: PreTrainedConfig, sizes: dict[str, Any], forced: tuple[str, .
     made = type(config)
     own = {**config.__dict__, **made.attribute_map}
     parts = {
-        name: _small(own[name], sizes).to_dict()
+        name: _small(own[name], {**sizes, **OF_TYPE.get(own[name].model_type, {})}).to_dict()
         for name in made.sub_configs
         if isinstance(own.get(name), PreTrainedConfig)
     }
@@ -117,38 +124,33 @@ def generated(model: PreTrainedModel, prompt: list[int], n_new: int) -> list[int
 
 def outcome(kind: str, folder: Path) -> tuple[str, str]:
     """What becomes of a type: "equal", "refused" or another word, and how or why."""
-    ways = {"plain": {"drafter": "none"}, "recycle": {"drafter": "recycle"}, "ngram": {"drafter": "ngram"}}
-    ways["draft"] = {"draft_model": str(folder)}
+    word = "no reference"  # unless transformers gets as far
     try:
-        model = random_model(config_of(kind))
+        config = config_of(kind)
+        spec_of(json.loads(config.to_json_string(use_diff=False)))
+        model = random_model(config)
         prompt = torch.randint(3, 150, (N_PROMPT,), generator=torch.Generator().manual_seed(1)).tolist()
         want = generated(model, prompt, N_NEW)
         model.save_pretrained(folder)
-    except Exception as error:  # of transformers: there is nothing to compare with
-        return without_reference(kind, said(error))
-    try:
-        if (off := tree_difference(model, folder, prompt)) > 1e-3:
-            return "DIFFERS", f"logits of a tree, by {off:.1e} of the largest"
-        for way, settings in ways.items():
-            with open_streamed(folder, **settings) as llm:
-                if llm.generate(prompt, SamplingParams(max_new_tokens=N_NEW)).pop().token_ids != want:
-                    return "DIFFERS", way
-    except UserError as error:
-        return "refused", str(error)
-    except Exception as error:
-        return "FAILED", said(error)
-    return "equal", f"{', '.join(ways)}; {len(set(want))} different tokens of {N_NEW}; logits within {off:.0e}"
-
-
-def without_reference(kind: str, why: str) -> tuple[str, str]:
-    """What becomes of a type that transformers itself does not run so small."""
-    try:
-        spec_of(json.loads(config_of(kind).to_json_string(use_diff=False)))
+        word = "FAILED"
+        return compared(model, folder, prompt, want)
     except UserError as refusal:
         return "refused", str(refusal)
-    except Exception:  # not even a config could be made
-        pass
-    return "no reference", why
+    except Exception as error:
+        return word, said(error)
+
+
+def compared(model: PreTrainedModel, folder: Path, prompt: list[int], want: list[int]) -> tuple[str, str]:
+    """Whether a checkpoint gives the logits of its model and, in every way, this continuation."""
+    if (off := tree_difference(model, folder, prompt)) > 1e-3:
+        return "DIFFERS", f"logits of a tree, by {off:.1e} of the largest"
+    ways = {"plain": {"drafter": "none"}, "recycle": {"drafter": "recycle"}, "ngram": {"drafter": "ngram"}}
+    ways["draft"] = {"draft_model": str(folder)}
+    for way, settings in ways.items():
+        with open_streamed(folder, **settings) as llm:
+            if llm.generate(prompt, SamplingParams(max_new_tokens=N_NEW)).pop().token_ids != want:
+                return "DIFFERS", way
+    return "equal", f"{len(set(want))} different tokens of {N_NEW}; logits within {off:.0e}"
 
 
 @torch.no_grad()
@@ -190,15 +192,13 @@ def open_streamed(folder: Path, **settings: Any) -> LLM:
 
 def sweep(kinds: list[str]) -> dict[str, Any]:
     """Prints what becomes of each type."""
-    counts: dict[str, list[str]] = {}
+    found: dict[str, Any] = {"transformers": transformers.__version__, "commit": commit()}
     for kind in kinds:
         with tempfile.TemporaryDirectory() as folder:
             word, how = outcome(kind, Path(folder))
-        counts.setdefault(word, []).append(kind)
+        found.setdefault(word, {})[kind] = how
         print(f"{kind:28s} {word:13s} {how}", flush=True)
-    for word, of_word in counts.items():
-        print(f"{len(of_word)} {word}")
-    return {word: len(of_word) for word, of_word in counts.items()}
+    return found
 
 
 def llama(folder: Path, **sizes: int) -> None:
@@ -247,13 +247,15 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("types", nargs="*", help="model types; all where none is given")
+    parser.add_argument("--part", default="1/1", help="which part of all types")
     parser.add_argument("--cost", action="store_true", help="measure the general way beside the native decoder")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)
-    print(json.dumps(cost() if args.cost else sweep(args.types or TYPES)))
+    part, n_parts = map(int, args.part.split("/"))
+    print(json.dumps(cost() if args.cost else sweep(args.types or TYPES[part - 1 :: n_parts])))
 
 
 if __name__ == "__main__":
