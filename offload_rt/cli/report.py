@@ -19,7 +19,7 @@ from offload_rt.cli.picture import check_picture, panels, save
 from offload_rt.cli.process import exit_code
 from offload_rt.errors import TraceError
 from offload_rt.system import trace
-from offload_rt.system.trace import COMPUTE, DISK, DRAFT, LINK, VERIFY, WAIT, Span
+from offload_rt.system.trace import COMPUTE, DISK, DRAFT, KV, LINK, VERIFY, WAIT, Span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -96,7 +96,7 @@ def shares(spans: Sequence[Span]) -> Shares:
     """Where the time of a run went. Raises TraceError for one of which no pass came to its end."""
     start, end = window(spans)
     moments = _Moments(spans, start, end)
-    link = moments.during(span for span in spans if span.lane.startswith(f"{LINK}, slot "))
+    link = moments.during(span for span in spans if span.lane.startswith((f"{LINK}, slot ", f"{KV}, slot ")))
     activities = {lane: moments.during(_of(spans, lane)) for lane in _ACTIVITIES}
     activities["rest"] = ~np.logical_or.reduce(list(activities.values()))
     return Shares(
@@ -104,7 +104,9 @@ def shares(spans: Sequence[Span]) -> Shares:
         n_steps=len(_of(spans, VERIFY)),
         link=moments.share(link),
         **{lane: moments.share(pieces) for lane, pieces in activities.items()},
-        idle=_idle(_of(spans, trace.waits(LINK)), moments, ~link, activities) if link.any() else {},
+        idle=_idle([*_of(spans, trace.waits(LINK)), *_of(spans, trace.waits(KV))], moments, ~link, activities)
+        if link.any()
+        else {},
     )
 
 
@@ -150,7 +152,9 @@ def _of(spans: Sequence[Span], lane: str) -> list[Span]:
     return [span for span in spans if span.lane == lane]
 
 
-_COLOURS = {DISK: "#8c6bb1", LINK: "#4878a8", COMPUTE: "#5a9e5a", DRAFT: "#e0a030", VERIFY: "#7b5aa6", WAIT: "#c44e52"}
+_COLOURS = {
+    DISK: "#8c6bb1", LINK: "#4878a8", KV: "#6fa8c8", COMPUTE: "#5a9e5a", DRAFT: "#e0a030", VERIFY: "#7b5aa6", WAIT: "#c44e52",
+}  # fmt: skip
 # Where the colour is not that of the lane: why a link is idle, a tree around its levels, the head after the layers.
 _NAMED = {trace.SLOTS_FULL: "#d0d0d0", trace.NOTHING_ASKED: "#303030", "tree": "#f4dcae", "head": "#2f6b2f"}
 # Bars at least so wide, as a part of the panel, are told apart by a white edge; narrower ones would be all edge.

@@ -17,7 +17,7 @@ from offload_rt.offload.meter import LinkMeter
 from offload_rt.offload.stream_threads import ThreadStreamer
 from offload_rt.offload.streamer import LayerSources, LayerView, Streamer
 from offload_rt.ops.lossless import decode_block
-from offload_rt.system.trace import LINK, Trace, slot_lane
+from offload_rt.system.trace import KV, LINK, Trace, slot_lane, span_name
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,13 @@ class CudaStreamer(Streamer):
     soon as that is done.
     """
 
-    def __init__(self, sources: LayerSources, trace: Trace, device: CopyDevice, meter: LinkMeter | None = None) -> None:
+    def __init__(
+        self, sources: LayerSources, trace: Trace, device: CopyDevice, meter: LinkMeter | None = None, lane: str = LINK
+    ) -> None:
         super().__init__(sources, trace, meter)
-        self._device = device
-        self._upstream = ThreadStreamer(sources.on_host(), trace, pinned=True)
+        self._device, self._lane = device, lane
+        # The lanes of the disk are those of the layers.
+        self._upstream = ThreadStreamer(sources.on_host(), trace if lane == LINK else Trace(on=False), pinned=True)
         longest = max((sources.packed_layout(i).nbytes for i in self.order), default=0)
         longest = max(longest, sources.slot_nbytes)
         self._slots = [device.allocate(longest) for _ in range(sources.n_slots if self.order else 0)]
@@ -66,8 +69,8 @@ class CudaStreamer(Streamer):
         self._feeder.start()
 
     def beside(self, sources: LayerSources) -> Self:
-        """Its copies take turns with those of this one. Not in the trace, whose lanes are those of one streamer."""
-        return type(self)(sources, Trace(on=False), self._device, self.meter)
+        """Its copies take turns with those of this one."""
+        return type(self)(sources, self._trace, self._device, self.meter, KV)
 
     def follow(self, sources: LayerSources) -> None:
         """See `Streamer.follow`."""
@@ -213,7 +216,8 @@ class CudaStreamer(Streamer):
             self.meter.add(copy.nbytes, seconds)
             if self._trace.on:
                 started = self._epoch_s + (self._device.seconds_between(self._epoch, copy.start) or 0.0)
-                self._trace.add(slot_lane(LINK, copy.slot), f"layer {copy.layer}", started, started + seconds)
+                name = span_name(self._lane, copy.layer)
+                self._trace.add(slot_lane(self._lane, copy.slot), name, started, started + seconds)
         while self._waits:
             seconds = self._device.seconds_between(*self._waits[0])
             if seconds is None:

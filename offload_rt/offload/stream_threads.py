@@ -13,7 +13,7 @@ from offload_rt.offload.pinning import pin, unpin
 from offload_rt.offload.streamer import LayerSources, LayerView, Streamer
 from offload_rt.offload.tier import Read
 from offload_rt.system.numa import stay_near, staying_near
-from offload_rt.system.trace import DISK, LINK, NOTHING_ASKED, SLOTS_FULL, WAIT, Trace, slot_lane, waits
+from offload_rt.system.trace import DISK, KV, LINK, NOTHING_ASKED, SLOTS_FULL, WAIT, Trace, slot_lane, span_name, waits
 from offload_rt.weights.layout import host_block
 
 # What is shorter is no wait for a layer but the taking of a lock.
@@ -40,11 +40,16 @@ class ThreadStreamer(Streamer):
     """
 
     def __init__(
-        self, sources: LayerSources, trace: Trace, pinned: bool = False, meter: LinkMeter | None = None
+        self,
+        sources: LayerSources,
+        trace: Trace,
+        pinned: bool = False,
+        meter: LinkMeter | None = None,
+        lane: str = LINK,
     ) -> None:
         super().__init__(sources, trace, meter)
         # Towards pinned memory it is the disk that is read, and the link comes after it.
-        self._link = DISK if pinned else LINK
+        self._link = DISK if pinned else lane
         longest = max((sources.source(i).layout(i).nbytes for i in self.order), default=0)
         longest = max(longest, sources.slot_nbytes)
         self._slots = [host_block(longest) for _ in range(sources.n_slots if self.order else 0)]
@@ -60,8 +65,8 @@ class ThreadStreamer(Streamer):
             thread.start()
 
     def beside(self, sources: LayerSources) -> Self:
-        """Not in the trace, whose lanes are those of one streamer."""
-        return type(self)(sources, Trace(on=False), meter=self.meter)
+        """In lanes of the trace of its own."""
+        return type(self)(sources, self._trace, meter=self.meter, lane=KV)
 
     def close(self) -> None:
         """End all reads, join the threads and release the slots; may be called again."""
@@ -88,7 +93,7 @@ class ThreadStreamer(Streamer):
         ended = time.perf_counter()
         self.meter.waited_s += ended - started
         if ended - started > _LEAST_WAIT_S:
-            self._trace.add(WAIT, f"layer {i}", started, ended)
+            self._trace.add(WAIT, span_name(self._link, i), started, ended)
         return LayerView(i, self._sources.source(i).layout(i), slot)
 
     def _release(self) -> None:
@@ -155,7 +160,7 @@ class ThreadStreamer(Streamer):
             fetch.n_missing -= error is None
             if fetch.n_missing == 0:
                 lane = slot_lane(self._link, fetch.slot)
-                self._trace.add(lane, f"layer {fetch.layer}", fetch.started, time.perf_counter())
+                self._trace.add(lane, span_name(self._link, fetch.layer), fetch.started, time.perf_counter())
             if self._n_reading == 0:
                 self._note_standstill()
             # Whoever waits, waits for a whole layer, for an error or for the end of all reads.

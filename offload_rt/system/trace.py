@@ -11,9 +11,10 @@ from typing import NamedTuple
 from offload_rt.system.files import write_atomically
 
 FORMAT = "offload_rt timeline 1"
-# Lanes of a run. A link has one for each of its slots, and one for why it stands still; see `slot_lane` and `waits`.
-DISK, LINK, WAIT, COMPUTE, DRAFT, VERIFY = "disk", "link", "wait", "compute", "draft", "verify"
-_ORDER = (DISK, LINK, WAIT, COMPUTE, DRAFT, VERIFY)
+# Lanes of a run. A link has one for each of its slots, and one for why it stands still; see `slot_lane` and `waits`. Keys and
+# values come over the link of the layers, through slots of their own.
+DISK, LINK, KV, WAIT, COMPUTE, DRAFT, VERIFY = "disk", "link", "keys and values", "wait", "compute", "draft", "verify"
+_ORDER = (DISK, LINK, KV, WAIT, COMPUTE, DRAFT, VERIFY)
 # Why a link stands still.
 SLOTS_FULL, NOTHING_ASKED = "slots full", "nothing asked for"
 
@@ -26,6 +27,11 @@ def slot_lane(link: str, slot: int) -> str:
 def waits(link: str) -> str:
     """The lane of the reasons for which a link stands still."""
     return f"{link}, waits"
+
+
+def span_name(link: str, i: int) -> str:
+    """The name of what comes i-th in a pass."""
+    return f"{'rows' if link == KV else 'layer'} {i}"
 
 
 class Span(NamedTuple):
