@@ -56,5 +56,5 @@ def test_heads_of_a_group_may_be_rows_of_one(groups: int) -> None:
     visible = torch.rand(5, 23, generator=generator) < 0.5
     visible[:, 0] = True
     torch.testing.assert_close(
-        reference.grouped_attention(q, k, v, visible, 0.125), reference.tree_attention(q, k, v, visible, 0.125)
+        reference.grouped_attention(q, k, v, visible, 0.125), reference.torch_attention(q, k, v, visible, 0.125)
     )

@@ -227,7 +227,7 @@ def test_contexts_end_where_rotations_would_change():
 @pytest.mark.parametrize("most", [1, 1 << 20])
 def test_scores_are_capped_and_sinks_take_their_share(softcap, has_sinks, most, monkeypatch):
     """Written out head by head; rows at once as many as fit. Values are narrower than keys."""
-    monkeypatch.setattr(reference, "_MOST_SCORES", most)
+    monkeypatch.setattr(reference, "MOST_SCORES", most)
     generator = torch.Generator().manual_seed(0)
     n, n_before, heads, groups, dim = 6, 9, 4, 2, 8
     q = 2 * torch.randn(n, heads, dim, generator=generator)
