@@ -15,14 +15,15 @@ class CostEstimator:
     """Predicts the seconds of passes; learns from each how fast the link is and how far off the cost model is.
 
     draft_nbytes   of the draft model's weights: until a level was timed, it takes as long as reading these
-    draft_context  tokens that the target attends to where it drafts itself; None where it does not
+    draft_context  tokens that the target attends to where it drafts itself, for which nothing crosses a link; else None
     """
 
     def __init__(
         self, profile: MachineProfile, moved: PassBytes, draft_nbytes: int = 0, draft_context: int | None = None
     ) -> None:
         self.profile, self._moved, self._draft_context = profile, moved, draft_context
-        self._slack, self.level_s, self._learns = 1.0, draft_nbytes / (profile.memory_gbps * 1e9), True
+        self._slack, self._level_slack, self._learns = 1.0, 1.0, True
+        self.level_s = draft_nbytes / (profile.memory_gbps * 1e9)
 
     def fixed(self, level_s: float) -> "CostEstimator":
         """One that predicts as this one does now, with `level_s` seconds for a level of the draft, and learns nothing."""
@@ -43,7 +44,8 @@ class CostEstimator:
         """Seconds of a level of the trees of so many sequences: as levels were timed, or a pass of the target that drafts."""
         if self._draft_context is None:
             return self.level_s
-        return float(self.seconds(np.array([n_sequences]), self._draft_context, n_sequences=n_sequences)[0])
+        own = PassBytes((), self._moved.computed), np.array([n_sequences]), self._draft_context
+        return self._level_slack * float(pass_times(self.profile, *own, n_sequences=n_sequences)[0])
 
     def passed(
         self, n_rows: int, context: int, draft_s: float, seconds: float, link_gbps: float, n_sequences: int = 1
@@ -64,10 +66,14 @@ class CostEstimator:
         predicted = pass_times(self.profile, self._moved, np.array([n_rows]), context, draft_s, n_sequences)[0]
         self._slack = _towards(self._slack, seconds / float(predicted))
 
-    def drafted(self, n_levels: int, seconds: float) -> None:
+    def drafted(self, n_levels: int, seconds: float, n_sequences: int = 1) -> None:
         """Learn from a draft that computed `n_levels` levels in `seconds`."""
-        if n_levels > 0 and self._learns and self._draft_context is None:
+        if n_levels == 0 or not self._learns:
+            return
+        if self._draft_context is None:
             self.level_s = _towards(self.level_s, seconds / n_levels)
+        else:
+            self._level_slack *= _towards(1.0, seconds / n_levels / self.level(n_sequences))
 
 
 def _towards(old: float, new: float) -> float:

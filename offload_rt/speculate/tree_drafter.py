@@ -94,10 +94,10 @@ class TreeDrafter(Drafter):
         started = time.perf_counter()
         begun = {sequence: self._start_tree(sequence, n_nodes, len(sequences)) for sequence in sequences}
         self._proposals = {sequence: one for sequence, one in begun.items() if one is not None}
-        n_passes = self._grow([one.builder for one in self._proposals.values()])
+        n_grown = self._grow([one.builder for one in self._proposals.values()])
         sizes = self._sizes(sequences, time.perf_counter() - started)
         trees = [self._finish_tree(one, n_nodes, size) for one, size in zip(sequences, sizes, strict=True)]
-        self._cost.drafted(n_passes, time.perf_counter() - started)
+        self._cost.drafted(n_grown, time.perf_counter() - started, len(sequences))
         return trees
 
     def learn(self, sequence: Sequence, tree: DraftTree, verdict: Verdict, predicted: TopTokens | None) -> None:
@@ -140,12 +140,8 @@ class TreeDrafter(Drafter):
         return 0 < temperature <= self._coupled_up_to
 
     def _grow(self, builders: Several[StaticTreeBuilder | DynamicTreeBuilder]) -> int:
-        """Let trees grow to their end; returns the passes made."""
+        """Let trees grow to their end; returns their levels, for each of which a pass was made."""
         return self._model.grow(builders)
-
-    def _level_s(self, n_sequences: int) -> float:
-        """Seconds of a level of the trees of so many sequences."""
-        return self._cost.level(n_sequences)
 
     def _start_tree(self, sequence: Sequence, n_nodes: int, n_sequences: int) -> Proposal | None:
         """None where there is nothing to draft."""
@@ -162,7 +158,7 @@ class TreeDrafter(Drafter):
         if kind == "dynamic":
             state = self._model.start(sequence, n_rows, n_sequences == 1, n_coupled)
             pass_s = self._cost.seconds(np.array([n_sequences]), len(sequence.tokens), n_sequences=n_sequences)
-            least_gain = self._level_s(n_sequences) / float(pass_s[0])
+            least_gain = self._cost.level(n_sequences) / float(pass_s[0])
             size = (n_nodes, n_levels)
             return Proposal(self._dynamic(state, size, temperature, estimates, copied, least_gain), estimates, match)
         topology, expected = self._choose(sequence, (n_nodes, n_levels, n_sequences))
@@ -204,7 +200,7 @@ class TreeDrafter(Drafter):
             return Topology(parents[depths < n_levels]), 1.0
         trees = self._trees(sequence.sampling.temperature)
         sizes = np.array([n_nodes]) if self.limits.fixed_size else sizes_up_to(n_nodes)
-        draft_s = self._level_s(n_sequences) * np.arange(n_levels)  # the last level needs no pass of the draft
+        draft_s = self._cost.level(n_sequences) * np.arange(n_levels)  # the last level needs no pass of the draft
         seconds = self._cost.seconds(n_sequences * sizes[:, None], len(sequence.tokens), draft_s, n_sequences)
         least_levels = n_levels if self.limits.fixed_depth else 1 + self.limits.fixed_size
         n_nodes, n_levels, _ = choose(trees.values[:, : n_levels + 1], sizes, seconds, least_levels)

@@ -78,7 +78,7 @@ class StreamedRows:
     """Rows of keys and values that come over a link in each pass, as its context is long.
 
     tier        where they are
-    n_resident  the first rows, which are not among them
+    n_resident  the first rows, of all sequences together, which are not among them
     nbytes      of a row of one layer
     windows     per layer how many positions back it sees; None: all of them
     chunk_rows  rows of a pass that read them together
@@ -90,14 +90,14 @@ class StreamedRows:
     windows: tuple[int | None, ...]
     chunk_rows: int
 
-    def of_layer(self, i: int, context: int, n_rows: int = 1) -> int:
-        """Bytes that come for layer i in a pass of so many rows after `context` others."""
-        first = max(self.n_resident, context - (self.windows[i] or context))
-        return max(context - first, 0) * self.nbytes * -(-n_rows // self.chunk_rows)
+    def of_layer(self, i: int, context: int, n_rows: int = 1, n_sequences: int = 1) -> int:
+        """Bytes that come for layer i in a pass of so many rows of some sequences, after `context` others of each."""
+        first = max(self.n_resident, n_sequences * (context - (self.windows[i] or context)))
+        return max(n_sequences * context - first, 0) * self.nbytes * -(-n_rows // self.chunk_rows)
 
-    def of_pass(self, context: int, n_rows: int = 1) -> int:
+    def of_pass(self, context: int, n_rows: int = 1, n_sequences: int = 1) -> int:
         """Bytes that come for all layers."""
-        return sum(self.of_layer(i, context, n_rows) for i in range(len(self.windows)))
+        return sum(self.of_layer(i, context, n_rows, n_sequences) for i in range(len(self.windows)))
 
 
 @dataclass(frozen=True)
@@ -115,11 +115,11 @@ class PassBytes:
     ahead: int = 0
     rows: StreamedRows | None = None
 
-    def at(self, context: int, n_rows: int = 1) -> dict[str, int]:
-        """Bytes that cross each link in a pass of so many rows after `context` others, by the tier's name, without zeros."""
+    def at(self, context: int, n_rows: int = 1, n_sequences: int = 1) -> dict[str, int]:
+        """Bytes that cross each link, by the tier's name, without zeros; see `StreamedRows.of_layer`."""
         moved = dict(self.streamed)
         if self.rows is not None:
-            moved[self.rows.tier] = moved.get(self.rows.tier, 0) + self.rows.of_pass(context, n_rows)
+            moved[self.rows.tier] = moved.get(self.rows.tier, 0) + self.rows.of_pass(context, n_rows, n_sequences)
         return {tier: nbytes for tier, nbytes in moved.items() if nbytes}
 
 
@@ -144,7 +144,7 @@ def pass_times(
     Links are stages that overlap: the slowest one counts. Where link and compute are about equal, now one waits and now the
     other: see `_ROUNDING`.
     """
-    once, of_chunk = moved.at(context, 0), moved.at(context)
+    once, of_chunk = moved.at(context, 0), moved.at(context, n_sequences=n_sequences)
     links = [(once.get(tier, 0), nbytes, profile.link(tier) * 1e9) for tier, nbytes in of_chunk.items()]
     _, rate = max(((nbytes / rate, rate) for _, nbytes, rate in links), default=(0.0, 1.0))
     n_chunks = np.ceil(n_rows / moved.rows.chunk_rows) if moved.rows is not None else np.ones(n_rows.shape)
