@@ -91,11 +91,6 @@ class ResampledChainBuilder(StaticTreeBuilder):
         self._rows = [0]  # of the last token, and of those guessed below it
 
     @property
-    def reduce(self) -> None:
-        """All logits are needed."""
-        return
-
-    @property
     def n_grown(self) -> int:
         """Levels that the passes so far have brought."""
         return self._level

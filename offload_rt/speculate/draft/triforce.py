@@ -4,6 +4,7 @@ Sun et al. 2024. What the middle one rejects the published code draws again from
 the residual, so that a token has the distribution that verification is told.
 """
 
+import time
 from collections.abc import Sequence as Several
 
 from offload_rt.executor.sequence import Sequence
@@ -18,8 +19,9 @@ from offload_rt.tree.topology import Topology
 
 # Tokens that the small draft guesses for a pass of the middle one, and that it sees of the text.
 _N_GUESSES, _CONTEXT = 2, 256
-# Passes for a level of a tree before any was grown, and the weight of the newest tree in their average.
-_PASSES_PER_LEVEL, _NEWEST = 0.6, 0.1
+# Trees are grown without guesses where these cost more than the passes that they save; one of so many is grown the other way,
+# to compare. And the weight of the newest tree in what a level takes.
+_TRIAL, _NEWEST = 8, 0.25
 
 
 class TriForce(TreeDrafter):
@@ -31,15 +33,13 @@ class TriForce(TreeDrafter):
     def __init__(self, parts: DraftParts) -> None:
         super().__init__(parts, is_dynamic=(True, False))
         assert parts.small is not None, "it has two models"
-        self._small, self._passes_per_level = parts.small, _PASSES_PER_LEVEL
+        self._small, self._n_trees = parts.small, 0
+        self._level_s = [0.0, 0.0]  # without guesses, and with them
 
     def end(self, sequence: Sequence) -> None:
         """Release both caches of a sequence."""
         self._small.end(sequence)
         super().end(sequence)
-
-    def _level_s(self, n_sequences: int) -> float:
-        return self._passes_per_level * (self._cost.level(n_sequences) + _N_GUESSES * self._cost.level_s)
 
     def _start_tree(self, sequence: Sequence, n_nodes: int, n_sequences: int) -> Proposal | None:
         """None also where not even a chain pays."""
@@ -51,11 +51,15 @@ class TriForce(TreeDrafter):
 
     def _grow(self, builders: Several[StaticTreeBuilder | DynamicTreeBuilder]) -> int:
         mine = [one for one in builders if isinstance(one, GuessedTreeBuilder | ResampledChainBuilder)]
-        n_passes = self._model.grow(mine, self._guess)
-        if n_passes:
-            n_levels = max(one.n_grown for one in mine)
-            self._passes_per_level += _NEWEST * (n_passes / n_levels - self._passes_per_level)
-        return n_passes
+        if not mine:
+            return 0
+        self._n_trees += 1
+        guesses = (self._level_s[True] <= self._level_s[False]) != (self._n_trees % _TRIAL == 0)
+        started = time.perf_counter()
+        self._model.grow(mine, self._guess if guesses else None)
+        n_levels = max(one.n_grown for one in mine)  # in fewer passes
+        self._level_s[guesses] += _NEWEST * ((time.perf_counter() - started) / n_levels - self._level_s[guesses])
+        return n_levels
 
     def _guess(self, growing: Several[GuessedTreeBuilder | ResampledChainBuilder]) -> None:
         """Add to the next pass what the small draft guesses of each tree; not to the first, which computes what is lacking."""
