@@ -82,7 +82,7 @@ class EngineConfig:
     tree_size: int | None = setting(None, "nodes of the drafted tree; default: chosen from measurements", parse=int)
     tree_depth: int | None = setting(None, "levels of the drafted tree; default: chosen from measurements", parse=int)
     draft_context: int | None = setting(
-        None, "tokens that a drafter of long texts attends to; default: the drafter's own", parse=int
+        None, "tokens that a draft model, or a drafter of long texts, attends to; default: the drafter's own", parse=int
     )
     revision: str | None = setting(None, "branch, tag or commit on the hub")
     offline: bool = setting(False, "use only what the hub cache already holds")

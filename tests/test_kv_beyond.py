@@ -17,11 +17,12 @@ from test_host_memory import CountingHost
 from tiny import CASES, Steady, feed, generate, open_llm, prompt_of, random_tree, runner_of, save_pair
 
 from offload_rt import LLM, SamplingParams
-from offload_rt.cli import plan
+from offload_rt.cli import plan, report
 from offload_rt.config import EngineConfig
 from offload_rt.engine import builder
 from offload_rt.engine.memory_plan import READ_BUFFERS, Sizes, plan_memory
 from offload_rt.errors import CapacityError, LinkError
+from offload_rt.executor.cost import CostEstimator
 from offload_rt.kv import host
 from offload_rt.kv.host import HostCache, KVSplit, RowFormat
 from offload_rt.models.families import spec_of
@@ -30,7 +31,8 @@ from offload_rt.offload.placement import MemoryBudget
 from offload_rt.planning.known_models import KNOWN
 from offload_rt.speculate.pair_stats import PairStats
 from offload_rt.speculate.select import pick_drafter
-from offload_rt.system.machine import MachineProfile, PassBytes, StreamedRows, pass_time
+from offload_rt.system.machine import MachineProfile, PassBytes, StreamedRows, pass_time, pass_times
+from offload_rt.system.trace import Trace
 
 CAPACITY, N_NODES, N_NEW = 700, 9, 8
 
@@ -40,7 +42,6 @@ def small(monkeypatch, tmp_path):
     """Rows go often, in small blocks; files and what is learned are the test's own, and no tree depends on the clock."""
     monkeypatch.setattr(host, "_TAIL_ROWS", 8)
     monkeypatch.setattr(host, "_BLOCK_NBYTES", 16 << 10)
-    monkeypatch.setattr(host, "_ENTRIES", 4 << 10)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(builder, "CostEstimator", lambda *_: Steady())
     monkeypatch.setattr(PairStats, "load", lambda *_: PairStats())
@@ -100,11 +101,9 @@ def test_logits_and_rows_are_those_of_a_cache_on_the_device(runner, n_on_device,
             for one in caches:
                 runner.commit(one, [*range(n_lacking), *path])
             tokens = tokens + [new[row] for row in (*range(n_lacking), *path)]
-            indices = torch.from_numpy(draw.integers(len(tokens), size=(runner.spec.n_kv_heads, 7)))
-            for layer in (0, runner.spec.n_layers - 1):
-                for got, expected in zip(
-                    *(runner._caches[one].rows(layer, indices) for one in caches[::-1]), strict=True
-                ):
+            some = range(*sorted(draw.integers(len(tokens) + 1, size=2).tolist()))
+            for layer, of in ((0, range(len(tokens))), (runner.spec.n_layers - 1, some)):
+                for got, expected in zip(*(runner._caches[one].rows(layer, of) for one in caches[::-1]), strict=True):
                     torch.testing.assert_close(got, expected, atol=2e-4, rtol=2e-4)
         cache = runner._caches[caches[1]]
         assert len(cache.committed) > 330 and (len(cache._blocks) > 1 or n_on_device == 400)
@@ -189,14 +188,20 @@ def test_greedy_tokens_are_transformers(pair, drafter):
     assert least < stats.link_bytes < (stats.n_passes + 3) * (weights + rows.of_pass(320)) * 1.3
 
 
-def test_layers_on_the_device_and_keys_and_values_on_the_disk(pair):
-    given = little(pair, "none", 0)
-    with LLM(str(pair.target), **given | {"device_memory": "1GiB"}) as llm:
+def test_layers_on_the_device_and_keys_and_values_on_the_disk(pair, tmp_path):
+    """In lanes of their own in the trace."""
+    given, trace = little(pair, "none", 0) | {"device_memory": "1GiB"}, Trace()
+    with LLM.from_config(EngineConfig(str(pair.target), **given), trace) as llm:
         assert set(llm.plan.tiers) == {"device"} and not llm.plan.is_resident
         prompt = prompt_of(3, 200)
         found = llm.generate(prompt, SamplingParams(max_new_tokens=N_NEW))[0]
         assert found.token_ids == generate(pair.model, prompt, N_NEW) and found.stats.link_bytes > 0
         assert len(llm.time_plain(200)) == 3
+    trace.write(tmp_path / "trace.json")
+    spans = report.read(tmp_path / "trace.json")
+    came = {span.name for span in spans if span.lane.startswith("keys and values, slot ")}
+    assert {"rows 0", "rows 7"} <= came and not any(span.lane.startswith("link, slot") for span in spans)
+    assert report.shares(spans).link > 0
 
 
 @pytest.mark.parametrize(("drafter", "pins"), [("recycle", True), ("none", False)])
@@ -334,6 +339,10 @@ def test_bytes_of_rows_by_context_are_those_of_rows_that_are_seen(n_resident, co
     seen = [[r for r in range(n_resident, context) if not window or r >= context - window] for window in windows]
     assert rows.of_pass(context) == 10 * sum(map(len, seen))
     assert rows.of_pass(context, 513) == 2 * rows.of_pass(context)
+    assert rows.of_pass(context, 1, n_sequences=3) >= rows.of_pass(context)
+    assert replace(rows, n_resident=0).of_pass(context, 1, 3) == 3 * replace(rows, n_resident=0).of_pass(context)
+    if not any(windows):
+        assert rows.of_pass(context, 1, 3) == rows.of_pass(3 * context)
 
 
 def test_a_pass_takes_as_long_as_weights_and_rows_take_over_the_link():
@@ -342,7 +351,21 @@ def test_a_pass_takes_as_long_as_weights_and_rows_take_over_the_link():
     profile = MachineProfile("imagined", False, (("disk", 2.0), ("host", 1.0)), 100.0)
     for context, n_rows, seconds in ((50, 1, 1.0), (500, 1, 3.0), (500, 512, 3.0), (500, 513, 5.0)):
         assert pass_time(profile, moved, n_rows, context) == pytest.approx(seconds, rel=1e-3)
-    assert pass_time(profile, PassBytes((), 10**6, rows=rows), 1, 500) == pytest.approx(2.0, rel=1e-3)
+    alone = PassBytes((), 10**6, rows=rows)
+    assert pass_time(profile, alone, 1, 500) == pytest.approx(2.0, rel=1e-3)
+    assert pass_times(profile, alone, np.array([8]), 500, n_sequences=2) == pytest.approx(4.5, rel=1e-3)
+
+
+def test_a_level_of_a_target_that_drafts_itself_waits_for_no_link_and_takes_what_levels_took():
+    rows = StreamedRows("disk", 10, 10**6, (None,) * 10, 512)
+    profile = MachineProfile("imagined", False, (("disk", 2.0),), 100.0)
+    cost = CostEstimator(profile, PassBytes((), 10**9, rows=rows), draft_context=500)
+    assert cost.level(1) == pytest.approx(0.01)
+    cost.passed(1, 500, 0.0, 25.0, 0.2)  # ten times slower than it was thought
+    assert cost.level(1) == pytest.approx(0.01) and cost.seconds(np.array([1]), 500)[0] > 4
+    for _ in range(50):
+        cost.drafted(3, 0.09)
+    assert cost.level(1) == pytest.approx(0.03, rel=1e-3)
 
 
 # Faults.

@@ -169,7 +169,7 @@ class Steady:
     def passed(self, *_: float) -> None:
         """Learns nothing."""
 
-    def drafted(self, n_levels: int, seconds: float) -> None:
+    def drafted(self, *_: float) -> None:
         """Learns nothing."""
 
 
@@ -259,13 +259,18 @@ def open_llm(directory: Path, place: str = "resident", **settings: Any) -> LLM:
     return llm
 
 
-def drafter_of(llm: LLM, name: str, rule: str, limits: DraftLimits, level_s: float = 0.01, **parts: Any) -> Drafter:
+def drafter_of(
+    llm: LLM, name: str, rule: str, limits: DraftLimits, level_s: float = 0.01, draft_context: int | None = None,
+    **parts: Any,
+) -> Drafter:  # fmt: skip
     """Another drafter for an LLM with a draft model: one that has learned nothing yet and knows no clock."""
     its_rule = rule_of(rule)
     child_sampling, coupled_up_to = its_rule.child_sampling or "without_replacement", its_rule.coupled_up_to
     runner, draft, trace, chosen = llm.engine.runner, llm.engine.draft, Trace(on=False), drafter_type(name)
-    parts_of = (draft, runner.spec.vocab_size, limits.n_levels, trace, chosen.draft_context)
+    parts_of = (draft, runner.spec.vocab_size, limits.n_levels, trace, draft_context or chosen.draft_context)
     model = chosen.model(*parts_of) if draft else None
+    if model is not None and chosen.model is DraftModel and chosen.view is None:
+        model.target = runner
     if chosen.view is not None:
         own = SelfDraftModel(runner, limits.n_levels, trace, chosen.view, budget=LEAST_BUDGET, n_rows=1_000_000)
         model, parts = own, {"small": model} | parts

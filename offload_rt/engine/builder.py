@@ -14,7 +14,7 @@ from offload_rt.executor.cuda_graphs import CudaCapture, GraphShape
 from offload_rt.executor.runner import Runner
 from offload_rt.models.heads import Head
 from offload_rt.offload.memory import MemoryTier
-from offload_rt.speculate.draft_model import ROWS_PER_NODE, SelfDraftModel, draft_rows
+from offload_rt.speculate.draft_model import ROWS_PER_NODE, DraftModel, SelfDraftModel, draft_rows
 from offload_rt.speculate.pair_stats import PairStats
 from offload_rt.speculate.protocols import Drafter, DraftParts
 from offload_rt.system.machine import MachineProfile
@@ -126,6 +126,8 @@ def _open_drafter(
     model, small, pair_stats, target = None, None, PairStats(), engine_plan.checkpoint.identity
     if draft is not None:
         model = drafting.type.model(draft, runner.spec.vocab_size, n_levels, trace, drafting.type.draft_context)
+        if drafting.type.model is DraftModel and view is None:
+            model.target = runner
         pair_stats = PairStats.load(target, drafting.draft.identity if drafting.draft else int4.Format.name)
     if view is not None:
         small, model = model, SelfDraftModel(runner, n_levels, trace, view, drafting.view_rows, engine_plan.view_rows)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from offload_rt import ops
-from offload_rt.kv.cache import ContiguousCache, KVBuffer, KVCache
+from offload_rt.kv.cache import Attention, ContiguousCache, KVBuffer, KVCache
 from offload_rt.models.architecture import Architecture, LayerWeights
 from offload_rt.ops import extension
 from offload_rt.weights.layout import packed_layout
@@ -170,8 +170,8 @@ class GraphPass:
         softcap: float | None = None, sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """See `PassContext.attend`."""
-        mask, more = self._mask.within(window), (softcap, sinks)
-        return self._buffer.attend(layer, self._inputs.rows, q, k, v, mask, scale, rotary, *more)
+        asked = Attention(layer, 0, q, k, v, self._mask.within(window), scale, rotary, softcap, sinks)
+        return self._buffer.attend(layer, self._inputs.rows, asked)
 
 
 class _Reduction:

@@ -21,7 +21,8 @@ from offload_rt.executor.cuda_graphs import (
     ResidentModel,
     keep_tapped,
 )
-from offload_rt.kv.cache import ContiguousCache, KVBuffer, KVCache
+from offload_rt.kv.cache import Attention, ContiguousCache, KVBuffer, KVCache
+from offload_rt.kv.chosen import best_chunks
 from offload_rt.kv.host import HostCache, KVShare
 from offload_rt.kv.sparse import SparseCache
 from offload_rt.models.architecture import Architecture, LayerWeights
@@ -107,8 +108,10 @@ class Chunk:
         for one, mask in zip(self.segments, self.masks, strict=True):
             rows = one.rows
             turn = None if rotary is None else (rotary[0][rows], rotary[1][rows])
-            qkv = (q[rows], None if k is None else k[rows], None if v is None else v[rows])
-            outs.append(one.cache.attend(layer, one.start, *qkv, mask.within(window), scale, turn, softcap, sinks))
+            qkv = q[rows], None if k is None else k[rows], None if v is None else v[rows]
+            asked = Attention(layer, one.start, *qkv, mask.within(window), scale, turn, softcap, sinks)
+            one.cache.asked = asked if one.cache.keeps_query else None  # that of the last layer stays
+            outs.append(one.cache.attend(asked))
         return torch.cat(outs) if len(outs) > 1 else outs[0]
 
     @property
@@ -310,6 +313,10 @@ class Runner:
     def discard(self, id: int) -> None:
         """Drop the pending rows of a cache."""
         self._caches[id].discard()
+
+    def best_chunks(self, id: int, n_tokens: int, n: int, size: int) -> list[int]:
+        """See `chosen.best_chunks`; none in captured passes."""
+        return best_chunks(self._caches[id], n_tokens, n, size)
 
     def assume_context(self, id: int, n: int) -> None:
         """Take the first n rows of a cache for committed, whatever they hold, to time passes after n tokens."""

@@ -3,7 +3,7 @@
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from offload_rt import ops
 from offload_rt.errors import CapacityError
 from offload_rt.models.architecture import Architecture, KVShape
+from offload_rt.ops.reference import rotate
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,48 @@ class RowRange(NamedTuple):
     stop: int
 
 
+@dataclass(frozen=True, eq=False)
+class Attention:
+    """What a layer asks of a cache: to keep keys and values of pending rows [start, start + n), and the attention of these.
+
+    q       (n, n_heads, head_dim)
+    k, v    (n, n_kv_heads, head_dim); None: they are there already
+    mask    what the rows look at among the n_committed + start + n first ones
+    rotary  cosines and sines (n, head_dim) each, by which q and k are rotated first; None: not at all
+    softcap, sinks  see `PassContext.attend`
+    """
+
+    layer: int
+    start: int
+    q: Tensor
+    k: Tensor | None
+    v: Tensor | None
+    mask: ops.TreeMask
+    scale: float
+    rotary: tuple[Tensor, Tensor] | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    def query(self, row: int) -> "Attention | None":
+        """The query of a pending row alone, rotated; None where it is not among these."""
+        at = slice(row - self.start, row - self.start + 1)
+        q = self.q[at] if self.rotary is None else rotate(self.q[at], *(one[at] for one in self.rotary))
+        return replace(self, q=q, k=None, v=None, rotary=None) if 0 <= at.start < len(self.q) else None
+
+
 class KVCache(ABC):
     """Rows [0, n_committed) hold the tokens `committed`; the rows behind them are pending, or unused.
 
     A kind of cache decides where the rows lie and how they are attended to; tokens are kept here.
+
+    keeps_query  whether the queries of the last layer are wanted
+    asked        what that layer asked for the pending rows, where a pass was not captured; else None
+    query        the part of it that is of the token committed last
     """
+
+    keeps_query = False
+    asked: Attention | None = None
+    query: Attention | None = None
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -44,31 +82,16 @@ class KVCache(ABC):
         self._pending: list[int] = []
 
     @abstractmethod
-    def attend(
-        self, layer: int, start: int, q: Tensor, k: Tensor | None, v: Tensor | None, mask: ops.TreeMask, scale: float,
-        rotary: tuple[Tensor, Tensor] | None = None, softcap: float | None = None, sinks: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Keep keys and values of pending rows [start, start + n); attention of these rows.
-
-        q       (n, n_heads, head_dim)
-        k, v    (n, n_kv_heads, head_dim); None: they are there already
-        mask    what they look at among the n_committed + start + n first rows
-        rotary  cosines and sines (n, head_dim) each, by which q and k are rotated first; None: not at all
-        softcap, sinks  see `PassContext.attend`
-        Returns (n, n_heads, head_dim of v).
-        """
+    def attend(self, asked: Attention) -> Tensor:
+        """Keep what is to be kept; returns (n, n_heads, head_dim of v)."""
 
     @abstractmethod
     def move(self, rows: Sequence[int], first: int) -> None:
         """Move rows `first + rows` to `first` and on, in all layers; rows ascend, rows[i] >= i."""
 
     @abstractmethod
-    def rows(self, layer: int, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies of keys and values of committed rows of a layer, as for a cache that keeps some of them elsewhere.
-
-        indices  (n,) int64 on the device, or (n_kv_heads, n) where each head has rows of its own
-        Returns (n_kv_heads, n, head_dim) each, keys as they were rotated.
-        """
+    def rows(self, layer: int, tokens: range) -> tuple[Tensor, Tensor]:
+        """Keys, as they were rotated, and values of committed tokens, (n_kv_heads, n, head_dim) each; not to be kept."""
 
     def beyond(self, layer: int) -> Iterable[RowRange]:
         """What each call of `attend` for a layer needs brought to the device, in order."""
@@ -118,11 +141,13 @@ class KVCache(ABC):
         if moved:
             self.move(moved, self.n_held + n_in_place)
         self.committed += [self._pending[row] for row in rows]
+        if self.asked is not None and rows:
+            self.query, self.asked = self.asked.query(rows[-1]), None
         self._pending = [] if moved else self._pending[len(rows) :]
 
     def discard(self) -> None:
         """Drop all pending rows, as when a pass failed."""
-        self._pending = []
+        self._pending, self.asked = [], None
 
     def rewind_to(self, tokens: Sequence[int]) -> int:
         """Keep the longest common prefix of the committed tokens and `tokens`; return its length."""
@@ -159,22 +184,13 @@ class KVBuffer:
         """Rows."""
         return self.keys.shape[2]
 
-    def attend(
-        self, layer: int, rows: slice | Tensor, q: Tensor, k: Tensor | None, v: Tensor | None, mask: ops.TreeMask,
-        scale: float, rotary: tuple[Tensor, Tensor] | None = None, softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Write k and v to `rows`; attention of q to the first mask.n_keys rows. Shapes as in `KVCache.attend`."""
-        keys, values, n = self.keys[layer], self.values[layer], mask.n_keys
-        if k is not None and v is not None:
-            q = ops.rotate_and_store(q, k, v, rotary, keys, values, rows)
-        return ops.tree_attention(q, keys[:, :n], values[:, :n], mask, scale, softcap, sinks)
-
-    def rows(self, layer: int, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """See `KVCache.rows`."""
-        _, n_kv_heads, _, head_dim = self.keys.shape
-        at = indices.expand(n_kv_heads, -1)[..., None].expand(-1, -1, head_dim)
-        return self.keys[layer].gather(1, at), self.values[layer].gather(1, at)
+    def attend(self, layer: int, rows: slice | Tensor, asked: Attention) -> Tensor:
+        """Write k and v to `rows` of a layer; attention of q to the first mask.n_keys rows."""
+        keys, values, q, mask = self.keys[layer], self.values[layer], asked.q, asked.mask
+        if asked.k is not None and asked.v is not None:
+            q = ops.rotate_and_store(q, asked.k, asked.v, asked.rotary, keys, values, rows)
+        seen = keys[:, : mask.n_keys], values[:, : mask.n_keys]
+        return ops.tree_attention(q, *seen, mask, asked.scale, asked.softcap, asked.sinks)
 
 
 class ContiguousCache(KVCache):
@@ -203,22 +219,19 @@ class ContiguousCache(KVCache):
         """What caches of so many rows take, with elements of `itemsize` bytes: all on the device."""
         return KVBytes(device=n_rows * model.kv_nbytes(itemsize))
 
-    def attend(
-        self, layer: int, start: int, q: Tensor, k: Tensor | None, v: Tensor | None, mask: ops.TreeMask, scale: float,
-        rotary: tuple[Tensor, Tensor] | None = None, softcap: float | None = None, sinks: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    def attend(self, asked: Attention) -> Tensor:
         """Write k and v behind the rows there are, and attend to all of them."""
-        first = self.n_held + start
-        n, layer = self._places[layer] if self._places else (0, layer)
-        rows = slice(first, first + len(q))
-        return self._buffers[n].attend(layer, rows, q, k, v, mask, scale, rotary, softcap, sinks)
+        first = self.n_held + asked.start
+        n, layer = self._places[asked.layer] if self._places else (0, asked.layer)
+        return self._buffers[n].attend(layer, slice(first, first + len(asked.q)), asked)
 
     def move(self, rows: Sequence[int], first: int) -> None:
         """Move rows in place."""
         for buffer in self._buffers:
             ops.commit_rows(buffer.keys, buffer.values, torch.tensor(rows), first)
 
-    def rows(self, layer: int, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Gathered from the buffer."""
+    def rows(self, layer: int, tokens: range) -> tuple[Tensor, Tensor]:
+        """Where they lie."""
         n, layer = self._places[layer] if self._places else (0, layer)
-        return self._buffers[n].rows(layer, indices)
+        at = slice(tokens.start, tokens.stop)
+        return self._buffers[n].keys[layer, :, at], self._buffers[n].values[layer, :, at]

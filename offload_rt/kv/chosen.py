@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from offload_rt import ops
-from offload_rt.kv.cache import KVBuffer, KVCache
+from offload_rt.kv.cache import Attention, KVBuffer, KVCache
 from offload_rt.kv.sparse import SparseCache
 from offload_rt.models.architecture import Architecture
 
@@ -57,18 +57,16 @@ class ChosenCache(SparseCache):
         super().commit(rows)
         self._is_choosing = False
 
-    def attend(
-        self, layer: int, start: int, q: Tensor, k: Tensor | None, v: Tensor | None, mask: ops.TreeMask, scale: float,
-        rotary: tuple[Tensor, Tensor] | None = None, softcap: float | None = None, sinks: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    def attend(self, asked: Attention) -> Tensor:
         """To the rows here; to all of the source while it is chosen among them."""
         if not self._is_choosing:
-            return super().attend(layer, start, q, k, v, mask, scale, rotary, softcap, sinks)
-        assert k is not None and v is not None and (softcap, sinks) == (None, None), "the plan is for native models"
+            return super().attend(asked)
+        layer, start, q, mask, scale = asked.layer, asked.start, asked.q, asked.mask, asked.scale
+        assert asked.k is not None and asked.v is not None, "no model whose layers share rows drafts for itself"
         first, stop = self.n_kept, self.n_kept + start + len(q)
         own = self.buffer.keys[layer], self.buffer.values[layer]
-        q = ops.rotate_and_store(q, k, v, rotary, *own, slice(first + start, stop))
-        older = self.source.rows(layer, torch.arange(self.n_committed, device=q.device))
+        q = ops.rotate_and_store(q, asked.k, asked.v, asked.rotary, *own, slice(first + start, stop))
+        older = self.source.rows(layer, range(self.n_committed))
         recent = own[0][:, first:stop], own[1][:, first:stop]
         parts = zip((older, recent), mask.split(self.n_committed), strict=True)
         one, other = (ops.partial_attention(q, *rows, seen, scale) for rows, seen in parts)
@@ -98,8 +96,32 @@ class RetrievalCache(ChosenCache):
     @staticmethod
     def choose(n: int, q: Tensor, keys: Tensor, scale: float, lse: Tensor) -> Tensor:
         """By its share among all chunks, summed over the heads of a group."""
-        means = keys.float().reshape(len(keys), -1, _CHUNK, keys.shape[-1]).mean(2)
-        scores = torch.einsum("hgd,hcd->hgc", q[-1].float() * scale, means).softmax(-1).sum(1)
-        scores[:, 0] = torch.inf
-        chunks = scores.topk(n // _CHUNK).indices.sort().values
+        chunks = _shares(q[-1], keys, scale, _CHUNK).topk(n // _CHUNK).indices.sort().values
         return (chunks[..., None] * _CHUNK + torch.arange(_CHUNK, device=chunks.device)).flatten(1)
+
+
+def _shares(q: Tensor, keys: Tensor, scale: float, size: int) -> Tensor:
+    """(n_kv_heads, chunks) what a query pays to chunks of keys by their means, summed over a group; the first gets most.
+
+    q     (n_kv_heads, heads of a group, head_dim)
+    keys  (n_kv_heads, n, head_dim), n a multiple of `size`
+    """
+    means = keys.float().reshape(len(keys), -1, size, keys.shape[-1]).mean(2)
+    shares = torch.einsum("hgd,hcd->hgc", q.float() * scale, means).softmax(-1).sum(1)
+    shares[:, 0] = torch.inf
+    return shares
+
+
+def best_chunks(cache: KVCache, n_tokens: int, n: int, size: int) -> list[int]:
+    """Numbers of the n chunks of `size` tokens that its last token attends to most, the first among them, ascending.
+
+    Among those within the first `n_tokens`; by its last layer (SpecExtend, Cha et al. 2025). From the first call on the cache
+    keeps its query; none before a pass after it.
+    """
+    cache.keeps_query, asked = True, cache.query
+    if asked is None:
+        return []
+    keys, _ = cache.rows(asked.layer, range(n_tokens // size * size))
+    shares = _shares(asked.q.view(len(keys), -1, keys.shape[-1]), keys, asked.scale, size)
+    (best,) = ops.to_host([shares.sum(0).topk(n).indices])
+    return sorted(best.tolist())

@@ -1,6 +1,5 @@
 """Keys and values beyond the device: blocks of rows that come over the link ahead of their use, each attended to by itself."""
 
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,8 +8,9 @@ import torch
 from torch import Tensor
 
 from offload_rt import ops
-from offload_rt.kv.cache import KVBuffer, KVBytes, KVCache, RowRange
+from offload_rt.kv.cache import Attention, KVBuffer, KVBytes, KVCache, RowRange
 from offload_rt.models.architecture import Architecture
+from offload_rt.ops.reference import MOST_SCORES
 from offload_rt.system.machine import StreamedRows
 
 # Of a block of one layer: large enough for a link, small enough for a few of them in any budget.
@@ -20,8 +20,6 @@ PAGE_ROWS = 64
 N_SLOTS = 4  # blocks on the device that rows pass through
 # Committed rows that stay on the device until they go together, and the sequences whose trees are planned for.
 _TAIL_ROWS, _N_SEQUENCES = 64, 4
-# Scores of queries and keys that are held at once where no kernel serves.
-_ENTRIES = 2 << 20
 _FP8, _FP8_MOST = torch.float8_e4m3fn, 448.0
 
 
@@ -150,7 +148,7 @@ class KVSplit:
         converted = 2 * self.block_rows * of_layer if self.format.is_fp8 else 0
         passing = longest * (of_layer + (1 + has_card) * self.format.nbytes)
         n_heads = model.hidden_size // model.head_dim
-        scores = 3 * 4 * min(_ENTRIES, min(longest, self.chunk_rows) * n_heads * self.n_rows)
+        scores = 3 * 4 * min(MOST_SCORES, min(longest, self.chunk_rows) * n_heads * self.n_rows)
         slots = N_SLOTS * self.block_nbytes
         beyond = self.n_blocks * self.block_nbytes * model.n_layers
         return KVBytes(
@@ -244,26 +242,28 @@ class HostCache(KVCache):
 
     def _seen_beyond(self, layer: int) -> Iterator[tuple[int, RowRange]]:
         """These with the number of the first row of each."""
-        first = max(self._first_seen(self._windows[layer]) - self._n_resident, 0) // PAGE_ROWS * PAGE_ROWS
-        size = self._store.block_rows
-        while first < self._shift:
-            i, start = divmod(first, size)
-            one = RowRange(layer, self._blocks[i], start, min(self._shift - i * size, size))
-            yield self._n_resident + first, one
-            first = (i + 1) * size
+        n_unseen = max(self._first_seen(self._windows[layer]) - self._n_resident, 0)
+        return self._ranges(layer, self._n_resident + n_unseen // PAGE_ROWS * PAGE_ROWS, self._n_sent)
 
-    def attend(
-        self, layer: int, start: int, q: Tensor, k: Tensor | None, v: Tensor | None, mask: ops.TreeMask, scale: float,
-        rotary: tuple[Tensor, Tensor] | None = None, softcap: float | None = None, sinks: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    def _ranges(self, layer: int, first: int, stop: int) -> Iterator[tuple[int, RowRange]]:
+        """Where rows [first, stop) of a layer lie beyond, block by block, and the number of the first row of each."""
+        while first < stop:
+            block, start = divmod(first - self._n_resident, self._store.block_rows)
+            end = min(start + stop - first, self._store.block_rows)
+            yield first, RowRange(layer, self._blocks[block], start, end)
+            first += end - start
+
+    def attend(self, asked: Attention) -> Tensor:
         """Write k and v behind the rows there are; attend to what is on the device and to each block that comes."""
-        assert k is not None and v is not None and (softcap, sinks) == (None, None), "the plan is for native models"
+        layer, start, mask, scale = asked.layer, asked.start, asked.mask, asked.scale
+        assert asked.k is not None and asked.v is not None, "the plan is for native models"
         if self._staged is None:
             keys, values, shift = self._buffer.keys[layer], self._buffer.values[layer], self._shift
         else:
             keys, values, shift = self._staged.keys[0], self._staged.values[0], self.n_committed
         first = self.n_committed + start - shift
-        q = ops.rotate_and_store(q, k, v, rotary, keys, values, slice(first, first + len(q)))
+        rows = slice(first, first + len(asked.q))
+        q = ops.rotate_and_store(asked.q, asked.k, asked.v, asked.rotary, keys, values, rows)
         if shift == 0:
             out = ops.tree_attention(q, keys[:, : mask.n_keys], values[:, : mask.n_keys], mask, scale)
         else:
@@ -308,13 +308,11 @@ class HostCache(KVCache):
 
     def _send(self, layers: range, rows: Tensor) -> None:
         """Write rows (layers, n, nbytes) behind those that were sent."""
-        size, first, stop = self._store.block_rows, self._shift, self._shift + rows.shape[1]
-        while len(self._blocks) * size < stop:
-            self._blocks.append(self._store.take())
-        cuts = [first, *range((first // size + 1) * size, stop, size), stop]
+        n_sent, stop = self._n_sent, self._n_sent + rows.shape[1]
+        self._hold(stop)
         self._store.write([
-            (RowRange(layer, self._blocks[a // size], a % size, a % size + b - a), of_layer[a - first : b - first])
-            for a, b in itertools.pairwise(cuts) for layer, of_layer in zip(layers, rows, strict=True)
+            (one, of_layer[first - n_sent : first - n_sent + one.stop - one.start])
+            for layer, of_layer in zip(layers, rows, strict=True) for first, one in self._ranges(layer, n_sent, stop)
         ])  # fmt: skip
 
     def commit(self, rows: Sequence[int]) -> None:
@@ -336,42 +334,38 @@ class HostCache(KVCache):
     def rewind_to(self, tokens: Sequence[int]) -> int:
         """See `KVCache.rewind_to`; gives back the blocks that are not needed any more."""
         n = super().rewind_to(tokens)
-        self._keep(min(self._n_sent, max(n, self._n_resident)))
+        self._n_sent = min(self._n_sent, max(n, self._n_resident))
+        self._hold(self._n_sent)
         return n
 
     def assume(self, n: int) -> None:
         """Take the first n rows for committed, those that are not resident for sent."""
         super().assume(n)
-        self._keep(max(n, self._n_resident))
-        self._blocks += [
-            self._store.take() for _ in range(-(-self._shift // self._store.block_rows) - len(self._blocks))
-        ]
+        self._n_sent = max(n, self._n_resident)
+        self._hold(self._n_sent)
 
     def close(self) -> None:
         """Give all blocks back."""
-        self._keep(self._n_resident)
+        self._hold(self._n_resident)
 
-    def _keep(self, n_sent: int) -> None:
-        self._n_sent = n_sent
-        n_blocks = -(-self._shift // self._store.block_rows)
-        self._store.give(self._blocks[n_blocks:])
-        del self._blocks[n_blocks:]
+    def _hold(self, stop: int) -> None:
+        """Have the blocks that rows up to `stop` take, and no others."""
+        n = -(-(stop - self._n_resident) // self._store.block_rows)
+        self._store.give(self._blocks[n:])
+        del self._blocks[n:]
+        while len(self._blocks) < n:
+            self._blocks.append(self._store.take())
 
-    def rows(self, layer: int, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Gathered from the buffer, and one by one from beyond; the host waits for them."""
-        wanted, places = torch.unique(ops.to_host([indices])[0], return_inverse=True)
-        is_beyond = (wanted >= self._n_resident) & (wanted < self._n_sent)
-        near = torch.where(is_beyond, 0, torch.where(wanted < self._n_resident, wanted, wanted - self._shift))
-        near, places, is_beyond = ops.to_device([near, places, is_beyond], indices.device)
-        found = self._buffer.rows(layer, near)
-        if self._shift:
-            size = self._store.block_rows
-            ats = (wanted - self._n_resident).clamp(0, self._shift - 1).tolist()
-            ranges = [RowRange(layer, self._blocks[at // size], at % size, at % size + 1) for at in ats]
-            there = ops.to_device([self._store.read(ranges)], indices.device)[0]
-            keys, values = self._store.format.unpack(there)
-            found = torch.where(is_beyond[:, None], keys, found[0]), torch.where(is_beyond[:, None], values, found[1])
-        return KVBuffer(found[0][None], found[1][None]).rows(0, places)
+    def rows(self, layer: int, tokens: range) -> tuple[Tensor, Tensor]:
+        """From the buffer, and from beyond, which the host waits for."""
+        keys, values, n_sent = self._buffer.keys[layer], self._buffer.values[layer], self._n_sent
+        near = slice(tokens.start, min(tokens.stop, self._n_resident))
+        recent = slice(max(tokens.start, n_sent) - self._shift, max(tokens.stop, n_sent) - self._shift)
+        parts = [(keys[:, at], values[:, at]) for at in (near, recent)]
+        if there := [one for _, one in self._ranges(layer, max(tokens.start, near.stop), min(tokens.stop, n_sent))]:
+            parts.insert(1, self._store.format.unpack(ops.to_device([self._store.read(there)], keys.device)[0]))
+        first, second = (torch.cat(part, 1) for part in zip(*parts, strict=True))
+        return first, second
 
 
 def _attend(q: Tensor, parts: Iterable[tuple[Tensor, Tensor, int]], mask: ops.TreeMask, scale: float) -> Tensor:
@@ -382,16 +376,9 @@ def _attend(q: Tensor, parts: Iterable[tuple[Tensor, Tensor, int]], mask: ops.Tr
     Returns (n, n_heads, head_dim).
     """
     wide = torch.promote_types(q.dtype, torch.float32)
-    n_before, most = mask.n_keys - len(mask.key_depths), mask.n_keys
-    if not ops.goes_by_extent(q):
-        most = max(_ENTRIES // (q.shape[0] * q.shape[1]), PAGE_ROWS)
     joined: tuple[Tensor, Tensor] | None = None
     for keys, values, first in parts:
-        stop = first + keys.shape[1]
-        cuts = [*range(first, max(min(stop, n_before), first + 1), most), stop]
-        for a, b in itertools.pairwise(cuts):
-            at = slice(a - first, b - first)
-            out, lse = ops.partial_attention(q, keys[:, at], values[:, at], mask.part(a, b), scale)
-            joined = (out.to(wide), lse) if joined is None else ops.merge(*joined, out, lse)
+        out, lse = ops.partial_attention(q, keys, values, mask.part(first, first + keys.shape[1]), scale)
+        joined = (out.to(wide), lse) if joined is None else ops.merge(*joined, out, lse)
     assert joined is not None, "a row sees itself"
     return joined[0].to(q.dtype)

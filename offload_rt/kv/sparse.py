@@ -3,7 +3,6 @@
 from abc import abstractmethod
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from offload_rt.kv.cache import ContiguousCache, KVBuffer, KVCache
@@ -68,9 +67,8 @@ class SparseCache(ContiguousCache):
         if not tokens:
             return
         keys, values = self.buffer.keys, self.buffer.values
-        indices = torch.arange(tokens.start, tokens.stop, device=keys.device)
         for layer in range(len(keys)):
-            k, v = self.source.rows(layer, indices)
+            k, v = self.source.rows(layer, tokens)
             if turn is not None:
                 k = rotate(k, *turn)
             keys[layer, :, at : at + len(tokens)] = k

@@ -4,6 +4,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from tempfile import TemporaryFile
 
@@ -90,7 +91,8 @@ class FarRows(ABC):
         if self._stream is not None:
             self._stream.close()
 
-    def _layout(self, one: RowRange) -> Layout:
+    def layout(self, one: RowRange) -> Layout:
+        """How a range lies in memory."""
         entry = TensorEntry("rows", 0, (one.stop - one.start, self.format.nbytes), torch.uint8)
         return Layout((entry,), entry.nbytes)
 
@@ -137,7 +139,7 @@ class HostRows(FarRows):
 
     def tier(self, ranges: Sequence[RowRange]) -> Tier:
         """Where they lie."""
-        images = [PackedLayer(self._at(one).flatten(), self._layout(one)) for one in ranges]
+        images = [PackedLayer(self._at(one).flatten(), self.layout(one)) for one in ranges]
         return _Pinned(images, len(self._pinned) == len(self._blocks))
 
     def read(self, places: Sequence[RowRange]) -> Tensor:
@@ -177,12 +179,9 @@ class FileRows(FarRows):
     They are written through the page cache and read past it where the file system allows that.
     """
 
-    n_parallel = ReadSettings().n_parallel
-
     def __init__(self, split: KVSplit, n_layers: int, link: Streamer, settings: ReadSettings | None = None) -> None:
         super().__init__(split, n_layers, link)
-        self._settings = settings or ReadSettings()
-        self.n_parallel, self._nbytes = self._settings.n_parallel, n_layers * split.block_nbytes
+        self._settings, self._nbytes = settings or ReadSettings(), n_layers * split.block_nbytes
         try:
             self._place = str(cache_directory())
             os.makedirs(self._place, exist_ok=True)
@@ -201,7 +200,7 @@ class FileRows(FarRows):
 
     def tier(self, ranges: Sequence[RowRange]) -> Tier:
         """Ranges of the file."""
-        return _FileRanges(self, ranges)
+        return _FileRanges(self, ranges, self._settings.n_parallel)
 
     def reads(self, one: RowRange, into: Tensor) -> list[Read]:
         """Requests that together read a range; it begins on a page, and the block goes on to the end of one."""
@@ -209,16 +208,13 @@ class FileRows(FarRows):
         stop = start + (one.stop - one.start) * self.format.nbytes
         return [partial(self._request, into[at - start :], at, min(size, stop - at)) for at in range(start, stop, size)]
 
-    def layout(self, one: RowRange) -> Layout:
-        """How a range lies in memory."""
-        return self._layout(one)
-
     def read(self, places: Sequence[RowRange]) -> Tensor:
         """One by one."""
-        found = [torch.empty(one.stop - one.start, self.format.nbytes, dtype=torch.uint8) for one in places]
-        for one, rows in zip(places, found, strict=True):
+        sizes = [one.stop - one.start for one in places]
+        found = torch.empty(sum(sizes), self.format.nbytes, dtype=torch.uint8)
+        for one, rows in zip(places, torch.split(found, sizes), strict=True):
             fill(rows.flatten(), rows.nbytes, self._file.fileno(), self._offset(one), self._place)
-        return torch.cat(found)
+        return found
 
     def close(self) -> None:
         """The file is gone with its last descriptor."""
@@ -261,19 +257,21 @@ class FileRows(FarRows):
         )  # fmt: skip
 
 
+@dataclass
 class _FileRanges:
-    """Ranges of a file of rows."""
+    """Ranges of a file of rows, as a tier."""
 
-    def __init__(self, file: FileRows, ranges: Sequence[RowRange]) -> None:
-        self._file, self._ranges, self.n_parallel = file, ranges, file.n_parallel
+    file: FileRows
+    ranges: Sequence[RowRange]
+    n_parallel: int
 
     def layout(self, i: int) -> Layout:
         """How a range lies in memory."""
-        return self._file.layout(self._ranges[i])
+        return self.file.layout(self.ranges[i])
 
     def reads(self, i: int, into: Tensor) -> list[Read]:
         """Its requests."""
-        return self._file.reads(self._ranges[i], into)
+        return self.file.reads(self.ranges[i], into)
 
     def close(self) -> None:
         """The file is another's."""

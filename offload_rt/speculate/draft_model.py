@@ -21,8 +21,9 @@ from offload_rt.tree.topology import GrowingTree, Topology
 
 # Rows that may be computed for a tree, in nodes of the tree: a growing tree drops nodes that better ones displace.
 ROWS_PER_NODE = 2
-# Tokens of the beginning that a draft with a short context goes on to see.
-_N_SINKS = 16
+# Tokens of the beginning that a draft with a short context goes on to see, where nothing tells which ones are wanted; and
+# those of a chunk where something does.
+_N_SINKS, _CHUNK = 16, 32
 
 
 class TreeState:
@@ -165,9 +166,11 @@ class DraftModel:
     max_levels  of a tree: room for so many tokens stays free in the draft's context
     trace       gets a span for each pass, a level or round of the trees
     context     tokens that the draft sees at most; None: as many as it has positions
+    target      its attention chooses which older tokens a draft sees of a longer text; None: the draft sees the first few
     """
 
     state_type: type[DraftState] = DraftState
+    target: Runner | None = None
 
     def __init__(
         self, runner: Runner, vocab_size: int, max_levels: int, trace: Trace, context: int | None = None
@@ -175,9 +178,12 @@ class DraftModel:
         self._runner, self.vocab_size, self.max_levels, self._trace = runner, vocab_size, max_levels, trace
         self._limit = max(min(context or runner.spec.max_positions, runner.spec.max_positions) - max_levels, 1)
         self._states: dict[Sequence, DraftState] = {}
+        self._sources: dict[Sequence, int] = {}  # caches of the target
+        self._older: dict[Sequence, tuple[int, list[int]]] = {}  # where the window begins, and the tokens chosen for it
 
     def begin(self, sequence: Sequence, cache: int, n_nodes: int) -> None:
         """A sequence joins, with this cache of the target and trees of up to `n_nodes`."""
+        self._sources[sequence] = cache
 
     def can_draft(self, sequence: Sequence) -> bool:
         """Whether there is what drafting for a sequence needs."""
@@ -206,7 +212,7 @@ class DraftModel:
             longest = min(sequence.longest, self._limit) + self.max_levels
             cache = self._runner.new_cache(draft_rows(min(longest, sequence.longest), n_nodes), is_alone)
             self._add_state(sequence, cache, n_nodes)
-        state, seen = self._states[sequence], self._seen(sequence.tokens)
+        state, seen = self._states[sequence], self._seen(sequence)
         n_gone = len(sequence.tokens) - len(seen)
         state.start([*seen, *path], max(sequence.n_prompt - n_gone, 1))
         return state
@@ -216,15 +222,29 @@ class DraftModel:
             self._runner, cache, self.vocab_size, ROWS_PER_NODE * n_nodes, sequence
         )
 
-    def _seen(self, tokens: list[int]) -> list[int]:
-        """All tokens, or the first few and a window of the most recent: what StreamingLLM keeps, at positions from 0 on."""
+    def _seen(self, sequence: Sequence) -> list[int]:
+        """All tokens, or some older ones and a window of the most recent, at positions from 0 on.
+
+        Older ones are those that the target's last token attended to most when the window moved on (SpecExtend), or the first
+        few (StreamingLLM).
+        """
+        tokens, n_chunks = sequence.tokens, self._limit // 2 // _CHUNK if self.target is not None else 0
         if len(tokens) <= self._limit:
             return tokens
-        n_sinks = min(_N_SINKS, self._limit // 8)
-        return tokens[:n_sinks] + tokens[n_sinks + _window_start(len(tokens) - n_sinks, self._limit - n_sinks) :]
+        n_older = n_chunks * _CHUNK or min(_N_SINKS, self._limit // 8)
+        start = n_older + _window_start(len(tokens) - n_older, self._limit - n_older)
+        first, older = self._older.get(sequence, (0, tokens[:n_older]))
+        if self.target is not None and n_chunks > 1 and first != start:
+            best = self.target.best_chunks(self._sources[sequence], start, n_chunks, _CHUNK)
+            if best:
+                older = [token for i in best for token in tokens[i * _CHUNK : (i + 1) * _CHUNK]]
+                self._older[sequence] = start, older
+        return older + tokens[start:]
 
     def end(self, sequence: Sequence) -> None:
         """Release the cache of a sequence."""
+        self._sources.pop(sequence, None)
+        self._older.pop(sequence, None)
         state = self._states.pop(sequence, None)
         if state is not None:
             self._runner.free_cache(state.cache)
@@ -270,7 +290,7 @@ class SelfDraftModel(DraftModel):
         super().__init__(runner, runner.spec.vocab_size, max_levels, trace)
         self._limit = runner.spec.max_positions
         self._kind, self._budget, self._n_rows = kind, budget, n_rows
-        self._sources: dict[Sequence, tuple[int, int]] = {}  # caches of the target, and the rows of their views
+        self._views: dict[Sequence, tuple[int, int]] = {}  # caches of the target, and the rows of their views
 
     def begin(self, sequence: Sequence, cache: int, n_nodes: int) -> None:
         """Take a view of its cache, if there is room for one."""
@@ -278,18 +298,18 @@ class SelfDraftModel(DraftModel):
         n_rows = view_rows(budget, n_nodes)
         if n_nodes > 1 and n_rows <= self._n_rows:
             self._n_rows -= n_rows
-            self._sources[sequence] = cache, n_rows
+            self._views[sequence] = cache, n_rows
             view = self._runner.new_view(cache, self._kind, budget, ROWS_PER_NODE * n_nodes)
             self._add_state(sequence, view, n_nodes)
 
     def can_draft(self, sequence: Sequence) -> bool:
         """Not before the target has computed its prompt."""
-        source = self._sources.get(sequence)
+        source = self._views.get(sequence)
         return source is not None and self._runner.n_committed(source[0]) == len(sequence.tokens) - 1
 
     def end(self, sequence: Sequence) -> None:
         """Release the view of a sequence."""
-        self._n_rows += self._sources.pop(sequence, (0, 0))[1]
+        self._n_rows += self._views.pop(sequence, (0, 0))[1]
         super().end(sequence)
 
 

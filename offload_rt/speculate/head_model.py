@@ -111,8 +111,8 @@ class HeadModel(DraftModel):
         self._taken.pop(sequence, None)
         super().end(sequence)
 
-    def _seen(self, tokens: list[int]) -> list[int]:
-        return tokens[1:]
+    def _seen(self, sequence: Sequence) -> list[int]:
+        return sequence.tokens[1:]
 
     def _begin(self, sequence: Sequence, n_nodes: int, is_alone: bool, path: Several[int] = ()) -> TreeState:
         super()._begin(sequence, n_nodes, is_alone, path)

@@ -88,17 +88,19 @@ def pick_drafter(config: EngineConfig) -> Drafting:
         raise SettingsError(f"{flag} with --drafter none", need="a drafter of trees", change="leave one of them out")
     if config.draft_model is None and chosen.needs_model:
         raise SettingsError(f"--drafter {name}", need="a draft model", change="give one by --draft-model")
-    if config.draft_context is not None and (chosen.view is None or config.draft_context < LEAST_BUDGET):
+    has_draft = chosen.needs_model and chosen.model is DraftModel
+    if config.draft_context is not None and (not (chosen.view or has_draft) or config.draft_context < LEAST_BUDGET):
         problem = f"--draft-context {config.draft_context} with --drafter {name}"
-        need = f"at least {LEAST_BUDGET}, and a drafter of long texts"
+        need = f"at least {LEAST_BUDGET}, and a draft model or a drafter of long texts"
         raise SettingsError(problem, need=need, change="raise it, or leave it out")
     rule = rule_of(chosen.best_rule if config.rule == "auto" else config.rule)
     if rule.child_sampling is not None and not chosen.gives_draft_probs:
         raise SettingsError(
             f"--rule {config.rule}", need="a drafter that draws by probabilities", have=name, change="use --rule match"
         )
-    view_rows = (config.draft_context or chosen.view_rows) if chosen.view else 0
-    return Drafting(name, chosen, rule, view_rows=view_rows)
+    if chosen.view is None:
+        return Drafting(name, replace(chosen, draft_context=config.draft_context), rule)
+    return Drafting(name, chosen, rule, view_rows=config.draft_context or chosen.view_rows)
 
 
 def find_draft(
