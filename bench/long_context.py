@@ -11,7 +11,6 @@ plan. The last line is one JSON object.
 import argparse
 import json
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -21,10 +20,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.measure import Spread, commit, machine, resident_layers
-from bench.paced import PacedLink, PacedTier
+from bench.paced import N_QUEUED, PacedLink, PacedRows, PacedTier
 from offload_rt.config import format_size
 from offload_rt.executor.runner import Runner, Step
-from offload_rt.kv.cache import RowRange
 from offload_rt.kv.host import HostCache, KVSplit, RowFormat
 from offload_rt.llm import LLM
 from offload_rt.offload.far_rows import FileRows
@@ -40,19 +38,6 @@ _SIZES = {
     "num_key_value_heads": 4, "head_dim": 64,
 }  # fmt: skip
 _N_RESIDENT, _N_SLOTS, _SHARE = 3, 3, 4
-_N_QUEUED = (
-    2  # a copy that is enqueued while another is under way, so that the queue never runs dry for a thread's sake
-)
-
-
-class PacedRows(FileRows):
-    """Rows behind the link of the layers."""
-
-    paced_link: PacedLink
-
-    def tier(self, ranges: Sequence[RowRange]) -> Tier:
-        """Paced."""
-        return PacedTier(super().tier(ranges), self.paced_link, _N_QUEUED)
 
 
 class Passes:
@@ -69,9 +54,8 @@ class Passes:
         closes.enter_context(closing(self.runner))
         split = KVSplit.least(spec, context + 1, 1, RowFormat(spec.n_kv_heads, spec.head_dim, like.dtype), 512)
         split = replace(split, n_on_device=context // _SHARE)
-        self.far = self.runner.far = (FileRows if link is None else PacedRows)(split, spec.n_layers, streamer)
-        if link is not None:
-            self.far.paced_link = link
+        of_rows = split, spec.n_layers, streamer
+        self.far = self.runner.far = PacedRows(*of_rows, link) if link else FileRows(*of_rows)
         id = self.runner.new_cache(context + 1, share=split.share(context + 1, 1))
         self.cache = self.runner._caches[id]
         assert isinstance(self.cache, HostCache)
@@ -161,7 +145,7 @@ def main() -> None:
             link = PacedLink(flags.gbps)
             for name, tier, its_link, gbps in (
                 ("disk", llm.engine_plan.disk, None, None),
-                (f"a link of {flags.gbps} GB/s", PacedTier(resident_layers(llm), link, _N_QUEUED), link, flags.gbps),
+                (f"a link of {flags.gbps} GB/s", PacedTier(resident_layers(llm), link, N_QUEUED), link, flags.gbps),
             ):
                 with ExitStack() as closes:
                     results[name] = measure(

@@ -2,11 +2,19 @@
 
 import threading
 import time
+from collections.abc import Sequence
 
 from torch import Tensor
 
+from offload_rt.kv.cache import RowRange
+from offload_rt.kv.host import KVSplit
+from offload_rt.offload.far_rows import FileRows
+from offload_rt.offload.streamer import Streamer
 from offload_rt.offload.tier import Read, Tier
 from offload_rt.weights.layout import Layout
+
+# Parts in the queue of a link at once: one that is under way and the next.
+N_QUEUED = 2
 
 
 class PacedLink:
@@ -51,3 +59,21 @@ class PacedTier:
     def close(self) -> None:
         """Close the source."""
         self._source.close()
+
+
+class PacedRows(FileRows):
+    """Keys and values behind a link, which may be that of the layers."""
+
+    def __init__(self, split: KVSplit, n_layers: int, streamer: Streamer, link: PacedLink) -> None:
+        super().__init__(split, n_layers, streamer)
+        self._paced_link = link
+
+    def tier(self, ranges: Sequence[RowRange]) -> Tier:
+        """Paced."""
+        return PacedTier(super().tier(ranges), self._paced_link, N_QUEUED)
+
+    def read(self, places: Sequence[RowRange]) -> Tensor:
+        """Paced as well."""
+        rows = super().read(places)
+        self._paced_link.paced(lambda: rows.nbytes)()
+        return rows
