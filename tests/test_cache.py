@@ -169,8 +169,8 @@ class TwoParts(KVCache):
         self.buffer, self.older, self.n_older = recent, older, 0
 
     @classmethod
-    def empty(cls, *arguments):
-        return cls(KVBuffer.empty(*arguments), KVBuffer.empty(*arguments))
+    def empty(cls, spec, *arguments):
+        return cls(*(KVBuffer.empty(spec.kv_shapes, *arguments) for _ in range(2)))
 
     @staticmethod
     def nbytes(spec, n_rows, itemsize):

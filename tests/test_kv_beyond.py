@@ -42,6 +42,7 @@ def small(monkeypatch, tmp_path):
     """Rows go often, in small blocks; files and what is learned are the test's own, and no tree depends on the clock."""
     monkeypatch.setattr(host, "_TAIL_ROWS", 8)
     monkeypatch.setattr(host, "_BLOCK_NBYTES", 16 << 10)
+    monkeypatch.setattr(host, "MOST_SCORES", 4 << 10)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(builder, "CostEstimator", lambda *_: Steady())
     monkeypatch.setattr(PairStats, "load", lambda *_: PairStats())

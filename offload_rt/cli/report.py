@@ -97,6 +97,7 @@ def shares(spans: Sequence[Span]) -> Shares:
     start, end = window(spans)
     moments = _Moments(spans, start, end)
     link = moments.during(span for span in spans if span.lane.startswith((f"{LINK}, slot ", f"{KV}, slot ")))
+    reasons = [span for lane in (LINK, KV) for span in _of(spans, trace.waits(lane))]
     activities = {lane: moments.during(_of(spans, lane)) for lane in _ACTIVITIES}
     activities["rest"] = ~np.logical_or.reduce(list(activities.values()))
     return Shares(
@@ -104,9 +105,7 @@ def shares(spans: Sequence[Span]) -> Shares:
         n_steps=len(_of(spans, VERIFY)),
         link=moments.share(link),
         **{lane: moments.share(pieces) for lane, pieces in activities.items()},
-        idle=_idle([*_of(spans, trace.waits(LINK)), *_of(spans, trace.waits(KV))], moments, ~link, activities)
-        if link.any()
-        else {},
+        idle=_idle(reasons, moments, ~link, activities) if link.any() else {},
     )
 
 

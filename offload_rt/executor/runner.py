@@ -215,7 +215,7 @@ class Runner:
         if self.kv is not ContiguousCache or not self.spec.is_native:
             return
         model = ResidentModel(self.spec, self.resident_layers(), self.non_layer, self.taps)
-        new_buffer = partial(KVBuffer.empty, self.spec, dtype=self.dtype, device=self.device)
+        new_buffer = partial(KVBuffer.empty, self.spec.kv_shapes, dtype=self.dtype, device=self.device)
         self._graphs = GraphRunner(model, most, new_buffer, capture)
         if seconds:
             self._graphs.prepare(seconds)
@@ -274,7 +274,7 @@ class Runner:
         share     of its rows on the device; None: all of them
         """
         buffer = self._graphs.reuse(capacity, is_alone and not self._caches) if self._graphs is not None else None
-        id, empty = next(self._ids), partial(KVBuffer.empty, self.spec, dtype=self.dtype, device=self.device)
+        id, empty = next(self._ids), partial(KVBuffer.empty, self.spec.kv_shapes, dtype=self.dtype, device=self.device)
         if self.far is not None and share is not None and share.n_on_device < capacity:
             self._caches[id] = HostCache(self.spec, empty(share.n_on_device), self.far, share)
         else:
@@ -286,7 +286,7 @@ class Runner:
     def new_view(self, source: int, kind: type[SparseCache], budget: int, n_pending: int) -> int:
         """Id of a view of another cache, for drafts that see at most `budget` of its rows, and `n_pending` of their own."""
         capacity = budget + n_pending + 1  # passes that are captured need a spare row
-        buffer = KVBuffer.empty(self.spec, capacity, self.dtype, self.device)
+        buffer = KVBuffer.empty(self.spec.kv_shapes, capacity, self.dtype, self.device)
         id = next(self._ids)
         self._caches[id] = kind(self._caches[source], buffer, budget, self.spec)
         return id

@@ -167,14 +167,7 @@ class KVBuffer:
     values: Tensor
 
     @classmethod
-    def empty(cls, model: Architecture, capacity: int, dtype: torch.dtype, device: torch.device) -> "KVBuffer":
-        """Uninitialised memory for a model whose layers are all of one shape."""
-        return cls.of_shapes(model.kv_shapes, capacity, dtype, device)
-
-    @classmethod
-    def of_shapes(
-        cls, shapes: Sequence[KVShape], capacity: int, dtype: torch.dtype, device: torch.device
-    ) -> "KVBuffer":
+    def empty(cls, shapes: Sequence[KVShape], capacity: int, dtype: torch.dtype, device: torch.device) -> "KVBuffer":
         """Uninitialised memory for layers of these shapes, which are all the same."""
         n_heads, *dims = shapes[0]
         return cls(*(torch.empty(len(shapes), n_heads, capacity, dim, dtype=dtype, device=device) for dim in dims))
@@ -212,7 +205,7 @@ class ContiguousCache(KVCache):
             n = shapes.index(shape)
             places.append((n, sum(one == n for one, _ in places)))
         of_shape = (tuple(one for one in model.kv_shapes if one == shape) for shape in shapes)
-        return cls(*(KVBuffer.of_shapes(one, capacity, dtype, device) for one in of_shape), places=places)
+        return cls(*(KVBuffer.empty(one, capacity, dtype, device) for one in of_shape), places=places)
 
     @staticmethod
     def nbytes(model: Architecture, n_rows: int, itemsize: int) -> KVBytes:
