@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Scores that lie in memory at once where no kernel serves, some 64 MiB with what is made of them.
-MOST_SCORES = 4 << 20
+# Scores, or entries of a mask, that lie in memory at once where no kernel serves, some 32 MiB with what is made of them.
+MOST_SCORES = 2 << 20
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -110,15 +110,16 @@ def partial_attention(
     Returns the output (n, heads, head_dim), zeros for a row that sees nothing, and (n, heads) float32 or better: the
     log-sum-exp of the scaled scores, minus infinity for such a row.
     """
-    if q.device.type == "cpu" and softcap is None and q.shape[-1] == v.shape[-1] and k.shape[1]:
-        return _flash_attention(q, k, v, visible, scale)
     wide, (n, heads, head_dim) = torch.promote_types(q.dtype, torch.float32), q.shape
-    most = max(MOST_SCORES // max(heads * k.shape[1], 1), 1)
+    is_flash = q.device.type == "cpu" and softcap is None and head_dim == v.shape[-1] and k.shape[1] > 0
+    most = max(MOST_SCORES // max(k.shape[1] * (1 if is_flash else heads), 1), 1)
     if n > most:
         masks = repeat(None) if visible is None else torch.split(visible, most)
         pairs = zip(torch.split(q, most), masks, strict=False)
         parts = [partial_attention(one, k, v, mask, scale, softcap) for one, mask in pairs]
         return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+    if is_flash:
+        return _flash_attention(q, k, v, visible, scale)
     rows = q.view(n, len(k), -1, head_dim).permute(1, 2, 0, 3).reshape(len(k), -1, head_dim)
     scores = (rows.to(wide) * scale) @ k.transpose(1, 2).to(wide)
     if softcap is not None:
