@@ -27,7 +27,7 @@ setup(
     python_requires=">=3.11,<3.14",
     entry_points={"console_scripts": ["offload-rt = offload_rt.cli.main:script"]},
     packages=find_packages(include=["offload_rt", "offload_rt.*"]),
-    package_data={"offload_rt.ops": ["_kernels.so", "_lossless.so"]},
+    package_data={"offload_rt.ops": ["_kernels.so", "_lossless.so"], "offload_rt.planning": ["known_models.json"]},
     cmdclass={"build_ext": BuildKernels},
     install_requires=[
         TORCH,

@@ -306,7 +306,7 @@ def _row(preset: Preset, published_s: float, plain_s: float, card: Machine) -> R
     specs = [spec_of(KNOWN[name]) for name in preset.pair]
     sizes = [Sizes.of_spec(spec, torch.float16) for spec in specs]
     ours = predict(PlanRequest(config, (sizes[0], sizes[1]), preset.assumed, 128, 128), card)
-    costs = replace(card.costs(sizes[0], sizes[1], is_resident=False), level_s=0.0)
+    costs = replace(card.costs(sizes[0], sizes[1], ours.memory_plan.plan), level_s=0.0)
     n = specs[0].n_layers
     schedule = StreamSchedule(
         (("host",),) * n, sizes[0].layer_nbytes, (("host", dict(card.links)["host"]),), 2, card.contention, ahead=False

@@ -1,17 +1,18 @@
 """`offload-rt plan`: what a model would take on a machine, from its config alone.
 
-The engine's own placement and choice of tree run on a virtual clock. No weight is read, except that with `--gpu this` a few
-layers give the rate of the disk where `--disk` does not. Without a draft model plain decoding is planned.
+The engine's own placement and choice of tree run on a virtual clock. Of weights that are here headers are read, and nothing
+else, except that with `--gpu this` a few layers give the rate of the disk where `--disk` does not. Without a draft model plain
+decoding is planned, unless the target is to draft itself.
 """
 
 import gc
 import json
-from argparse import Namespace
+from argparse import Action, ArgumentParser, Namespace
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from offload_rt.cli.flags import Parser, from_flags
-from offload_rt.cli.picture import check_picture, panels, save
 from offload_rt.cli.process import exit_code
 from offload_rt.config import EngineConfig, SamplingParams, check_positive, format_size, parse_size, setting
 from offload_rt.errors import OffloadError, SettingsError
@@ -19,16 +20,20 @@ from offload_rt.planning.hardware import CARDS, find_card
 from offload_rt.planning.known_models import KNOWN
 
 if TYPE_CHECKING:
-    from offload_rt.engine.memory_plan import Sizes
-    from offload_rt.models.architecture import Architecture
+    from offload_rt.planning.acceptance import Assumed
     from offload_rt.planning.forecast import Forecast, Machine, PlanRequest, Sweep
+
+    Alternatives = dict[str, dict[str, Forecast | None]]
 
 _SWEEPS = ("ram", "memory")
 # Of a machine of which nothing else was said.
 _RAM, _DISK = "64GiB", "7GB/s"
 _BAR = 40
 # Settings of an engine that a plan decides itself.
-_NO_FLAGS = ("device", "host_memory", "drafter", "rule")
+_NO_FLAGS = ("device", "host_memory", "rule")
+# Drafters of which a forecast can be made, and with a draft model those that are forecast by trees of a fixed shape.
+_SELF = "self"
+_DRAFTERS, _OF_MODELS = ("auto", "none", _SELF, "mtp"), ("adaptive_tree", "dynamic_tree", "static_tree")
 
 
 @dataclass(frozen=True)
@@ -46,15 +51,12 @@ class PlanSettings:
     )  # fmt: skip
     context: int = setting(128, "tokens before the first pass", parse=int)
     max_new_tokens: int = setting(128, "tokens that are generated", parse=int)
-    sweep: str | None = setting(None, "draw the curve over this", choices=_SWEEPS)
-    plot: str | None = setting(None, "file for a picture of the curve, PNG; needs matplotlib")
+    sweep: str | None = setting(None, "print the curve over this", choices=_SWEEPS)
     json: bool = setting(False, "print one JSON object instead of tables")
 
     def __post_init__(self) -> None:
         SamplingParams(temperature=self.temperature, max_new_tokens=self.max_new_tokens)
         check_positive("context", self.context)
-        if self.plot is not None and self.sweep is None:
-            raise SettingsError("--plot", need="a curve to draw", change=f"give --sweep {' or '.join(_SWEEPS)}")
         if self.link is not None and self.gpu == "this":
             raise SettingsError("--link", need="a card that is not here", have="--gpu this", change="name a card")
 
@@ -71,10 +73,17 @@ def parse_rate(text: str, flag: str) -> float:
     return rate
 
 
+class _List(Action):
+    def __call__(self, parser: ArgumentParser, *given: object) -> None:
+        print("\n".join(KNOWN))
+        parser.exit()
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns its exit code."""
-    text = f"What a model would take on a machine, from its config.json alone; built in are {', '.join(KNOWN)}."
+    text = "What a model would take on a machine, by its config.json, its files, or as a shape that is built in."
     parser = Parser("offload-rt plan", text, EngineConfig, PlanSettings, without=_NO_FLAGS)
+    parser.add_argument("--list", action=_List, nargs=0, help="print the shapes that are built in, and end")
     # Nearly all that torch and transformers make while they load stays: looking for garbage among it is an eighth of loading.
     gc.disable()
     try:
@@ -85,29 +94,28 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _plan(flags: Namespace) -> None:
     settings, config = from_flags(PlanSettings, flags), from_flags(EngineConfig, flags)
-    if settings.plot is not None:
-        check_picture("--plot", settings.plot)
     machine = None if settings.gpu == "this" else _with_card(settings, config)
+    if config.drafter not in (_DRAFTERS if config.draft_model is None else _DRAFTERS[:1] + _OF_MODELS):
+        need = "a draft model" if config.drafter in _OF_MODELS else "a drafter whose tokens per pass can be foreseen"
+        change = f"use {' or '.join(_DRAFTERS)} without a draft model, with one leave it out"
+        raise SettingsError(f"--drafter {config.drafter}", need=need, change=change)
     # Not at the top: a wrong flag is told before the seconds that torch takes to load.
-    from offload_rt.planning.forecast import predict, sweep
+    from offload_rt.planning.forecast import alternatives, predict, sweep
 
-    request = _request(settings, config)
-    if request.models[1] is None and (config.tree_size or config.tree_depth):
-        flag = "--tree-size" if config.tree_size else "--tree-depth"
-        raise SettingsError(flag, need="a draft model", change="give one by --draft-model")
     if machine is None:
         from offload_rt.planning.local import this_machine
 
         disk_gbps = None if settings.disk is None else parse_rate(settings.disk, "--disk")
-        machine = this_machine(replace(config, host_memory=settings.ram), disk_gbps)
+        machine = this_machine(replace(config, host_memory=settings.ram), disk_gbps, parse_rate(_DISK, "--disk"))
+    request = _request(settings, config, machine.budget.has_card)
     forecast = predict(request, machine)
+    of_self = request.acceptance if config.drafter == _SELF else _assumed("auto", settings.temperature, config, _SELF)
+    others = alternatives(request, of_self, machine)
     curve = None if settings.sweep is None else sweep(settings.sweep, request, machine)
     if settings.json:
-        print(json.dumps(_as_json(forecast, curve), default=str))  # of a dtype
+        print(json.dumps(_as_json(forecast, others, curve), default=str))  # of a dtype
     else:
-        _print(forecast, curve)
-    if settings.plot is not None and curve is not None:
-        _draw(forecast, curve, settings.plot)
+        _print(forecast, others, curve)
 
 
 def _with_card(settings: PlanSettings, config: EngineConfig) -> "Machine":
@@ -127,53 +135,43 @@ def _with_card(settings: PlanSettings, config: EngineConfig) -> "Machine":
     return replace(machine, sources=(*machine.sources, *assumed))
 
 
-def _request(settings: PlanSettings, config: EngineConfig) -> "PlanRequest":
-    from offload_rt.planning.acceptance import assume
+def _request(settings: PlanSettings, config: EngineConfig, on_card: bool) -> "PlanRequest":
     from offload_rt.planning.forecast import PlanRequest
+    from offload_rt.planning.sizes import copies, find_models, lossless
 
-    models = _models(config)
-    names = config.model.lower(), (config.draft_model or "").lower()
-    acceptance = assume(settings.acceptance, _identities(config), names, settings.temperature)
-    drafter = "none" if models[1] is None else "mtp" if config.draft_model is None else "static_tree"
+    target, draft = find_models(config)
+    if config.link_format == "lossless":
+        target = lossless(target, on_card)
+    if config.drafter == _SELF:
+        draft, drafter = copies(target, on_card), _SELF
+    else:
+        drafter = "none" if draft is None else "mtp" if config.draft_model is None else "static_tree"
+    if draft is None and (config.tree_size or config.tree_depth):
+        flag = "--tree-size" if config.tree_size else "--tree-depth"
+        raise SettingsError(flag, need="something to draft", change="give a --draft-model, or --drafter self")
+    acceptance = _assumed(settings.acceptance, settings.temperature, config, drafter)
     config = replace(config, drafter=drafter)
-    return PlanRequest(config, models, acceptance, settings.context, settings.max_new_tokens)
+    return PlanRequest(config, (target, draft), acceptance, settings.context, settings.max_new_tokens)
 
 
-def _models(config: EngineConfig) -> "tuple[Sizes, Sizes | None]":
-    """The target, and what computes drafts for it: models that are built in or have a config."""
-    import torch
+def _assumed(name: str, temperature: float, config: EngineConfig, drafter: str) -> "Assumed":
+    from offload_rt.planning.acceptance import assume
 
-    from offload_rt.engine.memory_plan import Sizes
-    from offload_rt.models.families import spec_of
-    from offload_rt.models.heads import head_of
-    from offload_rt.speculate.select import check_pair
-    from offload_rt.weights.checkpoint import find_config
-
-    def config_of(name: str, revision: str | None) -> dict[str, Any]:
-        return KNOWN.get(name.lower()) or find_config(name, revision, config.offline)
-
-    def sizes(spec: "Architecture", dtype: str) -> Sizes:
-        return Sizes.of_spec(spec, getattr(torch, spec.dtype_name or "float16" if dtype == "auto" else dtype))
-
-    target = sizes(spec_of(config_of(config.model, config.revision)), config.dtype)
-    raw = None if config.draft_model is None else config_of(config.draft_model, None)
-    head = head_of(raw, target.spec)
-    if head is not None:
-        return target, Sizes.of_spec(head, target.dtype)
-    if raw is None:
-        return target, None
-    draft = spec_of(raw)
-    check_pair(target.spec, draft, (None, None))
-    return target, sizes(draft, "auto")
+    draft = _SELF if drafter == _SELF else (config.draft_model or "").lower()
+    pair = _identities(config, drafter) if name == "auto" and drafter != "none" else ("", "")
+    return assume(name, pair, (config.model.lower(), draft), temperature)
 
 
-def _identities(config: EngineConfig) -> tuple[str, str]:
+def _identities(config: EngineConfig, drafter: str) -> tuple[str, str]:
     """Of the checkpoints of both, where they lie on this machine; empty where they do not, or nothing computes drafts."""
     from offload_rt.speculate.select import find_draft
     from offload_rt.weights.checkpoint import locate, open_checkpoint
+    from offload_rt.weights.int4 import Format
 
     try:
         target = open_checkpoint(locate(config.model, config.revision, offline=True))
+        if drafter == _SELF:
+            return target.identity, Format.name
         draft = find_draft(replace(config, offline=True), None, target, None).draft
     except OffloadError:
         return "", ""
@@ -186,16 +184,17 @@ def _title(forecast: "Forecast") -> str:
     return f"{models} on {forecast.machine.title}"
 
 
-def _print(forecast: "Forecast", curve: "Sweep | None") -> None:
+def _print(forecast: "Forecast", others: "Alternatives", curve: "Sweep | None") -> None:
     from offload_rt.cli.format import placement_table, print_table
+    from offload_rt.planning.forecast import short_context
 
     machine, fitted = forecast.machine, forecast.memory_plan
     dtype = forecast.request.models[0].dtype
     table = placement_table(f"{_title(forecast)}, {dtype}", fitted.plan, fitted.cache_rows)
     for name, rate in machine.links:
-        if name in forecast.link_s:
-            nbytes = forecast.link_s[name] * rate * 1e9
-            table.add_row(f"bytes per pass at {rate:.2f} GB/s", f"{name} link", format_size(nbytes))
+        if name in forecast.moved:
+            nbytes = format_size(forecast.moved[name])
+            table.add_row(f"bytes per pass at {rate:.2f} GB/s", f"{name} link", nbytes)
     table.add_row("predicted", machine.title, f"{forecast.run.seconds_per_token:.3f} s per token")
     print_table(table)
     plain_s, topology = forecast.plain.seconds_per_token, forecast.topology
@@ -219,8 +218,40 @@ def _print(forecast: "Forecast", curve: "Sweep | None") -> None:
     if len(topology) > 1:
         print(f"acceptance: {forecast.request.acceptance.source}")
     print("\n".join(machine.sources))
+    if short := short_context(forecast):
+        print(short)
+    if others:
+        _print_others(others, machine.decode_gbps)
     if curve is not None:
         _print_curve(curve)
+
+
+def _print_others(others: "Alternatives", decode_gbps: float) -> None:
+    """A row for each format; and which drafter is expected to be the fastest, by what acceptance."""
+    from offload_rt.planning.sizes import LOSSLESS_SHARE
+
+    first, drafters = next(iter(others.items()))
+    columns = "bytes a pass", "plain", *(f"with {name}" for name in list(drafters)[1:])
+    print("\nforecast by the format of the weights, seconds per token\n" + _line("", columns))
+    for name, row in others.items():
+        nbytes = format_size(max(row["none"].moved.values(), default=0)) if row["none"] else ""
+        seconds = (f"{one.run.seconds_per_token:.3f}" if one else "does not fit" for one in row.values())
+        print(_line(name, (nbytes, *seconds)))
+    print(
+        f"lossless layers are taken to have {LOSSLESS_SHARE:.2f} of their bytes, and decoding to give {decode_gbps:g} GB/s: "
+        "both are assumed"
+    )
+    fitting = {one.run.seconds_per_token: name for name, one in drafters.items() if one is not None}
+    if len(fitting) > 1:
+        print(
+            f"expected to be the fastest with {first} weights: {fitting[min(fitting)]}, {min(fitting):.3f} s per token"
+        )
+    if (itself := drafters.get(_SELF)) is not None:
+        print(f"acceptance of --drafter self: {itself.request.acceptance.source}")
+
+
+def _line(name: str, cells: Iterable[str]) -> str:
+    return f"{name:20}" + "".join(f"{cell:>18}" for cell in cells)
 
 
 def _print_curve(curve: "Sweep") -> None:
@@ -235,7 +266,7 @@ def _print_curve(curve: "Sweep") -> None:
             print(f"{x:10.6g}  {one.run.seconds_per_token:8.4f} s  {bar:{_BAR}}  {one.bound.split(':')[0]}")
 
 
-def _as_json(forecast: "Forecast", curve: "Sweep | None") -> dict[str, Any]:
+def _as_json(forecast: "Forecast", others: "Alternatives", curve: "Sweep | None") -> dict[str, Any]:
     request, machine, fitted = forecast.request, forecast.machine, forecast.memory_plan
     return {
         "model": request.config.model,
@@ -247,6 +278,7 @@ def _as_json(forecast: "Forecast", curve: "Sweep | None") -> dict[str, Any]:
         "plan": asdict(fitted.plan),
         "max_model_len": fitted.max_model_len,
         **_figures(forecast),
+        "formats": {name: {key: _figures(one) for key, one in row.items()} for name, row in others.items()},
         "sweep": curve and {"over": curve.what, "points": [{"x": x, **_figures(one)} for x, one in curve.points]},
     }
 
@@ -263,20 +295,10 @@ def _figures(forecast: "Forecast | None") -> dict[str, Any]:
         "pass_seconds": forecast.run.pass_s,
         "draft_seconds": forecast.draft_s,
         "compute_seconds": forecast.compute_s,
+        "link_bytes": forecast.moved,
         "link_seconds": forecast.link_s,
         "link_busy": forecast.busy,
         "pass_over_link": {name: 1 / share for name, share in forecast.busy.items()},
         "draft_level": forecast.level and {**asdict(forecast.level), "ratio": forecast.level.ratio},
         "bound": forecast.bound,
     }
-
-
-def _draw(forecast: "Forecast", curve: "Sweep", path: str) -> None:
-    figure, ((axes,),) = panels(1, 1, (8, 4.5))
-    xs = [x for x, one in curve.points if one is not None]
-    there = [one for _, one in curve.points if one is not None]
-    axes.plot(xs, [one.run.seconds_per_token for one in there], marker="o", label="chosen trees")
-    axes.plot(xs, [one.plain.seconds_per_token for one in there], marker=".", ls="--", label="plain decoding")
-    axes.set(title=_title(forecast), xlabel=curve.what, ylabel="seconds per token", yscale="log")
-    axes.legend()
-    save(figure, path)

@@ -14,13 +14,13 @@ from offload_rt.errors import CapacityError, UnsupportedModelError
 from offload_rt.executor.runner import CHUNK_ROWS
 from offload_rt.kv.cache import ContiguousCache, KVBytes
 from offload_rt.kv.host import KVSplit, RowFormat
-from offload_rt.models.architecture import Architecture
+from offload_rt.models.architecture import Architecture, TensorShape
 from offload_rt.offload.placement import LinkSizes, MemoryBudget, Plan, ReservedMemory, least_budget, place_layers
 from offload_rt.speculate.draft_model import ROWS_PER_NODE, draft_rows, view_rows
 from offload_rt.speculate.protocols import DraftLimits
 from offload_rt.speculate.select import Drafting
 from offload_rt.weights.checkpoint import Checkpoint
-from offload_rt.weights.formats import StoredTensor
+from offload_rt.weights.formats import Source, StoredTensor, WeightFormat, dense
 from offload_rt.weights.layout import packed_layout
 
 # Part of the free memory that is left to others, and at least so many bytes of it.
@@ -74,12 +74,26 @@ class Sizes:
         )
 
     @classmethod
-    def of_spec(cls, spec: Architecture, dtype: torch.dtype) -> "Sizes":
-        """Of a model whose weights are all of `dtype`, laid out as they are on a device."""
-        layers = (spec.layer_tensors(i) for i in range(spec.n_layers))
-        nbytes = tuple(packed_layout((name, shape, dtype) for name, shape in layer).nbytes for layer in layers)
-        non_layer = sum(math.prod(shape) for _, shape in spec.non_layer_tensors())
-        return cls(spec, nbytes, non_layer * dtype.itemsize, dtype)
+    def of_spec(cls, spec: Architecture, dtype: torch.dtype, layer_format: WeightFormat | None = None) -> "Sizes":
+        """Of a model whose weights are of `dtype`, its layers as a format stores them, laid out as they are on a device."""
+        layer_format, nowhere = layer_format or dense.Format(None), Source({})
+        nbytes: dict[tuple[TensorShape, ...], int] = {}
+        view_nbytes = 0
+        for layer in {spec.layer_tensors(i) for i in range(spec.n_layers)}:
+            matrices = [one for tensor in layer for one in _matrices(tensor)]
+            stored = [one for name, shape in matrices for one in layer_format.stored(name, shape, dtype, nowhere)]
+            nbytes[layer] = packed_layout((one.key, one.shape, one.dtype or dtype) for one in stored).nbytes
+            scratch = (layer_format.scratch_nbytes(one, CHUNK_ROWS, dtype) for one in stored)
+            view_nbytes = max(view_nbytes, *scratch)
+        non_layer = sum(math.prod(shape) for _, shape in spec.non_layer_tensors()) * dtype.itemsize
+        layers = tuple(nbytes[spec.layer_tensors(i)] for i in range(spec.n_layers))
+        return cls(spec, layers, non_layer, dtype, view_nbytes)
+
+
+def _matrices(tensor: TensorShape) -> list[TensorShape]:
+    """A tensor, or of one that holds the experts of a mixture the matrix of each, as checkpoints have them."""
+    name, shape = tensor
+    return [TensorShape(f"{name}.{i}.weight", shape[1:]) for i in range(shape[0])] if len(shape) == 3 else [tensor]
 
 
 @dataclass(frozen=True)

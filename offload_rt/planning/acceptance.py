@@ -5,7 +5,7 @@ one parameter: of what the first k children of a node leave over, the power law 
 section 3.1) says (k + 1)^-b, and b is such that the best tree of the published size and depth gives the published tokens.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -28,7 +28,7 @@ class Assumed:
 class Preset:
     """Published tokens per pass, and the power law that gives them.
 
-    pair             target and draft, by their names in known_models.py
+    pair             target and draft, by their names; SELF for a target that drafts itself with copies at four bits
     tokens_per_pass  of trees of `n_nodes` nodes on `n_levels` levels
     power            b, see above; a test searches the tree and compares
     """
@@ -52,12 +52,15 @@ class Preset:
         )
 
 
+SELF = "self"
 _LLAMA_2, _LLAMA_3 = ("llama2-70b", "llama2-7b"), ("llama3-70b", "llama3-8b")
 PRESETS = (
     Preset("llama2-70b-chat", _LLAMA_2, 0.0, 10.30, 768, 18, 2.375, f"{_SEQUOIA}, MT-Bench, L40"),
     Preset("llama2-70b-chat-0.6", _LLAMA_2, 0.6, 9.91, 768, 18, 2.297, f"{_SEQUOIA}, MT-Bench, L40"),
     Preset("llama3-70b-instruct", _LLAMA_3, 0.0, 11.68, 768, 18, 2.654, f"{_SEQUOIA}, MT-Bench, L40"),
     Preset("llama2-7b-68m", ("llama2-7b", "llama-68m"), 0.0, 5.08, 128, 10, 1.534, f"{_SEQUOIA}, A100"),
+    # Six nodes on each of 48 levels below the root (github.com/NYCU-EDgeAi/subspec, README and configs).
+    Preset("qwen2.5-7b-self", ("qwen2.5-7b", SELF), 0.0, 28.35, 289, 49, 4.864, "SubSpec (arXiv 2509.18344), MT-Bench"),
 )
 
 
@@ -73,7 +76,7 @@ def assume(name: str, pair: tuple[str, str], names: tuple[str, str], temperature
     name   a preset's, probabilities by rank like "0.8,0.1,0.05", or "auto": what was measured here, else a preset of this
            pair, else a guess
     pair   identities of the checkpoints; empty where there is none
-    names  by which the user calls the models
+    names  by which the user calls the models; SELF for a target that drafts itself
     Raises SettingsError for a name that is none of these.
     """
     if name[:1].isdigit() or name[:1] == ".":
@@ -89,6 +92,9 @@ def assume(name: str, pair: tuple[str, str], names: tuple[str, str], temperature
     learned = _learned(PairStats.load(*pair), temperature)
     fitting = [one.assumed for one in PRESETS if (one.pair, one.temperature) == (names, temperature)]
     guess = Assumed(Acceptance().by_rank(), "a guess: neither published nor measured for this pair and temperature")
+    if names[1] == SELF:  # what is published of another model, whose copies were made with more care
+        of_other = presets["qwen2.5-7b-self"].assumed
+        guess = replace(of_other, source=f"a guess: for qwen2.5-7b {of_other.source}")
     return learned or (fitting[0] if fitting else guess)
 
 

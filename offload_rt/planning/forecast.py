@@ -6,18 +6,19 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from offload_rt.config import EngineConfig
+from offload_rt.config import EngineConfig, format_size
 from offload_rt.engine.memory_plan import LIBRARIES, MemoryPlan, Sizes, less_margin, plan_memory, reserved_memory
 from offload_rt.errors import CapacityError, SettingsError
 from offload_rt.executor.cost import CostEstimator
-from offload_rt.offload.placement import MemoryBudget, least_budget
-from offload_rt.planning.acceptance import Assumed
+from offload_rt.offload.placement import MemoryBudget, Plan, least_budget
+from offload_rt.planning.acceptance import SELF, Assumed
 from offload_rt.planning.hardware import Card
 from offload_rt.planning.roofline import Roof, head_share
 from offload_rt.planning.simulate import Costs, Generation, StreamSchedule, generate
+from offload_rt.planning.sizes import copies, decoded_nbytes, formats, is_plain
 from offload_rt.speculate.protocols import DraftLimits
 from offload_rt.speculate.select import pick_drafter
-from offload_rt.system.machine import MachineProfile
+from offload_rt.system.machine import ComputeTimes, MachineProfile
 from offload_rt.tree.choose import choose, sizes_up_to
 from offload_rt.tree.search import search
 from offload_rt.tree.topology import Topology
@@ -27,8 +28,13 @@ _FIXED_S = 0.01
 # Seconds between two levels of a draft on a card (assumed): the host wakes up, chooses nodes, and launches the next level. Of
 # trees of 256 nodes 1.25 ms of CPU time were counted, on busy cores and with products and sorting that a card does.
 LEVEL_S = 5e-4
-# Points of a curve.
-_N_POINTS = 12
+# GB/s of weights that are written where encoded or quantised ones are decoded (assumed): bytes of a card's memory are read
+# and written several times as fast; on a CPU int4 gives 1.4 to 2.2, lossless layers 2.8 to 5.4 on one thread.
+DECODE_GBPS, CPU_DECODE_GBPS = 300.0, 3.0
+# Points of a curve over the device's memory, and the first of one over the memory beside it.
+_N_POINTS, _FIRST_RAM = 12, 16 << 30
+# A context of fewer tokens is short.
+_SHORT_CONTEXT = 2048
 # Choosing a tree asks what a level of the draft takes, and that depends on the tree.
 _ROUNDS = 3
 # A pass so much longer than one of a single row is limited by its products, not by reading the weights.
@@ -43,6 +49,7 @@ class Machine:
     links       ("disk", GB/s) and ("host", GB/s)
     roof        what it reaches with numbers of a dtype
     level_s     see `Costs`
+    decode_gbps GB/s of weights that are decoded
     contention  see `StreamSchedule`
     sources     where its figures are from, a sentence each
     """
@@ -53,6 +60,7 @@ class Machine:
     roof: Callable[[torch.dtype], Roof]
     fixed_s: float = 0.0
     level_s: float = 0.0
+    decode_gbps: float = DECODE_GBPS
     contention: float = 0.0
     sources: tuple[str, ...] = ()
 
@@ -80,11 +88,25 @@ class Machine:
             ),
         )
 
-    def costs(self, target: Sizes, draft: Sizes | None, is_resident: bool) -> Costs:
-        """What computing takes. A draft model is replayed as graphs, and so is a target that is resident as a whole."""
-        of_target = self.roof(target.dtype).compute_times(target.spec, target.dtype, is_resident)
-        of_draft = self.roof(draft.dtype).compute_times(draft.spec, draft.dtype) if draft else None
+    def costs(self, target: Sizes, draft: Sizes | None, plan: Plan) -> Costs:
+        """What computing takes. A draft model is replayed as graphs, and so is a native target that is resident as a whole."""
+        is_encoded = [target.link is not None and tier != "device" for tier in plan.tiers]
+        of_target = self._times(target, plan.is_resident, is_encoded)
+        share = draft_nbytes(draft, plan) / decoded_nbytes(draft) if draft and draft.stand_in else 1.0
+        of_draft = self._times(draft, True, [False] * draft.spec.n_layers, share) if draft else None
         return Costs(of_target, of_draft, head_share(target.spec), self.fixed_s, self.level_s)
+
+    def _times(self, sizes: Sizes, is_replayed: bool, is_encoded: list[bool], share: float = 1.0) -> ComputeTimes:
+        """Of layers of which some arrive encoded, and quantised ones are decoded in every pass; share: see `Roof.product_s`."""
+        is_quantised = not (sizes.stand_in or is_plain(sizes))
+        decode_s = decoded_nbytes(sizes, [is_quantised or one for one in is_encoded]) / self.decode_gbps / 1e9
+        roof, is_replayed = self.roof(sizes.dtype), is_replayed and sizes.spec.is_native
+        return roof.compute_times(sizes.spec, sizes.dtype, is_replayed, share, decode_s)
+
+
+def draft_nbytes(draft: Sizes, plan: Plan) -> int:
+    """Bytes of the layers that a level of a draft reads: of a target that drafts itself the resident ones and the copies."""
+    return plan.on("device") + plan.copies_nbytes if draft.stand_in else sum(draft.layer_nbytes)
 
 
 @dataclass(frozen=True)
@@ -124,10 +146,10 @@ class Forecast:
     topology   of the trees; one node for plain decoding
     run        on the virtual clock, with trees
     plain      on the virtual clock, without
-    link_s     seconds for which a pass keeps each link busy
+    moved      bytes that cross each link in a pass
     draft_s    seconds of drafting a tree, compute_s of layers and head
     level      the mean level of a tree; None where no model drafts
-    bound      what a pass waits for, in words
+    widening   seconds of computing a pass, over those of computing one row
     """
 
     request: PlanRequest
@@ -136,16 +158,34 @@ class Forecast:
     topology: Topology
     run: Generation
     plain: Generation
-    link_s: dict[str, float]
+    moved: dict[str, int]
     draft_s: float
     compute_s: float
     level: DraftLevel | None
-    bound: str
+    widening: float
+
+    @property
+    def link_s(self) -> dict[str, float]:
+        """Seconds for which a pass keeps each link busy."""
+        return {name: nbytes / dict(self.machine.links)[name] / 1e9 for name, nbytes in self.moved.items()}
 
     @property
     def busy(self) -> dict[str, float]:
         """Part of a pass in which each link is busy."""
         return {name: seconds / self.run.pass_s for name, seconds in self.link_s.items()}
+
+    @property
+    def bound(self) -> str:
+        """What a pass waits for, and by how much."""
+        of_device = f"the device's {'matrix products' if self.widening > _OF_PRODUCTS else 'memory bandwidth'}"
+        device = f"drafting and {of_device}" if self.draft_s > self.compute_s / 4 else of_device
+        names = {"host": "the host-to-card link", "disk": "the disk"}
+        shares = {names[name]: seconds for name, seconds in self.link_s.items()} | {
+            device: self.draft_s + self.compute_s
+        }
+        first, *others = sorted(shares, key=lambda name: shares[name], reverse=True)
+        rest = ", ".join(f"{name} {shares[name]:.2f} s" for name in others)
+        return f"{first}: busy {shares[first]:.2f} s a pass" + (f" ({rest})" if rest else "")
 
 
 def predict(request: PlanRequest, machine: Machine) -> Forecast:
@@ -157,15 +197,13 @@ def predict(request: PlanRequest, machine: Machine) -> Forecast:
             "the context is too long", need=f"{context} tokens and {request.tokens} more",
             have=f"room for {fitted.max_model_len}", change="lower --context or --max-new-tokens, or raise --max-model-len",
         )  # fmt: skip
-    costs = machine.costs(target, draft, is_resident=fitted.plan.is_resident)
+    costs = machine.costs(target, draft, fitted.plan)
     schedule = StreamSchedule.of(fitted.plan, machine.links, machine.contention)
     profile = MachineProfile(machine.title, False, machine.links, 1.0, machine.fixed_s, costs.target)
     moved = fitted.plan.pass_bytes
     topology = _tree(request, fitted.limits, costs, CostEstimator(profile, moved))
     by_rank, draft_s = request.acceptance.by_rank, costs.draft_s(topology, context)
     one_row_s, compute_s = costs.target.at(np.array([1, len(topology)]), context).tolist()
-    at = moved.at(context, len(topology))
-    link_s = {name: nbytes / profile.link(name) / 1e9 for name, nbytes in at.items()}
     return Forecast(
         request=request,
         machine=machine,
@@ -173,18 +211,34 @@ def predict(request: PlanRequest, machine: Machine) -> Forecast:
         topology=topology,
         run=generate(schedule, costs, (topology, by_rank), (context, context + request.tokens)),
         plain=generate(schedule, costs, (Topology.chain(1), by_rank), (context, context + 1)),
-        link_s=link_s,
+        moved=moved.at(context, len(topology)),
         draft_s=draft_s,
         compute_s=compute_s,
-        level=_level(topology, draft, draft_s, machine),
-        bound=_bound(link_s, draft_s, compute_s, compute_s / one_row_s),
+        level=_level(topology, draft, draft_s, machine, fitted.plan),
+        widening=compute_s / one_row_s,
     )
 
 
-def _level(topology: Topology, draft: Sizes | None, draft_s: float, machine: Machine) -> DraftLevel | None:
+def short_context(forecast: Forecast) -> str:
+    """What would give a context that is not short, and what it costs; empty where it is long enough, or as it was asked for."""
+    request, spec = forecast.request, forecast.request.models[0].spec
+    asked, wanted = request.config.max_model_len, min(_SHORT_CONTEXT, spec.max_positions)
+    if asked is not None or forecast.memory_plan.max_model_len >= wanted:
+        return ""
+    short = f"the context is short, {forecast.memory_plan.max_model_len} tokens"
+    try:
+        wide = predict(replace(request, config=replace(request.config, max_model_len=wanted)), forecast.machine)
+    except CapacityError as error:
+        return f"{short}; with --max-model-len {wanted} {error}"
+    nbytes = (wanted - forecast.memory_plan.max_model_len) * spec.kv_nbytes(request.models[0].dtype.itemsize)
+    seconds = wide.run.seconds_per_token
+    return f"{short}: --max-model-len {wanted} takes {format_size(nbytes)} more and gives {seconds:.3f} s per token"
+
+
+def _level(topology: Topology, draft: Sizes | None, draft_s: float, machine: Machine, plan: Plan) -> DraftLevel | None:
     if draft is None or len(topology) == 1:
         return None
-    nbytes = sum(draft.layer_nbytes) + draft.spec.vocab_size * draft.spec.hidden_size * draft.dtype.itemsize
+    nbytes = draft_nbytes(draft, plan) + draft.spec.vocab_size * draft.spec.hidden_size * draft.dtype.itemsize
     return DraftLevel(draft_s / (topology.n_levels - 1), nbytes, machine.roof(draft.dtype).bandwidth / 1e9)
 
 
@@ -206,20 +260,6 @@ def _tree(request: PlanRequest, limits: DraftLimits, costs: Costs, cost: CostEst
     return topology
 
 
-def _bound(link_s: dict[str, float], draft_s: float, compute_s: float, widening: float) -> str:
-    """What a pass waits for, and by how much.
-
-    widening  seconds of computing it, over those of computing one row
-    """
-    of_device = "matrix products" if widening > _OF_PRODUCTS else "memory bandwidth"
-    links = {f"the {'host-to-card link' if name == 'host' else 'disk'}": seconds for name, seconds in link_s.items()}
-    device = f"drafting and the device's {of_device}" if draft_s > compute_s / 4 else f"the device's {of_device}"
-    shares = {**links, device: draft_s + compute_s}
-    first, *others = sorted(shares, key=lambda name: shares[name], reverse=True)
-    rest = ", ".join(f"{name} {shares[name]:.2f} s" for name in others)
-    return f"{first}: busy {shares[first]:.2f} s a pass" + (f" ({rest})" if rest else "")
-
-
 @dataclass(frozen=True)
 class Sweep:
     """A curve: what x is, and for each x, ascending, what would happen; None where the model does not fit."""
@@ -235,9 +275,12 @@ def sweep(over: str, request: PlanRequest, machine: Machine) -> Sweep:
         if not budget.has_card:
             need = "a card beside that memory"
             raise SettingsError("--sweep ram", need=need, have=machine.title, change="use --sweep memory")
-        what = "GiB of memory for weights beside the card"
-        sizes = np.linspace(0, 1.2 * sum(target.layer_nbytes), _N_POINTS + 1)[1:]
-        budgets = [replace(budget, host=int(nbytes)) for nbytes in sizes]
+        what, ram = "GiB of memory beside the card", _FIRST_RAM
+        needed = sum((target.link or target).layer_nbytes)
+        while less_margin(ram) < needed:
+            ram *= 2
+        sizes = _FIRST_RAM * 2 ** np.arange((ram // _FIRST_RAM).bit_length())
+        budgets = [replace(budget, host=less_margin(int(nbytes))) for nbytes in sizes]
     else:
         context = config.max_model_len or request.context + request.tokens
         fixed = reserved_memory(target, draft, target.dtype, context, config.tree_size or 8)
@@ -245,12 +288,35 @@ def sweep(over: str, request: PlanRequest, machine: Machine) -> Sweep:
         what = "GiB of memory on the device"
         sizes = np.linspace(1.02 * least, 1.1 * most, _N_POINTS)
         budgets = [replace(budget, device=int(nbytes)) for nbytes in sizes]
-    forecasts = (_predict_if_it_fits(request, replace(machine, budget=one)) for one in budgets)
+    forecasts = (predict_if_it_fits(request, replace(machine, budget=one)) for one in budgets)
     return Sweep(what, tuple(zip((sizes / 2**30).tolist(), forecasts, strict=True)))
 
 
-def _predict_if_it_fits(request: PlanRequest, machine: Machine) -> Forecast | None:
+def predict_if_it_fits(request: PlanRequest, machine: Machine) -> Forecast | None:
+    """The forecast; None where the model does not fit."""
     try:
         return predict(request, machine)
     except CapacityError:
         return None
+
+
+def alternatives(request: PlanRequest, of_self: Assumed, machine: Machine) -> dict[str, dict[str, Forecast | None]]:
+    """What others would give, by format of the weights and by drafter, its own and "none" first; None where it does not fit.
+
+    of_self  acceptance where the target drafts itself, which takes weights that are not quantised and a native decoder
+    Nothing where the weights are not of 16 bits.
+    """
+    target, draft = request.models
+    if target.dtype not in (torch.bfloat16, torch.float16) or not is_plain(target):
+        return {}
+    on_card, found = machine.budget.has_card, {}
+    plain = replace(request.config, drafter="none", draft_model=None, tree_size=None, tree_depth=None)
+    for name, sizes in formats(target, on_card).items():
+        requests = {"none": replace(request, config=plain, models=(sizes, None))}
+        if draft is not None and not draft.stand_in:
+            requests["draft model"] = replace(request, models=(sizes, draft))
+        if is_plain(sizes) and sizes.spec.is_native:
+            config, models = replace(request.config, drafter=SELF, draft_model=None), (sizes, copies(sizes, on_card))
+            requests[SELF] = replace(request, config=config, models=models, acceptance=of_self)
+        found[name] = {key: predict_if_it_fits(one, machine) for key, one in requests.items()}
+    return found

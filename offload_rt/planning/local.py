@@ -9,28 +9,31 @@ import torch
 from offload_rt.config import EngineConfig
 from offload_rt.engine import profile
 from offload_rt.engine.engine_plan import memory_budget, pick_device
-from offload_rt.errors import OffloadError, SettingsError
+from offload_rt.errors import SettingsError
 from offload_rt.offload.disk import DiskTier
-from offload_rt.planning.forecast import LEVEL_S, Machine
+from offload_rt.planning.forecast import CPU_DECODE_GBPS, DECODE_GBPS, LEVEL_S, Machine
 from offload_rt.planning.roofline import Roof
-from offload_rt.weights.checkpoint import locate, open_checkpoint
+from offload_rt.planning.sizes import find_checkpoint
 
 # A matrix of so many columns is multiplied with so many rows, until that has taken so long.
 _N_COLUMNS, _WIDTHS, _PATIENCE_S = 4096, (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024), 0.5
 
 
-def this_machine(config: EngineConfig, disk_gbps: float | None) -> Machine:
+def this_machine(config: EngineConfig, disk_gbps: float | None, else_gbps: float) -> Machine:
     """What this machine does, by products of a matrix of random numbers in the dtype of each model.
 
-    disk_gbps  GB/s of the disk; None: measured, where the model is a directory with its weights
-    Raises SettingsError where the disk's rate is neither given nor to be measured.
+    disk_gbps  GB/s of the disk; None: measured, where the model's weights are here to be read
+    else_gbps  what is assumed where they are not
     """
     device = pick_device(config.device)
     if device.type == "cpu" and config.host_memory is not None:
         raise SettingsError("--ram is for memory beside a GPU", change="on a CPU, set --device-memory alone")
     source = "the disk: given"
     if disk_gbps is None:
-        disk_gbps, source = _disk_gbps(config.model), "the disk: measured with the model's own files"
+        source = "the disk: measured with the model's own files"
+        disk_gbps = _disk_gbps(config)
+    if disk_gbps is None:
+        source, disk_gbps = f"--disk was not given: {else_gbps:g} GB/s are assumed", else_gbps
     host_gbps = profile.upload_gbps(device) if device.type == "cuda" else 1.0
     roof = cache(lambda dtype: measure_roof(dtype, device))
     return Machine(
@@ -39,6 +42,7 @@ def this_machine(config: EngineConfig, disk_gbps: float | None) -> Machine:
         links=(("disk", disk_gbps), ("host", host_gbps)),
         roof=roof,
         level_s=LEVEL_S if device.type == "cuda" else 0.0,
+        decode_gbps=DECODE_GBPS if device.type == "cuda" else CPU_DECODE_GBPS,
         sources=("computing: from products of a matrix of random numbers, timed", source),
     )
 
@@ -69,13 +73,9 @@ def _timed_product(rows: torch.Tensor, matrix: torch.Tensor) -> float:
     return time.perf_counter() - started
 
 
-def _disk_gbps(model: str) -> float:
-    try:
-        checkpoint = open_checkpoint(locate(model, offline=True))
-    except (OffloadError, OSError) as error:
-        raise SettingsError(
-            "the rate of the disk is not known", need="--disk, or a model whose weights are here to be read",
-            change="give --disk, like 2GB/s",
-        ) from error  # fmt: skip
+def _disk_gbps(config: EngineConfig) -> float | None:
+    checkpoint = find_checkpoint(config.model, config.revision)
+    if checkpoint is None:
+        return None
     with closing(DiskTier(checkpoint.layers)) as tier:
         return profile.link_gbps(tier, checkpoint.spec.n_layers)

@@ -59,34 +59,42 @@ class Roof:
         """Of so many operations on so many bytes."""
         return max(flops / self.flops, nbytes / self.bandwidth)
 
-    def product_s(self, n_weights: int, n_rows: int, itemsize: int) -> float:
-        """Seconds of multiplying so many rows with so many weights."""
+    def product_s(self, n_weights: float, n_rows: float, itemsize: float, share: float = 1.0) -> float:
+        """Seconds of multiplying so many rows with so many weights, which have `share` of their bytes where they are read."""
+        flops = 2 * n_rows * n_weights
         if self.products and n_rows <= self.products[-1][0]:
             widths, seconds = zip(*self.products, strict=True)
-            return n_weights * float(np.interp(n_rows, widths, seconds))
-        return self.seconds(2 * n_rows * n_weights, n_weights * itemsize)
+            return max(share * n_weights * float(np.interp(n_rows, widths, seconds)), flops / self.flops)
+        return self.seconds(flops, share * n_weights * itemsize)
 
     def layer_s(
-        self, spec: Architecture, n_rows: int, context: int, itemsize: int, i: int = 0, is_replayed: bool = True
-    ) -> float:
+        self, spec: Architecture, n_rows: int, context: int, itemsize: int, i: int = 0, is_replayed: bool = True,
+        share: float = 1.0,
+    ) -> float:  # fmt: skip
         """Seconds of layer i on so many rows that look back on so many tokens.
 
-        Its kernels run one after the other: products, attention, what lies between them, and a gap behind each.
+        Its kernels run one after the other: products, attention, what lies between them, and a gap behind each. Of a mixture
+        the experts that some row meets are read; each row meets its own as if by chance.
 
         is_replayed  as a captured graph; else the host launches every kernel, for each chunk of the rows
+        share        see `product_s`
         """
-        n_weights = layer_weights(spec, i)
+        n_weights, n_met = layer_weights(spec, i), met_weights(spec, i)
+        n_read = n_weights * (1 - (1 - n_met / n_weights) ** n_rows)
         kv_nbytes = (context + n_rows) * spec.kv_nbytes(itemsize) / spec.n_layers
-        attention = self.seconds(spec.flops(i, n_rows, context) - 2 * n_rows * n_weights, kv_nbytes)
+        attention = self.seconds(spec.flops(i, n_rows, context) - 2 * n_rows * n_met, kv_nbytes)
         # What a product reads and writes besides its weights, a kernel before or behind it writes or reads.
         widths = sum(sum(shape) for _, shape in spec.layer_tensors(i) if len(shape) == 2)
         between = self.seconds(0.0, 2 * n_rows * widths * itemsize)
-        device_s = self.product_s(n_weights, n_rows, itemsize) + attention + between + _N_LAUNCHES * self.gap_s
+        products = self.product_s(n_read, n_rows * n_met / n_read, itemsize, share)
+        device_s = products + attention + between + _N_LAUNCHES * self.gap_s
         host_s = 0.0 if is_replayed else _N_LAUNCHES * math.ceil(n_rows / CHUNK_ROWS) * self.launch_s
         return max(device_s, host_s)
 
-    def compute_times(self, spec: Architecture, dtype: torch.dtype, is_replayed: bool = True) -> ComputeTimes:
-        """Seconds of all layers and the head by width and context."""
+    def compute_times(
+        self, spec: Architecture, dtype: torch.dtype, is_replayed: bool = True, share: float = 1.0, more_s: float = 0.0
+    ) -> ComputeTimes:
+        """Seconds of all layers and the head by width and context, and `more_s` in each pass; for `share` see `product_s`."""
         # Layers that are alike are asked for once: the table has a hundred entries, a model as many layers.
         itemsize = dtype.itemsize
         alike: dict[object, list[int]] = {}
@@ -96,8 +104,8 @@ class Roof:
 
         def seconds(n_rows: int, context: int) -> float:
             asked = n_rows, context, itemsize
-            layers = sum(len(same) * self.layer_s(spec, *asked, same[0], is_replayed) for same in alike.values())
-            return layers + self.product_s(spec.vocab_size * spec.hidden_size, n_rows, itemsize)
+            layers = sum(len(same) * self.layer_s(spec, *asked, same[0], is_replayed, share) for same in alike.values())
+            return layers + self.product_s(spec.vocab_size * spec.hidden_size, n_rows, itemsize) + more_s
 
         table = tuple(tuple(seconds(n_rows, context) for n_rows in _WIDTHS) for context in _CONTEXTS)
         return ComputeTimes(_WIDTHS, _CONTEXTS, table)
@@ -108,8 +116,13 @@ def layer_weights(spec: Architecture, i: int) -> int:
     return sum(math.prod(shape) for _, shape in spec.layer_tensors(i))
 
 
+def met_weights(spec: Architecture, i: int) -> float:
+    """How many of them a row is multiplied with: of a mixture those of its experts, else all."""
+    return min(spec.flops(i, 1, 0) / 2, layer_weights(spec, i))
+
+
 def head_share(spec: Architecture) -> float:
-    """The head's part of a pass, by its part of the weights that are multiplied with."""
-    layers = sum(layer_weights(spec, i) for i in range(spec.n_layers))
+    """The head's part of a pass, by its part of the weights that a row is multiplied with."""
+    layers = sum(met_weights(spec, i) for i in range(spec.n_layers))
     head = spec.vocab_size * spec.hidden_size
     return head / (layers + head)

@@ -20,6 +20,8 @@ from offload_rt.tree.topology import Topology
 
 # Passes until the slots are as full at the start of one as at the start of the next.
 _N_SETTLING = 2
+# Passes that stand for all of a text; what they cost changes evenly with the context.
+_MOST_PASSES = 12
 # Layers on their way where only keys and values are: they come in small blocks, ahead of the layer that needs them.
 _LEAST_SLOTS = 2
 
@@ -204,6 +206,7 @@ def generate(
     """
     first, last = span
     tokens = expected_tokens(*tree)
-    n_passes = max(math.ceil((last - first) / tokens), _N_SETTLING + 1)
-    works = [costs.work(tree[0], int(first + i * tokens)) for i in range(n_passes)]
+    n_passes = min(max(math.ceil((last - first) / tokens), _N_SETTLING + 1), _MOST_PASSES)
+    contexts = np.linspace(first, max(last - tokens, first), n_passes).astype(int).tolist()
+    works = [costs.work(tree[0], context) for context in contexts]
     return Generation(tokens, mean_pass_s(simulate(schedule, works)))

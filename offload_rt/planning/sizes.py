@@ -1,0 +1,127 @@
+"""What planning has to know of models: of files that lie here or a config alone, and what they would take in other formats."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import repeat
+from pathlib import Path
+
+import torch
+
+from offload_rt.config import EngineConfig
+from offload_rt.engine.memory_plan import Sizes
+from offload_rt.errors import CheckpointError, SettingsError, UnsupportedModelError
+from offload_rt.models.families import spec_of
+from offload_rt.models.heads import head_of
+from offload_rt.offload.placement import LinkSizes
+from offload_rt.planning.known_models import KNOWN
+from offload_rt.planning.roofline import layer_weights
+from offload_rt.speculate.select import check_pair
+from offload_rt.weights import gguf, int4
+from offload_rt.weights.checkpoint import Checkpoint, find_config, locate, open_checkpoint
+from offload_rt.weights.formats import format_of
+from offload_rt.weights.layout import packed_layout
+from offload_rt.weights.lossless import decoded_layout
+
+# Part of their bytes that layers of 16-bit weights take encoded without loss (docs/formats.md: 0.70 of two models).
+LOSSLESS_SHARE = 0.70
+# As DeepSeek and Qwen publish float8, and llm-compressor makes W4A16.
+_FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+_WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
+_INT4 = {
+    "quant_method": "compressed-tensors", "format": "pack-quantized",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": _WEIGHTS}},
+}  # fmt: skip
+
+
+def find_models(config: EngineConfig) -> tuple[Sizes, Sizes | None]:
+    """The target and what computes drafts for it, a model or heads; None where nothing does.
+
+    Raises as reading configs and headers does, and where the two do not belong together.
+    """
+    target = _sizes_of(config.model, config.revision, config)
+    if config.draft_model is None:
+        head = head_of(None, target.spec) if target.spec.is_native and config.drafter in ("auto", "mtp") else None
+        return target, head and Sizes.of_spec(head, target.dtype)
+    raw = KNOWN.get(config.draft_model.lower()) or find_config(config.draft_model, None, config.offline)
+    head = head_of(raw, target.spec) if target.spec.is_native else None
+    if head is not None:
+        return target, Sizes.of_spec(head, target.dtype)
+    draft = _sizes_of(config.draft_model, None, replace(config, dtype="auto"))
+    check_pair(target.spec, draft.spec, (None, None))
+    return target, draft
+
+
+def _sizes_of(name: str, revision: str | None, config: EngineConfig) -> Sizes:
+    """Of the headers of its files where they lie here, else of its config."""
+    raw = dict(KNOWN.get(name.lower(), {}))
+    checkpoint = None if raw else find_checkpoint(name, revision)
+    if checkpoint is not None:
+        named = checkpoint.spec.dtype_name or str(checkpoint.dtype).removeprefix("torch.")
+        dtype = getattr(torch, named if config.dtype == "auto" else config.dtype)
+        layers = tuple(decoded_layout(layer).nbytes for layer in checkpoint.layers)
+        return replace(Sizes.of_checkpoint(checkpoint, dtype), layer_nbytes=layers, dtype=dtype)
+    if not raw and "/" not in name and not Path(name).exists():
+        need = "a config.json, its directory, a GGUF file, a hub id like org/name, or a shape that is built in"
+        raise CheckpointError(f"no model called {name}", need=need, have=", ".join(KNOWN), change="give one of these")
+    raw = raw or find_config(name, revision, config.offline)
+    stored = raw.pop("quantization_config", None)
+    spec = spec_of(raw)
+    dtype = getattr(torch, spec.dtype_name or "float16" if config.dtype == "auto" else config.dtype)
+    sizes = Sizes.of_spec(spec, dtype, format_of(stored))
+    if stored is not None and is_plain(sizes):
+        problem = f"{name}: which of its weights are quantised is said by their headers"
+        raise UnsupportedModelError(problem, change="download it, or plan for its unquantised original")
+    return sizes
+
+
+def find_checkpoint(name: str, revision: str | None) -> Checkpoint | None:
+    """The checkpoint whose weights lie here; None where they do not."""
+    try:
+        path = locate(name, revision, offline=True)
+    except CheckpointError:
+        return None
+    has_weights = path.suffix == gguf.SUFFIX or any(path.glob("*.safetensors"))
+    return open_checkpoint(path) if has_weights else None
+
+
+def is_plain(sizes: Sizes) -> bool:
+    """Whether products take the weights of layers as they are stored."""
+    return abs(sum(sizes.layer_nbytes) / decoded_nbytes(sizes) - 1) < 0.1  # vectors in other dtypes, and padding
+
+
+def _check_plain(sizes: Sizes, flag: str) -> None:
+    if not is_plain(sizes):
+        raise SettingsError(flag, need="unquantised weights", change="leave it out")
+
+
+def decoded_nbytes(sizes: Sizes, layers: Iterable[bool] = repeat(True)) -> int:
+    """Bytes of the numbers in layers, in those of which it is true, in the dtype of the computation."""
+    chosen = zip(range(sizes.spec.n_layers), layers, strict=False)
+    return sum(layer_weights(sizes.spec, i) for i, is_chosen in chosen if is_chosen) * sizes.dtype.itemsize
+
+
+def lossless(sizes: Sizes, on_card: bool) -> Sizes:
+    """The same whose streamed layers are encoded on their way. Raises SettingsError for weights that are quantised."""
+    _check_plain(sizes, "--link-format lossless")
+    encoded, decoded = tuple(int(LOSSLESS_SHARE * n) for n in sizes.layer_nbytes), max(sizes.layer_nbytes)
+    link = LinkSizes(encoded, max(encoded), decoded) if on_card else LinkSizes(encoded, decoded, 0)
+    return replace(sizes, link=link)
+
+
+def copies(sizes: Sizes, on_card: bool) -> Sizes:
+    """The copies of layers by which a target drafts itself. Raises SettingsError for weights that are quantised."""
+    _check_plain(sizes, "--drafter self")
+    spec, device = sizes.spec, torch.device("cuda" if on_card else "cpu")
+    layers = {spec.layer_tensors(i) for i in range(spec.n_layers)}
+    layouts = [packed_layout((name, shape, sizes.dtype) for name, shape in layer) for layer in layers]
+    stand_in = max(int4.copy_layout(layout, device).nbytes for layout in layouts)
+    return Sizes(spec, (0,) * spec.n_layers, 0, int4.DTYPE, stand_in=stand_in)
+
+
+def formats(sizes: Sizes, on_card: bool) -> dict[str, Sizes]:
+    """A model of 16-bit weights as it is and in other formats, by name."""
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[sizes.dtype]
+    plain = replace(sizes, link=None)
+    quantised = {"fp8, blocks 128x128": _FP8, "int4, groups of 128": _INT4}
+    others = {one: Sizes.of_spec(sizes.spec, sizes.dtype, format_of(config)) for one, config in quantised.items()}
+    return {name: plain, "lossless": lossless(plain, on_card), **others}
