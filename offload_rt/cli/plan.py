@@ -33,7 +33,7 @@ _BAR = 40
 _NO_FLAGS = ("device", "host_memory", "rule")
 # Drafters of which a forecast can be made, and with a draft model those that are forecast by trees of a fixed shape.
 _SELF = "self"
-_DRAFTERS, _OF_MODELS = ("auto", "none", _SELF, "mtp"), ("adaptive_tree", "dynamic_tree", "static_tree")
+_DRAFTERS, _OF_MODELS = ("auto", "none", _SELF), ("adaptive_tree", "dynamic_tree", "static_tree")
 
 
 @dataclass(frozen=True)
@@ -178,19 +178,14 @@ def _identities(config: EngineConfig, drafter: str) -> tuple[str, str]:
     return target.identity, draft.identity if draft else ""
 
 
-def _title(forecast: "Forecast") -> str:
-    config = forecast.request.config
-    models = config.model if config.draft_model is None else f"{config.model} with {config.draft_model}"
-    return f"{models} on {forecast.machine.title}"
-
-
 def _print(forecast: "Forecast", others: "Alternatives", curve: "Sweep | None") -> None:
     from offload_rt.cli.format import placement_table, print_table
     from offload_rt.planning.forecast import short_context
 
-    machine, fitted = forecast.machine, forecast.memory_plan
-    dtype = forecast.request.models[0].dtype
-    table = placement_table(f"{_title(forecast)}, {dtype}", fitted.plan, fitted.cache_rows)
+    machine, fitted, config = forecast.machine, forecast.memory_plan, forecast.request.config
+    models = config.model if config.draft_model is None else f"{config.model} with {config.draft_model}"
+    title = f"{models} on {machine.title}, {forecast.request.models[0].dtype}"
+    table = placement_table(title, fitted.plan, fitted.cache_rows)
     for name, rate in machine.links:
         if name in forecast.moved:
             nbytes = format_size(forecast.moved[name])

@@ -206,7 +206,7 @@ def generate(
     """
     first, last = span
     tokens = expected_tokens(*tree)
-    n_passes = min(max(math.ceil((last - first) / tokens), _N_SETTLING + 1), _MOST_PASSES)
-    contexts = np.linspace(first, max(last - tokens, first), n_passes).astype(int).tolist()
+    n_passes = min(math.ceil((last - first) / tokens), _MOST_PASSES)
+    contexts = [first] * _N_SETTLING + np.linspace(first, max(last - tokens, first), n_passes).astype(int).tolist()
     works = [costs.work(tree[0], context) for context in contexts]
     return Generation(tokens, mean_pass_s(simulate(schedule, works)))

@@ -40,7 +40,7 @@ def find_models(config: EngineConfig) -> tuple[Sizes, Sizes | None]:
     """
     target = _sizes_of(config.model, config.revision, config)
     if config.draft_model is None:
-        head = head_of(None, target.spec) if target.spec.is_native and config.drafter in ("auto", "mtp") else None
+        head = head_of(None, target.spec) if target.spec.is_native and config.drafter == "auto" else None
         return target, head and Sizes.of_spec(head, target.dtype)
     raw = KNOWN.get(config.draft_model.lower()) or find_config(config.draft_model, None, config.offline)
     head = head_of(raw, target.spec) if target.spec.is_native else None
@@ -86,7 +86,8 @@ def find_checkpoint(name: str, revision: str | None) -> Checkpoint | None:
 
 def is_plain(sizes: Sizes) -> bool:
     """Whether products take the weights of layers as they are stored."""
-    return abs(sum(sizes.layer_nbytes) / decoded_nbytes(sizes) - 1) < 0.1  # vectors in other dtypes, and padding
+    decoded = decoded_nbytes(sizes)
+    return abs(sum(sizes.layer_nbytes) - decoded) <= 0.1 * decoded  # vectors in other dtypes, and padding
 
 
 def _check_plain(sizes: Sizes, flag: str) -> None:
