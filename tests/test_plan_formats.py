@@ -213,7 +213,7 @@ def test_the_target_drafts_itself_where_its_copies_fit(capsys: pytest.CaptureFix
     )
     level = found["draft_level"]
     assert level["nbytes"] == resident + copied + 2 * 151936 * 5120
-    assert level["seconds"] > level["nbytes"] / level["gbps"] / 1e9
+    assert 1 < level["ratio"] < 1.3
     assert "a guess" in found["acceptance"]["source"] and "SubSpec" in found["acceptance"]["source"]
     # SubSpec: 12.5 times as fast as plain decoding, of a 32B on 24 GB.
     assert 6 < found["predicted_plain_seconds_per_token"] / found["predicted_seconds_per_token"] < 20

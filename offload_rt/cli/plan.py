@@ -74,7 +74,7 @@ def parse_rate(text: str, flag: str) -> float:
 
 
 class _List(Action):
-    def __call__(self, parser: ArgumentParser, *given: object) -> None:
+    def __call__(self, parser: ArgumentParser, settings: object, given: object, flag: str | None = None) -> None:
         print("\n".join(KNOWN))
         parser.exit()
 

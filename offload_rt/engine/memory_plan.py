@@ -76,14 +76,14 @@ class Sizes:
     @classmethod
     def of_spec(cls, spec: Architecture, dtype: torch.dtype, layer_format: WeightFormat | None = None) -> "Sizes":
         """Of a model whose weights are of `dtype`, its layers as a format stores them, laid out as they are on a device."""
-        layer_format, nowhere = layer_format or dense.Format(None), Source({})
+        stores: WeightFormat = layer_format or dense.Format(None)
         nbytes: dict[tuple[TensorShape, ...], int] = {}
         view_nbytes = 0
         for layer in {spec.layer_tensors(i) for i in range(spec.n_layers)}:
             matrices = [one for tensor in layer for one in _matrices(tensor)]
-            stored = [one for name, shape in matrices for one in layer_format.stored(name, shape, dtype, nowhere)]
+            stored = [one for name, shape in matrices for one in stores.stored(name, shape, dtype, Source({}))]
             nbytes[layer] = packed_layout((one.key, one.shape, one.dtype or dtype) for one in stored).nbytes
-            scratch = (layer_format.scratch_nbytes(one, CHUNK_ROWS, dtype) for one in stored)
+            scratch = (stores.scratch_nbytes(one, CHUNK_ROWS, dtype) for one in stored)
             view_nbytes = max(view_nbytes, *scratch)
         non_layer = sum(math.prod(shape) for _, shape in spec.non_layer_tensors()) * dtype.itemsize
         layers = tuple(nbytes[spec.layer_tensors(i)] for i in range(spec.n_layers))

@@ -309,7 +309,8 @@ def alternatives(request: PlanRequest, of_self: Assumed, machine: Machine) -> di
     target, draft = request.models
     if target.dtype not in (torch.bfloat16, torch.float16) or not is_plain(target):
         return {}
-    on_card, found = machine.budget.has_card, {}
+    on_card = machine.budget.has_card
+    found: dict[str, dict[str, Forecast | None]] = {}
     plain = replace(request.config, drafter="none", draft_model=None, tree_size=None, tree_depth=None)
     for name, sizes in formats(target, on_card).items():
         requests = {"none": replace(request, config=plain, models=(sizes, None))}

@@ -41,7 +41,7 @@ def find_models(config: EngineConfig) -> tuple[Sizes, Sizes | None]:
     target = _sizes_of(config.model, config.revision, config)
     if config.draft_model is None:
         head = head_of(None, target.spec) if target.spec.is_native and config.drafter == "auto" else None
-        return target, head and Sizes.of_spec(head, target.dtype)
+        return target, None if head is None else Sizes.of_spec(head, target.dtype)
     raw = KNOWN.get(config.draft_model.lower()) or find_config(config.draft_model, None, config.offline)
     head = head_of(raw, target.spec) if target.spec.is_native else None
     if head is not None:
