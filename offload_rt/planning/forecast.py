@@ -279,7 +279,7 @@ def sweep(over: str, request: PlanRequest, machine: Machine) -> Sweep:
         needed = sum((target.link or target).layer_nbytes)
         while less_margin(ram) < needed:
             ram *= 2
-        sizes = _FIRST_RAM * 2 ** np.arange((ram // _FIRST_RAM).bit_length())
+        sizes: np.ndarray = _FIRST_RAM * 2 ** np.arange((ram // _FIRST_RAM).bit_length())
         budgets = [replace(budget, host=less_margin(int(nbytes))) for nbytes in sizes]
     else:
         context = config.max_model_len or request.context + request.tokens
