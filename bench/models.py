@@ -148,7 +148,7 @@ def compared(model: PreTrainedModel, folder: Path, prompt: list[int], want: list
     ways["draft"] = {"draft_model": str(folder)}
     for way, settings in ways.items():
         with open_streamed(folder, **settings) as llm:
-            if llm.generate(prompt, SamplingParams(max_new_tokens=N_NEW)).pop().token_ids != want:
+            if llm.generate(prompt, SamplingParams(max_new_tokens=N_NEW, temperature=0.0)).pop().token_ids != want:
                 return "DIFFERS", way
     return "equal", f"{len(set(want))} different tokens of {N_NEW}; logits within {off:.0e}"
 

@@ -1,7 +1,9 @@
 """Frozen settings, checked when they are made. The flags of the command line are their fields."""
 
+import json
 import math
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
@@ -34,7 +36,9 @@ def format_size(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
-def setting(default: Any, text: str, *, parse: type | None = None, choices: tuple[str, ...] = ()) -> Any:
+def setting(
+    default: Any, text: str, *, parse: Callable[[str], Any] | None = None, choices: tuple[str, ...] = ()
+) -> Any:
     """A field with what its command-line flag needs: help text, type, choices."""
     return field(default=default, metadata={"help": text, "parse": parse, "choices": choices})
 
@@ -116,36 +120,99 @@ class EngineConfig:
         return None if self.kv_memory is None else parse_size(self.kv_memory)
 
 
+def _bias_by_id(text: str) -> dict[int, float]:
+    return {int(token): float(bias) for token, bias in dict(json.loads(text)).items()}
+
+
+_N_TOKENS = 64
+# Fields of SamplingParams that generation_config.json of a model decides where they are None.
+LEFT_TO_THE_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_ELSE = "; default: from generation_config.json, else"
+# What its fields may be.
+_RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("max_tokens max_new_tokens n", lambda n: n >= 1, "at least 1"),
+    ("temperature min_tokens", lambda x: 0 <= x < math.inf, "at least 0"),
+    ("top_p", lambda x: 0 < x <= 1, "above 0 and at most 1"),
+    ("top_k logprobs prompt_logprobs", lambda n: n >= -1, "at least 0, or -1"),
+    ("min_p", lambda x: 0 <= x <= 1, "between 0 and 1"),
+    ("repetition_penalty", lambda x: 0 < x < math.inf, "above 0"),
+    ("presence_penalty frequency_penalty", lambda x: -2 <= x <= 2, "between -2 and 2"),
+    ("logit_bias", lambda one: all(isinstance(id, int) and x < math.inf for id, x in one.items()), "a number by token id"),
+    ("stop", all, "texts that are not empty"),
+    ("stop_token_ids", lambda ids: all(token >= 0 for token in ids), "token ids"),
+    ("seed", lambda n: 0 <= n < 2**63, "between 0 and 2**63 - 1"),
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are chosen: penalty, temperature, top_k, top_p, min_p, in the order of transformers."""
+    """How tokens are chosen, by transformers' and vLLM's names, and when a text ends.
 
-    max_new_tokens: int = setting(64, "most tokens to produce", parse=int)
-    temperature: float = setting(0.0, "0 takes the most probable token", parse=float)
-    top_p: float = setting(1.0, "keep the most probable tokens that together reach this probability", parse=float)
-    top_k: int = setting(0, "keep this many of the most probable tokens; 0: all", parse=int)
-    min_p: float = setting(0.0, "keep tokens at least this share of the most probable one's probability", parse=float)
-    repetition_penalty: float = setting(1.0, "above 1: make tokens that occurred already less probable", parse=float)
-    seed: int | None = setting(None, "makes sampling repeatable", parse=int)
+    They apply in the order of vLLM and transformers: logit_bias, repetition, frequency and presence penalty, min_tokens,
+    temperature, top_k, top_p, min_p. A None among `LEFT_TO_THE_MODEL` is what generation_config.json says in an `LLM`; where
+    that says nothing, it changes nothing, and the most probable token is taken.
+    """
+
+    max_tokens: int | None = setting(
+        _N_TOKENS, "most tokens to produce; None in Python: all there is room for", parse=int
+    )
+    max_new_tokens: int | None = setting(None, "the same by transformers' name", parse=int)
+    temperature: float | None = setting(None, f"0 takes the most probable token{_ELSE} 0", parse=float)
+    top_p: float | None = setting(
+        None, f"keep the most probable tokens that together reach this probability{_ELSE} 1", parse=float
+    )
+    top_k: int | None = setting(None, f"keep this many of the most probable tokens; 0 or -1: all{_ELSE} all", parse=int)
+    min_p: float | None = setting(
+        None, f"keep tokens at least this share of the most probable one's probability{_ELSE} 0", parse=float
+    )
+    repetition_penalty: float | None = setting(
+        None, f"above 1: make tokens that occurred already less probable{_ELSE} 1", parse=float
+    )
+    presence_penalty: float = setting(0.0, "taken off the logits of tokens that the answer has", parse=float)
+    frequency_penalty: float = setting(0.0, "taken off them for each time that the answer has the token", parse=float)
+    logit_bias: Mapping[int, float] | None = setting(
+        None, 'added to the logits of tokens, like {"50256": -100}', parse=_bias_by_id
+    )
+    min_tokens: int = setting(0, "no end before so many tokens", parse=int)
+    ignore_eos: bool = setting(False, "go on after the model's end tokens")
     stop: tuple[str, ...] = setting((), "end before this text (may be given several times)")
+    stop_token_ids: tuple[int, ...] = setting((), "end after this token (may be given several times)", parse=int)
+    seed: int | None = setting(None, "makes sampling repeatable", parse=int)
+    n: int = setting(1, "answers; the seed of each is one above that of the one before", parse=int)
+    logprobs: int | None = setting(
+        None, "--json has the log-probability of each token and of so many of the most probable; -1: of all", parse=int
+    )
+    prompt_logprobs: int | None = setting(None, "the same of the prompt's tokens", parse=int)
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        checks = (
-            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
-            ("temperature", 0 <= self.temperature < math.inf, "at least 0"),
-            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
-            ("top_k", self.top_k >= 0, "at least 0"),
-            ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
-            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "above 0"),
-            ("stop", all(self.stop), "texts that are not empty"),
-            ("seed", self.seed is None or 0 <= self.seed < 2**63, "between 0 and 2**63 - 1"),
-        )
-        for name, holds, need in checks:
-            if not holds:
-                raise SettingsError(f"{name} is {getattr(self, name)!r}", need=need, change=f"set {name} accordingly")
+        for name in ("stop", "stop_token_ids"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if self.max_new_tokens is not None:
+            if self.max_tokens not in (_N_TOKENS, self.max_new_tokens):
+                raise SettingsError("max_tokens and max_new_tokens", need="only one of them", have="both")
+            object.__setattr__(self, "max_tokens", self.max_new_tokens)
+        for names, holds, need in _RANGES:
+            for name in names.split():
+                value = getattr(self, name)
+                try:
+                    is_right = value is None or holds(value)
+                except (TypeError, AttributeError):
+                    is_right = False
+                if not is_right:
+                    raise SettingsError(f"{name} is {value!r}", need=need, change=f"set {name} accordingly")
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether the distribution of a token depends, beyond the model, on the tokens before it or on their number."""
+        is_plain = self.repetition_penalty in (None, 1.0) and not self.presence_penalty and not self.frequency_penalty
+        return not is_plain or self.min_tokens > 0
+
+    def left_to(self, defaults: "SamplingParams") -> dict[str, Any]:
+        """What these leave open and `defaults` decide, by name."""
+        found = {name: getattr(defaults, name) for name in LEFT_TO_THE_MODEL if getattr(self, name) is None}
+        return {name: value for name, value in found.items() if value is not None}
 
 
 def check_positive(name: str, value: int | None) -> None:

@@ -1,125 +1,46 @@
-"""The public Python surface: `LLM`, what it returns, and how a run is measured."""
+"""The public Python surface: `LLM`."""
 
+import sys
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from collections.abc import Sequence as Several
-from dataclasses import dataclass
+from contextlib import aclosing
+from dataclasses import replace
 from itertools import pairwise
+from numbers import Integral
+from operator import index
+from typing import Any
 
 import numpy as np
 import torch
+from rich.console import Console
+from rich.progress import MofNCompleteColumn
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from offload_rt.config import EngineConfig, SamplingParams
 from offload_rt.engine.builder import load
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.engine_plan import EnginePlan, plan_engine
+from offload_rt.engine.engine_thread import EngineThread, closed
 from offload_rt.engine.loader import Progress
+from offload_rt.engine.outputs import Output, Piece, Request, Stats
 from offload_rt.errors import CapacityError, PromptError, SettingsError
 from offload_rt.executor.runner import Step
 from offload_rt.executor.sequence import Sequence
 from offload_rt.offload.placement import Plan
 from offload_rt.speculate.select import Drafting, find_draft, pick_drafter
+from offload_rt.system.progress import loading_bar, progress_bar
 from offload_rt.system.trace import Trace
 from offload_rt.text.detokenize import TextStream, encode, load_tokenizer
 from offload_rt.tree.topology import Topology
-from offload_rt.weights.checkpoint import end_ids, locate, open_checkpoint
+from offload_rt.weights.checkpoint import end_ids, locate, open_checkpoint, sampling_defaults
 
-Prompt = str | Several[int]
+__all__ = ["LLM", "Output", "Piece", "Stats"]
 
-
-@dataclass(frozen=True)
-class Stats:
-    """How a sequence was generated. It may have shared passes with others; seconds and bytes are those of whole passes.
-
-    seconds                  from the start of its first pass to the end of its last
-    wait_seconds             in which no layer was there to compute
-    link_busy                share of the seconds in which the link moved bytes
-    nodes_per_tree           mean size of the verified trees, roots included; and so levels_per_tree
-    acceptance_by_rank       how often the k-th child was accepted, of the times it was there and its parent reached
-    predicted_*, measured_*  of the passes that computed no prompt, predicted before each; None where there was none
-    tree_widths              nodes on each level of the largest tree
-    """
-
-    n_tokens: int
-    n_passes: int
-    tokens_per_pass: float
-    seconds: float
-    seconds_per_token: float
-    prefill_seconds: float
-    draft_seconds: float
-    verify_seconds: float
-    wait_seconds: float
-    link_bytes: int
-    link_gbps: float
-    link_busy: float
-    nodes_per_tree: float
-    levels_per_tree: float
-    acceptance_by_rank: list[float]
-    predicted_seconds_per_token: float | None
-    measured_seconds_per_token: float | None
-    predicted_tokens_per_pass: float | None
-    measured_tokens_per_pass: float | None
-    tree_widths: list[int]
-
-    @classmethod
-    def of(cls, sequence: Sequence) -> "Stats":
-        """Of a sequence that has ended."""
-        sums, n_new = sequence.stats, sequence.n_new
-        n_passes, n_measured, seconds = sums.n_passes, sums.n_measured, sums.ended - sums.started
-        return cls(
-            n_tokens=n_new,
-            n_passes=n_passes,
-            tokens_per_pass=n_new / n_passes,
-            seconds=seconds,
-            seconds_per_token=seconds / n_new,
-            prefill_seconds=sums.prefill_s,
-            draft_seconds=sums.draft_s,
-            verify_seconds=sums.verify_s,
-            wait_seconds=sums.waited_s,
-            link_bytes=sums.link_nbytes,
-            link_gbps=sums.link_nbytes / sums.link_busy_s / 1e9 if sums.link_busy_s else 0.0,
-            link_busy=sums.link_busy_s / seconds,
-            nodes_per_tree=sums.n_nodes / n_passes,
-            levels_per_tree=sums.n_levels / n_passes,
-            acceptance_by_rank=[taken / tried for taken, tried in zip(sums.taken, sums.tried, strict=True) if tried],
-            predicted_seconds_per_token=sums.predicted_s / sums.predicted_tokens if n_measured else None,
-            measured_seconds_per_token=sums.measured_s / sums.measured_tokens if n_measured else None,
-            predicted_tokens_per_pass=sums.predicted_tokens / n_measured if n_measured else None,
-            measured_tokens_per_pass=sums.measured_tokens / n_measured if n_measured else None,
-            tree_widths=np.bincount(sums.topology.depths).tolist(),
-        )
-
-
-@dataclass(frozen=True)
-class Output:
-    """What became of one prompt; `text` is empty where there is no tokenizer.
-
-    topology  of the largest tree that was verified
-    """
-
-    prompt_token_ids: list[int]
-    token_ids: list[int]
-    text: str
-    finish_reason: str
-    stats: Stats
-    topology: Topology
-
-    @classmethod
-    def of(cls, sequence: Sequence) -> "Output":
-        """Of a sequence that has ended."""
-        ids, n, text = sequence.tokens, sequence.n_prompt, sequence.text.text if sequence.text else ""
-        return cls(ids[:n], ids[n:], text, sequence.finish_reason or "", Stats.of(sequence), sequence.stats.topology)
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What one pass added; `output` is there with the last piece."""
-
-    text: str
-    token_ids: list[int]
-    output: Output | None = None
+# A text or token ids.
+Prompt = str | Several[int] | np.ndarray | Tensor
 
 
 class LLM:
@@ -130,7 +51,7 @@ class LLM:
 
     engine_plan: EnginePlan
     tokenizer: PreTrainedTokenizerBase | None
-    _engine: Engine | None = None
+    _thread: EngineThread | None = None
     _closes: "weakref.finalize[..., LLM]"
 
     def __init__(
@@ -153,15 +74,20 @@ class LLM:
         draft_context: int | None = None,
         revision: str | None = None,
         offline: bool = False,
+        use_tqdm_on_load: bool = True,
     ) -> None:
-        """The arguments are the fields of `EngineConfig`. Raises an OffloadError if the model cannot be served."""
+        """The arguments are the fields of `EngineConfig`. Raises an OffloadError if the model cannot be served.
+
+        use_tqdm_on_load  show a progress bar, if stderr is a terminal; it is rich's, the name is vLLM's
+        """
         self._prepare(
             EngineConfig(
                 model, draft_model, device, dtype, device_memory, host_memory, kv_memory, kv_dtype, max_model_len,
                 link_format, sidecar, drafter, rule, tree_size, tree_depth, draft_context, revision, offline,
             )
         )  # fmt: skip
-        self.load()
+        with loading_bar(Console(stderr=True, quiet=not (use_tqdm_on_load and sys.stderr.isatty()))) as bar:
+            self.load(progress=bar)
 
     @classmethod
     def from_config(cls, config: EngineConfig, trace: Trace | None = None, progress: Progress | None = None) -> "LLM":
@@ -187,16 +113,16 @@ class LLM:
         progress  is told (bytes so far, bytes in all)
         """
         self._closes.detach()  # `load` closes what the plan has opened
-        self._engine = load(self.engine_plan, trace or Trace(on=False), progress)
+        self._thread = EngineThread(load(self.engine_plan, trace or Trace(on=False), progress))
         # At the latest when the program ends: threads that still read would be torn down with the interpreter.
-        self._closes = weakref.finalize(self, self._engine.close)
+        self._closes = weakref.finalize(self, self._thread.close)
 
     def _prepare(self, config: EngineConfig, drafting: Drafting | None = None) -> None:
         if drafting is None:
             pick_drafter(config)  # what cannot be is refused before anything is fetched
         directory = locate(config.model, config.revision, config.offline)
         checkpoint, self._end_ids = open_checkpoint(directory), end_ids(directory)
-        self.tokenizer = load_tokenizer(directory)
+        self._defaults, self.tokenizer = sampling_defaults(directory), load_tokenizer(directory)
         self.engine_plan = plan_engine(config, checkpoint, find_draft(config, drafting, checkpoint, self.tokenizer))
         self._closes = weakref.finalize(self, self.engine_plan.disk.close)
 
@@ -208,9 +134,13 @@ class LLM:
     @property
     def engine(self) -> Engine:
         """The loaded parts. Raises SettingsError once closed."""
-        if self._engine is None:
-            raise SettingsError("this LLM is closed", change="make a new one")
-        return self._engine
+        return self._of_engine.engine
+
+    @property
+    def _of_engine(self) -> EngineThread:
+        if self._thread is None:
+            raise closed()
+        return self._thread
 
     @property
     def max_model_len(self) -> int:
@@ -225,47 +155,55 @@ class LLM:
 
     def close(self) -> None:
         """End all transfers, join the threads, release the memory; may be called again."""
-        self._engine = None
+        self._thread = None
         self._closes()
 
-    def generate(
-        self, prompts: Prompt | Several[Prompt], params: SamplingParams | Several[SamplingParams] | None = None
-    ) -> list[Output]:
-        """Continue one prompt or several; texts, or lists of token ids.
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation_config.json says, for what is left None."""
+        return self._defaults
 
-        params  for all prompts, or one for each
+    def generate(
+        self,
+        prompts: Prompt | Several[Prompt],
+        sampling_params: SamplingParams | Several[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[Output]:
+        """Continue one prompt or several: texts, or token ids as a list, an array or a tensor.
+
+        sampling_params  for all prompts, or one for each
+        use_tqdm         show a progress bar for several prompts, if stderr is a terminal; it is rich's, the name is vLLM's
         Raises PromptError or CapacityError for a prompt that cannot be continued, SettingsError where there are not as many
         params as prompts, before anything runs.
         """
-        several = _several(prompts)
+        several, params = _several(prompts), sampling_params
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(several)
         if len(params) != len(several):
             raise SettingsError("generate", need=f"one SamplingParams or {len(several)}", have=str(len(params)))
-        sequences = [self._sequence(prompt, one) for prompt, one in zip(several, params, strict=True)]
-        engine = self.engine
-        ids = [engine.add(sequence) for sequence in sequences]
-        try:
-            while any(sequence.finish_reason is None for sequence in sequences):
-                engine.step()
-        finally:
-            for id in ids:
-                engine.abort(id)
-        return [Output.of(sequence) for sequence in sequences]
+        requests = [self._request(prompt, one) for prompt, one in zip(several, params, strict=True)]
+        thread, console = self._of_engine, Console(stderr=True, quiet=not use_tqdm or len(requests) == 1)
+        with thread.running(requests) as engine, progress_bar(console, "prompts", MofNCompleteColumn()) as bar:
+            while not all(one.is_done for one in requests):
+                with thread.turn:
+                    engine.step()
+                bar(sum(one.is_done for one in requests), len(requests))
+        return [one.output for one in requests]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Piece]:
         """Continue one prompt and give what each pass adds; see `generate`."""
-        sequence, engine = self._sequence(prompt, params or SamplingParams()), self.engine
-        id, n_taken = engine.add(sequence), sequence.n_prompt
-        try:
-            while sequence.finish_reason is None:
-                engine.step()
-                ended = sequence.finish_reason is not None
-                text = sequence.text.take(final=ended) if sequence.text else ""
-                new, n_taken = sequence.tokens[n_taken:], len(sequence.tokens)
-                yield Piece(text, new, Output.of(sequence) if ended else None)
-        finally:
-            engine.abort(id)
+        request, thread, is_done = self._request(prompt, sampling_params), self._of_engine, False
+        with thread.running([request]) as engine:
+            while not is_done:
+                with thread.turn:
+                    engine.step()
+                    pieces, is_done = request.pieces(), request.is_done
+                yield from pieces
+
+    async def astream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> AsyncIterator[Piece]:
+        """`stream` for asyncio. Those under way share their passes; one that is cancelled takes no part in the next."""
+        async with aclosing(self._of_engine.pieces(self._request(prompt, sampling_params))) as pieces:
+            async for piece in pieces:
+                yield piece
 
     def time_plain(self, context: int, n_passes: int = 3) -> list[float]:
         """Seconds of each of some passes of one token after `context` others, or as many as there is room for."""
@@ -309,18 +247,42 @@ class LLM:
                 have=str(len(ids)), change="shorten it, or raise --max-model-len and --device-memory",
             )  # fmt: skip
 
+    def _request(self, prompt: Prompt, params: SamplingParams | None) -> Request:
+        """The sequences of a prompt, the i-th with a seed that is by i above that of the params."""
+        params = params or SamplingParams()
+        params = replace(params, **params.left_to(self._defaults))
+        if params.n > 1 and not params.temperature:
+            raise SettingsError(f"n is {params.n}", need="a temperature above 0", have="greedy decoding, of one answer")
+        seed = params.seed
+        several = (replace(params, n=1, seed=None if seed is None else (seed + i) % 2**63) for i in range(params.n))
+        return Request([self._sequence(prompt, one) for one in several])
+
     def _sequence(self, prompt: Prompt, params: SamplingParams) -> Sequence:
-        ids = self.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+        ids = self.encode(prompt) if isinstance(prompt, str) else _ids(prompt)
         self.check_prompt(ids)
         if params.stop and self.tokenizer is None:
             raise PromptError("stop strings", need="a tokenizer", have="a checkpoint without one")
+        vocab_size = self.engine_plan.checkpoint.spec.vocab_size
+        for token in (*(params.logit_bias or ()), *params.stop_token_ids):
+            if not 0 <= token < vocab_size:
+                raise SettingsError(f"token id {token} in logit_bias or stop_token_ids", need=f"ids below {vocab_size}")
         text = TextStream(self.tokenizer, ids, params.stop) if self.tokenizer is not None else None
         return Sequence(ids, params, self.max_model_len, self._end_ids, text)
 
 
 def _several(prompts: Prompt | Several[Prompt]) -> list[Prompt]:
     """A list of prompts, whether one was given or several."""
-    if isinstance(prompts, str):
-        return [prompts]
-    ids = [one for one in prompts if isinstance(one, int)]
-    return [ids] if ids else [one for one in prompts if not isinstance(one, int)]
+    if isinstance(prompts, list | tuple):
+        is_one = bool(prompts) and isinstance(prompts[0], Integral)
+    else:
+        is_one = getattr(prompts, "ndim", 1) < 2
+    return [prompts] if is_one else list(prompts)  # type: ignore[list-item, arg-type]  # as it has just been seen
+
+
+def _ids(prompt: Any) -> list[int]:
+    """Token ids from a list, array or tensor. Raises PromptError for anything else."""
+    try:
+        return [index(token) for token in (prompt.tolist() if hasattr(prompt, "tolist") else prompt)]
+    except TypeError as error:
+        need, have = "a text, or whole numbers as a list, an array or a tensor", f"{type(prompt).__name__} ({error})"
+        raise PromptError("the prompt", need=need, have=have, change="give token ids") from error

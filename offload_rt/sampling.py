@@ -1,6 +1,7 @@
 """From logits to the distribution of the next token. Temperature 0 gives a one-hot one, so no caller has a greedy branch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
 import torch
@@ -16,18 +17,30 @@ _N_ROWS = 64
 _N_FIRST = 512
 
 
+class Context(NamedTuple):
+    """What stands before the nodes of a tree.
+
+    tokens    of prompt and answer
+    n_prompt  of them are the prompt's
+    end_ids   tokens that end the answer
+    """
+
+    tokens: Sequence[int] = ()
+    n_prompt: int = 0
+    end_ids: AbstractSet[int] = frozenset()
+
+
 def probs(
     logits: Tensor,
     params: SamplingParams,
-    tokens: Sequence[int],
+    context: Context,
     paths: Sequence[Sequence[int]],
     out: Tensor | None = None,
 ) -> Tensor:
     """The distribution of the next token at each of n nodes, rows summing to one.
 
     logits  (n, vocabulary), any float dtype
-    tokens  that a penalty looks back on at every node
-    paths   per node the tokens that come after these; read only where there is a penalty
+    paths   per node the tokens that come after the context; read only where `params.looks_back`
     out     where to write the result; None: to new memory
     Returns (n, vocabulary) float32, or float64 if the logits are.
     Raises NumericsError if a logit is not a number or plus infinity, or if all of a row are minus infinity; not on a card,
@@ -37,26 +50,25 @@ def probs(
     result = torch.empty_like(logits, dtype=wide) if out is None else out
     best = torch.empty_like(logits[:, 0], dtype=wide)
     is_whole = torch.ones_like(best, dtype=torch.bool)
-    has_penalty = params.repetition_penalty != 1.0
-    looked_back_on = torch.tensor(sorted(set(tokens)) if has_penalty else [], dtype=torch.int64)
-    (seen,) = to_device([looked_back_on], logits.device)
+    change = _Change(params, context, logits.device) if params.looks_back or params.logit_bias else None
 
     def compute(rows: slice | Tensor, own: Sequence[Sequence[int]], n_first: int) -> None:
         some = logits[rows].to(wide)
-        if has_penalty:
-            some = _penalise(some, params.repetition_penalty, seen, own)
+        if change is not None:
+            some = change(some, own)
         best[rows] = some.amax(-1)
         result[rows], is_whole[rows] = _probs_of(some, best[rows, None], params, n_first)
 
     for part in _parts(len(logits)):
         compute(part, paths[part], _N_FIRST)
     if logits.device.type == "cpu" and not bool(best.isfinite().all()):
-        change = "check the checkpoint, or try --dtype float32"
-        raise NumericsError("the model's logits are not all numbers", change=change)
-    left = is_whole.logical_not().nonzero()[:, 0] if params.top_p < 1.0 else seen[:0]  # the host waits only for top-p
-    for part in _parts(len(left)):
-        own = [paths[row] for row in left[part].cpu().tolist()] if has_penalty else []
-        compute(left[part], own, logits.shape[-1])
+        what, change_to = "the model's logits are not all numbers", "check the checkpoint, or try --dtype float32"
+        raise NumericsError(what, change=change_to)
+    if params.temperature and (params.top_p or 1.0) < 1.0:  # the host waits only for top-p
+        left = is_whole.logical_not().nonzero()[:, 0]
+        for part in _parts(len(left)):
+            own = [paths[row] for row in left[part].cpu().tolist()] if params.looks_back else []
+            compute(left[part], own, logits.shape[-1])
     return result
 
 
@@ -78,6 +90,36 @@ def top_tokens(logits: Tensor, k: int) -> TopTokens | None:
     best = logits.topk(min(k, logits.shape[-1]), dim=-1)
     totals = torch.cat([logits[rows].float().logsumexp(-1, keepdim=True) for rows in _parts(len(logits))])
     return TopTokens(*to_host([best.indices, (best.values.float() - totals).exp()]))
+
+
+class Logprob(NamedTuple):
+    """The logarithm of a token's probability by the model alone, its place among all tokens, and its text if there is one."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+def token_logprobs(
+    logits: Tensor, tokens: Sequence[int], k: int, decode: Callable[[int], str] | None = None
+) -> list[dict[int, Logprob]]:
+    """Of each of n tokens, and of the k most probable ones at its place, best first; k = -1: of all.
+
+    logits  (n, vocabulary), by which the tokens were predicted
+    """
+    (chosen,) = to_device([torch.tensor(tokens)], logits.device)
+    found = []
+    for part in _parts(len(logits)):
+        logprobs = logits[part].to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+        own = logprobs.gather(-1, chosen[part, None])
+        best = logprobs.topk(logits.shape[-1] if k < 0 else min(k, logits.shape[-1]))
+        rank = (logprobs > own).sum(-1, keepdim=True) + 1
+        ids, values = torch.cat((chosen[part, None], best.indices), -1), torch.cat((own, best.values), -1)
+        for one, *row in zip(*(there.tolist() for there in to_host([rank, ids, values])), strict=True):
+            ranks = (*one, *range(1, len(row[0])))
+            # The token itself comes first, also where it is one of the most probable.
+            found.append({id: Logprob(x, n, decode and decode(id)) for id, x, n in zip(*row, ranks, strict=True)})
+    return found
 
 
 def generator_on(device: torch.device, other: torch.Generator) -> torch.Generator:
@@ -110,30 +152,59 @@ def _probs_of(logits: Tensor, best: Tensor, params: SamplingParams, n_first: int
 
     Returns with them where they are right: where top-p needs no more than a row's `n_first` most probable tokens; (n,) bool.
     """
-    if params.temperature == 0.0:
+    if not params.temperature:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0), True
     # The best logit becomes 0 first: then a temperature close to 0 can overflow only downwards, to probability 0.
     probs = torch.softmax((logits - best) / max(params.temperature, torch.finfo(logits.dtype).tiny), -1)
     return _filter(probs, params, n_first)
 
 
-def _penalise(logits: Tensor, penalty: float, seen: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
-    """Penalise in every row the tokens `seen`, and those of the row's own path."""
-    is_seen = torch.zeros_like(logits, dtype=torch.bool)
-    is_seen[:, seen] = True
-    own = [(row, token) for row, path in enumerate(paths) for token in path]
-    rows, tokens = to_device([torch.tensor(own, dtype=torch.int64).view(-1, 2)], logits.device)[0].T
-    is_seen[rows, tokens] = True
-    return torch.where(is_seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+class _Change:
+    """What `params` make of logits before the temperature, in vLLM's order; where transformers has the same, it is its own."""
+
+    def __init__(self, params: SamplingParams, context: Context, device: torch.device) -> None:
+        self._params, self._penalty, bias = params, params.repetition_penalty or 1.0, params.logit_bias or {}
+        self._counts = bool(params.presence_penalty or params.frequency_penalty)
+        answer = context.tokens[context.n_prompt :]
+        self._n_early = params.min_tokens - len(answer)  # nodes less deep than this are no ends
+        seen = set(context.tokens) if self._penalty != 1.0 else ()
+        ids = (seen, answer if self._counts else (), context.end_ids if self._n_early > 0 else (), bias)
+        there = [torch.tensor([*one], dtype=torch.int64) for one in ids]
+        there.append(torch.tensor([*bias.values()], dtype=torch.float64))
+        self._seen, self._answer, self._ends, self._biased, self._bias = to_device(there, device)
+
+    def __call__(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
+        """Other logits (n, vocabulary), for nodes with these paths."""
+        own = torch.tensor([(row, token) for row, path in enumerate(paths) for token in path], dtype=torch.int64)
+        early = torch.tensor([len(path) < self._n_early for path in paths], dtype=torch.bool)
+        own, early = to_device([own.view(-1, 2), early], logits.device)
+        if len(self._biased):
+            logits = logits.index_add(1, self._biased, self._bias.to(logits.dtype).expand(len(logits), -1))
+        if self._penalty != 1.0:
+            penalised = torch.where(logits > 0, logits / self._penalty, logits * self._penalty)
+            logits = torch.where(_occurrences(logits, self._seen, own) > 0, penalised, logits)
+        if self._counts:
+            n = _occurrences(logits, self._answer, own)
+            logits = logits - self._params.frequency_penalty * n - self._params.presence_penalty * (n > 0)
+        if len(self._ends):
+            logits = torch.where(early[:, None], logits.index_fill(1, self._ends, -torch.inf), logits)
+        return logits
+
+
+def _occurrences(logits: Tensor, tokens: Tensor, own: Tensor) -> Tensor:
+    """How often each token occurs for each row of the logits: in `tokens`, and in `own` (m, 2), pairs of row and token."""
+    one = torch.ones_like(logits[0, 0])
+    counts = torch.zeros_like(logits[0]).index_put_((tokens,), one, accumulate=True).repeat(len(logits), 1)
+    return counts.index_put_((own[:, 0], own[:, 1]), one, accumulate=True)
 
 
 def _filter(probs: Tensor, params: SamplingParams, n_first: int) -> tuple[Tensor, Tensor | bool]:
     keep = torch.ones_like(probs, dtype=torch.bool)
     is_whole: Tensor | bool = True
-    if params.top_k:
+    if params.top_k is not None and params.top_k > 0:
         kth = probs.topk(min(params.top_k, probs.shape[-1])).values[:, -1:]
         keep &= probs >= kth
-    if params.top_p < 1.0:
+    if params.top_p is not None and params.top_p < 1.0:
         nucleus, is_whole = _nucleus(probs * keep, params.top_p, n_first)
         keep &= nucleus
     if params.min_p:

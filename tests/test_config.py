@@ -36,6 +36,7 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "draft_context": (["256"], 256),
     "revision": (["main"], "main"),
     "offline": ([], True),
+    "max_tokens": (["7"], 7),
     "max_new_tokens": (["7"], 7),
     "temperature": (["0.7"], 0.7),
     "top_p": (["0.9"], 0.9),
@@ -43,7 +44,16 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "min_p": (["0.05"], 0.05),
     "repetition_penalty": (["1.1"], 1.1),
     "seed": (["0"], 0),
+    "presence_penalty": (["0.5"], 0.5),
+    "frequency_penalty": (["-1.5"], -1.5),
+    "logit_bias": (['{"5": -100, "7": 2.5}'], {5: -100.0, 7: 2.5}),
+    "min_tokens": (["3"], 3),
+    "ignore_eos": ([], True),
     "stop": (["a", "b c"], ("a", "b c")),
+    "stop_token_ids": (["5", "7"], (5, 7)),
+    "n": (["2"], 2),
+    "logprobs": (["5"], 5),
+    "prompt_logprobs": (["0"], 0),
     "prompt": (["hello"], "hello"),
     "prompt_file": (["-"], "-"),
     "chat": ([], True),
@@ -127,7 +137,8 @@ def test_every_field_has_a_flag_that_sets_it_and_nothing_else(cls: type, name: s
     assert getattr(got, name) == value
     assert type(getattr(got, name)) is type(value)
     for item in fields(cls):
-        if item.name != name and flag_of(item.name) not in needed and item.default is not MISSING:
+        is_same = {item.name, name} == {"max_tokens", "max_new_tokens"}
+        if item.name != name and flag_of(item.name) not in needed and item.default is not MISSING and not is_same:
             assert getattr(got, item.name) == item.default
 
 
@@ -168,13 +179,22 @@ def test_an_unknown_flag_is_one_sentence_with_a_hint(flag: str, hint: str) -> No
 @pytest.mark.parametrize(
     ("cls", "name", "wrong", "right"),
     [
-        (SamplingParams, "max_new_tokens", [0, -1], [1]),
-        (SamplingParams, "temperature", [-0.1, float("nan"), float("inf")], [0.0, 100.0]),
+        (SamplingParams, "max_new_tokens", [0, -1], [1, None]),
+        (SamplingParams, "max_tokens", [0, -1], [1, None]),
+        (SamplingParams, "temperature", [-0.1, float("nan"), float("inf"), "warm"], [0.0, 100.0, None]),
         (SamplingParams, "top_p", [0.0, 1.1, -1.0, float("nan")], [1e-9, 1.0]),
-        (SamplingParams, "top_k", [-1], [0, 1]),
+        (SamplingParams, "top_k", [-2], [-1, 0, 1, None]),
         (SamplingParams, "min_p", [-0.1, 1.1, float("nan")], [0.0, 1.0]),
         (SamplingParams, "repetition_penalty", [0.0, -1.0, float("inf"), float("nan")], [0.5, 2.0]),
         (SamplingParams, "seed", [-1, 2**63], [0, 2**63 - 1, None]),
+        (SamplingParams, "presence_penalty", [-2.1, 2.1, float("nan")], [-2.0, 2.0]),
+        (SamplingParams, "frequency_penalty", [-2.1, 2.1, float("nan")], [-2.0, 2.0]),
+        (SamplingParams, "logit_bias", [{3: float("inf")}, {"3": 1.0}, [3], {3: None}], [{}, {3: float("-inf")}, None]),
+        (SamplingParams, "min_tokens", [-1], [0, 5]),
+        (SamplingParams, "n", [0], [1, 5]),
+        (SamplingParams, "logprobs", [-2], [-1, 0, None]),
+        (SamplingParams, "prompt_logprobs", [-2], [-1, 0, None]),
+        (SamplingParams, "stop_token_ids", [(-1,), ("a",)], [(), (5,), [5]]),
         (SamplingParams, "stop", [("",), ("a", "")], [(), ("a",), "a"]),
         (EngineConfig, "max_model_len", [0, -5], [1, None]),
         (EngineConfig, "tree_size", [0], [1]),
@@ -197,6 +217,13 @@ def test_values_out_of_range_are_refused_and_those_at_its_ends_are_not(
             cls(**needed, **{name: value})
         assert caught.value.exit_code == 2
         assert name in str(caught.value).replace("-", "_") or repr(value) in str(caught.value)
+
+
+def test_most_tokens_have_the_names_of_vllm_and_of_transformers_but_one_value() -> None:
+    assert SamplingParams(max_new_tokens=7) == SamplingParams(max_tokens=7, max_new_tokens=7)
+    assert (SamplingParams(max_new_tokens=7).max_tokens, SamplingParams().max_tokens) == (7, 64)
+    with pytest.raises(SettingsError, match="only one of them"):
+        SamplingParams(max_tokens=8, max_new_tokens=7)
 
 
 def test_one_stop_text_stands_for_a_tuple_of_one() -> None:

@@ -18,11 +18,13 @@ from languages import (
     scripted,
     target_probs,
 )
+from texts import modifiers
 from tiny import chi_square_p, random_tree, sequence_of
 from torch import Tensor
 
-from offload_rt import SamplingParams
+from offload_rt import SamplingParams, sampling
 from offload_rt.executor.sequence import Sequence
+from offload_rt.sampling import Context
 from offload_rt.speculate import child_sampling
 from offload_rt.speculate.residual import Decision, ResidualRule
 from offload_rt.speculate.select import rule_of
@@ -89,6 +91,45 @@ def result(rule: str, name: str) -> tuple[float, float]:
     target, draft = languages(name)
     probs, expected = distribution_under(outcomes(rule_of(rule)), RECIPES[name].trees(draft), target)
     return float((probs - target.continuations(())).abs().max()), expected
+
+
+class Changed(Language):
+    """A language whose distributions are changed by the tokens of the text so far."""
+
+    def __init__(self, plain: Language, params: SamplingParams) -> None:
+        self._plain, self._change, self._continuations = plain, modifiers(params, 0, ENDS), {}
+
+    def after(self, text) -> Tensor:
+        """By transformers and the published formulas."""
+        ids = torch.tensor([list(text)], dtype=torch.int64)
+        return torch.softmax(self._change(ids, self._plain.after(text).log()[None]), -1)[0]
+
+
+ENDS = [2]
+CHANGES = {
+    "logit_bias": {"logit_bias": {0: 1.5, 2: -0.5}},
+    "presence": {"presence_penalty": 1.5},
+    "frequency": {"frequency_penalty": -0.75},
+    "min_tokens": {"min_tokens": 2},
+    "all": {"repetition_penalty": 1.5, "presence_penalty": -0.5, "frequency_penalty": 1.0, "min_tokens": 1},
+}
+
+
+@pytest.mark.parametrize("settings", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("rule", RULES)
+def test_the_output_has_the_distribution_of_plain_sampling_whatever_changes_it_along_the_text(rule, settings):
+    """A rule gets what `probs` makes of the tree; the law is that of changing each distribution by the text before it."""
+    params, (plain, draft) = SamplingParams(temperature=1.0, **settings), languages_of_controls()
+
+    def found(tree: DraftTree, _: Tensor) -> Iterator[tuple[Decision, float]]:
+        paths = [tree.path_to(node) for node in range(len(tree.topology))]
+        target = sampling.probs(target_probs(plain, tree).log(), params, Context((), 0, frozenset(ENDS)), paths)
+        return outcomes(rule_of(rule))(tree, target)
+
+    name = {"specinfer": "independent", "coupled": "siblings"}.get(rule, "without replacement")
+    changed = Changed(plain, params)
+    assert error(found, RECIPES[name].trees(draft), changed) < 1e-12
+    assert float((changed.continuations(()) - plain.continuations(())).abs().max()) > 1e-3
 
 
 @cache

@@ -4,8 +4,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from texts import modifiers
 from tiny import chi_square_p
-from transformers.generation import LogitsProcessorList
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -16,11 +16,10 @@ from transformers.generation.logits_process import (
 
 from offload_rt import SamplingParams, sampling
 from offload_rt.errors import NumericsError
-from offload_rt.sampling import draw, probs, top_tokens
+from offload_rt.sampling import Context, draw, probs, token_logprobs, top_tokens
 
 VOCABULARY = 60
 WARPERS = {
-    "repetition_penalty": RepetitionPenaltyLogitsProcessor,
     "temperature": TemperatureLogitsWarper,
     "top_k": TopKLogitsWarper,
     "top_p": TopPLogitsWarper,
@@ -39,6 +38,17 @@ SETTINGS = [
     {"temperature": 1.0, "min_p": 1.0},
     {"temperature": 1.0, "repetition_penalty": 1.7},
     {"temperature": 1.0, "repetition_penalty": 0.6},
+    {"temperature": 1.0, "presence_penalty": 1.1},
+    {"temperature": 1.0, "frequency_penalty": -0.6},
+    {"temperature": 1.0, "logit_bias": {3: 4.0, 7: -100.0, 40: -torch.inf}},
+    {
+        "temperature": 0.9,
+        "top_p": 0.8,
+        "presence_penalty": 0.4,
+        "frequency_penalty": 0.5,
+        "logit_bias": {9: 5.0},
+        "repetition_penalty": 1.3,
+    },
     {"temperature": 0.7, "top_k": 20, "top_p": 0.9},
     {"temperature": 1.4, "top_p": 0.85, "min_p": 0.05},
     {"temperature": 1.4, "top_k": 12, "min_p": 0.2},
@@ -46,9 +56,10 @@ SETTINGS = [
 ]
 
 
-def peer_probs(logits, settings, contexts):
+def peer_probs(logits, settings, contexts, n_prompt=0, end_ids=()):
     """The distribution by transformers, its processors in the order of its own `generate`."""
-    chain = LogitsProcessorList(WARPERS[name](settings[name]) for name in WARPERS if name in settings)
+    chain = modifiers(SamplingParams(**settings), n_prompt, end_ids)
+    chain += [WARPERS[name](settings[name]) for name in WARPERS if name in settings]
     rows = [chain(torch.tensor([context]), row[None])[0] for row, context in zip(logits, contexts, strict=True)]
     return torch.softmax(torch.stack(rows), -1)
 
@@ -67,7 +78,10 @@ def test_probabilities_are_those_of_transformers(settings, seed):
     logits, contexts = random_logits(seed, n=70)
     contexts[3] = []
     before = logits.clone()
-    got, expected = probs(logits, SamplingParams(**settings), [], contexts), peer_probs(logits, settings, contexts)
+    got, expected = (
+        probs(logits, SamplingParams(**settings), Context(), contexts),
+        peer_probs(logits, settings, contexts),
+    )
     assert got.dtype == torch.float32
     assert torch.equal(got > 0, expected > 0), "the filters keep other tokens"
     torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
@@ -79,9 +93,45 @@ def test_a_penalty_looks_back_on_the_sequence_and_on_each_nodes_own_path(penalty
     logits, contexts = random_logits(5, n=70)
     tokens, paths = contexts[0][:5] * 2, [context[: i % 7] for i, context in enumerate(contexts)]
     settings = {"temperature": 1.0, "repetition_penalty": penalty}
-    got = probs(logits, SamplingParams(**settings), tokens, paths)
+    got = probs(logits, SamplingParams(**settings), Context(tokens), paths)
     expected = peer_probs(logits, settings, [tokens + path for path in paths])
     torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("min_tokens", [0, 4, 7, 40])
+def test_the_answer_alone_is_counted_and_ends_wait_for_the_least_tokens(min_tokens):
+    """Penalties count the answer and each node's own path, not the prompt; a node may be before the least and its child not."""
+    logits, contexts = random_logits(7, n=70)
+    tokens, paths = contexts[0][:9], [context[: i % 7] for i, context in enumerate(contexts)]
+    settings = {
+        "temperature": 1.0,
+        "top_p": 0.95,
+        "presence_penalty": 0.8,
+        "frequency_penalty": 0.7,
+        "min_tokens": min_tokens,
+    }
+    got = probs(logits, SamplingParams(**settings), Context(tokens, 6, frozenset({1, 50})), paths)
+    expected = peer_probs(logits, settings, [tokens + path for path in paths], 6, [1, 50])
+    assert torch.equal(got > 0, expected > 0)
+    torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("k", [0, 3, -1])
+def test_logprobs_are_of_the_raw_distribution_with_ranks(dtype, k):
+    logits = random_logits(8, n=70)[0].to(dtype)
+    chosen = torch.arange(70) % VOCABULARY
+    found, all_of = token_logprobs(logits, chosen.tolist(), k, "<{}>".format), torch.log_softmax(logits.double(), -1)
+    assert len(found) == 70
+    for one, token, row in zip(found, chosen.tolist(), all_of, strict=True):
+        best = row.sort(descending=True, stable=True).values[: VOCABULARY if k < 0 else k].tolist()
+        assert next(iter(one)) == token and len(one) in (len(best), len(best) + 1)
+        assert one[token].decoded_token == f"<{token}>"
+        for id, (logprob, rank, _) in one.items():
+            assert abs(logprob - float(row[id])) < 1e-5
+            assert rank == 1 + int((row > row[id]).sum()) or float((row == row[id]).sum()) > 1
+        others = [one[id].logprob for id in one if one[id].rank <= len(best)]
+        assert sorted(others, reverse=True)[: len(best)] == pytest.approx(best, abs=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -106,11 +156,11 @@ def test_top_tokens_are_the_models_most_probable_ones(dtype):
 def test_probabilities_sum_to_one_and_keep_the_best_token(temperature, top_p, top_k, min_p, penalty, seed):
     params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=penalty)
     logits, contexts = random_logits(seed, n=3)
-    got = probs(logits, params, [], contexts)
+    got = probs(logits, params, Context(), contexts)
     assert (got >= 0).all()
     torch.testing.assert_close(got.sum(-1), torch.ones(3), atol=1e-5, rtol=0)
     greedy = SamplingParams(temperature=0.0, repetition_penalty=penalty)
-    best = probs(logits, greedy, [], contexts).argmax(-1)
+    best = probs(logits, greedy, Context(), contexts).argmax(-1)
     assert (got.gather(-1, best[:, None]).ravel() > 0).all(), "the most probable token is never filtered"
 
 
@@ -147,7 +197,7 @@ def rows_of_all_kinds(seed, n_tokens):
 )
 def test_top_p_is_that_of_ordering_every_token(n_tokens, top_p, temperature, top_k, seed):
     logits = rows_of_all_kinds(seed, n_tokens)
-    got = probs(logits, SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k), [], [])
+    got = probs(logits, SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k), Context(), [])
     assert torch.equal(got, plain_top_p(logits, temperature, top_p, min(top_k, n_tokens)))
 
 
@@ -163,7 +213,7 @@ def test_only_rows_that_need_it_are_ordered_as_a_whole(monkeypatch, penalty):
     logits[flat] = 1.0
     paths = [[row, row + 1] for row in range(150)]
     settings = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": penalty}
-    got = probs(logits, SamplingParams(**settings), [], paths)
+    got = probs(logits, SamplingParams(**settings), Context(), paths)
     assert ordered == [(len(flat), 2000)]
     looked_back = logits.clone()
     for row, path in enumerate(paths):
@@ -178,7 +228,7 @@ def test_narrow_logits_are_widened_before_anything(dtype):
     logits, contexts = random_logits(0)
     settings = {"temperature": 0.7, "top_k": 20, "top_p": 0.9}
     wide = torch.promote_types(dtype, torch.float32)
-    got = probs(logits.to(dtype), SamplingParams(**settings), [], contexts)
+    got = probs(logits.to(dtype), SamplingParams(**settings), Context(), contexts)
     assert got.dtype == wide
     torch.testing.assert_close(got, peer_probs(logits.to(dtype).to(wide), settings, contexts), atol=1e-6, rtol=1e-5)
 
@@ -189,7 +239,7 @@ def test_temperature_zero_is_one_hot(penalty):
     chain = RepetitionPenaltyLogitsProcessor(penalty)
     best = [int(chain(torch.tensor([c]), row[None]).argmax()) for row, c in zip(logits, contexts, strict=True)]
     params = SamplingParams(temperature=0.0, repetition_penalty=penalty, top_p=0.5, top_k=3)
-    got = probs(logits, params, [], contexts)
+    got = probs(logits, params, Context(), contexts)
     assert torch.equal(got, torch.eye(VOCABULARY)[best])
     assert draw(got, torch.Generator()) == best
 
@@ -198,7 +248,7 @@ def test_temperature_zero_is_one_hot(penalty):
 def test_a_temperature_close_to_zero_is_the_limit(temperature):
     """No overflow turns the distribution into something that is none."""
     logits, contexts = random_logits(2, scale=30.0)
-    got = probs(logits, SamplingParams(temperature=temperature), [], contexts)
+    got = probs(logits, SamplingParams(temperature=temperature), Context(), contexts)
     torch.testing.assert_close(got, torch.eye(VOCABULARY)[logits.argmax(-1)], atol=1e-6, rtol=0)
 
 
@@ -208,7 +258,7 @@ def test_logits_that_are_no_numbers_are_an_error(wrong, temperature):
     logits, contexts = random_logits(0)
     logits[5, 17] = wrong
     with pytest.raises(NumericsError):
-        probs(logits, SamplingParams(temperature=temperature), [], contexts)
+        probs(logits, SamplingParams(temperature=temperature), Context(), contexts)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -216,14 +266,14 @@ def test_a_place_where_no_token_is_possible_is_an_error(temperature):
     logits, contexts = random_logits(0)
     logits[3] = -torch.inf
     with pytest.raises(NumericsError):
-        probs(logits, SamplingParams(temperature=temperature), [], contexts)
+        probs(logits, SamplingParams(temperature=temperature), Context(), contexts)
 
 
 @pytest.mark.parametrize("settings", [{"temperature": 0.0}, {"temperature": 1.0, "top_k": 60, "min_p": 0.001}])
 def test_an_impossible_token_stays_impossible(settings):
     logits, contexts = random_logits(0)
     logits[:, ::3] = -torch.inf
-    got = probs(logits, SamplingParams(**settings), [], contexts)
+    got = probs(logits, SamplingParams(**settings), Context(), contexts)
     assert (got[:, ::3] == 0).all() and (got.sum(-1) - 1).abs().max() < 1e-6
 
 

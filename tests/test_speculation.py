@@ -11,6 +11,7 @@ from texts import (
     VOCABULARY,
     assert_distribution,
     exact_distributions,
+    modifiers,
     run_together,
     sampled_texts,
     small_model,
@@ -24,6 +25,7 @@ from tiny import (
     drafter_of,
     generate,
     keep_steady,
+    logits_of,
     nearly,
     open_llm,
     prefill,
@@ -117,6 +119,31 @@ def test_the_size_of_the_trees_changes_no_token(zoo, texts, tree_size):
     pair = zoo.pair("llama", 0)
     with open_llm(pair.target, "disk", max_model_len=256, tree_size=tree_size, draft_model=str(pair.draft)) as llm:
         assert_greedy(llm, texts("llama"))
+
+
+@pytest.mark.parametrize("drafter", [*WITHOUT_MODEL, *TREES])
+def test_what_changes_logits_does_so_along_each_path(zoo, texts, drafter):
+    """Penalties that count and ends that are masked, each of which changes the text, by itself and with a bias."""
+    pair, ends = zoo.pair("llama", 0), {tokens[3] for tokens in texts("llama")}
+    bias = {texts("llama")[0][0]: -4.0, 5: 3.0}
+    several = [
+        {"presence_penalty": 1.5},
+        {"frequency_penalty": 0.8, "logit_bias": bias},
+        {"min_tokens": 9, "stop_token_ids": ends},
+        {"min_tokens": 6, "stop_token_ids": ends, "frequency_penalty": -0.3, "repetition_penalty": 1.2},
+    ]
+    params = [SamplingParams(max_new_tokens=n, **one) for n, one in zip(LENGTHS, several, strict=True)]
+    with open_llm(pair.target, max_model_len=256) as llm:
+        expected = answers(llm.generate(PROMPTS, params))
+    with open_llm(pair.target, max_model_len=256, tree_size=24, **pair.settings(drafter)) as llm:
+        assert answers(llm.generate(PROMPTS, params)) == expected
+    for prompt, one, (tokens, _, _), plain in zip(PROMPTS, params, expected, texts("llama"), strict=True):
+        context, change = list(prompt), modifiers(one, len(prompt))
+        for token in tokens:
+            row = change(torch.tensor([context]), logits_of(pair.model, context)[-1:])
+            assert token == int(row.argmax())
+            context.append(token)
+        assert tokens != plain[: len(tokens)], "it changes nothing here"
 
 
 @pytest.mark.parametrize("drafter", [*WITHOUT_MODEL, *TREES])

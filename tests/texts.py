@@ -9,10 +9,12 @@ import numpy as np
 import torch
 from tiny import CASES, Pair, Steady, chi_square_p, logits_of, nearly, save_pair
 from transformers import PreTrainedModel
-from transformers.generation import LogitsProcessorList
+from transformers.generation import LogitsProcessor, LogitsProcessorList
 from transformers.generation.logits_process import (
+    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -77,15 +79,42 @@ def exact_distributions(model: PreTrainedModel) -> list[np.ndarray]:
     ]
 
 
+class OverAnswer(LogitsProcessor):
+    """The penalties of OpenAI's API, as its reference and vLLM have them: by how often the answer has each token."""
+
+    def __init__(self, n_prompt: int, presence: float, frequency: float) -> None:
+        self._n_prompt, self._presence, self._frequency = n_prompt, presence, frequency
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores = scores.clone()
+        for row, ids in zip(scores, input_ids.tolist(), strict=True):
+            for token, count in Counter(ids[self._n_prompt :]).items():
+                row[token] -= count * self._frequency + float(count > 0) * self._presence
+        return scores
+
+
+def modifiers(params: SamplingParams, n_prompt: int, end_ids: Sequence[int] = ()) -> LogitsProcessorList:
+    """What changes logits before the temperature, in the order of transformers and vLLM."""
+    found = LogitsProcessorList()
+    if params.logit_bias:
+        found.append(SequenceBiasLogitsProcessor({(token,): float(bias) for token, bias in params.logit_bias.items()}))
+    found.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty or 1.0))
+    found.append(OverAnswer(n_prompt, params.presence_penalty, params.frequency_penalty))
+    ends = [*end_ids, *params.stop_token_ids]
+    if params.min_tokens and ends:
+        found.append(MinNewTokensLengthLogitsProcessor(n_prompt, params.min_tokens, ends))
+    return found
+
+
 def exact_distribution(
     model: PreTrainedModel, prompt: Sequence[int], params: SamplingParams, n_new: int = N_NEW
 ) -> np.ndarray:
     """The probability of each text of n_new tokens, (vocabulary,) * n_new."""
     vocab_size = model.config.vocab_size
-    warpers = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(params.repetition_penalty)])
+    warpers = modifiers(params, len(prompt))
     warpers.append(TemperatureLogitsWarper(params.temperature))
     warpers += [TopKLogitsWarper(params.top_k)] if params.top_k else []
-    warpers += [TopPLogitsWarper(params.top_p)] if params.top_p < 1 else []
+    warpers += [TopPLogitsWarper(params.top_p)] if params.top_p else []
     warpers += [MinPLogitsWarper(params.min_p)] if params.min_p else []
     probs = np.ones((vocab_size,) * n_new)
     for text in itertools.product(range(vocab_size), repeat=n_new - 1):

@@ -19,7 +19,7 @@ class OffloadPeer:
         token_ids: list[int] = []
         arrivals = []
         started = time.perf_counter()
-        for piece in self._llm.stream(prompt, SamplingParams(max_new_tokens=n)):
+        for piece in self._llm.stream(prompt, SamplingParams(max_new_tokens=n, temperature=0.0)):
             token_ids += piece.token_ids
             arrivals.append((time.perf_counter() - started, len(token_ids)))
         return Answer(token_ids, arrivals)

@@ -36,9 +36,10 @@ def _convert(flags: Namespace) -> None:
     # Not at the top: a wrong flag is told before the seconds that torch takes to load.
     from rich.console import Console
 
-    from offload_rt.cli.format import loading_bar, quiet_libraries
+    from offload_rt.cli.format import quiet_libraries
     from offload_rt.engine.link import sidecar_of
     from offload_rt.offload.sidecar import write_sidecar
+    from offload_rt.system.progress import loading_bar
     from offload_rt.weights.checkpoint import locate, open_checkpoint
 
     quiet_libraries()

@@ -36,7 +36,7 @@ class Parser(argparse.ArgumentParser):
         if isinstance(item.default, bool):
             self.add_argument(flag, action="store_true", help=text)
         elif isinstance(item.default, tuple):
-            self.add_argument(flag, action="append", metavar="TEXT", help=text)
+            self.add_argument(flag, action="append", metavar="TEXT", type=item.metadata["parse"], help=text)
         else:
             self.add_argument(
                 flag,

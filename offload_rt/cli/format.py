@@ -1,13 +1,9 @@
-"""The loading bar, a plan as a table, and the closing report of a run."""
+"""A plan as a table, and the closing report of a run."""
 
 import os
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
 from rich.table import Table
 
 from offload_rt.config import format_size
@@ -17,33 +13,6 @@ from offload_rt.system.machine import MachineProfile, PassBytes, pass_time
 if TYPE_CHECKING:  # these take seconds to load, and a plan needs none of them
     from offload_rt.engine.engine_plan import EnginePlan
     from offload_rt.llm import Stats
-
-_SECONDS_BETWEEN_DRAWS = 0.1
-
-
-@contextmanager
-def loading_bar(console: Console) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar with GB and GB/s, to be called with (bytes so far, bytes in all); in a log file one line at the end."""
-    columns = (TextColumn("loading"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeElapsedColumn())
-    started = drawn = 0.0
-
-    def draw(done: int, total: int) -> None:
-        nonlocal started, drawn
-        now = time.perf_counter()
-        # Planning and opening come before the first byte and are no part of the rate.
-        started = started or now
-        if done >= total or now - drawn > _SECONDS_BETWEEN_DRAWS:
-            drawn = now
-            bar.update(task, completed=done, total=total, refresh=True)
-        if done >= total and not console.is_terminal:
-            seconds = now - started
-            rate = f", {total / seconds / 1e9:.2f} GB/s" if seconds else ""
-            console.print(f"loaded {total / 1e9:.2f} GB in {seconds:.2f} s{rate}", highlight=False)
-
-    # The caller draws it: an interrupt can break the wait for a thread of the bar's own.
-    with Progress(*columns, console=console, disable=not console.is_terminal, auto_refresh=False) as bar:
-        task = bar.add_task("loading", total=None)
-        yield draw
 
 
 def plan_table(engine_plan: "EnginePlan", profile: MachineProfile) -> Table:

@@ -59,7 +59,7 @@ class _Progress:
     def tell_rest(self, code: int) -> None:
         """End the text where it is, or print the object of what there is of it."""
         if self.as_json and self.token_ids and not self.is_told:
-            _print_json(self.text, list(self.token_ids), "interrupted" if code == INTERRUPTED else "error", None)
+            _print_json(self.text, list(self.token_ids), "interrupted" if code == INTERRUPTED else "error", None, {})
         elif self.text and not self.as_json and not self.is_told:
             print()
 
@@ -82,8 +82,9 @@ def _run(flags: Namespace, so_far: _Progress) -> None:
     # Not at the top: a wrong flag is told before the seconds that torch takes to load.
     from rich.console import Console
 
-    from offload_rt.cli.format import loading_bar, quiet_libraries, report
+    from offload_rt.cli.format import quiet_libraries, report
     from offload_rt.llm import LLM
+    from offload_rt.system.progress import loading_bar
     from offload_rt.system.trace import Trace
     from offload_rt.tree.describe import describe
 
@@ -100,7 +101,9 @@ def _run(flags: Namespace, so_far: _Progress) -> None:
         llm.check_prompt(ids)
         with loading_bar(console) as bar:
             llm.load(trace, bar)
-        for notice in filter(None, (llm.engine_plan.notice, llm.engine.notice)):
+        taken = ", ".join(f"{name} {x}" for name, x in params.left_to(llm.get_default_sampling_params()).items())
+        by_model = f"from generation_config.json: {taken}" if taken else ""
+        for notice in filter(None, (llm.engine_plan.notice, llm.engine.notice, by_model)):
             console.print(notice, highlight=False, soft_wrap=True)
         try:
             output = _generate(llm, ids, params, so_far)
@@ -108,7 +111,7 @@ def _run(flags: Namespace, so_far: _Progress) -> None:
             if settings.trace is not None:
                 trace.write(Path(settings.trace))
         if settings.json:
-            _print_json(output.text, output.token_ids, output.finish_reason, asdict(output.stats))
+            _print_json(output.text, output.token_ids, output.finish_reason, asdict(output.stats), _more(output))
             so_far.is_told = True
         plain = median(llm.time_plain(len(ids))) if settings.baseline else None
         console.print(report(output.stats, llm.plan.pass_bytes, plain), highlight=False, soft_wrap=True)
@@ -118,15 +121,32 @@ def _run(flags: Namespace, so_far: _Progress) -> None:
 
 def _generate(llm: "LLM", ids: list[int], params: SamplingParams, so_far: _Progress) -> "Output":
     for piece in llm.stream(ids, params):
+        if piece.index > 0:  # the other answers are printed behind the first
+            continue
         so_far.text += piece.text
         so_far.token_ids += tuple(piece.token_ids)
         if not so_far.as_json:
             print(piece.text, end="", flush=True)
-    if not so_far.as_json:
-        print(flush=True)
-        so_far.is_told = True
     assert piece.output is not None, "the last piece has the whole"
+    if not so_far.as_json:
+        print(
+            "".join(f"\n--- answer {one.index + 1} of {params.n}\n{one.text}" for one in piece.output.others),
+            flush=True,
+        )
+        so_far.is_told = True
     return piece.output
+
+
+def _more(output: "Output") -> dict[str, Any]:
+    """Where they were asked for: log-probabilities by token id, and other answers."""
+    more: dict[str, Any] = {}
+    for name, found in (("logprobs", output.logprobs), ("prompt_logprobs", output.prompt_logprobs)):
+        if found is not None:
+            more[name] = [one and {token: logprob._asdict() for token, logprob in one.items()} for one in found]
+    if output.others:
+        names = ("text", "token_ids", "finish_reason")
+        more["others"] = [{name: getattr(one, name) for name in names} | _more(one) for one in output.others]
+    return more
 
 
 def _prompt(settings: RunSettings) -> str:
@@ -162,6 +182,8 @@ def _print_plan(config: EngineConfig, as_json: bool) -> None:
     print(json.dumps(found, default=str))  # of a dtype
 
 
-def _print_json(text: str, token_ids: list[int], finish_reason: str, stats: dict[str, Any] | None) -> None:
-    found = {"text": text, "token_ids": token_ids, "finish_reason": finish_reason, "stats": stats}
+def _print_json(
+    text: str, token_ids: list[int], finish_reason: str, stats: dict[str, Any] | None, more: dict[str, Any]
+) -> None:
+    found = {"text": text, "token_ids": token_ids, "finish_reason": finish_reason, "stats": stats} | more
     print(json.dumps(found), flush=True)

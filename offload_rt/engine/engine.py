@@ -4,6 +4,7 @@ import time
 from collections import deque
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from offload_rt.executor.cost import CostEstimator
 from offload_rt.executor.runner import Runner, Step
 from offload_rt.executor.sequence import Sequence
 from offload_rt.executor.stats import PassTimes
-from offload_rt.sampling import probs, top_tokens
+from offload_rt.sampling import Context, probs, top_tokens
 from offload_rt.speculate.protocols import Drafter, VerificationRule
 from offload_rt.system.trace import DRAFT, VERIFY, Trace
 from offload_rt.tree.topology import DraftTree
@@ -148,7 +149,7 @@ class Engine:
         moved = now_nbytes - nbytes, now_busy_s - busy_s, meter.waited_s - waited_s
         times = PassTimes(started, drafted, computed, ended, *moved, None if is_prefill else float(predicted))
         for one, tree, n in zip(going, trees, n_new, strict=True):
-            one.sequence.stats.add_pass(times, tree, n)
+            one.sequence.stats.passes.append((times, tree.expected, n))
         if not is_prefill:
             gbps = times.link_nbytes / times.link_busy_s / 1e9 if times.link_busy_s > 0 else 0.0
             self.cost.passed(n_rows, context, drafted - started, ended - started, gbps, len(going))
@@ -158,12 +159,16 @@ class Engine:
         tokens = one.sequence.tokens
         lacking = tokens[self.runner.rewind(one.cache, tokens[:-1]) : -1]
         n_read = min(len(lacking), one.n_nodes - len(tree.topology)) if self.drafter.reads_prompt else 0
+        k, read = one.sequence.sampling.prompt_logprobs, None
+        if k is not None and one.sequence.n_new == 0:  # the drafter sees nothing of the prompt then
+            n_read, one.sequence.logprobs, read = 0, [None], partial(one.sequence.read, k=k)
         return Step(
             cache=one.cache,
             tokens=torch.cat((torch.tensor(lacking, dtype=torch.int64), tree.tokens)),
             topology=tree.topology.after_chain(len(lacking)),
             n_wanted=n_read + len(tree.topology),
             n_prompt=one.sequence.n_prompt,
+            read=read,
         )
 
     def _accept(self, one: RunningSequence, tree: DraftTree, logits: Tensor, states: Tensor) -> int:
@@ -179,11 +184,11 @@ class Engine:
         n_lacking = len(sequence.tokens) - 1 - self.runner.n_committed(one.cache)
         candidates, paths = tree.candidates(), []
         n_candidates = len(candidates.topology)
-        if sequence.sampling.repetition_penalty != 1.0:  # it looks back on each node's own path, too
+        if sequence.sampling.looks_back:  # on each node's own path, too
             paths = [candidates.path_to(node) for node in range(n_candidates)]
-        target = probs(
-            logits[:n_candidates], sequence.sampling, sequence.tokens, paths, self._room(logits, n_candidates)
-        )
+        context = Context(sequence.tokens, sequence.n_prompt, sequence.end_ids)
+        room = self._room(logits, n_candidates)
+        target = probs(logits[:n_candidates], sequence.sampling, context, paths, room)
         verdict = self.rule.verify(candidates, target, sequence)
         self.drafter.learn(sequence, tree, verdict, top_tokens(logits, self.drafter.n_predicted))
         sequence.stats.add_tree(candidates, verdict)
@@ -194,7 +199,11 @@ class Engine:
                 kept.append(states.index_select(0, *nodes))
             self.drafter.observe(sequence, self.runner.n_committed(one.cache), kept)
         self.runner.commit(one.cache, [*range(n_lacking + 1), *(n_lacking + node for node in verdict.path)])
-        return len(sequence.extend([*tree.path_to(verdict.path[-1] if verdict.path else 0), verdict.bonus]))
+        taken = sequence.extend([*tree.path_to(verdict.path[-1] if verdict.path else 0), verdict.bonus])
+        if (k := sequence.sampling.logprobs) is not None:
+            rows = ops.to_device([torch.tensor([0, *verdict.path])], logits.device)
+            sequence.read(logits.index_select(0, *rows), k)
+        return len(taken)
 
     def _room(self, logits: Tensor, n: int) -> Tensor:
         """Where n distributions are written: memory that is taken once, for pieces of all sizes would cut up a tight budget."""

@@ -1,7 +1,7 @@
 """One model, one pass: every layer is visited once, for all sequences of the batch."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -36,6 +36,8 @@ from offload_rt.weights.formats import WeightFormat
 # Rows that go through a layer together. One pass over the weights serves a long prompt chunk by chunk, and activations stay
 # small. When memory runs out, chunks shrink down to the least.
 CHUNK_ROWS, _LEAST_CHUNK_ROWS = 512, 16
+# Rows whose logits there are at once, where those of a prompt are read.
+_READ_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Step:
     n_done    the first n_done tokens are pending in the cache already, computed by earlier passes
     reduce    what is made of the logits, and given in their place
     states    (n_rows, hidden_size), what the rows of a head have beside their tokens
+    read      is given the logits of the rows before the wanted ones, (n, vocabulary), some rows at a time
     """
 
     cache: int
@@ -60,6 +63,7 @@ class Step:
     n_done: int = 0
     reduce: Reduce | None = None
     states: Tensor | None = None
+    read: Callable[[Tensor], None] | None = None
 
     @property
     def n_rows(self) -> int:
@@ -235,7 +239,8 @@ class Runner:
         """Whether graphs serve for a step."""
         cache, n_tokens = self._caches[step.cache], len(step.tokens)
         shape = GraphShape(step.n_rows, cache.n_held + n_tokens, n_tokens)
-        return self._graphs is not None and cache.n_seen == cache.n_held and self._graphs.fits(cache, shape)
+        is_whole = cache.n_seen == cache.n_held and step.read is None
+        return self._graphs is not None and is_whole and self._graphs.fits(cache, shape)
 
     def _replay(self, step: Step) -> Tensor:
         """What `forward` gives for a step that graphs serve for."""
@@ -357,6 +362,11 @@ class Runner:
 
     def logits(self, hidden: Tensor, steps: Sequence[Step]) -> list[Tensor]:
         """The head on the rows that each step wants: hidden (n, hidden_size) -> per step (n_wanted, vocabulary)."""
-        parts = zip(steps, torch.split(hidden, [step.n_rows for step in steps]), strict=True)
-        wanted = torch.cat([rows[step.n_rows - step.n_wanted :] for step, rows in parts])
-        return list(torch.split(self.spec.head(self.non_layer, wanted), [step.n_wanted for step in steps]))
+        wanted = []
+        for step, rows in zip(steps, torch.split(hidden, [step.n_rows for step in steps]), strict=True):
+            n_others = step.n_rows - step.n_wanted
+            wanted.append(rows[n_others:])
+            if step.read is not None and n_others:
+                for part in torch.split(rows[:n_others], _READ_ROWS):
+                    step.read(self.spec.head(self.non_layer, part))
+        return list(torch.split(self.spec.head(self.non_layer, torch.cat(wanted)), [step.n_wanted for step in steps]))

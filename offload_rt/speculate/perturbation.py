@@ -30,7 +30,7 @@ class Perturbation:
         n_ahead  levels that the tree's root is below the last token
         """
         noise = sequence.noise.at(len(sequence.tokens), n_ahead + n_levels, n_tokens, device)[n_ahead:]
-        return cls(noise.log().mul_(-sequence.sampling.temperature))
+        return cls(noise.log().mul_(-sequence.temperature))
 
     def __call__(self, logits: Tensor, depths: np.ndarray) -> Tensor:
         """Perturbed logits (rows, vocabulary) of nodes of depths (rows,); the largest is the draft's guess of the token."""

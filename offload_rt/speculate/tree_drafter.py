@@ -148,7 +148,7 @@ class TreeDrafter(Drafter):
         n_levels, n_rows = min(self.limits.n_levels, sequence.n_left, self._model.max_levels), n_nodes
         if n_nodes == 1 or n_levels == 1 or not self._model.can_draft(sequence):
             return None
-        temperature = sequence.sampling.temperature
+        temperature = sequence.temperature
         kind, estimates, n_coupled = self._kind(temperature), self.estimates_at(temperature), 0
         if self._is_coupled(temperature):
             n_coupled, temperature = n_levels - 1, 0.0
@@ -198,7 +198,7 @@ class TreeDrafter(Drafter):
         if self._shape is not None:
             parents, depths = self._shape.parents[:n_nodes], self._shape.depths[:n_nodes]
             return Topology(parents[depths < n_levels]), 1.0
-        trees = self._trees(sequence.sampling.temperature)
+        trees = self._trees(sequence.temperature)
         sizes = np.array([n_nodes]) if self.limits.fixed_size else sizes_up_to(n_nodes)
         draft_s = self._cost.level(n_sequences) * np.arange(n_levels)  # the last level needs no pass of the draft
         seconds = self._cost.seconds(n_sequences * sizes[:, None], len(sequence.tokens), draft_s, n_sequences)

@@ -28,24 +28,30 @@ class TextStream:
         self._is_stopped = False
         self.text = ""  # all so far, a stop string and what follows it cut off
 
-    def add(self, token: int) -> bool:
-        """Take one token; returns whether a stop string is complete."""
+    def add(self, token: int, may_stop: bool = True) -> bool:
+        """Take one token; returns whether a stop string is complete, which one that ends too early never is."""
         self._window.append(token)
         self._n_new += 1
         text = self._decoded()
         whole = text.rstrip("\ufffd")  # at the end they stand for a character whose bytes are still to come
         if len(whole) <= self._n_known:
             return False
-        searched = max(len(self.text) - self._held, 0)
+        n_before = len(self.text)
         self.text += whole[self._n_known :]
         self._n_known = len(whole)
         if whole == text:
             del self._window[: -self._n_new]
             self._n_new, self._n_known = 0, len(self._decoded())
-        found = [at for at in (self.text.find(stop, searched) for stop in self._stop) if at >= 0]
-        if found:
-            self.text, self._is_stopped = self.text[: min(found)], True
+        if may_stop:
+            # No stop string ends in the text before this token's, or it has been passed.
+            found = [self.text.find(stop, max(n_before - len(stop) + 1, 0)) for stop in self._stop]
+            if found := [at for at in found if at >= 0]:
+                self.text, self._is_stopped = self.text[: min(found)], True
         return self._is_stopped
+
+    def decode(self, token: int) -> str:
+        """The text of one token by itself."""
+        return str(self._tokenizer.decode([token]))
 
     def take(self, final: bool = False) -> str:
         """Text not taken yet; what could be the beginning of a stop string is held back until `final`."""

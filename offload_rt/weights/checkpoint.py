@@ -12,7 +12,8 @@ import huggingface_hub
 import torch
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-from offload_rt.errors import CheckpointError
+from offload_rt.config import LEFT_TO_THE_MODEL, SamplingParams
+from offload_rt.errors import CheckpointError, SettingsError
 from offload_rt.models.architecture import Architecture, Part, TensorShape
 from offload_rt.models.families import spec_of
 from offload_rt.weights import gguf
@@ -274,3 +275,21 @@ def end_ids(path: Path) -> frozenset[int]:
             if ids is not None and ids != []:
                 return frozenset([ids] if isinstance(ids, int) else ids)
     return frozenset()
+
+
+def sampling_defaults(path: Path) -> SamplingParams:
+    """How generation_config.json has tokens chosen; None for what it leaves open. Raises CheckpointError if that cannot be.
+
+    As in transformers, the most probable token is taken unless it says `do_sample`.
+    """
+    file = path / "generation_config.json"
+    raw = read_json(file) if file.exists() else {}
+    given = {name: raw[name] for name in LEFT_TO_THE_MODEL if raw.get(name) is not None}
+    if raw.get("do_sample"):
+        given.setdefault("temperature", 1.0)
+    else:
+        given.pop("temperature", None)
+    try:
+        return SamplingParams(**given)
+    except SettingsError as error:
+        raise CheckpointError(f"{file}: {error.problem}", need=error.need, change="mend it") from error

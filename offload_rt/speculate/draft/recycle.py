@@ -170,7 +170,7 @@ class Recycling(Drafter):
             self._table.keep(context, *found)
 
     def _bias(self, sequence: Sequence) -> ExpectedTokensBias:
-        return self._stats.at("recycled", sequence.sampling.temperature).bias
+        return self._stats.at("recycled", sequence.temperature).bias
 
     def _grown(self, sequence: Sequence, n_nodes: int, n_sequences: int) -> _Proposal:
         """A tree that has grown for as long as it pays, if the others of the pass are alike."""

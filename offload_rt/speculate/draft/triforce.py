@@ -71,7 +71,7 @@ class TriForce(TreeDrafter):
             sequence, is_coupled = builder.state.sequence, builder.state.perturbation is not None
             kind = "without_replacement" if isinstance(builder, ResampledChainBuilder) else "deterministic"
             state = self._small.start(sequence, 1 + _N_GUESSES, len(growing) == 1, n * is_coupled, path)
-            plan = StaticTree(Topology.chain(1 + n), 1.0, kind, sequence.sampling.temperature)
+            plan = StaticTree(Topology.chain(1 + n), 1.0, kind, sequence.temperature)
             begun.append((builder, StaticTreeBuilder(state, plan, Acceptance())))
         self._small.grow([small for _, small in begun])
         for builder, small in begun:

@@ -15,7 +15,7 @@ class Adaptive:
 
     def verify(self, tree: DraftTree, target: Tensor, sequence: Sequence) -> Verdict:
         """What to accept, given the target's distribution (n, vocabulary) after each node."""
-        rule = coupled.RULE if 0 < sequence.sampling.temperature <= self.coupled_up_to else traversal.RULE
+        rule = coupled.RULE if 0 < sequence.temperature <= self.coupled_up_to else traversal.RULE
         return rule.verify(tree, target, sequence)
 
 
