@@ -40,7 +40,7 @@ class EngineThread:
         finally:
             self._abort(ids)
 
-    async def pieces(self, request: Request) -> AsyncGenerator[Piece]:
+    async def pieces(self, request: Request) -> AsyncGenerator[Piece, None]:
         """Run a request among those of other tasks. An error of a step is raised in all of them."""
         arrived: asyncio.Queue[Piece | Exception] = asyncio.Queue()
         loop = asyncio.get_running_loop()
