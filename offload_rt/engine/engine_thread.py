@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from threading import RLock
 
@@ -28,17 +28,20 @@ class EngineThread:
     def __init__(self, engine: Engine) -> None:
         self.engine, self.turn, self._is_closed = engine, RLock(), False
         self._thread = ThreadPoolExecutor(1, "engine")
-        # Of tasks, with the engine's ids and how to tell; the thread alone reads and writes it.
-        self._running: dict[Request, tuple[list[int], _Tell]] = {}
+        # Of tasks: what lets them leave, and how to tell them something. The thread alone reads and writes it.
+        self._running: dict[Request, tuple[ExitStack, _Tell]] = {}
 
     @contextmanager
     def running(self, requests: list[Request]) -> Iterator[Engine]:
-        """The engine, with requests that the caller steps; what has not ended by then is aborted."""
-        ids = [id for one in requests for id in self._add(one)]
+        """The engine, with these requests until then; what has not ended is aborted."""
+        with self.turn:
+            ids = [self.engine.add(one) for request in requests for one in request.sequences]
         try:
             yield self.engine
         finally:
-            self._abort(ids)
+            with self.turn:
+                for id in ids:
+                    self.engine.abort(id)
 
     async def pieces(self, request: Request) -> AsyncGenerator[Piece, None]:
         """Run a request among those of other tasks. An error of a step is raised in all of them."""
@@ -63,7 +66,7 @@ class EngineThread:
     def close(self) -> None:
         """End the thread after the step under way, with an error for tasks that wait, and close the engine."""
         self._is_closed = True
-        self._submit(self._fail)
+        self._submit(partial(self._fail, closed()))
         self._thread.shutdown()
         self.engine.close()
 
@@ -73,46 +76,39 @@ class EngineThread:
             self._thread.submit(act)
 
     def _enter(self, request: Request, tell: _Tell) -> None:
-        self._running[request] = self._add(request), tell
+        leaves = ExitStack()
+        leaves.enter_context(self.running([request]))
+        self._running[request] = leaves, tell
         if len(self._running) == 1:
             self._step()
+
+    def _leave(self, request: Request) -> None:
+        if request in self._running:
+            self._running.pop(request)[0].close()
 
     def _step(self) -> None:
         try:
             with self.turn:
                 self.engine.step()
-                news: list[tuple[Request, Piece | Exception]]
                 news = [(one, piece) for one in self._running for piece in one.pieces()]
         except Exception as error:  # whatever it is, it is for those who wait
-            news = [(one, error) for one in self._running]
+            return self._fail(error)
         for one, piece in news:
-            if one in self._running:
-                self._tell(one, piece)
+            self._tell(one, piece)
         if self._running:
             self._submit(self._step)
 
-    def _fail(self) -> None:
+    def _fail(self, error: Exception) -> None:
         for one in list(self._running):
-            self._tell(one, closed())
+            self._tell(one, error)
 
     def _tell(self, request: Request, what: Piece | Exception) -> None:
         """Tell a task something. The last it hears ends its request, and so does an event loop that has closed."""
-        is_last = isinstance(what, Exception) or what.output is not None
-        try:
-            self._running[request][1](what)
-        except RuntimeError:
-            is_last = True
-        if is_last:
-            self._leave(request)
-
-    def _leave(self, request: Request) -> None:
-        self._abort(self._running.pop(request, ([], None))[0])
-
-    def _add(self, request: Request) -> list[int]:
-        with self.turn:
-            return [self.engine.add(one) for one in request.sequences]
-
-    def _abort(self, ids: list[int]) -> None:
-        with self.turn:
-            for id in ids:
-                self.engine.abort(id)
+        if request in self._running:
+            is_last = isinstance(what, Exception) or what.output is not None
+            try:
+                self._running[request][1](what)
+            except RuntimeError:
+                is_last = True
+            if is_last:
+                self._leave(request)
