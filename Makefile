@@ -26,12 +26,12 @@ venv: .venv/installed .venv/kernels
 	touch $@
 
 # After the install, whose isolated build has no torch; without nvcc this says so and plain torch serves.
-.venv/kernels: .venv/installed scripts/build_kernels.py $(wildcard csrc/*)
-	$(PY) setup.py --quiet build_ext
+.venv/kernels: .venv/installed offload_rt/ops/build.py $(wildcard csrc/*)
+	$(PY) scripts/build_kernels.py
 	touch $@
 
 kernels: .venv/installed
-	$(PY) setup.py --quiet build_ext
+	$(PY) scripts/build_kernels.py
 
 run: venv
 	$(PY) scripts/expand.py --source models/demo-target --out $(EXPANDED) --size $(SIZE)
@@ -66,4 +66,4 @@ bench: .venv/compared
 	$(PY) -m bench.predictions
 
 clean:
-	rm -rf .venv demo-cache build *.egg-info offload_rt/ops/_kernels.so offload_rt/ops/_lossless.so
+	rm -rf .venv demo-cache build *.egg-info offload_rt/ops/_*.so offload_rt/ops/_*.log

@@ -1,20 +1,9 @@
-import subprocess
-import sys
 from pathlib import Path
 
 from setuptools import find_packages, setup
-from setuptools.command.build_ext import build_ext
 
 # Bounded above: an unbounded torch fetches gigabytes of CUDA on a machine that has a CPU build at hand.
 TORCH = "torch>=2.11,<2.14"
-
-
-class BuildKernels(build_ext):
-    """`python setup.py build_ext` after the install: the kernels are built against the torch that is there by then."""
-
-    def run(self):
-        subprocess.run([sys.executable, Path(__file__).with_name("scripts") / "build_kernels.py"], check=True)
-
 
 setup(
     name="offload-rt",
@@ -25,10 +14,11 @@ setup(
     license="Apache-2.0",
     # 3.14 was not tried.
     python_requires=">=3.11,<3.14",
+    classifiers=["Operating System :: POSIX :: Linux"],
     entry_points={"console_scripts": ["offload-rt = offload_rt.cli.main:script"]},
     packages=find_packages(include=["offload_rt", "offload_rt.*"]),
-    package_data={"offload_rt.ops": ["_kernels.so", "_lossless.so"], "offload_rt.planning": ["known_models.json"]},
-    cmdclass={"build_ext": BuildKernels},
+    # Sources, not libraries: those are built where they are to run, by the torch that is there (offload_rt/ops/build.py).
+    package_data={"offload_rt": ["csrc/*"], "offload_rt.planning": ["known_models.json"]},
     install_requires=[
         TORCH,
         "transformers>=5.17,<6",

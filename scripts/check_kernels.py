@@ -2,16 +2,17 @@
 
     python scripts/check_kernels.py
 
-Reads the reports that scripts/build_kernels.py leaves in build/kernels; without nvcc there are none, and nothing is checked.
+Reads the report that scripts/build_kernels.py leaves beside the kernels; without nvcc there is none, and nothing is checked.
 """
 
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from build_kernels import ARCHITECTURES, BUILD, SOURCES, nvcc
+from offload_rt.ops import build
 
 _ENTRY = re.compile(r"Compiling entry function '(\S+)' for 'sm_(\d+)'")
 _FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -79,21 +80,18 @@ def demangled(found: list[Report]) -> list[Report]:
 
 def main() -> None:
     """Print the table; exit 1 where a kernel is missing or spills."""
-    if nvcc() is None:
+    log = (build.PACKAGE / build.kernels().file).with_suffix(".log")
+    if not log.exists():
+        if shutil.which("nvcc"):
+            sys.exit("kernels: csrc/ has changed since it was built; run scripts/build_kernels.py")
         print("kernels: not checked, there is no nvcc")
         return
-    found = []
-    changed = max(path.stat().st_mtime for path in SOURCES.iterdir())
-    for source in sorted(SOURCES.glob("*.cu")):
-        log = BUILD / f"{source.stem}.ptxas"
-        if not log.exists() or log.stat().st_mtime < changed:
-            sys.exit("kernels: csrc/ has changed since it was built; run scripts/build_kernels.py")
-        found += reports(log.read_text(encoding="utf-8"))
+    found = list(reports(log.read_text(encoding="utf-8")))
     print(f"{'kernel':<58} {'arch':>4} {'registers':>9} {'shared':>7} {'blocks':>6} {'frame':>5} {'spilled':>7}")
     for one in demangled(found):
         sizes = (f"{'-' if size is None else size:>{width}}" for size, width in ((one.shared, 7), (one.blocks, 6)))
         print(f"{one.kernel:<58} {one.arch:>4} {one.registers:>9} {' '.join(sizes)} {one.frame:>5} {one.spilled:>7}")
-    absent = set(ARCHITECTURES) - {one.arch for one in found}
+    absent = {str(one) for one in build.ARCHITECTURES} - {one.arch for one in found}
     spilling = [one for one in found if one.spilled]
     if absent or spilling:
         sys.exit(f"kernels: {len(spilling)} spill registers, {len(absent)} architectures are missing")

@@ -50,9 +50,8 @@ def main() -> int:
 
 def _run(sections: tuple[str, ...], until: float, again: bool, results: Path) -> int:
     results.mkdir(parents=True, exist_ok=True)
-    _build_kernels()
-    if not extension.is_loaded():
-        print("error: the kernels are not built; python setup.py build_ext says why", file=sys.stderr)
+    if reason := extension.missing():
+        print(f"error: there are no kernels: {reason}", file=sys.stderr)
         return 3
     now, code = commit(), 0
     for name in sections:
@@ -72,14 +71,6 @@ def _run(sections: tuple[str, ...], until: float, again: bool, results: Path) ->
         code = code or int("failed" in found)
         print(f"{name}: {entry.get('failed') or 'done'}, {entry['seconds']:.0f} s", flush=True)
     return code
-
-
-def _build_kernels() -> None:
-    """Build the kernels if a source is newer."""
-    sources = (ROOT / "csrc").iterdir()
-    built = extension.LIBRARY.stat().st_mtime if extension.LIBRARY.exists() else 0.0
-    if built < max(path.stat().st_mtime for path in sources):
-        subprocess.run([sys.executable, "scripts/build_kernels.py"], cwd=ROOT, check=True)
 
 
 def _is_measured(path: Path, now: str) -> bool:

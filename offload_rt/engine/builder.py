@@ -14,6 +14,7 @@ from offload_rt.executor.cuda_graphs import CudaCapture, GraphShape
 from offload_rt.executor.runner import Runner
 from offload_rt.models.heads import Head
 from offload_rt.offload.memory import MemoryTier
+from offload_rt.ops import extension
 from offload_rt.speculate.draft_model import ROWS_PER_NODE, DraftModel, SelfDraftModel, draft_rows
 from offload_rt.speculate.pair_stats import PairStats
 from offload_rt.speculate.protocols import Drafter, DraftParts
@@ -86,7 +87,8 @@ def load(engine_plan: EnginePlan, trace: Trace, progress: Progress | None = None
             runner.use_graphs(GraphShape(n_nodes, engine_plan.cache_rows, n_tree_rows), capture, _CAPTURING_S)
         drafter, cost = _open_drafter(engine_plan, runner, draft_runner, trace)
         scheduler = Scheduler(engine_plan.cache_rows, engine_plan.limits.n_nodes, plan.split)
-        notice, rule = _REFUSED if host.is_refused else "", engine_plan.drafting.rule
+        notice = "\n".join(filter(None, (_REFUSED if host.is_refused else "", extension.notice(device))))
+        rule = engine_plan.drafting.rule
         return Engine(runner, drafter, rule, cost, trace, scheduler, closes.pop_all(), draft_runner, notice)
 
 

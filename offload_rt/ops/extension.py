@@ -1,16 +1,13 @@
 """The kernels of csrc/, where they are built and a card can run them."""
 
+from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-# Written by scripts/build_kernels.py.
-LIBRARY = Path(__file__).with_name("_kernels.so")
-# The compute capability that the kernels need.
-LEAST_CAPABILITY = (8, 0)
+from offload_rt.ops import build
 
 
 class NotCapturable(RuntimeError):
@@ -18,18 +15,44 @@ class NotCapturable(RuntimeError):
 
 
 @cache
-def is_loaded() -> bool:
-    """Load the kernels once; False where they are not built or torch sees no card."""
-    if not LIBRARY.exists() or not torch.cuda.is_available():
-        return False
-    torch.ops.load_library(str(LIBRARY))  # type: ignore[no-untyped-call]  # torch gives it no types
+def missing() -> str:
+    """Load the kernels, which may build them; why there are none, or empty where there are."""
+    if not torch.cuda.is_available():
+        return "torch sees no card"
+    cards = filter(_is_able, range(torch.cuda.device_count()))
+    known = {max(one for one in build.ARCHITECTURES if one <= _capability(card)) for card in cards}
+    if not known:
+        return f"they need compute capability {build.ARCHITECTURES[0] / 10}"
+    try:
+        library = build.find(build.kernels(), build.kernels(known))
+        torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]  # torch gives it no types
+    except (build.NotBuilt, OSError) as error:
+        return str(error)
     describe("offload_rt")
-    return True
+    return ""
+
+
+def is_loaded() -> bool:
+    """Whether the kernels are there, built by now if they had to be."""
+    return not missing()
+
+
+def _capability(device: torch.device | int) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 @cache
-def _is_able(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
+def _is_able(device: torch.device | int) -> bool:
+    return _capability(device) >= build.ARCHITECTURES[0]
+
+
+def notice(device: torch.device) -> str:
+    """What is lost where a card computes without the kernels; empty elsewhere."""
+    if device.type == "cpu" or serves(torch.empty(0, device=device)):
+        return ""
+    why = missing() or f"they need compute capability {build.ARCHITECTURES[0] / 10}"
+    return f"no kernels ({why}): plain torch gives the same tokens more slowly, and layers cross the link unencoded"
 
 
 def serves(x: Tensor) -> bool:
@@ -45,51 +68,18 @@ def kernels() -> Any:
 def describe(library: str) -> None:
     """Tell torch what the ops of a library return, without computing it."""
 
-    def tree_attention(
-        q: Tensor, k: Tensor, v: Tensor, masks: Tensor, depths: Tensor, key_depths: Tensor, extent: Tensor,
-        window: int, scale: float,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
-
-    def transfer(target: Tensor, source: Tensor) -> None:
-        return None
-
-    def commit_rows(keys: Tensor, values: Tensor, rows: Tensor, first: int) -> None:
-        return None
-
-    def verify(
-        starts: Tensor, children: Tensor, tokens: Tensor, is_sampled: Tensor, row_of: Tensor, draft_probs: Tensor,
-        target: Tensor, uniforms: Tensor, n_levels: int, independent: bool, leaf_to_root: bool,
-    ) -> Tensor:  # fmt: skip
-        return starts.new_empty((2,))
-
-    def dequantize(
-        codes: Tensor, scales: Tensor, zeros: Tensor | None, groups: Tensor | None, kind: int, bits: int, block_rows: int,
-        block_columns: int, offset: int, out: Tensor,
-    ) -> None:  # fmt: skip
-        return None
-
-    def lossless_decode(block: Tensor, n_chunks: int, out: Tensor) -> None:
-        return None
-
-    def dequantize_blocks(blocks: Tensor, kind: int, out: Tensor) -> None:
-        return None
-
-    def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def like_first(x: Tensor, *_: object) -> Tensor:
         return x.new_empty(x.shape)
 
-    def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return x.new_empty(x.shape)
+    def nothing(*_: object) -> None:
+        return None
 
-    def rotate_and_store(
-        q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor,
-        rows: Tensor | None, first: int,
-    ) -> Tensor:  # fmt: skip
-        return q.new_empty(q.shape)
-
-    def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-        return gate.new_empty(gate.shape)
-
-    layer = (rms_norm, add_rms_norm, rotate_and_store, silu_mul, dequantize, dequantize_blocks, lossless_decode)
-    for fake in (tree_attention, transfer, commit_rows, verify, *layer):
-        torch.library.register_fake(f"{library}::{fake.__name__}", fake)
+    written = "transfer", "commit_rows", "dequantize", "dequantize_blocks", "lossless_decode"
+    fakes: dict[str, Callable[..., object]] = {
+        **dict.fromkeys(("rms_norm", "add_rms_norm", "rotate_and_store", "silu_mul"), like_first),
+        **dict.fromkeys(written, nothing),
+        "tree_attention": lambda q, *_: (q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)),
+        "verify": lambda starts, *_: starts.new_empty((2,)),
+    }
+    for name, fake in fakes.items():
+        torch.library.register_fake(f"{library}::{name}", fake)

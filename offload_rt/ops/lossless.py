@@ -21,19 +21,16 @@ there can be escapes. Chunks of tensors that are not encoded hold their bytes, z
 
 import ctypes
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from offload_rt.ops import extension
+from offload_rt.ops import build, extension
 
 CHUNK, BLOCK, GROUP = 1 << 19, 1 << 12, 64
 RAW, BFLOAT16, HALF, FLOAT = range(4)
 KIND_OF = {torch.bfloat16: BFLOAT16, torch.float16: HALF, torch.float32: FLOAT}
-# Built by scripts/build_kernels.py where there is g++; else numba decodes.
-LIBRARY = Path(__file__).with_name("_lossless.so")
 
 # A chunk: where it lies in an encoded block and where its bytes go, in bytes, and how many weights it has (bytes if RAW).
 CHUNKS = np.dtype("<i8, <i8, <i4, <i4, <i8")
@@ -111,8 +108,8 @@ def decode_block(block: Tensor, n_chunks: int, out: Tensor) -> None:
 @cache
 def _library() -> ctypes.CDLL | None:
     try:
-        library = ctypes.CDLL(str(LIBRARY))
-    except OSError:  # it is not there, or was built for another system
+        library = ctypes.CDLL(str(build.find(build.DECODER)))
+    except (build.NotBuilt, OSError):  # numba decodes
         return None
     address, number = ctypes.c_void_p, ctypes.c_int64
     library.offload_rt_digest.argtypes = [address, number]

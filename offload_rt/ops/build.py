@@ -1,0 +1,112 @@
+"""Builds csrc/ where it is to run, once: the kernels by nvcc, the decoder on a CPU by g++.
+
+`make kernels` builds both into the package. What is not there is built when it is first needed, below ~/.cache/offload_rt. The
+name of a library is a digest of all sources, the command and torch's version: one of others is never taken for it.
+"""
+
+import fcntl
+import hashlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from offload_rt.system.files import cache_directory
+
+PACKAGE = Path(__file__).parent
+SOURCES = PACKAGE.parent / "csrc"
+# Compute capabilities that the kernels are compiled for; later cards compile the PTX of the last.
+ARCHITECTURES = (80, 86, 89, 90)
+
+
+class NotBuilt(Exception):
+    """A library that is not there, and why, in a few words."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a library is made, in csrc/."""
+
+    name: str
+    compiler: str
+    arguments: tuple[str, ...]
+
+    @property
+    def file(self) -> str:
+        """The name of the library."""
+        found = hashlib.sha256(repr((self, torch.__version__)).encode())
+        for path in sorted(SOURCES.iterdir()):
+            found.update(path.name.encode() + path.read_bytes())
+        return f"_{self.name}-{found.hexdigest()[:16]}.so"
+
+    def build(self, target: Path) -> None:
+        """Write the library; what the compiler says goes beside it, as a .log. Raises NotBuilt where it fails."""
+        home = os.environ.get("CUDA_HOME")
+        compiler = shutil.which(self.compiler, path=f"{home}/bin" if home else None) or shutil.which(self.compiler)
+        if compiler is None:
+            raise NotBuilt(f"there is no {self.compiler}")
+        print(f"building the {self.name} with {self.compiler}, once for this machine", file=sys.stderr, flush=True)
+        unfinished, log = target.with_suffix(".tmp"), target.with_suffix(".log")
+        command = [compiler, *self.arguments, "-o", str(unfinished)]
+        # A session of its own: what the compiler has started ends with it where this is interrupted.
+        with subprocess.Popen(
+            command, cwd=SOURCES, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        ) as process:
+            try:
+                said, _ = process.communicate()
+            except BaseException:
+                os.killpg(process.pid, signal.SIGTERM)
+                raise
+        log.write_text(said, encoding="utf-8")
+        if process.returncode:
+            raise NotBuilt(f"{self.compiler} failed, see {log}, and remove it to try again")
+        unfinished.replace(target)
+
+
+DECODER = Recipe("decoder", "g++", ("-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "lossless_cpu.cpp"))
+
+
+def kernels(architectures: Iterable[int] = ARCHITECTURES) -> Recipe:
+    """The kernels for such cards. They are linked with what the installed torch has: its CUDA part or none."""
+    known, installed = sorted(architectures), Path(torch.__file__).parent
+    targets = [
+        *(f"arch=compute_{one},code=sm_{one}" for one in known),
+        "arch=compute_{0},code=compute_{0}".format(known[-1]),
+    ]
+    libraries = (name for name in ("torch", "torch_cpu", "torch_cuda") if (installed / f"lib/lib{name}.so").exists())
+    return Recipe("kernels", "nvcc", (
+        "-shared", "-cudart=static", "-std=c++20", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden", "-Xptxas=-v",
+        "--threads=0", *(f"-gencode={one}" for one in targets),
+        "-DTORCH_TARGET_VERSION=0x020b000000000000",  # the stable ABI of torch 2.11, the earliest that setup.py admits
+        f"-I{installed}/include", *sorted(path.name for path in SOURCES.glob("*.cu")), "library.cpp",
+        f"-L{installed}/lib", "-Xlinker=--no-as-needed", *(f"-l{name}" for name in libraries),
+    ))  # fmt: skip
+
+
+def find(*recipes: Recipe) -> Path:
+    """A library that one of the recipes gives, built into the package before, or by the last of them below the cache.
+
+    Raises NotBuilt. What failed is not tried again, and what another process builds is waited for.
+    """
+    for recipe in recipes:
+        if (PACKAGE / recipe.file).exists():
+            return PACKAGE / recipe.file
+    try:
+        folder = cache_directory() / "kernels"
+        folder.mkdir(parents=True, exist_ok=True)
+        target = folder / recipes[-1].file
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not target.exists():
+                if (log := target.with_suffix(".log")).exists():
+                    raise NotBuilt(f"{recipes[-1].compiler} failed before, see {log}, and remove it to try again")
+                recipes[-1].build(target)
+    except (OSError, RuntimeError) as error:
+        raise NotBuilt(str(error)) from error
+    return target
