@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from offload_rt.errors import SettingsError
@@ -201,7 +202,7 @@ class SamplingParams:
                 except (TypeError, AttributeError):
                     is_right = False
                 if not is_right:
-                    raise SettingsError(f"{name} is {value!r}", need=need, change=f"set {name} accordingly")
+                    raise SettingsError(f"{name} is {value!r}", need=need, change=f"change {flag_of(name)}")
 
     @property
     def looks_back(self) -> bool:
@@ -221,6 +222,13 @@ def check_positive(name: str, value: int | None) -> None:
         raise SettingsError(f"{flag_of(name)} is {value!r}", need="a whole number", change="give one")
     if value is not None and value < 1:
         raise SettingsError(f"{flag_of(name)} is {value}", need="at least 1", change=f"raise {flag_of(name)}")
+
+
+def check_folder(flag: str, path: str | Path) -> None:
+    """Raises SettingsError where the folder of a file to be written does not exist."""
+    folder = Path(path).resolve().parent
+    if not folder.is_dir():
+        raise SettingsError(f"{flag} {path}", need="a folder that exists", have=f"no {folder}", change="make it")
 
 
 def flag_of(name: str) -> str:

@@ -120,6 +120,8 @@ class LLM:
     def _prepare(self, config: EngineConfig, drafting: Drafting | None = None) -> None:
         if drafting is None:
             pick_drafter(config)  # what cannot be is refused before anything is fetched
+        if config.draft_model is not None:  # before the weights of the target are fetched
+            locate(config.draft_model, None, config.offline, has_weights=False)
         directory = locate(config.model, config.revision, config.offline)
         checkpoint, self._end_ids = open_checkpoint(directory), end_ids(directory)
         self._defaults, self.tokenizer = sampling_defaults(directory), load_tokenizer(directory)
@@ -242,9 +244,12 @@ class LLM:
             need, change = f"ids from 0 to {vocab_size - 1}", "use this model's tokenizer"
             raise PromptError(f"token id {wrong[0]} in the prompt", need=need, change=change)
         if len(ids) >= self.max_model_len:
+            can_grow = self.max_model_len < self.engine_plan.checkpoint.spec.max_positions
+            limit = "--max-model-len" if can_grow else "the model's positions"
             raise CapacityError(
-                "the prompt is too long", need=f"at most {self.max_model_len - 1} tokens, one fewer than --max-model-len",
-                have=str(len(ids)), change="shorten it, or raise --max-model-len and --device-memory",
+                "the prompt is too long", have=str(len(ids)),
+                need=f"at most {self.max_model_len - 1} tokens, one fewer than {limit}",
+                change="shorten it, or raise --max-model-len and --device-memory" if can_grow else "shorten it",
             )  # fmt: skip
 
     def _request(self, prompt: Prompt, params: SamplingParams | None) -> Request:

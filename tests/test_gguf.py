@@ -1,6 +1,7 @@
 """GGUF files: the weights, the config and the tokenizer that they hold, and what is refused."""
 
 import itertools
+import json
 import random
 import struct
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from write_gguf import Stored
 
 from offload_rt import SamplingParams
+from offload_rt.cli import plan
 from offload_rt.engine.memory_plan import Sizes
 from offload_rt.errors import CheckpointError, OffloadError, UnsupportedModelError
 from offload_rt.models.rope import Rope
@@ -67,6 +69,28 @@ def check_tokens(path: Path, model: PreTrainedModel) -> None:
         drafted = llm.generate(prompt, SamplingParams(N_NEW)).pop().token_ids
     assert plain == drafted == expected
     assert len(set(expected)) > 5
+
+
+def test_a_file_is_planned_by_its_header(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "m.gguf"
+    build(path, wide_llama(), "Q4_K")
+    flags = [
+        "--model",
+        str(path),
+        "--gpu",
+        "rtx4090",
+        "--ram",
+        "8GB",
+        "--context",
+        "16",
+        "--max-new-tokens",
+        "16",
+        "--json",
+    ]
+    assert plan.main(flags) == 0
+    found = json.loads(capsys.readouterr().out)["plan"]
+    stored = open_checkpoint(path).nbytes
+    assert sum(found["layer_nbytes"]) + found["reserved"]["non_layer"] == stored < path.stat().st_size
 
 
 # Weights

@@ -87,12 +87,13 @@ def main(arguments: list[str] | None = None) -> int:
     # Nearly all that torch and transformers make while they load stays: looking for garbage among it is an eighth of loading.
     gc.disable()
     try:
-        return exit_code(lambda: _plan(parser.parse_args(arguments)))
+        return exit_code(lambda: print_plan(parser.parse_args(arguments)))
     finally:
         gc.enable()
 
 
-def _plan(flags: Namespace) -> None:
+def print_plan(flags: Namespace) -> None:
+    """What the flags of this verb ask for, of which those not given have their defaults."""
     settings, config = from_flags(PlanSettings, flags), from_flags(EngineConfig, flags)
     machine = None if settings.gpu == "this" else _with_card(settings, config)
     if config.drafter not in (_DRAFTERS if config.draft_model is None else _DRAFTERS[:1] + _OF_MODELS):

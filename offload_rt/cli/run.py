@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from offload_rt.cli.flags import Parser, from_flags
 from offload_rt.cli.process import INTERRUPTED, exit_code
-from offload_rt.config import EngineConfig, SamplingParams, setting
+from offload_rt.config import EngineConfig, SamplingParams, check_folder, setting
 from offload_rt.errors import PromptError
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class _Progress:
 
     def tell_rest(self, code: int) -> None:
         """End the text where it is, or print the object of what there is of it."""
-        if self.as_json and self.token_ids and not self.is_told:
+        if self.as_json and (self.token_ids or code == INTERRUPTED) and not self.is_told:
             _print_json(self.text, list(self.token_ids), "interrupted" if code == INTERRUPTED else "error", None, {})
         elif self.text and not self.as_json and not self.is_told:
             print()
@@ -79,6 +79,8 @@ def _run(flags: Namespace, so_far: _Progress) -> None:
     settings, config = from_flags(RunSettings, flags), from_flags(EngineConfig, flags)
     params = from_flags(SamplingParams, flags)
     so_far.as_json = settings.json and not settings.plan
+    if settings.trace is not None:
+        check_folder("--trace", settings.trace)
     # Not at the top: a wrong flag is told before the seconds that torch takes to load.
     from rich.console import Console
 
@@ -90,7 +92,7 @@ def _run(flags: Namespace, so_far: _Progress) -> None:
 
     quiet_libraries()
     if settings.plan:
-        return _print_plan(config, settings.json)
+        return _print_plan(config, flags)
     prompt = _prompt(settings)
     console = Console(stderr=True, quiet=settings.quiet)
     trace = Trace(on=settings.trace is not None)
@@ -165,17 +167,26 @@ def _prompt(settings: RunSettings) -> str:
         raise PromptError(f"{name} is not UTF-8 text", change="convert it") from error
 
 
-def _print_plan(config: EngineConfig, as_json: bool) -> None:
+def _print_plan(config: EngineConfig, flags: Namespace) -> None:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    from offload_rt.cli import plan
     from offload_rt.cli.format import plan_table, print_table
     from offload_rt.engine import profile
     from offload_rt.llm import LLM
     from offload_rt.system.machine import pass_time
+    from offload_rt.weights.checkpoint import is_here
 
+    models = [(config.model, config.revision), *([(config.draft_model, None)] if config.draft_model else [])]
+    if not config.offline and not all(is_here(*one) for one in models):
+        print("not all weights are here: planned without them, by configs and the disk's rate", file=sys.stderr)
+        rate = profile.disk_gbps(Path(HF_HUB_CACHE))
+        return plan.print_plan(Namespace(**vars(flags), disk=f"{rate:.2f}GB/s"))
     with LLM.open(config) as llm:
         engine_plan = llm.engine_plan
         n_layers = engine_plan.checkpoint.spec.n_layers
         measured = profile.profile(engine_plan.disk, n_layers, engine_plan.dtype, engine_plan.device)
-    if not as_json:
+    if not flags.json:
         return print_table(plan_table(engine_plan, measured))
     seconds = pass_time(measured, engine_plan.plan.pass_bytes)
     found = {"plan": asdict(engine_plan.plan), "profile": asdict(measured), "predicted_seconds_per_token": seconds}

@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import numpy as np
@@ -58,6 +60,17 @@ def link_gbps(tier: Tier, n_layers: int, seconds: float = 0.5) -> float:
         elapsed, i = time.perf_counter() - started, i + 1
         if elapsed >= seconds:
             return nbytes / elapsed / 1e9
+
+
+def disk_gbps(folder: Path, nbytes: int = 128 << 20) -> float:
+    """GB/s of the disk that a folder is on, by a file that is written there and read. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with NamedTemporaryFile(dir=folder) as file:
+        file.write(os.urandom(nbytes))
+        os.fsync(file.fileno())
+        record = TensorRecord("bytes", "U8", (nbytes,), Path(file.name), 0, nbytes, "bytes")
+        with closing(DiskTier([(record,)])) as tier:
+            return link_gbps(tier, 1)
 
 
 def beyond_caches(device: torch.device) -> int:

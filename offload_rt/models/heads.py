@@ -309,6 +309,14 @@ def _medusa_of(raw: dict[str, Any], target: NativeDecoder) -> Medusa:
     return Medusa(**{**vars(target), **changes, "n_blocks": n_blocks})
 
 
+def head_kind(raw: dict[str, Any]) -> str | None:
+    """The drafter whose heads a config.json describes; None: it is of a whole model."""
+    if raw.get("model_type") == "medusa" or "medusa_num_heads" in raw:
+        return "medusa"
+    is_eagle = "draft_vocab_size" in raw or any("Eagle3" in str(name) for name in raw.get("architectures") or ())
+    return "eagle" if is_eagle else None
+
+
 def head_of(raw: dict[str, Any] | None, target: Architecture) -> Head | None:
     """The head of a config.json, or of the target where none is given; None where there is none.
 
@@ -316,14 +324,13 @@ def head_of(raw: dict[str, Any] | None, target: Architecture) -> Head | None:
     """
     if raw is None:
         return mtp_of(target, MTP_LAYOUTS[0]) if isinstance(target, NativeDecoder) and target.n_mtp else None
-    is_medusa = raw.get("model_type") == "medusa" or "medusa_num_heads" in raw
-    is_eagle = "draft_vocab_size" in raw or any("Eagle3" in str(name) for name in raw.get("architectures") or ())
-    if not is_medusa and not is_eagle:
+    kind = head_kind(raw)
+    if kind is None:
         return None
     if not isinstance(target, NativeDecoder):
         change = "leave --draft-model out, or give a whole model"
         raise UnsupportedModelError(f"heads cannot draft for a model of type {target.family}", change=change)
-    return _medusa_of(raw, target) if is_medusa else _eagle_of(raw, target)
+    return _medusa_of(raw, target) if kind == "medusa" else _eagle_of(raw, target)
 
 
 def of_another_target(what: str, have: str, need: str) -> SettingsError:

@@ -17,7 +17,7 @@ from offload_rt.planning.known_models import KNOWN
 from offload_rt.planning.roofline import layer_weights
 from offload_rt.speculate.select import check_pair
 from offload_rt.weights import gguf, int4
-from offload_rt.weights.checkpoint import Checkpoint, find_config, locate, open_checkpoint
+from offload_rt.weights.checkpoint import Checkpoint, find_config, locate, open_checkpoint, open_headers
 from offload_rt.weights.formats import format_of
 from offload_rt.weights.layout import packed_layout
 from offload_rt.weights.lossless import decoded_layout
@@ -55,15 +55,18 @@ def _sizes_of(name: str, revision: str | None, config: EngineConfig) -> Sizes:
     """Of the headers of its files where they lie here, else of its config."""
     raw = dict(KNOWN.get(name.lower(), {}))
     checkpoint = None if raw else find_checkpoint(name, revision)
+    if checkpoint is None and not raw:
+        if "/" not in name and not Path(name).exists():
+            need = "a config.json, its directory, a GGUF file, a hub id like org/name, or a shape that is built in"
+            raise CheckpointError(f"no model called {name}", need=need, have=", ".join(KNOWN), change="give one of these")
+        raw = find_config(name, revision, config.offline)
+        if "quantization_config" in raw and not Path(name).exists():
+            checkpoint = open_headers(name, revision, config.offline)
     if checkpoint is not None:
         named = checkpoint.spec.dtype_name or str(checkpoint.dtype).removeprefix("torch.")
         dtype = getattr(torch, named if config.dtype == "auto" else config.dtype)
         layers = tuple(decoded_layout(layer).nbytes for layer in checkpoint.layers)
         return replace(Sizes.of_checkpoint(checkpoint, dtype), layer_nbytes=layers, dtype=dtype)
-    if not raw and "/" not in name and not Path(name).exists():
-        need = "a config.json, its directory, a GGUF file, a hub id like org/name, or a shape that is built in"
-        raise CheckpointError(f"no model called {name}", need=need, have=", ".join(KNOWN), change="give one of these")
-    raw = raw or find_config(name, revision, config.offline)
     stored = raw.pop("quantization_config", None)
     spec = spec_of(raw)
     dtype = getattr(torch, spec.dtype_name or "float16" if config.dtype == "auto" else config.dtype)

@@ -10,12 +10,13 @@ from typing import Any
 
 import huggingface_hub
 import torch
-from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import GatedRepoError
 
 from offload_rt.config import LEFT_TO_THE_MODEL, SamplingParams
 from offload_rt.errors import CheckpointError, SettingsError
 from offload_rt.models.architecture import Architecture, Part, TensorShape
 from offload_rt.models.families import spec_of
+from offload_rt.models.heads import head_kind
 from offload_rt.weights import gguf
 from offload_rt.weights.formats import WeightFormat, format_of
 from offload_rt.weights.header import FLOATS, TensorRecord, read_header
@@ -24,9 +25,10 @@ from offload_rt.weights.source import OTHER_CONFIG, Source
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _HEADS = "medusa_lm_head.safetensors"
-_WANTED_FILES = (
-    "*.safetensors", _INDEX, "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "merges.txt", "*.jinja",
+# What comes from the hub before it is known which weights are wanted.
+_ABOUT = (
+    _INDEX, "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "chat_template.jinja", "additional_chat_templates/*.jinja",
 )  # fmt: skip
 _DAMAGED = "download it again"
 _WHOLE = "give the directory of a whole checkpoint"
@@ -87,20 +89,55 @@ class Checkpoint:
         return found.hexdigest()[:24]
 
 
-def locate(model: str, revision: str | None = None, offline: bool = False) -> Path:
+def locate(model: str, revision: str | None = None, offline: bool = False, has_weights: bool = True) -> Path:
     """The local directory of a checkpoint, fetched from the hub where it is not there already, or its GGUF file.
 
-    Raises CheckpointError if there is none.
+    has_weights  else all but the weights is fetched
+    Of the hub's weights only those come that the index names, and none before the config has been understood.
+    Raises CheckpointError if there is none, UnsupportedModelError for such a config.
     """
     path = _local(model)
     if path is None:
-        fetch = partial(huggingface_hub.snapshot_download, model, allow_patterns=list(_WANTED_FILES))
-        return _from_hub(model, offline, partial(fetch, revision=revision, local_files_only=offline))
+        about = _fetch_about(model, revision, offline)
+        return _snapshot(model, about.name, offline, (*_ABOUT, *_weight_files(about))) if has_weights else about
     if path.suffix == gguf.SUFFIX and path.is_file():
         return gguf.parts(path)[0]
     if not path.is_dir():
         raise CheckpointError(f"{model} is a file", change="give the directory of a checkpoint that it lies in")
     return path if (path / _INDEX).exists() or (path / _SINGLE).exists() else _only_gguf(path) or path
+
+
+def is_here(model: str, revision: str | None = None) -> bool:
+    """Whether nothing of a model has to be fetched from the hub. Raises as `locate` where its config is not understood."""
+    try:
+        return _local(model) is not None or bool(tensors_of(locate(model, revision, offline=True)))
+    except CheckpointError:
+        return False
+
+
+def _fetch_about(model: str, revision: str | None, offline: bool) -> Path:
+    """The directory of what is known of a model on the hub beside its weights; its config has been checked."""
+    directory = _snapshot(model, revision, offline, _ABOUT)
+    config = read_config(directory)
+    format_of(config.pop("quantization_config", None))
+    if head_kind(config) is None:
+        spec_of(config)
+    return directory
+
+
+def _snapshot(model: str, revision: str | None, offline: bool, files: Iterable[str]) -> Path:
+    """The directory of some files of the hub, its config.json among them. What is here already is not fetched again."""
+    fetch = partial(huggingface_hub.snapshot_download, model, allow_patterns=list(files), local_files_only=offline)
+    directory = Path(_from_hub(model, offline, partial(fetch, revision=revision)))
+    if not (directory / "config.json").exists():
+        change = "take one of safetensors weights, or download a GGUF file of it and give its path"
+        raise CheckpointError(f"{model} has no config.json on the hub", change=change)
+    return directory
+
+
+def _weight_files(directory: Path) -> set[str]:
+    """The names of the files that hold the weights: those of the index, else the one that there may be."""
+    return set(_weight_map(directory).values()) if (directory / _INDEX).exists() else {_SINGLE, _HEADS}
 
 
 def _only_gguf(directory: Path) -> Path | None:
@@ -125,8 +162,28 @@ def find_config(model: str, revision: str | None = None, offline: bool = False) 
             f"no model called {model}", need="a config.json, its directory, or a hub id like org/name",
             change="give one of these, or the name of a shape that is built in",
         )  # fmt: skip
-    fetch = partial(huggingface_hub.hf_hub_download, model, "config.json", revision=revision, local_files_only=offline)
-    return read_json(_from_hub(model, offline, fetch))
+    return read_config(_snapshot(model, revision, offline, ("config.json",)))
+
+
+def open_headers(model: str, revision: str | None = None, offline: bool = False) -> Checkpoint:
+    """A checkpoint by its headers, which alone are fetched where it is on the hub: no weight of it can be read then.
+
+    Raises as `locate` and `open_checkpoint`.
+    """
+    if offline or is_here(model, revision):
+        return open_checkpoint(locate(model, revision, offline))
+    config = find_config(model, revision)
+    weight_format = format_of(config.pop("quantization_config", None))
+    api = huggingface_hub.HfApi()
+    found = _from_hub(model, offline, partial(api.get_safetensors_metadata, model, revision=revision))
+    stored = {
+        name: TensorRecord(
+            name, one.dtype, tuple(one.shape), Path(file), one.data_offsets[0], one.data_offsets[1], name
+        )
+        for file, about in found.files_metadata.items()
+        for name, one in about.tensors.items()
+    }
+    return assemble(Path(model), spec_of(config), weight_format, stored)
 
 
 def _local(model: str) -> Path | None:
@@ -143,17 +200,20 @@ def _local(model: str) -> Path | None:
     return None
 
 
-def _from_hub(model: str, offline: bool, fetch: Callable[[], str]) -> Path:
+def _from_hub(model: str, offline: bool, fetch: Callable[[], Any]) -> Any:
     """What the hub gives. Raises CheckpointError, in one sentence, where it gives nothing."""
     try:
-        return Path(fetch())
+        return fetch()
     except GatedRepoError as error:
         problem = f"{model} is gated on the hub"
         raise CheckpointError(problem, change="accept its terms there and set HF_TOKEN") from error
-    except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        where = "is not in the hub cache" if offline else "could not be fetched from the hub"
+    except Exception as error:  # its client raises what the HTTP library below it does
+        if offline:
+            problem, change = f"{model} is no directory and not in the hub cache as a whole", "leave out --offline"
+            raise CheckpointError(problem, change=change) from error
         raise CheckpointError(
-            f"{model} is no directory and {where}",
+            f"{model} is no directory and could not be fetched from the hub",
+            have=str(error).strip().split("\n")[0][:200],
             change="check the name, or give the directory of a checkpoint; a private one needs HF_TOKEN",
         ) from error
 
@@ -247,14 +307,19 @@ def tensors_of(directory: Path) -> dict[str, TensorRecord]:
     )  # fmt: skip
 
 
-def _sharded(directory: Path) -> dict[str, TensorRecord]:
+def _weight_map(directory: Path) -> dict[str, str]:
+    """The file of each tensor, by the index. Raises CheckpointError for an index that is damaged."""
     where = read_json(directory / _INDEX).get("weight_map")
     if not isinstance(where, dict) or not where:
         raise CheckpointError(f"{_INDEX} has no weight_map", change=_DAMAGED)
     for name, shard in where.items():
         if not isinstance(shard, str) or Path(shard).name != shard:
             raise CheckpointError(f"{_INDEX}: {shard!r}, given for {name!r}, is no file name", change=_DAMAGED)
-    found: dict[str, TensorRecord] = {}
+    return where
+
+
+def _sharded(directory: Path) -> dict[str, TensorRecord]:
+    where, found = _weight_map(directory), dict[str, TensorRecord]()
     for shard in sorted(set(where.values())):
         if not (directory / shard).exists():
             raise CheckpointError(f"shard {shard} is missing", change=_DAMAGED)

@@ -181,6 +181,8 @@ class QuantizedFormat(ABC):
         kind, record = name.rpartition(".")[2], source.find(name)
         if kind not in self.unused_zeros or record is None or record.stop - record.start > _MOST_ZEROS:
             return kind in self.unused
+        if record.stamp is None:  # of a header on the hub
+            return True
         content = source.read(StoredTensor(name, record.shape, record.torch_dtype()))
         return not content.view(-1).view(torch.uint8).any()
 
@@ -313,7 +315,8 @@ def groups_of(source: Source, module: str, stored: StoredTensor, size: int, n_gr
     Raises CheckpointError where it names a group that is not there.
     """
     full = stored.of(module)
-    if source.find(full.name) is None:
+    record = source.find(full.name)
+    if record is None or record.stamp is None:  # of a header on the hub: most only say that
         return None
     groups = source.read(full)
     if torch.equal(groups, (torch.arange(len(groups)) // size).to(groups.dtype)) or (groups == -1).all():

@@ -71,6 +71,9 @@ class Source:
     def read(self, stored: StoredTensor) -> Tensor:
         """The content of a stored tensor, for small ones. Raises CheckpointError where `expect` does or it cannot be read."""
         record = self.expect(stored)
+        if record.stamp is None:  # its header was read on the hub
+            problem = f"tensor {record.name!r} says how weights are stored, and no weight is fetched for a plan"
+            raise CheckpointError(problem, change="download the checkpoint first")
         try:
             with record.path.open("rb", buffering=0) as file:
                 file.seek(record.start)

@@ -137,7 +137,7 @@ def _packed(
 def _check_shape(source: Source, name: str, shape: tuple[int, int]) -> None:
     """Raises CheckpointError where `weight_shape` says something else than the config."""
     record = source.find(name)
-    if record is None:
+    if record is None or record.stamp is None:
         return
     dtype = torch.int32 if record.dtype == "I32" else torch.int64
     said = source.read(StoredTensor(name, (2,), dtype)).tolist()
