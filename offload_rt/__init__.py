@@ -18,6 +18,8 @@ __all__ = ["LLM", "Output", "Piece", "SamplingParams", "Stats"]
 
 
 def __getattr__(name: str) -> Any:
+    if sys.platform != "linux" and name in __all__:
+        raise ImportError("offload_rt needs Linux; on Windows use WSL 2")
     # On demand: `--help` and a wrong flag answer at once instead of after the seconds torch takes to load.
     if name == "SamplingParams":
         from offload_rt.config import SamplingParams

@@ -12,14 +12,14 @@ compared with systems that draft, plain ones with plain ones. The last line is o
 import argparse
 import json
 import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
-
-from transformers import AutoTokenizer
 
 from bench.compare import contract, outcome
 from bench.compare.chart import caption, draw
@@ -28,6 +28,8 @@ from bench.compare.outcome import Row, Run, run_peer
 from bench.measure import ROOT, Spread, commit, drop_from_page_cache, expanded_model, machine, run_json
 from bench.prompts import held_out_prompts
 from offload_rt.config import format_size, parse_size
+from offload_rt.errors import OffloadError, PromptError
+from offload_rt.text.detokenize import load_tokenizer
 
 _DRAFT, _BUILD = ROOT / "models/demo-draft", ROOT / "build"
 _PROMPT_TOKENS, _LEAST_MAX_LEN = 64, 256
@@ -113,15 +115,27 @@ def scratch() -> Iterator[Path]:
 
 
 def main() -> None:
-    """Print the table and one JSON line, and draw the chart."""
+    """Print the table and one JSON line, and draw the chart; where that cannot be, one sentence."""
     flags = _flags()
+    try:
+        _compare(flags)
+    except subprocess.CalledProcessError as error:  # the script that expands the model has said why
+        sys.exit(error.returncode)
+    except (OffloadError, RuntimeError) as error:  # of a process its last line, which names the class
+        sys.exit("error: " + str(error).rpartition("Error: ")[2].replace("--device-memory", "--budget"))
+
+
+def _compare(flags: argparse.Namespace) -> None:
     model = (flags.model or expanded_model(flags.size)).resolve()
     nbytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
     budget = flags.budget or nbytes // 4
     measured = commit()  # now, not at the end: the tree may change meanwhile
     about = f"{model.name}: {format_size(nbytes)} of weights, budget {format_size(budget)}; commit {measured}"
     print(f"{machine()}\n{about}; {flags.rounds} prompts, {flags.tokens} tokens each\n", flush=True)
-    prompts = held_out_prompts(AutoTokenizer.from_pretrained(model), flags.rounds + 1, _PROMPT_TOKENS)
+    tokenizer = load_tokenizer(model)
+    if tokenizer is None:
+        raise PromptError(f"{model} has no tokenizer", need="one, for prompts are text", change="copy it there")
+    prompts = held_out_prompts(tokenizer, flags.rounds + 1, _PROMPT_TOKENS)
     with scratch() as folder:
         max_len = max(_PROMPT_TOKENS + flags.tokens, _LEAST_MAX_LEN)
         job = Job(model, flags.draft_model.resolve(), budget, 0, max_len, folder)
@@ -134,7 +148,7 @@ def main() -> None:
     said |= {"budget_bytes": budget, "rounds": flags.rounds, "tokens": flags.tokens, "imports_bytes": imports}
     said |= {"gbps": found.gbps, "rows": [row.entry() for row in rows], "ratios": ratios(found)}
     _print(rows, found, imports)
-    if flags.chart:
+    if flags.chart and any(row.reason is None for row in rows):
         draw(rows, caption(said), flags.chart)
     print(json.dumps(said))
 

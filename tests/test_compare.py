@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,6 +62,46 @@ def test_rows_have_a_floor_and_are_sorted_by_kind_then_speed() -> None:
     assert "parts at token 3 of prompt 1" in lines[3] and "2.67 GB" not in lines[3]
     assert "did not run: not installed: vllm" in lines[4]
     assert [Row.of(json.loads(json.dumps(row.entry()))) for row in found] == found
+
+
+def test_a_model_that_fits_into_the_budget_has_a_table_and_a_chart(tmp_path: Path) -> None:
+    """Nothing moves then, and a system that would read the disk has no floor."""
+    runs = {"accelerate_disk": [run_of([1, 2], [(1.0, 1), (2.0, 2)], "disk", 0)]}
+    found = outcome.rows(list(runs), runs, {}, {"disk": [0.0]})
+    assert found[0].floor_s == 0 and "| -       |" in outcome.table(found)
+    chart.draw(found, "title", tmp_path / "chart.png")
+    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("fails", "told"),
+    [
+        (
+            RuntimeError("-m x failed with exit code 1: a.CapacityError: too small; set --device-memory to 5"),
+            "--budget to 5",
+        ),
+        (subprocess.CalledProcessError(2, ["expand"]), 2),
+    ],
+)
+def test_what_cannot_be_compared_is_one_sentence(
+    fails: Exception, told: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise fails
+
+    monkeypatch.setattr("sys.argv", ["compare", "--model", str(speaking_checkpoint(tmp_path))])
+    monkeypatch.setattr(compare, "run_all", fail)
+    with pytest.raises(SystemExit) as caught:
+        compare.main()
+    code = caught.value.code
+    assert code == told if isinstance(told, int) else code == f"error: too small; set {told}"
+
+
+def test_a_model_without_a_tokenizer_is_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (speaking_checkpoint(tmp_path) / "tokenizer.json").unlink()
+    monkeypatch.setattr("sys.argv", ["compare", "--model", str(tmp_path)])
+    with pytest.raises(SystemExit, match="has no tokenizer"):
+        compare.main()
 
 
 def test_a_job_and_a_report_survive_the_way_to_another_process(tmp_path: Path) -> None:

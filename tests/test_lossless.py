@@ -325,7 +325,8 @@ def test_convert_goes_on_where_it_was_and_mends_what_is_damaged(
     assert convert.main(arguments) == 0
     assert layer_path(tmp_path, 0).stat().st_mtime_ns == before
     assert all(path.read_bytes() == (converted / path.name).read_bytes() for path in tmp_path.iterdir())
-    assert "%" in capfd.readouterr().out
+    out, err = capfd.readouterr()
+    assert "%" in out and "encoded" in err and "loaded" not in err
 
 
 def test_a_sidecar_belongs_to_its_checkpoint_and_its_layer(model: Path, converted: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The timeline of a run and what is read from it: known shares of a hand-made one, a real run, and files that are none."""
 
 import json
+import sys
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -176,6 +177,21 @@ def test_a_hand_made_timeline_becomes_a_picture_and_a_text(tmp_path: Path, capsy
     out = capsys.readouterr().out
     assert "link was busy 73.7%" in out and "was idle 26.3%, slots full" in out
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_text_needs_no_matplotlib(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    path = written(tmp_path / "t.json")
+    assert report.main([str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "link was busy 73.7%" in out and out.splitlines()[-1].startswith("no picture is drawn")
+    assert report.main([str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["n_steps"] == 1
+    assert report.main([str(path), "--out", str(tmp_path / "p.png")]) == 2
+    assert_one_sentence(capsys, "pip install matplotlib")
+    assert [one.name for one in tmp_path.iterdir()] == ["t.json"]
 
 
 @pytest.mark.parametrize("drafted", [False, True], ids=["plain", "drafted"])

@@ -80,7 +80,7 @@ def _draw_row(axes: Any, i: int, row: Row) -> None:
 def _scale(axes: Any, shown: Sequence[Row]) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    least = min(min(row.floor_s, row.seconds_per_token.least) for row in shown)
+    least = min(min(row.floor_s or row.seconds_per_token.least, row.seconds_per_token.least) for row in shown)
     largest = max(row.seconds_per_token.largest for row in shown)
     axes.set(xscale="log", xlim=(least / 1.6, largest * 4))
     axes.set_xlabel("seconds per token, log scale: median, least and largest; GiB: peak of the process")

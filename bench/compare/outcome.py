@@ -139,6 +139,7 @@ def _median(row: Row) -> float:
 
 def _row(name: str, runs: Sequence[Run], gbps: Mapping[str, Sequence[float]], reference: list[list[int]]) -> Row:
     supply, per_pass = runs[0].report.supply, mean(run.tokens_per_pass for run in runs)
+    best_gbps = max(gbps[supply.source])  # none where all layers fit into the budget, and nothing moves
     n_tokens = sum(len(run.token_ids) for run in runs)
     return Row(
         name,
@@ -146,7 +147,7 @@ def _row(name: str, runs: Sequence[Run], gbps: Mapping[str, Sequence[float]], re
         source=supply.source,
         seconds_per_token=Spread.of([run.seconds_per_token for run in runs]),
         # A disk's rate changes from round to round; at its best rate, no round's figure is below the floor.
-        floor_s=supply.pass_bytes / (max(gbps[supply.source]) * 1e9) / per_pass,
+        floor_s=supply.pass_bytes / (best_gbps * 1e9) / per_pass if best_gbps else 0.0,
         first_token_s=Spread.of([run.arrivals[0][0] for run in runs]),
         tokens_per_pass=per_pass,
         peak_bytes=max(run.peak_rss for run in runs),
@@ -218,7 +219,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         _SOURCES[row.source],
         f"{seconds.median:.3f} ({seconds.least:.3f} to {seconds.largest:.3f})",
         f"{row.floor_s:.3f}",
-        f"{seconds.median / row.floor_s:.2f}",
+        f"{seconds.median / row.floor_s:.2f}" if row.floor_s else "-",
         f"{row.first_token_s.median:.2f}",
         per_pass,
         format_size(row.peak_bytes + row.device_bytes),

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from offload_rt.llm import LLM
 
 _SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024)
-_DEPTHS = (2, 4, 6, 8, 12, 16, 24)
+_DEPTHS = (1, 2, 4, 6, 8, 12, 16, 24)
 _BATCHES = (1, 2, 4, 8, 16)
 _CONTEXTS = (128, 512, 2048, 8192, 32768, 131072)
 _PROMPTS = (
@@ -77,7 +77,7 @@ class Findings:
 
     acceptance  (ranks,)
     widths      (m,) rows of a pass; pass_s (m,) its seconds, link and compute together; compute_s those of computing alone
-    cost        (len(sizes), len(depths)) seconds per token of the best tree of each size and depth
+    cost        (len(sizes), len(depths)) seconds per token of the best tree of each size and depth, NaN where there is none
     best        size and levels of the cheapest, and its seconds per token
     optima      by number of sequences, and in that by context
     """
@@ -121,9 +121,10 @@ def _calibrate(flags: Namespace) -> None:
     # The table is of trees of one shape: only of these is the expected number of tokens known beforehand.
     with LLM.from_config(replace(config, drafter="static_tree", rule="auto")) as llm:
         _generate(llm, settings, prompts)
-        findings = _find(llm, settings.temperature, settings.tokens)
+        findings = _find(llm, settings.temperature, min(settings.tokens, llm.max_model_len - 1))
     if settings.json:
-        print(json.dumps(vars(findings), default=lambda one: vars(one) if isinstance(one, Optimum) else one.tolist()))
+        text = json.dumps(vars(findings), default=lambda one: vars(one) if isinstance(one, Optimum) else one.tolist())
+        print(text.replace("NaN", "null"))
     else:
         _print_table(findings)
     if settings.plot is not None:
@@ -165,9 +166,12 @@ def _find(llm: "LLM", temperature: float, context: int) -> Findings:
     depths = tuple(n for n in _DEPTHS if n <= limits.n_levels)
     seconds = cost.seconds(np.array(sizes)[:, None], context, cost.level(1) * (np.array(depths) - 1))
     widths = sizes_up_to(limits.n_nodes)
-    at_once = _best(table, cost, 1, context)
-    contexts = sorted({*(n for n in _CONTEXTS if n < llm.max_model_len), llm.max_model_len})
+    exists = np.array([[levels == 1 if n == 1 else 1 < levels <= n for levels in depths] for n in sizes])
+    n_rows, longest = llm.engine_plan.cache_rows, llm.max_model_len - 1
+    at_once = _best(table, cost, 1, context, n_rows)
+    contexts = sorted({*(n for n in _CONTEXTS if n < longest), longest})
     batches = [n for n in _BATCHES if n <= limits.n_nodes]
+    cells = ((batch, n) for batch in batches for n in contexts if batch * (n + 1) <= n_rows)
     streamed = [nbytes / cost.profile.link(tier) / 1e9 for tier, nbytes in llm.plan.pass_bytes.at(context).items()]
     return Findings(
         acceptance=acceptance,
@@ -178,18 +182,19 @@ def _find(llm: "LLM", temperature: float, context: int) -> Findings:
         level_s=cost.level(1),
         sizes=sizes,
         depths=depths,
-        cost=seconds / table[np.ix_(sizes, depths)],
+        cost=np.where(exists, seconds / table[np.ix_(sizes, depths)], np.nan),
         best=(at_once.n_nodes, at_once.n_levels, at_once.token_s),
-        optima=tuple(_best(table, cost, batch, n) for batch in batches for n in contexts),
+        optima=tuple(_best(table, cost, batch, n, n_rows) for batch, n in cells),
     )
 
 
-def _best(table: NDArray[np.float64], cost: "CostEstimator", batch: int, context: int) -> Optimum:
+def _best(table: NDArray[np.float64], cost: "CostEstimator", batch: int, context: int, n_rows: int) -> Optimum:
     """The best tree for each of some sequences, where `table` has the expected tokens by nodes and levels.
 
+    n_rows  of the cache, which holds all contexts and trees
     A level of a draft model is taken to cost as much for all of them as it did for one: it reads the same weights.
     """
-    sizes = sizes_up_to((len(table) - 1) // batch)
+    sizes = sizes_up_to(min((len(table) - 1) // batch, n_rows // batch - context))
     draft_s = cost.level(batch) * np.arange(table.shape[1] - 1)
     pass_s = cost.seconds(batch * sizes[:, None], context, draft_s, batch)
     n_nodes, n_levels, seconds = choose(table, sizes, pass_s)
@@ -203,11 +208,10 @@ def _print_table(findings: Findings) -> None:
     from offload_rt.cli.format import print_table
 
     table = Table(title="seconds per token by size (rows) and levels (columns) of the tree")
-    table.add_column("nodes", justify="right")
-    for depth in findings.depths:
-        table.add_column(str(depth), justify="right")
+    for head in ("nodes", *findings.depths):
+        table.add_column(str(head), justify="right")
     for size, costs in zip(findings.sizes, findings.cost, strict=True):
-        table.add_row(str(size), *(f"{cost:.4f}" for cost in costs))
+        table.add_row(str(size), *("" if np.isnan(cost) else f"{cost:.4f}" for cost in costs))
     print_table(table)
     print_table(_optima_table(findings.optima))
     ranks = ", ".join(f"{p:.3f}" for p in findings.acceptance[:8])
@@ -222,18 +226,15 @@ def _print_table(findings: Findings) -> None:
 def _optima_table(optima: tuple[Optimum, ...]) -> "Table":
     from rich.table import Table
 
-    contexts = sorted({one.context for one in optima})
-    table = Table(
-        title="best tree by sequences in a pass (rows) and tokens before it (columns): nodes, levels, times plain"
-    )
-    table.add_column("sequences", justify="right")
-    for context in contexts:
-        table.add_column(str(context), justify="right")
+    title = "best tree by sequences in a pass (rows) and tokens before it (columns): nodes, levels, times plain"
+    table = Table(title=title)
+    for head in ("sequences", *sorted({one.context for one in optima})):
+        table.add_column(str(head), justify="right")
     for batch in sorted({one.batch for one in optima}):
-        of_batch = (one for one in optima if one.batch == batch)
-        table.add_row(
-            str(batch), *(f"{one.n_nodes}, {one.n_levels}, {one.plain_s / one.token_s:.2f}" for one in of_batch)
+        trees = (
+            f"{one.n_nodes}, {one.n_levels}, {one.plain_s / one.token_s:.2f}" for one in optima if one.batch == batch
         )
+        table.add_row(str(batch), *trees)
     return table
 
 
@@ -254,19 +255,10 @@ def _draw(findings: Findings, path: str) -> None:
     cost.legend(fontsize="small")
     for batch in sorted({one.batch for one in findings.optima}):
         of_batch = [one for one in findings.optima if one.batch == batch]
-        line = optima.plot(
-            [one.context for one in of_batch], [one.n_nodes for one in of_batch], marker=".", label=str(batch)
-        )
-        for one in of_batch:
-            optima.annotate(
-                str(one.n_levels),
-                (one.context, one.n_nodes),
-                (0, 4),
-                textcoords="offset points",
-                color=line[0].get_color(),
-            )
+        places = [(one.context, one.n_nodes) for one in of_batch]
+        (drawn,) = optima.loglog(*zip(*places, strict=True), marker=".", label=str(batch), base=2)
+        for place, one in zip(places, of_batch, strict=True):
+            optima.annotate(str(one.n_levels), place, (0, 4), textcoords="offset points", color=drawn.get_color())
     optima.set(title="best tree (numbers: levels)", xlabel="tokens before the pass", ylabel="nodes")
-    optima.set_xscale("log", base=2)
-    optima.set_yscale("log", base=2)
     optima.legend(title="sequences", fontsize="small")
     save(figure, path)

@@ -48,6 +48,6 @@ def _convert(flags: Namespace) -> None:
         have, change = checkpoint.format.name, "run it as it is"
         raise SettingsError("quantised weights do not shrink", have=have, change=change)
     directory = sidecar_of(checkpoint, settings.sidecar)
-    with loading_bar(Console(stderr=True)) as bar:
+    with loading_bar(Console(stderr=True), "encoded") as bar:
         raw, encoded = write_sidecar(checkpoint, directory, bar)
     print(f"{directory}: {encoded / 1e9:.2f} GB for {raw / 1e9:.2f} GB of layers, {encoded / raw:.1%}")

@@ -1,9 +1,11 @@
 """Pictures of a plan, of a calibration and of a timeline, drawn by matplotlib where it is installed."""
 
 import io
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from offload_rt.config import check_folder
 from offload_rt.errors import SettingsError
 from offload_rt.system.files import write_atomically
 
@@ -11,15 +13,16 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+def is_drawable() -> bool:
+    """Whether pictures can be drawn."""
+    return find_spec("matplotlib") is not None
+
+
 def check_picture(flag: str, path: str | Path) -> None:
     """Raises SettingsError where no picture can be drawn, or where its folder does not exist."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise SettingsError(flag, need="matplotlib", have="none", change="pip install 'offload-rt[plot]'") from error
-    folder = Path(path).resolve().parent
-    if not folder.is_dir():
-        raise SettingsError(f"{flag} {path}", need="a folder that exists", have=f"no {folder}", change="make it")
+    if not is_drawable():
+        raise SettingsError(flag, need="matplotlib", have="none", change="pip install matplotlib")
+    check_folder(flag, path)
 
 
 def panels(n_rows: int, n_columns: int, size: tuple[float, float]) -> "tuple[Figure, Any]":

@@ -5,6 +5,7 @@ what was computed, drafted and verified, and when computing waited for a layer.
 """
 
 import json
+import sys
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -15,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offload_rt.cli.flags import Parser
-from offload_rt.cli.picture import check_picture, panels, save
+from offload_rt.cli.picture import check_picture, is_drawable, panels, save
 from offload_rt.cli.process import exit_code
 from offload_rt.errors import TraceError
 from offload_rt.system import trace
@@ -219,7 +220,11 @@ def main(arguments: list[str] | None = None) -> int:
 def _report(flags: Namespace) -> None:
     spans = read(flags.file)
     found = shares(spans)
-    out = flags.out or flags.file.with_suffix(".png")
-    check_picture("--out", out)
-    draw(spans, found, out)
-    print(json.dumps(asdict(found)) if flags.json else f"{text(found)}\npicture: {out}")
+    picture = flags.out or flags.file.with_suffix(".png")
+    if flags.out is not None:
+        check_picture("--out", flags.out)
+    print(json.dumps(asdict(found)) if flags.json else text(found), flush=True)
+    if is_drawable():
+        draw(spans, found, picture)
+    told = f"picture: {picture}" if is_drawable() else "no picture is drawn: pip install matplotlib to have one"
+    print(told, file=sys.stderr if flags.json else sys.stdout)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from offload_rt.config import EngineConfig
+from offload_rt.config import EngineConfig, format_size
 from offload_rt.engine import profile
 from offload_rt.engine.link import Link, choose_link
 from offload_rt.engine.memory_plan import LIBRARIES, READ_BUFFERS, MemoryPlan, Sizes, less_margin, plan_memory
@@ -179,6 +179,6 @@ def memory_budget(config: EngineConfig, device: torch.device) -> MemoryBudget:
 
 def _within(asked: int | None, flag: str, default: int, limit: int) -> int:
     if asked is not None and asked > limit:
-        need = f"{asked} bytes"
-        raise CapacityError(f"{flag} is more than there is", need=need, have=str(limit), change=f"lower {flag}")
+        need, have = format_size(asked), format_size(limit)
+        raise CapacityError(f"{flag} is more than there is", need=need, have=have, change=f"lower {flag}")
     return default if asked is None else asked

@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from offload_rt.config import format_size
 from offload_rt.engine.engine_plan import EnginePlan
 from offload_rt.errors import CapacityError, DeviceError
 from offload_rt.executor.runner import Runner
@@ -172,7 +173,7 @@ class Loader:
         image = encode_layer(self._read(files, i, host_block(files.layout(i).nbytes)), files.n_parallel)
         if len(image.block) > planned:
             raise CapacityError(
-                f"layer {i} shrinks less than a sample of it", need=f"{len(image.block)} bytes", have=f"{planned} planned",
-                change="run offload-rt convert first, or use --link-format raw",
+                f"layer {i} shrinks less than a sample of it", need=format_size(len(image.block)),
+                have=f"{format_size(planned)} planned", change="run offload-rt convert first, or use --link-format raw",
             )  # fmt: skip
         return image

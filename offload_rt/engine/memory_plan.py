@@ -234,7 +234,7 @@ class _Memory:
             budget = replace(budget, buffers=budget.buffers + self._bytes(max_len, split).host)
         if budget.host < budget.buffers:
             raise CapacityError(
-                "the host memory budget is too small for keys and values", need=f"{budget.buffers} bytes at least",
+                "the host memory budget is too small for keys and values", need=f"{format_size(budget.buffers)} at least",
                 have=format_size(budget.host), change="raise --host-memory or --device-memory, or lower --max-model-len",
             )  # fmt: skip
         reserved, link = self._reserved(max_len, split), self.target.link

@@ -31,7 +31,7 @@ def progress_bar(console: Console, what: str, *columns: progress.ProgressColumn)
 
 
 @contextmanager
-def loading_bar(console: Console) -> Iterator[Draw]:
+def loading_bar(console: Console, done_what: str = "loaded") -> Iterator[Draw]:
     """To be called with (bytes so far, bytes in all), shows GB and GB/s; in a log file one line at the end."""
     started = loaded = 0.0
 
@@ -41,9 +41,9 @@ def loading_bar(console: Console) -> Iterator[Draw]:
         started, loaded = started or time.perf_counter(), total
         bar(done, total)
 
-    with progress_bar(console, "loading", progress.DownloadColumn(), progress.TransferSpeedColumn()) as bar:
+    with progress_bar(console, done_what, progress.DownloadColumn(), progress.TransferSpeedColumn()) as bar:
         yield draw
     if loaded and not console.is_terminal:
         seconds = time.perf_counter() - started
         rate = loaded / seconds / 1e9
-        console.print(f"loaded {loaded / 1e9:.2f} GB in {seconds:.2f} s, {rate:.2f} GB/s", highlight=False)
+        console.print(f"{done_what} {loaded / 1e9:.2f} GB in {seconds:.2f} s, {rate:.2f} GB/s", highlight=False)
