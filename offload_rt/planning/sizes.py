@@ -58,7 +58,9 @@ def _sizes_of(name: str, revision: str | None, config: EngineConfig) -> Sizes:
     if checkpoint is None and not raw:
         if "/" not in name and not Path(name).exists():
             need = "a config.json, its directory, a GGUF file, a hub id like org/name, or a shape that is built in"
-            raise CheckpointError(f"no model called {name}", need=need, have=", ".join(KNOWN), change="give one of these")
+            raise CheckpointError(
+                f"no model called {name}", need=need, have=", ".join(KNOWN), change="give one of these"
+            )
         raw = find_config(name, revision, config.offline)
         if "quantization_config" in raw and not Path(name).exists():
             checkpoint = open_headers(name, revision, config.offline)
