@@ -127,6 +127,7 @@ CONFIGS = {
     "awq": config_of(Choice("awq", group_size=4)),
     "gptq": config_of(Choice("gptq", group_size=4)),
     "bitsandbytes": config_of(Choice("nf4")),
+    "mxfp4": {"quant_method": "mxfp4"},
     "gguf": Storage(None),
 }
 

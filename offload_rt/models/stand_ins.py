@@ -177,5 +177,5 @@ class _Matrix:
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None) -> Tensor:
         x, matrix, *bias = args
-        assert function is F.linear and bias in ([], [None]), "what the experts of a mixture compute"
+        assert function in (F.linear, Tensor.matmul) and bias in ([], [None]), "what the experts of a mixture compute"
         return torch.cat([matrix._weights.linear(x, name) for name in matrix._names], dim=-1)

@@ -22,7 +22,8 @@ from offload_rt.models.traced import ExpertNames, TracedModel
 class TensorNames:
     """Finds a model's tensors among those of a checkpoint, of these shapes.
 
-    parts  where the tensors lie, by the model's names; of experts that are stored one by one, by the checkpoint's
+    parts  where the tensors lie, by the model's names; of experts that are stored one by one, by the checkpoint's; of one
+           that is a part of codes or scales of all, by its number and what it is
     Raises UnsupportedModelError where bytes would have to change places.
     """
 
@@ -51,7 +52,14 @@ class TensorNames:
                 else:
                     self._convert(stored, probe, ending, shape, name, pattern)
                 return
-        self.parts[stored] = Part(stored)
+        experts, _, part = stored.rpartition("_")  # the codes or scales of all of them
+        name = self._renamed(experts)[0]
+        if name in self._model.state and shape[:1] == self._model.state[name][:1]:
+            for i in range(shape[0]):
+                self.parts[f"{name}.{i}.{part}"] = Part(stored, i, 1)
+                self._of_experts.setdefault(name, {}).setdefault("", {})[f"{name}.{i}"] = None
+        else:
+            self.parts[stored] = Part(stored)
 
     def _renamed(self, name: str) -> tuple[str, str | None]:
         state = self._model.state
@@ -81,7 +89,7 @@ class TensorNames:
     def experts(self) -> tuple[ExpertNames, ...]:
         """Of each layer."""
         layers: list[dict[str, list[list[str]]]] = [{} for _ in self._model.layers]
-        order = {one: n for converter in self._converters for n, one in enumerate(converter.source_patterns)}
+        order = {"": 0} | {one: n for converter in self._converters for n, one in enumerate(converter.source_patterns)}
         for name, by_pattern in self._of_experts.items():
             i = name.removeprefix(self._model.prefix).partition(".")[0]
             start = len(f"{self._model.prefix}{i}.")

@@ -193,6 +193,7 @@ class TracedModel:
         self._tensors: list[list[_Tensor]] = [[] for _ in parts]
         self._tables: list[list[tuple[dict[str, Any], str]]] = [[] for _ in parts]
         self.shapes: list[dict[str, tuple[int, ...]]] = [{} for _ in parts]
+        self.transposed: set[str] = set()  # experts whose matrices are (n_in, n_out)
         for i, module in ((i, module) for i, modules in enumerate(parts) for module in modules):
             start = len(f"{self.prefix}{i}.") if i < len(self.layers) else 0
             own: list[_Tensor] = []
@@ -203,6 +204,7 @@ class TracedModel:
                     dtype = None if one.dtype == self.model.dtype else one.dtype
                     own.append(_Tensor(table, key, name, tuple(one.shape), dtype))
             self.shapes[i] |= {one.name: one.shape for one in own}
+            self.transposed |= {one.name for one in own if getattr(module, "is_transposed", False)}
             if type(module) is nn.Linear:
                 linear = partial(self._linear, own[0].name.removesuffix(".weight"))
                 module.forward = linear  # type: ignore[method-assign]

@@ -139,7 +139,8 @@ class TransformersModel(Architecture):
         for name, shape in self.model.shapes[i].items():
             parts = [one for names in experts.get(name, ()) for one in names]
             rows = math.prod(shape[:2]) // max(len(parts), 1)
-            tensors += [TensorShape(f"{one}.weight", (rows, shape[2])) for one in parts] or [TensorShape(name, shape)]
+            matrix = shape[:0:-1] if name in self.model.transposed else (rows, *shape[2:])
+            tensors += [TensorShape(f"{one}.weight", matrix) for one in parts] or [TensorShape(name, shape)]
         return tuple(tensors)
 
     def non_layer_tensors(self) -> tuple[TensorShape, ...]:

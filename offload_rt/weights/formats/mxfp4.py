@@ -1,0 +1,32 @@
+"""MXFP4 as gpt-oss has it: the codes of all experts in one tensor, in blocks of 32 inputs, and a power of two for each."""
+
+import torch
+
+from offload_rt.ops.dequantize import Packing
+from offload_rt.weights.formats import Source, StoredTensor
+from offload_rt.weights.quantized import QuantizedFormat, QuantizedMatrix
+
+_SIZE = 32
+
+
+def matches(quantization_config: object) -> bool:
+    """The quant_method of gpt-oss."""
+    return isinstance(quantization_config, dict) and quantization_config.get("quant_method") == "mxfp4"
+
+
+class Format(QuantizedFormat):
+    """Value times power of two, as transformers with `Mxfp4Config(dequantize=True)`; bfloat16 holds every product."""
+
+    name = "mxfp4"
+
+    def __init__(self, quantization_config: object) -> None:
+        super().__init__()
+
+    def matrix(self, module: str, shape: tuple[int, int], source: Source) -> QuantizedMatrix | None:
+        """Of one expert, see `QuantizedFormat.matrix`."""
+        n_out, n_in = shape
+        if n_in % _SIZE or source.find(f"{module}.blocks") is None:
+            return None
+        codes = StoredTensor("blocks", (1, n_out, n_in // _SIZE, _SIZE // 2), torch.uint8)
+        scales = StoredTensor("scales", codes.shape[:3], torch.uint8)
+        return QuantizedMatrix(shape, Packing("e2m1", 4, (1, _SIZE)), codes, scales, product=torch.bfloat16)
