@@ -72,6 +72,14 @@ def expanded_model(size: str) -> Path:
     return out
 
 
+def quantized_model(model: Path, format: str, folder: Path) -> tuple[Path, Path]:
+    """A checkpoint in this format of `scripts/quantize.py`, and one of the same weights as floats, in a folder."""
+    out = folder / f"{model.name}-{format}", folder / f"{model.name}-plain"
+    command = [sys.executable, "scripts/quantize.py", str(model), str(out[0]), "--exact", str(out[1])]
+    subprocess.run([*command, "--format", format, "--group-size", "128"], cwd=ROOT, check=True)
+    return out
+
+
 def resident_layers(llm: "LLM") -> "MemoryTier":
     """The layers of a model that is resident as a whole, where they lie."""
     from offload_rt.offload.memory import MemoryTier

@@ -130,7 +130,7 @@ def against_accelerate(settings: Settings) -> dict[str, object] | None:
         n_resident, max_len = llm.plan.tiers.count("device"), llm.max_model_len
     seconds, answers = {_OURS: [], _THEIRS: []}, {_OURS: [], _THEIRS: []}
     with TemporaryDirectory() as scratch:
-        job = Job(settings.model, settings.model, settings.budget, n_resident, max_len, Path(scratch))
+        job = Job(settings.model, settings.model, settings.model, settings.budget, n_resident, max_len, Path(scratch))
         for _ in range(max(settings.rounds // 3, 2)):
             for name in seconds:
                 drop_from_page_cache(settings.model)

@@ -1,12 +1,13 @@
 """How long does a token take in other systems: the same checkpoint, prompts and machine?
 
-python -m scripts.compare [--size 2100MB] [--rounds 4] [--tokens 48] [--chart docs/compare.png]
+python -m scripts.compare [--size 2100MB] [--quantize FORMAT] [--rounds 4] [--tokens 48] [--chart docs/compare.png]
 
 Every peer (a file of `bench/peers`) runs in a process of its own with the settings an expert would choose, and answers one
 prompt a round. The order of the peers rotates from round to round, so that a slow disk or core is slow for all. Warming up is
 not counted. Weights that come from the disk are cold in every pass. The floor of a figure is the bytes that a pass moves at the
 best rate measured between the rounds. Greedy tokens are compared with those of the resident model. Systems that draft are
-compared with systems that draft, plain ones with plain ones. The last line is one JSON object.
+compared with systems that draft, plain ones with plain ones. With --quantize offload_rt runs the checkpoint in that format, and
+the others the same weights as floats. The last line is one JSON object.
 """
 
 import argparse
@@ -25,7 +26,16 @@ from bench.compare import contract, outcome
 from bench.compare.chart import caption, draw
 from bench.compare.contract import Job
 from bench.compare.outcome import Row, Run, run_peer
-from bench.measure import ROOT, Spread, commit, drop_from_page_cache, expanded_model, machine, run_json
+from bench.measure import (
+    ROOT,
+    Spread,
+    commit,
+    drop_from_page_cache,
+    expanded_model,
+    machine,
+    quantized_model,
+    run_json,
+)  # fmt: skip
 from bench.prompts import held_out_prompts
 from offload_rt.config import format_size, parse_size
 from offload_rt.errors import OffloadError, PromptError
@@ -69,7 +79,7 @@ class Results:
 
 def measure_floor(course: Course) -> tuple[dict[str, float], int]:
     """GB/s by source, and how many layers fit into the budget beside everything else."""
-    drop_from_page_cache(course.job.model)
+    drop_from_page_cache(course.job.plain)
     found = run_json(["-m", "bench.compare.floor", "--job", course.job.text()], course.timeout_s).result
     return found["gbps"], found["n_resident"]
 
@@ -90,7 +100,7 @@ def run_all(course: Course, peers: Sequence[str]) -> Results:
 
 
 def _take_turn(name: str, course: Course, i: int, found: Results) -> None:
-    drop_from_page_cache(course.job.model)
+    drop_from_page_cache(course.job.plain)
     try:
         run = run_peer(name, course.job, [course.prompts[i]], course.warm_up, course.n_tokens, course.timeout_s)
     except RuntimeError as error:
@@ -138,13 +148,14 @@ def _compare(flags: argparse.Namespace) -> None:
     prompts = held_out_prompts(tokenizer, flags.rounds + 1, _PROMPT_TOKENS)
     with scratch() as folder:
         max_len = max(_PROMPT_TOKENS + flags.tokens, _LEAST_MAX_LEN)
-        job = Job(model, flags.draft_model.resolve(), budget, 0, max_len, folder)
+        ours, plain = quantized_model(model, flags.quantize, folder) if flags.quantize else (model, model)
+        job = Job(ours, plain, flags.draft_model.resolve(), budget, 0, max_len, folder)
         found = run_all(Course(job, prompts[1:], prompts[0], flags.tokens, flags.timeout), flags.peers)
         imports = run_json(["-c", IMPORTS]).peak_rss
         reference = [run.token_ids for run in found.runs.get(outcome.REFERENCE, ())]
         rows = outcome.rows(flags.peers, found.runs, found.reasons, found.gbps)
-        rows = outcome.with_margins(rows, model, prompts[1:], reference)
-    said = {"bench": "compare", "machine": machine(), "commit": measured, "model": model.name, "model_bytes": nbytes}
+        rows = outcome.with_margins(rows, plain, prompts[1:], reference)
+    said = {"bench": "compare", "machine": machine(), "commit": measured, "model": ours.name, "model_bytes": nbytes}
     said |= {"budget_bytes": budget, "rounds": flags.rounds, "tokens": flags.tokens, "imports_bytes": imports}
     said |= {"gbps": found.gbps, "rows": [row.entry() for row in rows], "ratios": ratios(found)}
     _print(rows, found, imports)
@@ -158,6 +169,7 @@ def _flags() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="a checkpoint; default: the demo target expanded to --size")
     parser.add_argument("--draft-model", type=Path, default=_DRAFT)
     parser.add_argument("--size", default="2100MB")
+    parser.add_argument("--quantize", help="a format of scripts/quantize.py, such as pack-quantized")
     parser.add_argument("--budget", type=parse_size, help="default: a quarter of the weights")
     parser.add_argument("--rounds", type=int, default=4, help="prompts, each answered by every peer")
     parser.add_argument("--tokens", type=int, default=48)

@@ -251,14 +251,24 @@ def quantized(tensors: dict[str, Tensor], choice: Choice) -> tuple[dict[str, Ten
     return stored, exact
 
 
-def write(source: Path, target: Path, choice: Choice) -> None:
-    """Quantise the checkpoint of one file in `source` into a new folder, with all that lies beside its weights."""
-    shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors"))
+def write(source: Path, target: Path, choice: Choice, exact: Path | None = None) -> None:
+    """Quantise a checkpoint into a new folder, with all that lies beside its weights.
+
+    exact  a folder for a plain checkpoint that computes the same
+    """
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    content = json.dumps(config | {"quantization_config": config_of(choice)}, indent=2)
-    (target / "config.json").write_text(content, encoding="utf-8")
-    stored, _ = quantized(load_file(source / "model.safetensors"), choice)
-    save_file(stored, target / "model.safetensors", {"format": "pt"})
+    folders = {target: {"quantization_config": config_of(choice)}} | ({} if exact is None else {exact: {}})
+    for folder, more in folders.items():
+        shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+        (folder / "config.json").write_text(json.dumps(config | more, indent=2), encoding="utf-8")
+    paths, where = sorted(source.glob("*.safetensors")), {folder: {} for folder in folders}
+    for path in paths:
+        for folder, tensors in zip(folders, quantized(load_file(path), choice), strict=False):
+            save_file(tensors, folder / path.name, {"format": "pt"})
+            where[folder] |= dict.fromkeys(tensors, path.name)
+    for folder, names in where.items() if len(paths) > 1 else ():
+        index = json.dumps({"metadata": {}, "weight_map": names})
+        (folder / "model.safetensors.index.json").write_text(index, encoding="utf-8")
 
 
 def write_one_file(source: Path, target: Path, type: str) -> None:
@@ -273,7 +283,7 @@ def write_one_file(source: Path, target: Path, type: str) -> None:
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("source", type=Path, help="folder of a checkpoint with one model.safetensors")
+    parser.add_argument("source", type=Path, help="folder of a checkpoint; of one model.safetensors for GGUF")
     parser.add_argument("target", type=Path, help="folder or GGUF file to make")
     parser.add_argument("--format", choices=[*FORMATS, "gguf"], default="pack-quantized")
     parser.add_argument("--bits", type=int, choices=range(2, 9), default=4)
@@ -281,14 +291,16 @@ def main() -> int:
     parser.add_argument("--symmetric", action="store_true", help="without zero points; nf4: plain scales")
     parser.add_argument("--type", choices=write_gguf.TYPES, default="Q4_K", help="of a GGUF file's matrices")
     parser.add_argument("--desc-act", action="store_true", help="inputs of a group lie anywhere")
+    parser.add_argument("--exact", type=Path, help="folder to make of a plain checkpoint of the same weights")
     args = parser.parse_args()
-    if args.target.exists() or not (args.source / "model.safetensors").exists():
-        print(f"{args.target} exists, or {args.source} has no model.safetensors", file=sys.stderr)
+    if args.target.exists() or not any(args.source.glob("*.safetensors")):
+        print(f"{args.target} exists, or {args.source} has no safetensors", file=sys.stderr)
         return 2
     if args.format == "gguf":
         write_one_file(args.source, args.target, args.type)
         return 0
-    write(args.source, args.target, Choice(args.format, args.bits, args.group_size, args.symmetric, args.desc_act))
+    choice = Choice(args.format, args.bits, args.group_size, args.symmetric, args.desc_act)
+    write(args.source, args.target, choice, args.exact)
     return 0
 
 

@@ -105,7 +105,7 @@ def test_a_model_without_a_tokenizer_is_not_compared(tmp_path: Path, monkeypatch
 
 
 def test_a_job_and_a_report_survive_the_way_to_another_process(tmp_path: Path) -> None:
-    job = Job(tmp_path / "m", tmp_path / "d", 7, 3, 256, tmp_path)
+    job = Job(tmp_path / "m", tmp_path / "p", tmp_path / "d", 7, 3, 256, tmp_path)
     assert Job.of(job.text()) == job
     report = run_of([1, 2], [(0.5, 1), (0.75, 2)]).report
     assert Report.of(json.loads(report.text())) == report
@@ -136,7 +136,7 @@ def test_a_peer_that_fails_is_a_row_that_says_why(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(compare, "measure_floor", lambda course: ({"disk": 1.0}, 2))
     monkeypatch.setattr(compare, "run_peer", fail)
-    job = Job(tmp_path, tmp_path, 1, 0, 256, tmp_path)
+    job = Job(tmp_path, tmp_path, tmp_path, 1, 0, 256, tmp_path)
     found = compare.run_all(compare.Course(job, [[1], [2]], [3], 4, 1.0), ["offload_rt_plain"])
     assert found.reasons == {"offload_rt_plain": "out of luck"}
     assert tried == ["offload_rt_plain"]
@@ -150,7 +150,7 @@ def test_rounds_begin_with_another_peer_each_time(tmp_path: Path, monkeypatch: p
     run = run_of([1, 2], [(1.0, 1), (2.0, 2)])
     monkeypatch.setattr(compare, "measure_floor", lambda course: ({"disk": 1.0}, 2))
     monkeypatch.setattr(compare, "run_peer", lambda name, job, prompts, *_: turns.append((prompts, name)) or run)
-    job = Job(tmp_path, tmp_path, 1, 0, 256, tmp_path)
+    job = Job(tmp_path, tmp_path, tmp_path, 1, 0, 256, tmp_path)
     peers = ["offload_rt_plain", "offload_rt_speculative", "transformers_resident"]
     found = compare.run_all(compare.Course(job, [[1], [2]], [3], 4, 1.0), peers)
     assert turns == [([[1]], name) for name in peers] + [([[2]], name) for name in (*peers[1:], peers[0])]
@@ -178,7 +178,7 @@ def test_the_recorded_comparison_can_be_drawn_again(tmp_path: Path) -> None:
 
 def test_two_systems_give_the_same_tokens_in_processes_of_their_own(tmp_path: Path) -> None:
     model = speaking_checkpoint(tmp_path / "model")
-    job = Job(model, model, 1_000_000, 1, 64, tmp_path)
+    job = Job(model, model, model, 1_000_000, 1, 64, tmp_path)
     runs = [outcome.run_peer(name, job, [[5, 6, 7]], [3], 6) for name in ("transformers_resident", "offload_rt_plain")]
     assert runs[0].token_ids == runs[1].token_ids and len(runs[0].token_ids) == 6
     assert all(run.peak_rss > 50e6 and [n for _, n in run.arrivals] == [1, 2, 3, 4, 5, 6] for run in runs)

@@ -14,6 +14,7 @@ from typing import Protocol
 class Job:
     """What all peers are given alike.
 
+    plain       the checkpoint for systems that do not read the model's format: its weights as floats; else the model
     budget      bytes of device memory for those that offload; on a CPU, of memory
     n_resident  layers that fit into the budget beside everything else, for peers that do not decide it themselves
     max_len     most tokens of prompt and answer together
@@ -21,6 +22,7 @@ class Job:
     """
 
     model: Path
+    plain: Path
     draft: Path
     budget: int
     n_resident: int
@@ -37,7 +39,7 @@ class Job:
     def of(cls, text: str) -> "Job":
         """Read what `text` wrote."""
         raw = json.loads(text)
-        return cls(**raw | {name: Path(raw[name]) for name in ("model", "draft", "scratch")})
+        return cls(**raw | {name: Path(raw[name]) for name in ("model", "plain", "draft", "scratch")})
 
 
 @dataclass(frozen=True)

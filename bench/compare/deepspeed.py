@@ -40,11 +40,11 @@ def open_engine(job: Job, offload: dict[str, object], source: str) -> DeepSpeedP
     import deepspeed
     from transformers.integrations import HfDeepSpeedConfig
 
-    config = AutoConfig.from_pretrained(job.model)
+    config = AutoConfig.from_pretrained(job.plain)
     settings = _settings(config, offload)
     kept = HfDeepSpeedConfig(settings)
     deepspeed.init_distributed()
-    model = AutoModelForCausalLM.from_pretrained(job.model, dtype="auto").eval()
+    model = AutoModelForCausalLM.from_pretrained(job.plain, dtype="auto").eval()
     # A whole layer is fetched at a time, instead of each of its nine tensors when its turn comes.
     deepspeed.utils.set_z3_leaf_modules(model, [type(model.model.layers[0])])
     n_moved = sum(one.ds_numel for one in model.parameters()) - model.get_input_embeddings().weight.ds_numel

@@ -23,7 +23,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--job", type=Job.of, required=True)
     job = parser.parse_args().job
-    with LLM(str(job.model), device_memory=job.budget, max_model_len=job.max_len, drafter="none") as llm:
+    with LLM(str(job.plain), device_memory=job.budget, max_model_len=job.max_len, drafter="none") as llm:
         n_resident = llm.plan.tiers.count("device")
         dtype, device = llm.engine_plan.dtype, llm.engine_plan.device
         disk = _sweep_gbps(llm)

@@ -16,7 +16,7 @@ def load(job: Job) -> TransformersPeer:
     """All weights in CPU memory; on a GPU pinned, and whole layers resident as far as the budget goes."""
     from accelerate import cpu_offload  # not at the top: the title is needed where it is not installed
 
-    model = AutoModelForCausalLM.from_pretrained(job.model, dtype="auto")
+    model = AutoModelForCausalLM.from_pretrained(job.plain, dtype="auto")
     if not torch.cuda.is_available():
         moved = nbytes(model)
         cpu_offload(model, execution_device=torch.device("cpu"), state_dict=model.state_dict())

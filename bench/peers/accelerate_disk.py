@@ -22,11 +22,11 @@ def load(job: Job) -> TransformersPeer:
 
 def offloaded(job: Job, n_resident: int, draft: PreTrainedModel | None = None) -> TransformersPeer:
     """The first layers resident and the rest on the disk, in one device map: no `.dat` copies are written."""
-    n_layers = json.loads((job.model / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"]
+    n_layers = json.loads((job.plain / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"]
     here = 0 if torch.cuda.is_available() else "cpu"
     where = {f"model.layers.{i}": here if i < n_resident else "disk" for i in range(n_layers)}
     where |= dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), here)
     folder = tempfile.mkdtemp(dir=job.scratch)
-    model = AutoModelForCausalLM.from_pretrained(job.model, device_map=where, offload_folder=folder, dtype="auto")
+    model = AutoModelForCausalLM.from_pretrained(job.plain, device_map=where, offload_folder=folder, dtype="auto")
     supply = Supply("disk", (n_layers - n_resident) * layer_nbytes(model))
-    return TransformersPeer(model, supply, cold=job.model, assistant=draft)
+    return TransformersPeer(model, supply, cold=job.plain, assistant=draft)

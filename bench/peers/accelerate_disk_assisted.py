@@ -17,8 +17,8 @@ def load(job: Job) -> TransformersPeer:
     """The number of drafted tokens follows the draft's confidence, as is transformers' default."""
     draft = AutoModelForCausalLM.from_pretrained(job.draft, dtype="auto")
     draft = draft.to("cuda" if torch.cuda.is_available() else "cpu")
-    n_layers = json.loads((job.model / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"]
-    model_nbytes = sum(path.stat().st_size for path in job.model.glob("*.safetensors"))
+    n_layers = json.loads((job.plain / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"]
+    model_nbytes = sum(path.stat().st_size for path in job.plain.glob("*.safetensors"))
     draft_nbytes = sum(one.numel() * one.element_size() for one in draft.parameters())
     n_displaced = ceil(draft_nbytes / (model_nbytes / n_layers))
     return accelerate_disk.offloaded(job, max(job.n_resident - n_displaced, 0), draft)

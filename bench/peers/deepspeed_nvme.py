@@ -26,7 +26,7 @@ def unfit() -> str | None:
 
 def load(job: Job) -> deepspeed.DeepSpeedPeer:
     """Buffers for the largest tensor, enough of them for two layers."""
-    config = AutoConfig.from_pretrained(job.model)
+    config = AutoConfig.from_pretrained(job.plain)
     largest = max(config.vocab_size, config.intermediate_size) * config.hidden_size
     offload = {
         "device": "nvme",

@@ -12,5 +12,5 @@ TITLE, PACKAGES, DRAFTS = "transformers, resident, assisted", ("transformers",),
 def load(job: Job) -> TransformersPeer:
     """All weights on the device; the number of drafted tokens follows the draft's confidence, as is the default."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, draft = (AutoModelForCausalLM.from_pretrained(path, dtype="auto") for path in (job.model, job.draft))
+    model, draft = (AutoModelForCausalLM.from_pretrained(path, dtype="auto") for path in (job.plain, job.draft))
     return TransformersPeer(model.to(device), Supply("memory", nbytes(model)), assistant=draft.to(device))

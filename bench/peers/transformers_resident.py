@@ -11,6 +11,6 @@ TITLE, PACKAGES, DRAFTS = "transformers, resident", ("transformers",), False
 
 def load(job: Job) -> TransformersPeer:
     """All weights on the device, whatever the budget."""
-    model = AutoModelForCausalLM.from_pretrained(job.model, dtype="auto")
+    model = AutoModelForCausalLM.from_pretrained(job.plain, dtype="auto")
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     return TransformersPeer(model, Supply("memory", nbytes(model)))
