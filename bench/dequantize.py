@@ -1,10 +1,11 @@
 """How fast are quantised weights made plain on a CPU, and does a link still set the time of a pass that does so?
 
-    python -m bench.dequantize [--rounds 7] [--rates 0.25,0.5,1]
+    python -m bench.dequantize [--formats int4 GGUF] [--rounds 7] [--rates 0.25,0.5,1]
 
 One thread throughout. First, for each format, a matrix of 4096 x 11008 to bfloat16: billions of weights a second by the kernel,
-and by torch's own operations, interleaved. Then a pass of one token over a Llama of 4-bit integers, whose layers are read from
-the disk and held back to a set rate, against the time that its bytes take at that rate. The last line is one JSON object.
+by torch's own operations, and by a copy of a bfloat16 matrix, interleaved. Then a pass of one token over a Llama of 4-bit
+integers, whose layers are read from the disk and held back to a set rate, against the time that its bytes take at that rate.
+Without rates there is no such pass. The last line is one JSON object.
 """
 
 import argparse
@@ -51,7 +52,7 @@ PACKINGS = {
     "nf4": (Packing("nf4", 4, (1, 64)), torch.uint8, torch.float32),
     "MXFP4": (Packing("e2m1", 4, (1, 32)), torch.uint8, torch.bfloat16),
 }
-Way = Callable[[], None]
+Way = Callable[[], object]
 
 
 def ways() -> dict[str, tuple[Way, Way]]:
@@ -70,18 +71,23 @@ def ways() -> dict[str, tuple[Way, Way]]:
     return found
 
 
-def rates(n_rounds: int) -> dict[str, dict[str, object]]:
-    """Billions of weights a second by kernel and by torch, and the ratio of the two in each round."""
+def rates(n_rounds: int, formats: list[str]) -> dict[str, dict[str, object]]:
+    """Billions of weights a second by kernel, by torch and by a copy, and what the kernel is of the copy in each round."""
     results: dict[str, dict[str, object]] = {}
-    print(f"\n## Billions of weights a second to bfloat16\n{'':24}{'kernel':26}{'torch':26}kernel / torch")
+    plain, copied = (torch.ones(N_OUT, N_IN, dtype=torch.bfloat16) for _ in range(2))
+    names = ("kernel", "torch", "copy")
+    print(f"\n## Billions of weights a second to bfloat16\n{'':24}{''.join(f'{one:26}' for one in names)}kernel / copy")
     for name, pair in ways().items():
-        for way in pair:
+        if not any(name.startswith(one) for one in formats):
+            continue
+        all_ways = (*pair, lambda: copied.copy_(plain))
+        for way in all_ways:
             way()  # compiles
-        rounds = [[N_OUT * N_IN / _seconds(way) / 1e9 for way in pair] for _ in range(n_rounds)]
-        ours, theirs = (Spread.of([one[i] for one in rounds]) for i in range(2))
-        ratio = Spread.of([mine / other for mine, other in rounds])
-        print(f"{name:24}{ours!s:26}{theirs!s:26}{ratio}")
-        results[name] = {"kernel": asdict(ours), "torch": asdict(theirs), "ratio": asdict(ratio)}
+        rounds = [[N_OUT * N_IN / _seconds(way) / 1e9 for way in all_ways] for _ in range(n_rounds)]
+        found = {one: Spread.of([each[i] for each in rounds]) for i, one in enumerate(names)}
+        found["ratio"] = Spread.of([each[0] / each[2] for each in rounds])
+        print(f"{name:24}{''.join(f'{found[one]!s:26}' for one in names)}{found['ratio']}")
+        results[name] = {one: asdict(spread) for one, spread in found.items()}
     return results
 
 
@@ -146,12 +152,16 @@ def main() -> None:
     """Run both and print one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--formats", nargs="+", default=[""], help="how their names begin; default: all")
     parser.add_argument("--rates", default="0.25,0.5,1", help="of the link, in GB/s")
     flags = parser.parse_args()
     torch.set_num_threads(1)
     print(f"{machine()}; commit {commit()}")
-    gbps = [float(rate) for rate in flags.rates.split(",")]
-    results = {"weights_per_s": rates(flags.rounds), "pass": passes_over_a_link(gbps, max(flags.rounds // 2, 2))}
+    gbps = [float(rate) for rate in flags.rates.split(",") if rate]
+    results = {
+        "weights_per_s": rates(flags.rounds, flags.formats),
+        "pass": passes_over_a_link(gbps, max(flags.rounds // 2, 2)) if gbps else {},
+    }
     print(json.dumps({"machine": machine(), "commit": commit(), **results}))
 
 

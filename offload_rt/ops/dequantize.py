@@ -1,7 +1,6 @@
 """Quantised matrices to plain ones: (code - zero) * scale in the dtype of the scales, rounded once, then cast."""
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import torch
@@ -106,14 +105,14 @@ def dequantize(
     groups  (columns,) int32, or of rows: the scale of each, instead of its place by `block`
     out     (rows, columns), dense, of any dtype
     """
-    run = partial(reference_dequantize)
+    run = reference_dequantize
     if scales.dtype in _KERNEL_DTYPES and out.dtype in _KERNEL_DTYPES:
         if extension.serves(out):
-            run = partial(_on_card)
+            run = _on_card
         elif out.device.type == "cpu":
             from offload_rt.ops.dequantize_kernels import dequantize_on_cpu  # numba takes a second to import
 
-            run = partial(dequantize_on_cpu)
+            run = dequantize_on_cpu
     run(codes, scales, zeros, groups, packing, out)
 
 
@@ -135,14 +134,14 @@ def dequantize_blocks(blocks: Tensor, name: str, out: Tensor) -> None:
     name    of their type, in BLOCKS
     out     (rows, columns), dense, of any dtype
     """
-    run = partial(reference_dequantize_blocks)
+    run = reference_dequantize_blocks
     if name in KERNEL_BLOCKS and out.dtype in _KERNEL_DTYPES:
         if extension.serves(out):
-            run = partial(_blocks_on_card)
+            run = _blocks_on_card
         elif out.device.type == "cpu":
             from offload_rt.ops.dequantize_kernels import dequantize_blocks_on_cpu
 
-            run = partial(dequantize_blocks_on_cpu)
+            run = dequantize_blocks_on_cpu
     run(blocks, name, out)
 
 

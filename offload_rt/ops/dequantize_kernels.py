@@ -30,42 +30,41 @@ def dequantize_on_cpu(
 ) -> None:
     """See `dequantize`; scales and out of float16, bfloat16 or float32."""
     kind = _FLOAT8 if codes.dtype == torch.float8_e4m3fn else ORDERS.index(packing.order)
-    written, narrow, wide = _target(out)
     scale = scales.float().contiguous().numpy()
     zero = np.full_like(scale, packing.offset) if zeros is None else zeros.float().contiguous().numpy()
     places = np.empty(0, np.int32) if groups is None else groups.numpy()
-    rounded = _ROUNDING[scales.dtype]
-    numbers = (kind, packing.bits, *packing.block, rounded if rounded != written else _NOTHING, written)
-    bytes = codes.contiguous().view(torch.uint8).view(-1).numpy()
-    row_nbytes = len(bytes) // max(len(codes), 1)
+    rounded, written = _ROUNDING[scales.dtype], _ROUNDING[out.dtype]
+    rounded = rounded if rounded != written else _NOTHING
+    bytes, target = codes.contiguous().view(torch.uint8).view(-1).numpy(), _target(out)
+    n_groups, size = scale.shape[-1], packing.block[1]
+    is_plain = packing.block[0] == 1 and size % 8 == 0 and n_groups * size == out.shape[1] and groups is None
+    if is_plain and (kind, packing.bits, rounded) == (_ROWS, 4, _NOTHING) and written != _NOTHING:
+        pairs, halves = (one.reshape(-1, size // 2) for one in (bytes, target.view(np.uint32)))
 
-    def compute(first: int, last: int) -> None:
-        rows = first, last, out.shape[1]
-        _dequantize(rows, bytes, row_nbytes, scale, zero, places, numbers, narrow, wide)
+        def compute(first: int, last: int) -> None:
+            own = slice(first * n_groups, last * n_groups)
+            _dequantize_pairs(pairs[own], scale.reshape(-1)[own], zero.reshape(-1)[own], written == _HALF, halves[own])
+    else:
+        numbers, row_nbytes = (kind, packing.bits, *packing.block, rounded, written), len(bytes) // max(len(codes), 1)
+
+        def compute(first: int, last: int) -> None:
+            _dequantize((first, last), bytes, row_nbytes, scale, zero, places, numbers, target)
 
     _deal_rows(compute, out)
 
 
 def dequantize_blocks_on_cpu(blocks: Tensor, name: str, out: Tensor) -> None:
     """See `dequantize_blocks`; a type with a kernel, out of float16, bfloat16 or float32."""
-    written, narrow, wide = _target(out)
     kind, own = list(KERNEL_BLOCKS).index(name), KERNEL_BLOCKS[name]
     minimum = own.scale if own.minimum is None else own.minimum  # one that is not used
-    numbers = (kind, own.n, own.size, own.group, own.scale, minimum, written)
-    bytes = blocks.contiguous().numpy()
-
-    def compute(first: int, last: int) -> None:
-        _dequantize_blocks((first, last, out.shape[1]), bytes, numbers, narrow, wide)
-
-    _deal_rows(compute, out)
+    numbers = (kind, own.n, own.size, own.group, own.scale, minimum, _ROUNDING[out.dtype])
+    bytes, target = blocks.contiguous().numpy(), _target(out)
+    _deal_rows(lambda first, last: _dequantize_blocks((first, last), bytes, numbers, target), out)
 
 
-def _target(out: Tensor) -> tuple[int, np.ndarray, np.ndarray]:
-    """How to round to `out`, and where to write it in 16 bits, and in 32; one of them is empty."""
-    written = _ROUNDING[out.dtype]
-    if written == _NOTHING:
-        return written, np.empty((0, 0), np.uint16), out.numpy()
-    return written, out.view(torch.int16).numpy().view(np.uint16), np.empty((0, 0), np.float32)
+def _target(out: Tensor) -> np.ndarray:
+    """Where numbers are written: as they are, or as uint16."""
+    return out.numpy() if out.dtype == torch.float32 else out.view(torch.int16).numpy().view(np.uint16)
 
 
 def _deal_rows(compute: Callable[[int, int], None], out: Tensor) -> None:
@@ -80,13 +79,28 @@ def _deal_rows(compute: Callable[[int, int], None], out: Tensor) -> None:
 
 
 @compiled(nogil=True)
-def _dequantize(rows, codes, row_nbytes, scales, zeros, groups, numbers, narrow, wide):  # type: ignore[no-untyped-def]  # numba infers the types
+def _dequantize_pairs(codes, scales, zeros, is_half, out):  # type: ignore[no-untyped-def]  # numba infers the types
+    """Codes of 4 bits, two in a byte, to two numbers of 16 bits in a word; codes, out (groups, n / 2)."""
+    for g in range(len(codes)):
+        scale, zero = scales[g], zeros[g]
+        if is_half:
+            for i in range(codes.shape[1]):
+                low = (np.float32(np.int32(codes[g, i] & np.uint8(15))) - zero) * scale
+                high = (np.float32(np.int32(codes[g, i] >> np.uint8(4))) - zero) * scale
+                out[g, i] = _half(low) | _half(high) << np.uint32(16)
+        else:
+            for i in range(codes.shape[1]):
+                low = (np.float32(np.int32(codes[g, i] & np.uint8(15))) - zero) * scale
+                high = (np.float32(np.int32(codes[g, i] >> np.uint8(4))) - zero) * scale
+                out[g, i] = _bfloat16(low) | _bfloat16(high) << np.uint32(16)
+
+
+@compiled(nogil=True)
+def _dequantize(rows, codes, row_nbytes, scales, zeros, groups, numbers, out):  # type: ignore[no-untyped-def]  # numba infers the types
     kind, bits, block_rows, block_columns, rounded, written = numbers
-    first, last, n_columns = rows
     groups_rows = kind in (_COLUMNS, _AWQ)
-    values, spare = np.empty(n_columns, np.float32), np.empty(n_columns, np.float32)
-    halves, places = np.empty(n_columns, np.uint16), groups[: 0 if groups_rows else len(groups)]
-    for row in range(first, last):
+    values, places = np.empty(out.shape[1], np.float32), groups[: 0 if groups_rows else len(groups)]
+    for row in range(*rows):
         own = codes if kind == _COLUMNS else codes[row * row_nbytes : (row + 1) * row_nbytes]
         if kind == _ROWS:
             _unpack_row(own, bits, values)
@@ -97,22 +111,25 @@ def _dequantize(rows, codes, row_nbytes, scales, zeros, groups, numbers, narrow,
         at = groups[row] if groups_rows and len(groups) else row // block_rows
         _scale(values, zeros[at], scales[at], places, block_columns)
         if rounded == _BFLOAT16:
-            _to_bfloat16(values, halves)
-            _from_bfloat16(halves, values)
+            for i in range(len(values)):
+                values[i] = np.uint32(_bfloat16(values[i]) << np.uint32(16)).view(np.float32)
         elif rounded == _HALF:
-            _to_half(values, spare, halves)
-            _from_half(halves, values)
-        _write(values, spare, row, written, narrow, wide)
+            for i in range(len(values)):
+                values[i] = _from_half(_half(values[i]))
+        _write(values, written, out[row])
 
 
 @compiled()
-def _write(values, spare, row, written, narrow, wide):  # type: ignore[no-untyped-def]  # numba infers the types
+def _write(values, written, out):  # type: ignore[no-untyped-def]  # numba infers the types
     if written == _BFLOAT16:
-        _to_bfloat16(values, narrow[row])
+        for i in range(len(values)):
+            out[i] = _bfloat16(values[i])
     elif written == _HALF:
-        _to_half(values, spare, narrow[row])
+        for i in range(len(values)):
+            out[i] = _half(values[i])
     else:
-        wide[row] = values
+        for i in range(len(values)):
+            out[i] = values[i]
 
 
 @compiled()
@@ -126,32 +143,26 @@ def _scale(values, zeros, scales, places, block):  # type: ignore[no-untyped-def
         for i in range(n):
             values[i] = (values[i] - zeros[i]) * scales[i]
     else:
-        for j in range(0, n, block):
-            zero, scale = zeros[j // block], scales[j // block]
-            for i in range(j, min(j + block, n)):
-                values[i] = (values[i] - zero) * scale
+        for j in range(len(scales)):
+            zero, scale, own = zeros[j], scales[j], values[j * block : (j + 1) * block]
+            for i in range(len(own)):
+                own[i] = (own[i] - zero) * scale
 
 
 @compiled()
 def _unpack_row(codes, bits, values):  # type: ignore[no-untyped-def]  # numba infers the types
     n = len(values)
-    if bits == 4:
-        for i in range(n // 2):
-            values[2 * i] = np.float32(codes[i] & np.uint8(15))
-            values[2 * i + 1] = np.float32(codes[i] >> np.uint8(4))
-        if n % 2:
-            values[n - 1] = np.float32(codes[n // 2] & np.uint8(15))
-    elif bits == 8:
+    if bits == 8:
         for i in range(n):
             values[i] = np.float32(codes[i])
-    else:
-        words = codes.view(np.uint32)
-        for i in range(n):
-            word, shift = i * bits // 32, i * bits % 32
-            code = words[word] >> np.uint32(shift)
-            if shift + bits > 32:  # the code ends in the next word
-                code |= words[word + 1] << np.uint32(32 - shift)
-            values[i] = np.float32(code & np.uint32((1 << bits) - 1))
+        return
+    words = codes.view(np.uint32)
+    for i in range(n):
+        word, shift = i * bits // 32, i * bits % 32
+        code = words[word] >> np.uint32(shift)
+        if shift + bits > 32:  # the code ends in the next word
+            code |= words[word + 1] << np.uint32(32 - shift)
+        values[i] = np.float32(code & np.uint32((1 << bits) - 1))
 
 
 @compiled()
@@ -166,7 +177,13 @@ def _unpack_bytes(codes, kind, values):  # type: ignore[no-untyped-def]  # numba
         for i in range(n):
             values[i] = _TABLES[table, codes[i // 2] >> np.uint8(first ^ 4 * (i % 2)) & np.uint8(15)]
     else:
-        _unpack_float8(codes, values)
+        for i in range(n):
+            # e4m3fn: moved to where float32 has exponent and mantissa, and scaled by the difference of the biases; exact.
+            code = np.uint32(codes[i])
+            size = np.uint32(code & np.uint32(0x7F))
+            moved = np.uint32((code & np.uint32(0x80)) << np.uint32(24) | size << np.uint32(20))
+            moved = np.uint32(0x7FC00000) if size == np.uint32(0x7F) else moved
+            values[i] = np.uint32(moved).view(np.float32) * np.float32(2.0**120)
 
 
 @compiled()
@@ -188,88 +205,58 @@ def _unpack_columns(words, row, bits, is_awq, values):  # type: ignore[no-untype
 
 
 @compiled()
-def _unpack_float8(codes, values):  # type: ignore[no-untyped-def]  # numba infers the types
-    """e4m3fn: moved to where float32 has exponent and mantissa, and scaled by the difference of the biases; exact."""
-    bits = values.view(np.uint32)
-    for i in range(len(values)):
-        code = np.uint32(codes[i])
-        size = code & np.uint32(0x7F)
-        moved = (code & np.uint32(0x80)) << np.uint32(24) | size << np.uint32(20)
-        bits[i] = np.uint32(0x7FC00000) if size == np.uint32(0x7F) else moved
-    for i in range(len(values)):
-        values[i] *= np.float32(2.0**120)
+def _bfloat16(x):  # type: ignore[no-untyped-def]  # numba infers the types
+    """The bits of a float32 as bfloat16, rounded to even; what is not said to be of 32 bits here is of 64."""
+    bits = np.float32(x).view(np.uint32)
+    odd = np.uint32(bits >> np.uint32(16) & np.uint32(1))
+    return np.uint32(np.uint32(bits + odd + np.uint32(0x7FFF)) >> np.uint32(16))
 
 
 @compiled()
-def _to_bfloat16(values, halves):  # type: ignore[no-untyped-def]  # numba infers the types
-    """The bits of `values` as bfloat16, rounded to even."""
-    bits = values.view(np.uint32)
-    for i in range(len(values)):
-        odd = bits[i] >> np.uint32(16) & np.uint32(1)
-        halves[i] = np.uint16((bits[i] + np.uint32(0x7FFF) + odd) >> np.uint32(16))
+def _half(x):  # type: ignore[no-untyped-def]  # numba infers the types
+    """The bits of a float32 as float16, rounded to even."""
+    bits = np.float32(x).view(np.uint32)
+    size = np.uint32(bits & np.uint32(0x7FFFFFFF))
+    odd = np.uint32(size >> np.uint32(13) & np.uint32(1))
+    half = np.uint32(np.uint32(np.uint32(size + odd + np.uint32(0xFFF)) >> np.uint32(13)) - np.uint32(112 << 10))
+    # The last bit of 0.5 and more is 2^-24, as that of the subnormal numbers of float16.
+    small = np.uint32(np.float32(abs(x) + np.float32(0.5)).view(np.uint32) - np.uint32(0x3F000000))
+    half = small if size < np.uint32(0x38800000) else half
+    half = np.uint32(0x7C00) if size >= np.uint32(0x477FF000) else half
+    half = np.uint32(0x7E00) if size > np.uint32(0x7F800000) else half
+    return np.uint32(half | bits >> np.uint32(16) & np.uint32(0x8000))
 
 
 @compiled()
-def _from_bfloat16(halves, values):  # type: ignore[no-untyped-def]  # numba infers the types
-    bits = values.view(np.uint32)
-    for i in range(len(values)):
-        bits[i] = np.uint32(halves[i]) << np.uint32(16)
-
-
-@compiled()
-def _to_half(values, spare, halves):  # type: ignore[no-untyped-def]  # numba infers the types
-    """The bits of `values` as float16, rounded to even; `spare` is written."""
-    bits, sums = values.view(np.uint32), spare.view(np.uint32)
-    for i in range(len(values)):
-        # The last bit of 0.5 and more is 2^-24, as that of the subnormal numbers of float16.
-        spare[i] = abs(values[i]) + np.float32(0.5)
-    for i in range(len(values)):
-        size = bits[i] & np.uint32(0x7FFFFFFF)
-        odd = size >> np.uint32(13) & np.uint32(1)
-        half = ((size + np.uint32(0xFFF) + odd) >> np.uint32(13)) - np.uint32(112 << 10)
-        half = sums[i] - np.uint32(0x3F000000) if size < np.uint32(0x38800000) else half
-        half = np.uint32(0x7C00) if size >= np.uint32(0x477FF000) else half
-        half = np.uint32(0x7E00) if size > np.uint32(0x7F800000) else half
-        halves[i] = np.uint16(half | bits[i] >> np.uint32(16) & np.uint32(0x8000))
-
-
-@compiled()
-def _from_half(halves, values):  # type: ignore[no-untyped-def]  # numba infers the types
-    bits = values.view(np.uint32)
-    for i in range(len(values)):
-        half = np.uint32(halves[i])
-        size = half & np.uint32(0x7FFF)
-        moved = size << np.uint32(13)
-        # Infinity and NaN: an exponent that stays one when it is scaled.
-        moved = moved | np.uint32(0x7F800000) if size >= np.uint32(0x7C00) else moved
-        bits[i] = moved | (half & np.uint32(0x8000)) << np.uint32(16)
-    for i in range(len(values)):
-        values[i] *= np.float32(2.0**112)
+def _from_half(half):  # type: ignore[no-untyped-def]  # numba infers the types
+    size = np.uint32(half & np.uint32(0x7FFF))
+    moved = np.uint32(size << np.uint32(13))
+    # Infinity and NaN: an exponent that stays one when it is scaled.
+    moved = np.uint32(moved | np.uint32(0x7F800000)) if size >= np.uint32(0x7C00) else moved
+    sign = np.uint32(half & np.uint32(0x8000)) << np.uint32(16)
+    return np.uint32(moved | sign).view(np.float32) * np.float32(2.0**112)
 
 
 @compiled(nogil=True)
-def _dequantize_blocks(rows, blocks, numbers, narrow, wide):  # type: ignore[no-untyped-def]  # numba infers the types
-    first, last, n_columns = rows
+def _dequantize_blocks(rows, blocks, numbers, out):  # type: ignore[no-untyped-def]  # numba infers the types
     kind, n, size, group, scale_at, minimum_at, written = numbers
-    n_blocks, n_groups = n_columns // n, n_columns // group
-    values, spare = np.empty(n_columns, np.float32), np.empty(n_columns, np.float32)
-    halves, heads = np.empty(2 * n_blocks, np.uint16), np.empty(2 * n_blocks, np.float32)
+    n_blocks, n_groups = out.shape[1] // n, out.shape[1] // group
+    values, heads = np.empty(out.shape[1], np.float32), np.empty(2 * n_blocks, np.float32)
     scales, minima = np.empty(n_groups, np.float32), np.zeros(n_groups, np.float32)
     codes, groups = values.reshape(n_blocks, n), values.reshape(n_groups, group)
     of_block = scales.reshape(n_blocks, n // group), minima.reshape(n_blocks, n // group)
-    for row in range(first, last):
+    for row in range(*rows):
         own = blocks[row].reshape(n_blocks, size)
         for i in range(n_blocks):
-            halves[2 * i] = np.uint16(own[i, scale_at]) | np.uint16(own[i, scale_at + 1]) << np.uint16(8)
-            halves[2 * i + 1] = np.uint16(own[i, minimum_at]) | np.uint16(own[i, minimum_at + 1]) << np.uint16(8)
-        _from_half(halves, heads)
+            for k, at in enumerate((scale_at, minimum_at)):
+                heads[2 * i + k] = _from_half(np.uint32(own[i, at]) | np.uint32(own[i, at + 1]) << np.uint32(8))
         _block_codes(own, kind, codes)
         _block_scales(own, kind, heads, *of_block)
         for j in range(n_groups):
             # The product is exact in float32; the difference is rounded once.
             for k in range(group):
                 groups[j, k] = groups[j, k] * scales[j] - minima[j]
-        _write(values, spare, row, written, narrow, wide)
+        _write(values, written, out[row])
 
 
 @compiled()

@@ -1,17 +1,19 @@
 """Lossless weights by numba, see `offload_rt.ops.lossless`: encoding, and decoding where no C++ was built."""
 
+from typing import Any
+
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
 
 from offload_rt.ops.lossless import BLOCK, FLOAT, GROUP, HALF
 from offload_rt.system.numba_cache import compiled
 
 _LANES = 64
 _PRIME, _PRIME64 = np.uint32(0x9E3779B1), np.uint64(0x9E3779B97F4A7C15)
-_ONES, _BITS, _SEVENS = np.uint64(0x0101010101010101), np.uint64(0x8040201008040201), np.uint64(0x7F7F7F7F7F7F7F7F)
-# The place of the lowest bit: of its product with a de Bruijn sequence, the upper six bits name it.
-_SEQUENCE = np.uint64(0x03F79D71B4CB0A89)
-_PLACES = np.zeros(64, np.int64)
-_PLACES[[(0x03F79D71B4CB0A89 << i) % (1 << 64) >> 58 for i in range(64)]] = np.arange(64)
+_BYTES, _MASK = ir.VectorType(ir.IntType(8), GROUP), ir.VectorType(ir.IntType(1), GROUP)
 
 
 @compiled(nogil=True)
@@ -107,7 +109,9 @@ def decode(chunk, kind, n, out):  # type: ignore[no-untyped-def]  # numba infers
             return False
         first, last = block * BLOCK, min((block + 1) * BLOCK, n)
         own = planes[3 * (first // GROUP) : 3 * -(-last // GROUP)]
-        n_escapes = _others(own, chunk[:8], escapes, n_escapes, others)
+        for g in range(len(own) // 3):
+            a, b, c = own[3 * g], own[3 * g + 1], own[3 * g + 2]
+            n_escapes += _look_up(a, b, c, chunk, escapes, n_escapes, others, GROUP * g)
         if kind == FLOAT:
             _assemble(signs[first:last], others, False, words)
             wide = out[4 * first : 4 * last].view(np.uint32)
@@ -118,44 +122,33 @@ def decode(chunk, kind, n, out):  # type: ignore[no-untyped-def]  # numba infers
     return starts[n_blocks] == n_escapes and n_escapes <= len(escapes) - 88 * n_groups
 
 
-@compiled()
-def _others(planes, table, escapes, n_escapes, others):  # type: ignore[no-untyped-def]  # numba infers the types
-    """The other bits of the weights of these planes; returns the escapes up to here."""
-    codes = np.empty(BLOCK // 8, np.uint64)
-    for g in range(len(planes) // 3):
-        a, b, c = planes[3 * g], planes[3 * g + 1], planes[3 * g + 2]
-        for i in range(8):
-            shift = np.uint64(8 * i)
-            eight = _spread(a >> shift) | _spread(b >> shift) << np.uint64(1) | _spread(c >> shift) << np.uint64(2)
-            codes[8 * g + i] = eight
-    _look_up(codes.view(np.uint8), table, others)
-    for g in range(len(planes) // 3):
-        left = ~(planes[3 * g] | planes[3 * g + 1] | planes[3 * g + 2])
-        while left:
-            lowest = left & (~left + np.uint64(1))
-            others[GROUP * g + _PLACES[lowest * _SEQUENCE >> np.uint64(58)]] = escapes[n_escapes]
-            n_escapes += 1
-            left ^= lowest
-    return n_escapes
+@intrinsic
+def _look_up(typing, a, b, c, table, escapes, n_escapes, others, at):  # type: ignore[no-untyped-def]  # numba gives types
+    """What the codes of 64 weights stand for, written to others[at:]; returns how many of them are escapes.
 
+    By instructions that LLVM has for vectors of any width, but numba has no words for: a plane is a mask.
+    """
 
-@compiled()
-def _look_up(codes, table, others):  # type: ignore[no-untyped-def]  # numba infers the types
-    """What each code stands for, by comparisons: these are vectorised, looking up is not."""
-    one, two, three, four, five, six, seven = table[1], table[2], table[3], table[4], table[5], table[6], table[7]
-    none = np.uint8(0)
-    for i in range(len(codes)):
-        code = codes[i]
-        low = (one if code == 1 else none) | (two if code == 2 else none) | (three if code == 3 else none)
-        high = (five if code == 5 else none) | (six if code == 6 else none) | (seven if code == 7 else none)
-        others[i] = low | (four if code == 4 else none) | high
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        planes, n_escapes, at = args[:3], args[5], args[7]
+        table, escapes, others = (
+            context.make_array(signature.args[i])(context, builder, args[i]).data for i in (3, 4, 6)
+        )
+        none, zeros = ir.Constant(_BYTES, ir.Undefined), ir.Constant(ir.VectorType(ir.IntType(32), GROUP), [0] * GROUP)
+        each = [builder.load(builder.gep(table, [ir.Constant(at.type, code)])) for code in range(8)]
+        found = [builder.insert_element(none, one, ir.Constant(at.type, 0)) for one in each]
+        found = [builder.shuffle_vector(one, none, zeros) for one in found]
+        for plane in planes:
+            mask, pairs = builder.bitcast(plane, _MASK), zip(found[1::2], found[::2], strict=True)
+            found = [builder.select(mask, odd, even) for odd, even in pairs]
+        left = builder.not_(builder.or_(builder.or_(*planes[:2]), planes[2]))
+        load = ir.FunctionType(_BYTES, [escapes.type, _MASK, _BYTES])
+        load = cgutils.get_or_insert_function(builder.module, load, "llvm.masked.expandload.v64i8")
+        all = builder.call(load, [builder.gep(escapes, [n_escapes]), builder.bitcast(left, _MASK), *found])
+        builder.store(all, builder.bitcast(builder.gep(others, [at]), _BYTES.as_pointer()), align=1)
+        return builder.ctpop(left)
 
-
-@compiled()
-def _spread(bits):  # type: ignore[no-untyped-def]  # numba infers the types
-    """Bit i of the lowest byte to byte i."""
-    apart = (bits & np.uint64(0xFF)) * _ONES & _BITS
-    return (apart + _SEVENS) >> np.uint64(7) & _ONES
+    return types.int64(a, b, c, table, escapes, n_escapes, others, at), generate
 
 
 @compiled()

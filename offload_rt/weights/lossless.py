@@ -113,7 +113,7 @@ def encode_layer(image: PackedLayer, n_threads: int) -> EncodedImage:
     entries = [(entry, content[entry.offset : entry.offset + entry.nbytes]) for entry in image.layout.entries]
     layout = packed_layout((entry.name, entry.shape, entry.dtype) for entry, _ in entries)
     with ThreadPoolExecutor(n_threads, "encodes") as pool:
-        codings = [_coding(entry, tensor, pool) for entry, tensor in entries]
+        codings = [_coding(entry, _escapes(entry, tensor, pool)) for entry, tensor in entries]
         encoded = EncodedLayer.of(layout, codings)
         block = host_block(encoded.nbytes)
         encoded.write_table(block)
@@ -128,24 +128,25 @@ def _parts(entry: TensorEntry, tensor: np.ndarray, kind: int) -> list[np.ndarray
     return [tensor[at : at + most] for at in range(0, len(tensor), most)]
 
 
-def _raw(entry: TensorEntry) -> Coding:
-    return Coding(RAW, tuple(align_up(n, 8) for n in cut(entry, RAW)))
-
-
-def _coding(entry: TensorEntry, tensor: np.ndarray, pool: ThreadPoolExecutor) -> Coding:
+def _escapes(entry: TensorEntry, tensor: np.ndarray, pool: ThreadPoolExecutor) -> list[int | None]:
+    """The escapes of each chunk of a tensor; None where it cannot be encoded."""
     kind = KIND_OF.get(entry.dtype, RAW)
-    if kind == RAW:
-        return _raw(entry)
+    return [] if kind == RAW else list(pool.map(lambda part: _n_escapes(part, kind), _parts(entry, tensor, kind)))
 
-    def count(part: np.ndarray) -> np.ndarray | None:
-        words = lossless.words_of(part, kind)
-        return None if words is None else lossless.count_others(words, kind)
 
-    counts = [one for one in pool.map(count, _parts(entry, tensor, kind)) if one is not None]
-    if len(counts) < len(cut(entry, kind)):
-        return _raw(entry)
-    coded = Coding(kind, tuple(lossless.chunk_nbytes(int(one.sum()), lossless.n_escapes(one)) for one in counts))
-    return coded if sum(coded.sizes) < _WORTH * entry.nbytes else _raw(entry)
+def _n_escapes(part: np.ndarray, kind: int) -> int | None:
+    words = lossless.words_of(part, kind)
+    return None if words is None else lossless.n_escapes(lossless.count_others(words, kind))
+
+
+def _coding(entry: TensorEntry, escapes: Sequence[int | None]) -> Coding:
+    """Of a tensor whose chunks have so many escapes, if that shrinks it."""
+    kind = KIND_OF.get(entry.dtype, RAW)
+    if kind != RAW and None not in escapes:
+        sizes = tuple(lossless.chunk_nbytes(n, one or 0) for n, one in zip(cut(entry, kind), escapes, strict=True))
+        if sum(sizes) < _WORTH * entry.nbytes:
+            return Coding(kind, sizes)
+    return Coding(RAW, tuple(align_up(n, 8) for n in cut(entry, RAW)))
 
 
 def _encode_chunk(block: np.ndarray, chunk: np.void, part: np.ndarray) -> None:
@@ -171,13 +172,10 @@ def estimate(records: Sequence[TensorRecord]) -> int:
     """
     layout, codings = decoded_layout(records), []
     for record, entry in zip(records, layout.entries, strict=True):
-        coding, kind = _raw(entry), KIND_OF.get(entry.dtype, RAW)
-        sample = None if kind == RAW else lossless.words_of(_sample(record, entry.dtype.itemsize), kind)
-        if sample is not None:
-            share = min(_CAUTION * lossless.n_escapes(lossless.count_others(sample, kind)) / len(sample), 1.0)
-            sizes = tuple(lossless.chunk_nbytes(n, math.ceil(share * n)) for n in cut(entry, kind))
-            coding = Coding(kind, sizes) if sum(sizes) < _WORTH * entry.nbytes else coding
-        codings.append(coding)
+        kind, sample = KIND_OF.get(entry.dtype, RAW), _sample(record, entry.dtype.itemsize)
+        found = None if kind == RAW else _n_escapes(sample, kind)
+        share = None if found is None else min(_CAUTION * found * entry.dtype.itemsize / len(sample), 1.0)
+        codings.append(_coding(entry, [None if share is None else math.ceil(share * n) for n in cut(entry, kind)]))
     return EncodedLayer.of(layout, codings).nbytes
 
 
