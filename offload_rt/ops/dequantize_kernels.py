@@ -178,12 +178,13 @@ def _unpack_bytes(codes, kind, values):  # type: ignore[no-untyped-def]  # numba
             values[i] = _TABLES[table, codes[i // 2] >> np.uint8(first ^ 4 * (i % 2)) & np.uint8(15)]
     else:
         for i in range(n):
-            # e4m3fn: moved to where float32 has exponent and mantissa, and scaled by the difference of the biases; exact.
-            code = np.uint32(codes[i])
-            size = np.uint32(code & np.uint32(0x7F))
-            moved = np.uint32((code & np.uint32(0x80)) << np.uint32(24) | size << np.uint32(20))
+            # e4m3fn: exponent and mantissa where float32 has them, and its bias; subnormal numbers are whole ones of 2^-9.
+            size = np.uint32(codes[i] & np.uint8(0x7F))
+            moved = np.uint32(np.uint32(size << np.uint32(20)) + np.uint32(120 << 23))
             moved = np.uint32(0x7FC00000) if size == np.uint32(0x7F) else moved
-            values[i] = np.uint32(moved).view(np.float32) * np.float32(2.0**120)
+            value = np.uint32(moved).view(np.float32)
+            value = np.float32(np.int32(size)) * np.float32(2.0**-9) if size < np.uint32(8) else value
+            values[i] = -value if codes[i] >= np.uint8(0x80) else value
 
 
 @compiled()
@@ -191,17 +192,17 @@ def _unpack_columns(words, row, bits, is_awq, values):  # type: ignore[no-untype
     n = len(values)
     if is_awq:  # these words are those of the row alone
         for i in range(n):
-            values[i] = np.float32(words[i // 8] >> np.uint32(4 * _NIBBLES[i % 8]) & np.uint32(15))
+            values[i] = np.float32(np.int32(words[i // 8] >> np.uint32(4 * _NIBBLES[i % 8]) & np.uint32(15)))
         return
-    first, shift = row * bits // 32 * n, np.uint32(row * bits % 32)
-    mask = np.uint32((1 << bits) - 1)
+    at, shift, mask = row * bits // 32 * n, np.uint32(row * bits % 32), np.uint32((1 << bits) - 1)
+    own, above = words[at : at + n], np.uint32(32) - shift
     for i in range(n):
-        values[i] = np.float32((words[first + i] >> shift) & mask)
+        values[i] = np.float32(np.int32(np.uint32(own[i] >> shift) & mask))
     if shift + bits > 32:  # the code ends in the next word
-        above = np.uint32(32) - shift
+        more = words[at + n : at + 2 * n]
         for i in range(n):
-            code = (words[first + i] >> shift) | (words[first + n + i] << above)
-            values[i] = np.float32(code & mask)
+            code = np.uint32(own[i] >> shift) | np.uint32(more[i] << above)
+            values[i] = np.float32(np.int32(code & mask))
 
 
 @compiled()
@@ -329,10 +330,11 @@ def _nibbles(own, width, less, values):  # type: ignore[no-untyped-def]  # numba
     """The low nibbles of `width` bytes, then their high ones, and so on; each less `less`."""
     for i in range(len(own)):
         for first in range(0, values.shape[1] // 2, width):
+            codes, pair = own[i, first : first + width], values[i, 2 * first : 2 * first + 2 * width]
+            low, high = pair[:width], pair[width:]
             for k in range(width):
-                code = own[i, first + k]
-                values[i, 2 * first + k] = np.float32(code & np.uint8(15)) - less
-                values[i, 2 * first + width + k] = np.float32(code >> np.uint8(4)) - less
+                low[k] = np.float32(np.int32(codes[k] & np.uint8(15))) - less
+                high[k] = np.float32(np.int32(codes[k] >> np.uint8(4))) - less
 
 
 @compiled()
@@ -340,9 +342,9 @@ def _add_pairs(own, factor, values):  # type: ignore[no-untyped-def]  # numba in
     """The four pairs of bits of 32 bytes, low ones first, and so on."""
     for i in range(len(own)):
         for j in range(8):
-            shift = np.uint8(j % 4 * 2)
+            shift, codes, sums = np.uint8(j % 4 * 2), own[i, j // 4 * 32 :], values[i, 32 * j :]
             for k in range(32):
-                values[i, 32 * j + k] += factor * np.float32(own[i, j // 4 * 32 + k] >> shift & np.uint8(3))
+                sums[k] += factor * np.float32(np.int32(codes[k] >> shift & np.uint8(3)))
 
 
 @compiled()
@@ -350,8 +352,9 @@ def _add_bits(own, factor, values):  # type: ignore[no-untyped-def]  # numba inf
     """The eight bits of 32 bytes, low ones first."""
     for i in range(len(own)):
         for j in range(8):
+            sums = values[i, 32 * j :]
             for k in range(32):
-                values[i, 32 * j + k] += factor * np.float32(own[i, k] >> np.uint8(j) & np.uint8(1))
+                sums[k] += factor * np.float32(np.int32(own[i, k] >> np.uint8(j) & np.uint8(1)))
 
 
 @compiled()
