@@ -81,6 +81,23 @@ def test_numba_gives_the_bits_of_the_reference(kind: str) -> None:
             assert_equal(mine, expected)
 
 
+@pytest.mark.parametrize("size", [8, 24, 96])
+@pytest.mark.parametrize("dtype", FLOATS[:2])
+def test_numba_gives_the_bits_of_the_reference_for_pairs_of_codes(dtype: torch.dtype, size: int) -> None:
+    """Of 4 bits in groups that end in no word, scaled in the dtype that is written or in float32."""
+    generator, shape = torch.Generator().manual_seed(size), (33, 96)
+    codes = torch.randint(-(1 << 31), 1 << 31, (33, 12), generator=generator).int()
+    scales = torch.randn(33, 96 // size, generator=generator) * torch.exp(
+        5 * torch.randn(33, 96 // size, generator=generator)
+    )
+    zeros = torch.randint(16, scales.shape, generator=generator, dtype=torch.int32)
+    for scale, zero in ((scales.to(dtype), zeros), (scales.to(dtype), None), (scales, zeros)):
+        mine, expected = (torch.full(shape, torch.nan, dtype=dtype) for _ in range(2))
+        dequantize_on_cpu(codes, scale, zero, None, Packing("rows", 4, (1, size), 8), mine)
+        reference_dequantize(codes, scale, zero, None, Packing("rows", 4, (1, size), 8), expected)
+        assert_equal(mine, expected)
+
+
 @pytest.mark.parametrize("kind", ["rows", "columns"])
 def test_threads_share_the_rows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each computes some of them, and none is left out."""

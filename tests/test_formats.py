@@ -501,3 +501,21 @@ def test_the_script_quantises_the_demonstration_pair(tmp_path: Path, monkeypatch
         with LLM(str(one), device="cpu", dtype="float32") as llm:
             texts.append(llm.generate("Once upon a time", SamplingParams(12)).pop().text)
     assert texts[0] == texts[1]
+
+
+def test_a_checkpoint_in_several_files_is_quantised_and_written_plain(tmp_path: Path) -> None:
+    config = llama_config(hidden_size=64, intermediate_size=96, head_dim=16, max_position_embeddings=256)
+    tensors = {name: 3 * tensor for name, tensor in llama_tensors(config).items()}
+    source = write_checkpoint(tmp_path / "source", config, tensors)
+    (source / "model.safetensors").unlink()
+    where = {name: f"model-{i % 2}.safetensors" for i, name in enumerate(tensors)}
+    for path in set(where.values()):
+        save_file({name: tensors[name] for name in tensors if where[name] == path}, source / path)
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    write(source, tmp_path / "q", Choice("pack-quantized"), tmp_path / "exact")
+    texts = []
+    for one in (tmp_path / "q", tmp_path / "exact"):
+        with open_llm(one, dtype="float32") as llm:
+            texts.append(llm.generate(prompt_of(0, vocab_size=40), SamplingParams(12)).pop().token_ids)
+    assert texts[0] == texts[1]
+    assert open_checkpoint(tmp_path / "q").nbytes < 0.7 * open_checkpoint(tmp_path / "exact").nbytes
