@@ -55,6 +55,7 @@ lint: venv
 
 compare: .venv/compared
 	$(PY) -m scripts.compare --chart docs/compare.png
+	$(PY) -m scripts.compare --quantize pack-quantized --rounds 2
 
 bench: .venv/compared
 	$(PY) -m bench.stream

@@ -29,6 +29,7 @@ NORMAL4 = torch.tensor([
     -1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.091050036, 0.0, 0.0795803, 0.1609302, 0.2461123,
     0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0,
 ])  # fmt: skip
+_INDEX = "model.safetensors.index.json"
 _MATRIX = re.compile(r".*_proj\.weight")
 
 
@@ -261,14 +262,14 @@ def write(source: Path, target: Path, choice: Choice, exact: Path | None = None)
     for folder, more in folders.items():
         shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
         (folder / "config.json").write_text(json.dumps(config | more, indent=2), encoding="utf-8")
-    paths, where = sorted(source.glob("*.safetensors")), {folder: {} for folder in folders}
-    for path in paths:
+    where: dict[Path, dict[str, str]] = {folder: {} for folder in folders}
+    for path in sorted(source.glob("*.safetensors")):
         for folder, tensors in zip(folders, quantized(load_file(path), choice), strict=False):
             save_file(tensors, folder / path.name, {"format": "pt"})
             where[folder] |= dict.fromkeys(tensors, path.name)
-    for folder, names in where.items() if len(paths) > 1 else ():
-        index = json.dumps({"metadata": {}, "weight_map": names})
-        (folder / "model.safetensors.index.json").write_text(index, encoding="utf-8")
+    if (source / _INDEX).exists():
+        for folder, names in where.items():
+            (folder / _INDEX).write_text(json.dumps({"metadata": {}, "weight_map": names}), encoding="utf-8")
 
 
 def write_one_file(source: Path, target: Path, type: str) -> None:

@@ -43,6 +43,7 @@ from offload_rt.weights.lossless import (
     estimate,
     layer_path,
     read_layer,
+    write_layer,
 )
 
 Decoder = Callable[[EncodedImage, Tensor], bool]
@@ -402,6 +403,30 @@ def test_hostile_sidecars_give_the_weights_or_one_sentence(model: Path, converte
         else:
             assert raw_bytes(block) == wanted, seed
     assert n_refused > 350
+
+
+def test_a_chunk_that_is_said_to_be_of_another_kind_is_refused(tmp_path: Path) -> None:
+    """Where it has just as many bytes as that kind would."""
+    exponents = np.concatenate((np.arange(1552) % 7, 7 + np.arange(2544) % 200)).astype(np.uint16)
+    layout = pack({"x": torch.from_numpy(exponents << 7).view(torch.bfloat16)}).layout
+    encoded = EncodedLayer.of(layout, [Coding(lossless.BFLOAT16, (8192,))])
+    block = host_block(encoded.nbytes)
+    lossless.encode(exponents << 7, lossless.BFLOAT16, block.numpy()[encoded.table_nbytes :][:8192])
+    write_layer(layer_path(tmp_path, 0), "x", 0, EncodedImage(block, encoded.block_layout, encoded))
+    for kind in (lossless.BFLOAT16, lossless.RAW):
+        content = layer_path(tmp_path, 0).read_bytes()
+        tensors, size = safetensors.numpy.load(content), struct.unpack("<Q", content[:8])[0]
+        tensors["index"][0, 0] = kind
+        metadata = json.loads(content[8 : 8 + size])["__metadata__"]
+        layer_path(tmp_path, 0).write_bytes(safetensors.numpy.save(tensors, metadata))
+        layer = read_layer(layer_path(tmp_path, 0), "x", 0, layout)
+        with closing(SidecarTier([layer], ReadSettings(), decodes=True)) as tier:
+            reads = tier.reads(0, host_block(layout.nbytes))
+            if kind == lossless.RAW:
+                with pytest.raises(LinkError, match="damaged"):
+                    read_parallel(reads, 1)
+            else:
+                read_parallel(reads, 1)
 
 
 # Runs.

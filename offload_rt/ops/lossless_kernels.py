@@ -111,7 +111,7 @@ def decode(chunk, kind, n, out):  # type: ignore[no-untyped-def]  # numba infers
         own = planes[3 * (first // GROUP) : 3 * -(-last // GROUP)]
         for g in range(len(own) // 3):
             a, b, c = own[3 * g], own[3 * g + 1], own[3 * g + 2]
-            n_escapes += _look_up(a, b, c, chunk, escapes, n_escapes, others, GROUP * g)
+            n_escapes += _look_up(a, b, c, chunk, escapes, n_escapes, others, GROUP * g)  # type: ignore[call-arg]
         if kind == FLOAT:
             _assemble(signs[first:last], others, False, words)
             wide = out[4 * first : 4 * last].view(np.uint32)
@@ -143,7 +143,8 @@ def _look_up(typing, a, b, c, table, escapes, n_escapes, others, at):  # type: i
             found = [builder.select(mask, odd, even) for odd, even in pairs]
         left = builder.not_(builder.or_(builder.or_(*planes[:2]), planes[2]))
         load = ir.FunctionType(_BYTES, [escapes.type, _MASK, _BYTES])
-        load = cgutils.get_or_insert_function(builder.module, load, "llvm.masked.expandload.v64i8")
+        name = "llvm.masked.expandload.v64i8"
+        load = cgutils.get_or_insert_function(builder.module, load, name)  # type: ignore[no-untyped-call]
         all = builder.call(load, [builder.gep(escapes, [n_escapes]), builder.bitcast(left, _MASK), *found])
         builder.store(all, builder.bitcast(builder.gep(others, [at]), _BYTES.as_pointer()), align=1)
         return builder.ctpop(left)
