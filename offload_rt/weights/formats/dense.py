@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from itertools import repeat
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -80,16 +80,19 @@ class View(LayerWeights):
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         """x (n, n_in) times `<name>.weight` (n_out, n_in) transposed, plus `<name>.bias` where there is one: (n, n_out)."""
+        return F.linear(x, *self._matrix(name))
+
+    def _matrix(self, name: str) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of a product."""
         bias = self._tensors.get(f"{name}.bias")
-        weight = self._tensors[f"{name}.weight"].to(self._dtype)
-        return F.linear(x, weight, None if bias is None else bias.to(self._dtype))
+        return self._tensors[f"{name}.weight"].to(self._dtype), None if bias is None else bias.to(self._dtype)
 
     def linears(self, x: Tensor, names: Sequence[str]) -> tuple[Tensor, ...]:
         """See `LayerWeights.linears`; one product on a card, where each takes a launch, if the matrices lie back to back."""
         weight = self.joined(names) if x.is_cuda else None
         bias = self.joined(names, "bias") if weight is not None else None
         if weight is None or (bias is None and any(f"{name}.bias" in self._layout.by_name for name in names)):
-            return tuple(map(self.linear, repeat(x), names))
+            return tuple(starmap(F.linear, [(x, *self._matrix(name)) for name in names]))
         widths = [len(self._tensors[f"{name}.weight"]) for name in names]
         return tuple(torch.split(F.linear(x, weight, bias), widths, dim=1))
 
