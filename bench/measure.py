@@ -64,10 +64,11 @@ def commit() -> str:
     return done.stdout.strip() or UNKNOWN
 
 
-def expanded_model(size: str) -> Path:
-    """The demo target at another size, written on first use."""
-    out = ROOT / "demo-cache" / f"expanded-{size}"
-    command = [sys.executable, "scripts/expand.py", "--source", "models/demo-target", "--out", str(out), "--size", size]
+def expanded_model(size: str, source: Path = ROOT / "models/demo-target") -> Path:
+    """The demo target or another model at a size, written on first use."""
+    name = "expanded" if source.name == "demo-target" else source.name
+    out = ROOT / "demo-cache" / f"{name}-{size}"
+    command = [sys.executable, "scripts/expand.py", "--source", str(source), "--out", str(out), "--size", size]
     subprocess.run(command, cwd=ROOT, check=True)
     return out
 

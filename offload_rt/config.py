@@ -89,6 +89,10 @@ class EngineConfig:
     draft_context: int | None = setting(
         None, "tokens that a draft model, or a drafter of long texts, attends to; default: the drafter's own", parse=int
     )
+    learn_draft: str = setting(
+        "off", "let a draft model learn from the target's predictions in time that the link leaves; keep: for later runs, too",
+        choices=("off", "on", "keep"),
+    )  # fmt: skip
     revision: str | None = setting(None, "branch, tag or commit on the hub")
     offline: bool = setting(False, "use only what the hub cache already holds")
 

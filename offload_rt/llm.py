@@ -72,6 +72,7 @@ class LLM:
         tree_size: int | None = None,
         tree_depth: int | None = None,
         draft_context: int | None = None,
+        learn_draft: str = "off",
         revision: str | None = None,
         offline: bool = False,
         use_tqdm_on_load: bool = True,
@@ -83,7 +84,8 @@ class LLM:
         self._prepare(
             EngineConfig(
                 model, draft_model, device, dtype, device_memory, host_memory, kv_memory, kv_dtype, max_model_len,
-                link_format, sidecar, drafter, rule, tree_size, tree_depth, draft_context, revision, offline,
+                link_format, sidecar, drafter, rule, tree_size, tree_depth, draft_context, learn_draft,
+                revision, offline,
             )
         )  # fmt: skip
         with loading_bar(Console(stderr=True, quiet=not (use_tqdm_on_load and sys.stderr.isatty()))) as bar:

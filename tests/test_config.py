@@ -34,6 +34,7 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "tree_size": (["64"], 64),
     "tree_depth": (["8"], 8),
     "draft_context": (["256"], 256),
+    "learn_draft": (["keep"], "keep"),
     "revision": (["main"], "main"),
     "offline": ([], True),
     "max_tokens": (["7"], 7),

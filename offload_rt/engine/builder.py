@@ -16,6 +16,7 @@ from offload_rt.models.heads import Head
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.ops import extension
 from offload_rt.speculate.draft_model import ROWS_PER_NODE, DraftModel, SelfDraftModel, draft_rows
+from offload_rt.speculate.learner import Learner
 from offload_rt.speculate.pair_stats import PairStats
 from offload_rt.speculate.protocols import Drafter, DraftParts
 from offload_rt.system.machine import MachineProfile
@@ -134,5 +135,11 @@ def _open_drafter(
     if view is not None:
         small, model = model, SelfDraftModel(runner, n_levels, trace, view, drafting.view_rows, engine_plan.view_rows)
         pair_stats = PairStats.load(target, f"{drafting.name} {drafting.view_rows}", _SELF_ACCEPTANCE)
-    parts = DraftParts(limits, cost, drafting.child_sampling, drafting.rule.coupled_up_to, model, small, pair_stats)
+    learner = None
+    if draft is not None and drafting.learning != "off":
+        learner = Learner(draft, runner.streamer.meter, pair_stats.pair if drafting.learning == "keep" else None)
+        runner.meanwhile = learner.work
+    parts = DraftParts(
+        limits, cost, drafting.child_sampling, drafting.rule.coupled_up_to, model, small, pair_stats, learner=learner
+    )
     return drafting.type.open(parts), cost

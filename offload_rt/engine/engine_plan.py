@@ -14,6 +14,8 @@ from offload_rt.errors import CapacityError, DeviceError, SettingsError
 from offload_rt.offload.disk import DiskTier
 from offload_rt.offload.placement import MemoryBudget, Plan
 from offload_rt.offload.sidecar import SidecarTier
+from offload_rt.speculate.draft_model import DraftModel
+from offload_rt.speculate.learner import learning_nbytes
 from offload_rt.speculate.select import Drafting
 from offload_rt.system.machine import cards, memory_free, memory_limit
 from offload_rt.weights import int4
@@ -136,8 +138,16 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting
 
 def _draft_sizes(checkpoint: Checkpoint, drafting: Drafting, dtype: torch.dtype, device: torch.device) -> Sizes | None:
     """Of what drafts: another model, or copies of the target's layers; None where neither does."""
-    if drafting.draft is not None:
-        return Sizes.of_checkpoint(drafting.draft, drafting.draft_dtype(dtype))
+    draft, of_type, learning = drafting.draft, drafting.type, 0
+    if drafting.learning != "off":
+        drafts = of_type.model is DraftModel and of_type.view is None
+        if draft is None or not (drafts and draft.spec.is_native and draft.format.name == "dense"):
+            need = "unquantised weights of a whole draft model, of a native family, and trees by it alone"
+            raise SettingsError("--learn-draft", need=need, change="leave it out, or give such a --draft-model")
+        learning = learning_nbytes(draft.spec, draft.dtype, device)
+    if draft is not None:
+        sizes = Sizes.of_checkpoint(draft, drafting.draft_dtype(dtype))
+        return replace(sizes, view_nbytes=sizes.view_nbytes + learning)
     if not drafting.type.drafts_by_copy:
         return None
     if checkpoint.format.name != "dense":

@@ -138,6 +138,7 @@ class Runner:
     far  where rows lie that are not; None: all are
     taps    after how many layers a pass leaves the hidden states of its rows for a drafter, see `tapped`
     tapped  (n_rows, len(taps), hidden_size) for each step of the last pass, until the next one
+    meanwhile  called behind each layer, while the next one may be on its way
     """
 
     spec: Architecture
@@ -150,6 +151,7 @@ class Runner:
     kv: type[ContiguousCache] = ContiguousCache
     far: FarRows | None = None
     taps: tuple[int, ...] = ()
+    meanwhile: Callable[[], None] = lambda: None
     tapped: Sequence[Tensor] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
@@ -179,6 +181,7 @@ class Runner:
                 with self.trace.span(COMPUTE, f"layer {block.i}"):
                     self.layer(block, hidden, chunks)
                 keep_tapped(self.taps, tapped, hidden, block.i + 1)
+                self.meanwhile()
         self.tapped = torch.split(tapped, [step.n_rows for step in steps])
         with self.trace.span(COMPUTE, "head"):
             logits = self.logits(hidden, steps)

@@ -62,7 +62,7 @@ def _in_vectors(*tensors: Tensor) -> bool:
     """Whether kernels that move 16 bytes at a time serve for these; memory itself begins at a multiple of 16 bytes."""
     x, n = tensors[0], _VECTOR_BYTES // 2
     return extension.serves(x) and x.dtype in _HALVES and all(
-        one.dtype == x.dtype and one.stride(-1) == 1
+        one.dtype == x.dtype and one.stride(-1) == 1 and not one.requires_grad
         and not any(size % n for size in (one.shape[-1], one.storage_offset(), *one.stride()[:-1]))
         for one in tensors
     )  # fmt: skip

@@ -15,7 +15,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     x (..., d), weight (d,); returns x's shape and dtype.
     """
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    # A copy where gradients flow, which need x as it is now, and `add_rms_norm` adds to it.
+    wide = x.to(torch.promote_types(x.dtype, torch.float32), copy=torch.is_grad_enabled())
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * wide.to(x.dtype)
 

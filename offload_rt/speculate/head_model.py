@@ -1,7 +1,7 @@
 """Drafting by heads that see the target's hidden states, which arrive with each of its passes."""
 
 from collections.abc import Sequence as Several
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -64,23 +64,6 @@ class HeadState(DraftState):
         return [0]
 
 
-@dataclass(frozen=True)
-class _Taken:
-    """What a head takes of the target behind the tokens of a sequence from place `first` on, (n, hidden_size)."""
-
-    first: int
-    states: Tensor
-
-    @property
-    def stop(self) -> int:
-        """The place behind the last of them."""
-        return self.first + len(self.states)
-
-    def since(self, place: int) -> "_Taken":
-        """The part from a place on."""
-        return _Taken(place, self.states[place - self.first :])
-
-
 class HeadModel(DraftModel):
     """A head of one decoder layer, with a cache for each sequence."""
 
@@ -90,21 +73,24 @@ class HeadModel(DraftModel):
         self, runner: Runner, vocab_size: int, max_levels: int, trace: Trace, context: int | None = None
     ) -> None:
         super().__init__(runner, vocab_size, max_levels, trace, context)
-        self._taken: dict[Sequence, _Taken] = {}
+        # From which token on, and what the head takes of the target behind each, (n, hidden_size).
+        self._taken: dict[Sequence, tuple[int, Tensor]] = {}
 
     def can_draft(self, sequence: Sequence) -> bool:
         """Whether the target has computed all of the sequence but its last token."""
-        return sequence in self._taken and self._taken[sequence].stop == len(sequence.tokens) - 1
+        first, states = self._taken.get(sequence, (-1, ()))
+        return first + len(states) == len(sequence.tokens) - 1
 
     @torch.inference_mode()
     def observe(self, sequence: Sequence, first: int, states: Several[Tensor]) -> None:
         """Keep what the head takes of the target's hidden states, until rows of it have been computed with them."""
         spec = self._runner.spec
         assert isinstance(spec, Head), "it drafts by a head"
-        taken, known = [spec.take(self._runner.non_layer, one) for one in states], self._taken.get(sequence)
-        if known is not None:
-            first, taken = known.first, [known.states[: first - known.first], *taken]
-        self._taken[sequence] = _Taken(first, torch.cat(taken))
+        taken = [spec.take(self._runner.non_layer, one) for one in states]
+        if sequence in self._taken:
+            n_gone, known = self._taken[sequence]
+            first, taken = n_gone, [known[: first - n_gone], *taken]
+        self._taken[sequence] = first, torch.cat(taken)
 
     def end(self, sequence: Sequence) -> None:
         """Release what is held for a sequence."""
@@ -118,8 +104,10 @@ class HeadModel(DraftModel):
         super()._begin(sequence, n_nodes, is_alone, path)
         state = self._states[sequence]
         assert isinstance(state, HeadState), "so they are made"
-        self._taken[sequence] = self._taken[sequence].since(self._runner.n_committed(state.cache))
-        state.taken = self._taken[sequence].states
+        first, known = self._taken[sequence]
+        n_kept = self._runner.n_committed(state.cache)
+        state.taken = known[n_kept - first :]
+        self._taken[sequence] = n_kept, state.taken
         state.feed()
         return state
 
@@ -162,11 +150,11 @@ class MedusaModel(HeadModel):
         if sequence not in self._trees:
             n_rows = ROWS_PER_NODE * n_nodes
             self._trees[sequence] = MedusaState(self.vocab_size, n_rows, sequence, self._runner.device)
-        state, taken, spec = self._trees[sequence], self._taken[sequence], self._runner.spec
+        state, (first, known), spec = self._trees[sequence], self._taken[sequence], self._runner.spec
         assert isinstance(spec, Medusa), "it drafts by Medusa's heads"
-        self._taken[sequence] = taken = _Taken(taken.stop - 1, taken.states[-1:].clone())
-        parts = [spec.predict(weights, taken.states) for weights in self._layers]
-        state.logits = torch.cat(parts)
+        last = known[-1:].clone()
+        self._taken[sequence] = first + len(known) - 1, last
+        state.logits = torch.cat([spec.predict(weights, last) for weights in self._layers])
         state.clear(sequence.tokens[-1])
         return state
 

@@ -12,6 +12,7 @@ from offload_rt.executor.sequence import Sequence
 from offload_rt.kv.sparse import SparseCache
 from offload_rt.sampling import TopTokens
 from offload_rt.speculate.draft_model import DraftModel
+from offload_rt.speculate.learner import Learner
 from offload_rt.speculate.pair_stats import PairStats
 from offload_rt.tree.topology import DraftTree, Topology, Verdict
 
@@ -100,6 +101,7 @@ class DraftParts:
     model           None for drafters that need none
     small           drafts for `model`, where a drafter has two
     shape           of every tree, in level order, instead of one chosen for the machine; None to choose
+    learner         of the draft model; None where it stays as it is
     """
 
     limits: DraftLimits
@@ -110,6 +112,7 @@ class DraftParts:
     small: DraftModel | None = None
     pair_stats: PairStats = field(default_factory=PairStats)
     shape: Topology | None = None
+    learner: Learner | None = None
 
 
 @dataclass(frozen=True)

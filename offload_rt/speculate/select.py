@@ -29,6 +29,7 @@ class Drafting:
     """A drafter, the rule its trees are verified by, and the draft model's checkpoint where it has one.
 
     view_rows  verified tokens in a view of the target's cache, where the target drafts itself
+    learning   of the draft model: "off", "on" or "keep"
     """
 
     name: str
@@ -36,6 +37,7 @@ class Drafting:
     rule: VerificationRule
     draft: Checkpoint | None = None
     view_rows: int = 0
+    learning: str = "off"
 
     @property
     def child_sampling(self) -> str:
@@ -98,9 +100,10 @@ def pick_drafter(config: EngineConfig) -> Drafting:
         raise SettingsError(
             f"--rule {config.rule}", need="a drafter that draws by probabilities", have=name, change="use --rule match"
         )
+    learning = config.learn_draft
     if chosen.view is None:
-        return Drafting(name, replace(chosen, draft_context=config.draft_context), rule)
-    return Drafting(name, chosen, rule, view_rows=config.draft_context or chosen.view_rows)
+        return Drafting(name, replace(chosen, draft_context=config.draft_context), rule, learning=learning)
+    return Drafting(name, chosen, rule, view_rows=config.draft_context or chosen.view_rows, learning=learning)
 
 
 def find_draft(

@@ -79,7 +79,8 @@ class TreeDrafter(Drafter):
         assert parts.model is not None, "it drafts by a model"
         self._model, self._cost, self.limits = parts.model, parts.cost, parts.limits
         self._child_sampling, self._coupled_up_to = parts.child_sampling, parts.coupled_up_to
-        self._shape, self.pair_stats = parts.shape, parts.pair_stats
+        self._shape, self.pair_stats, self._learner = parts.shape, parts.pair_stats, parts.learner
+        self.n_predicted = parts.learner.n_predicted if parts.learner else 0
         self._is_dynamic = is_dynamic
         self._tables: dict[str, tuple[TreeTable, int]] = {}  # and at how many observations to search anew
         self._rates = MatchRates()
@@ -101,7 +102,11 @@ class TreeDrafter(Drafter):
         return trees
 
     def learn(self, sequence: Sequence, tree: DraftTree, verdict: Verdict, predicted: TopTokens | None) -> None:
-        """Keep count of what was accepted."""
+        """Keep count of what was accepted, and let the draft learn what the target predicts along that path."""
+        if self._learner is not None and predicted is not None:
+            nodes = [0, *verdict.path]
+            self._learner.add(sequence, TopTokens(predicted.tokens[nodes], predicted.probs[nodes]))
+            self.n_predicted = self._learner.n_predicted
         proposal = self._proposals.get(sequence)
         if proposal is None:
             return
@@ -119,10 +124,14 @@ class TreeDrafter(Drafter):
         """Release the draft's cache of a sequence."""
         self._proposals.pop(sequence, None)
         self._model.end(sequence)
+        if self._learner is not None:
+            self._learner.end(sequence)
 
     def save(self) -> None:
         """Keep what was learned of the pair."""
         self.pair_stats.save()
+        if self._learner is not None:
+            self._learner.save()
 
     def estimates_at(self, temperature: float) -> Estimates:
         """What is known of the kind of tree it proposes at a temperature."""
