@@ -3,10 +3,11 @@
     python -m bench.learn [--tokens 2000] [--temperature 0.8] [--size 600MB] [--gbps 0.5]
 
 The target is the demo pair's, trained on for some minutes on C++, torch's own headers, which its draft has never seen: as a
-draft of a base model beside a fine-tuned target. Part "count": tokens per pass on held-out headers before and after so
-many tokens of other held-out headers, with so many slices of training in each pass; trees of one size, whatever they cost, so
-that nothing hangs on the clock. Part "timed": an expanded target over a paced disk, the same prompts with and without learning
-in turn, nothing learned before: seconds per token, prompt by prompt. The last line is one JSON object.
+draft of a base model beside a fine-tuned target. Part "count": tokens per pass while it learns from so many tokens of answers
+to some headers, and afterwards, without learning, on others; both against a draft that does not learn, with trees of one size,
+whatever they cost, and so many slices of training in each pass, so that nothing hangs on the clock. Part "timed": an expanded
+target over a paced disk, the same prompts with and without learning in turn, nothing learned before: seconds per token, prompt
+by prompt. The last line is one JSON object.
 """
 
 import argparse
@@ -96,10 +97,10 @@ def answer(llm: LLM, prompt: list[int], temperature: float) -> Stats:
     return llm.generate(prompt, SamplingParams(max_new_tokens=_N_NEW, temperature=temperature, seed=0))[0].stats
 
 
-def count(target: Path, prompts: list[list[int]], flags: argparse.Namespace) -> dict[str, list[float]]:
-    """Tokens per pass on held-out prompts before and after, and on those that it learns from."""
+def count(target: Path, learn: str, prompts: list[list[int]], flags: argparse.Namespace) -> dict[str, list[float]]:
+    """Tokens per pass on prompts that are learned from, if anything is, and then on held-out ones while nothing is."""
     held_out, others = prompts[:_N_HELD_OUT], prompts[_N_HELD_OUT:][: -(-flags.tokens // _N_NEW)]
-    with open_pair(target, "on", 1 << 30) as llm:
+    with open_pair(target, learn, 1 << 30) as llm:
         runner = llm.engine.runner
         work, n_times = runner.meanwhile, flags.slices // runner.spec.n_layers
 
@@ -112,8 +113,7 @@ def count(target: Path, prompts: list[list[int]], flags: argparse.Namespace) -> 
             with mock.patch.object(runner, "meanwhile", meanwhile):
                 return [answer(llm, prompt, flags.temperature).tokens_per_pass for prompt in prompts]
 
-        before, learning = rates(held_out, lambda: None), rates(others, often)
-        return {"before": before, "learning": learning, "after": rates(held_out, lambda: None)}
+        return {"meanwhile": rates(others, often), "after": rates(held_out, lambda: None)}
 
 
 def timed(target: Path, prompts: list[list[int]], flags: argparse.Namespace) -> dict[str, list[Stats]]:
@@ -151,12 +151,16 @@ def main() -> None:
     result = {"bench": "learn", "machine": machine(), "commit": commit(), **vars(flags)}
     with no_pair_stats():
         if "count" in flags.parts:
-            counted = count(target, prompts, flags)
-            ratio = fmean(counted["after"]) / fmean(counted["before"])
-            for name, found in counted.items():
-                print(f"tokens per pass, {name:8} {fmean(found):.2f} of {' '.join(f'{one:.2f}' for one in found)}")
-            print(f"after {flags.tokens} tokens / before: {ratio:.3f}")
-            result |= counted | {"after_to_before": ratio}
+            counted = {learn: count(target, learn, prompts, flags) for learn in ("off", "on")}
+            for part in ("meanwhile", "after"):
+                without, learned = (counted[learn][part] for learn in counted)
+                ratios = [b / a for a, b in zip(without, learned, strict=True)]
+                result[part] = fmean(learned) / fmean(without)
+                print(
+                    f"tokens per pass {part}: {fmean(without):.2f}, learned {fmean(learned):.2f}; ratio {result[part]:.3f}"
+                )
+                print(f"    {' '.join(f'{one:.2f}' for one in ratios)}")
+            result |= {"count": counted}
         if "timed" in flags.parts:
             both = timed(expanded_model(flags.size, target), prompts[: flags.prompts], flags)
             pairs = list(zip(both["off"], both["on"], strict=True))

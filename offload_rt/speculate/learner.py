@@ -36,10 +36,10 @@ from offload_rt.weights.formats import dense
 _RANK = 16
 # Tokens of a passage that are learned from at least, some of which one pass may add, and those before that they look back on.
 _N_LABELLED, _N_BEFORE = 32, 96
-# Passages of a step, how often each is learned from, and of how many recent ones.
-_BATCH, _N_USES, _N_RECENT = 4, 8, 64
+# How often a passage is learned from, each time in a step of its own, and of how many recent ones.
+_N_USES, _N_RECENT = 16, 64
 # Learning rate, and steps in which it rises to that.
-_RATE, _WARM_UP = 1e-3, 10
+_RATE, _WARM_UP = 2e-3, 20
 # Passages by which it is judged whether there is a gain, at least and at most, and those without one after which it ends.
 _LEAST_JUDGED, _MOST_JUDGED, _PATIENCE = 8, 32, 256
 # Weight of the newest slice in the estimate of its seconds, and what is left of that at a layer where it was too long.
@@ -172,10 +172,9 @@ class Learner:
         """Cross-entropy in nats (m,) of the draft with a share of its change; tokens but the target's best are one class."""
         draft, n = self._draft, len(passage.tokens)
         spec, last, places = draft.spec, draft.spec.vocab_size - 1, torch.arange(n)
-        inputs = spec.row_inputs(places, places + 1, draft.dtype)
-        of_text = [passage.tokens.clamp(max=last), *passage.labels, *inputs]
-        ids, tokens, probs, *inputs = ops.to_device(of_text, draft.device)
-        x, inputs = spec.embed(draft.non_layer, ids, tuple(inputs))
+        of_text = [passage.tokens.clamp(max=last), *passage.labels, *spec.row_inputs(places, places + 1, draft.dtype)]
+        ids, tokens, probs, *rotary = ops.to_device(of_text, draft.device)
+        x, inputs = spec.embed(draft.non_layer, ids, tuple(rotary))
         for i, view in enumerate(self._layers):
             view.share = share
             x = spec.layer(i, view, x, TextContext(inputs))
@@ -231,16 +230,15 @@ class Learner:
         passage = self._new.popleft() if is_new else self._random.choice(self._recent)
         self._n_left += _N_USES - 1 if is_new else -1
         loss, self._n_slices = self.loss(passage, 1.0), self._n_slices + 1
-        loss.sum().backward()
+        torch.autograd.backward([loss.sum()])
         if is_new:
             self._recent.append(passage)
             with torch.no_grad():
                 self._judge(float((self.loss(passage, 0.0) - loss).mean()))
-        if self._n_slices % _BATCH == 0:
-            for group in self._optimizer.param_groups:
-                group["lr"] = _RATE * min(self._n_slices / (_BATCH * _WARM_UP), 1.0)
-            self._optimizer.step()
-            self._optimizer.zero_grad()
+        for group in self._optimizer.param_groups:
+            group["lr"] = _RATE * min(self._n_slices / _WARM_UP, 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
 
     def _judge(self, gain: float) -> None:
         """Serve what has been learned while the gain, in nats, is above 0 by two standard errors; end where it never is."""
