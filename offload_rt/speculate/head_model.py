@@ -73,8 +73,7 @@ class HeadModel(DraftModel):
         self, runner: Runner, vocab_size: int, max_levels: int, trace: Trace, context: int | None = None
     ) -> None:
         super().__init__(runner, vocab_size, max_levels, trace, context)
-        # From which token on, and what the head takes of the target behind each, (n, hidden_size).
-        self._taken: dict[Sequence, tuple[int, Tensor]] = {}
+        self._taken: dict[Sequence, tuple[int, Tensor]] = {}  # from which token on, what it takes behind each
 
     def can_draft(self, sequence: Sequence) -> bool:
         """Whether the target has computed all of the sequence but its last token."""

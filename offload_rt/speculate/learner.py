@@ -179,10 +179,9 @@ class Learner:
             view.share = share
             x = spec.layer(i, view, x, TextContext(inputs))
         logits = spec.head(draft.non_layer, x[n - len(tokens) :]).float()
-        is_known = tokens <= last
-        best = logits.log_softmax(-1).gather(1, tokens.clamp(max=last)).masked_fill(~is_known, -1e4)
+        best = logits.log_softmax(-1).gather(1, tokens.clamp(max=last)).masked_fill(tokens > last, -1e4)
         rest = torch.log1p(-best.exp().sum(-1).clamp(max=1 - 1e-6))
-        probs = probs * is_known
+        probs = probs.masked_fill(tokens > last, 0.0)
         return -((probs * best).sum(-1) + (1 - probs.sum(-1)).clamp(min=0) * rest)
 
     def save(self) -> None:
@@ -199,8 +198,7 @@ class Learner:
         return cache_directory() / f"draft-{self._kept_as}.safetensors"
 
     def _parameters(self) -> dict[str, Tensor]:
-        layers = [view.adapters.items() for view in self._layers]
-        named = [(f"{i}.{name}", one) for i, layer in enumerate(layers) for name, one in layer]
+        named = [(f"{i}.{name}", one) for i, view in enumerate(self._layers) for name, one in view.adapters.items()]
         return {f"{name}.{part}": getattr(one, part) for name, one in named for part in ("a", "b")}
 
     def _load(self, parameters: dict[str, Tensor]) -> None:
@@ -208,9 +206,8 @@ class Learner:
         found = {}
         with suppress(OSError, RuntimeError, SafetensorError):
             found = load_file(self._path) if self._kept_as else {}
-        if {name: one.shape for name, one in found.items() if one.isfinite().all()} == {
-            name: one.shape for name, one in parameters.items()
-        }:
+        shapes = {name: one.shape for name, one in parameters.items()}
+        if {name: one.shape for name, one in found.items() if one.isfinite().all()} == shapes:
             for name, one in parameters.items():
                 one.data.copy_(found[name])
             self._serve(True)
@@ -263,9 +260,6 @@ class Learner:
         """End for good: the draft is as it was."""
         self._serve(False)
         self.n_predicted = 0
-        self._new.clear()
-        self._recent.clear()
-        self._rows.clear()
 
 
 def learning_nbytes(spec: Architecture, dtype: torch.dtype, device: torch.device) -> int:

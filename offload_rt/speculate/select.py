@@ -149,8 +149,7 @@ def check_pair(
     of_target, of_draft = ({i: text for text, i in one.get_vocab().items()} for one in (ours, theirs))
     for token in sorted({*of_target, *of_draft}):
         if of_target.get(token) != of_draft.get(token):
-            have = repr(of_draft[token]) if token in of_draft else "no such token"
-            need = repr(of_target[token]) if token in of_target else "no such token"
+            have, need = (repr(one[token]) if token in one else "no such token" for one in (of_draft, of_target))
             raise _other_tokenizer(f"{have} for token {token}", f"{need}, as the target has")
 
 
