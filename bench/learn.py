@@ -120,7 +120,7 @@ def timed(target: Path, prompts: list[list[int]], flags: argparse.Namespace) -> 
     """Answers to the same prompts in turn, with learning and without."""
     found: dict[str, list[Stats]] = {"off": [], "on": []}
     with ExitStack() as stack:
-        memory = parse_size(flags.size) // 4
+        memory = parse_size(flags.size) // 3
         pairs = {learn: stack.enter_context(open_pair(target, learn, memory, flags.gbps)) for learn in found}
         for llm in pairs.values():
             answer(llm, prompts[0][:8], flags.temperature)
