@@ -129,6 +129,10 @@ class Learner:
         self._draft, self._meter, self._kept_as = draft, meter, kept
         generator = torch.Generator().manual_seed(0)
         self._layers = [AdaptedView(block, draft, generator) for block in draft.streamer.sweep()]
+        rest = draft.non_layer
+        assert isinstance(rest, dense.View), "no others are learned"
+        # Views of its own: those that drafts have made are of inference, which gradients refuse.
+        self._rest = dense.View(rest._layout, rest._block, draft.dtype)
         parameters = self._parameters()
         self._optimizer = torch.optim.AdamW(parameters.values(), lr=_RATE, weight_decay=0.0)
         self._rows: dict[Sequence, tuple[int, list[TopTokens]]] = {}  # from which token on
@@ -174,11 +178,11 @@ class Learner:
         spec, last, places = draft.spec, draft.spec.vocab_size - 1, torch.arange(n)
         of_text = [passage.tokens.clamp(max=last), *passage.labels, *spec.row_inputs(places, places + 1, draft.dtype)]
         ids, tokens, probs, *rotary = ops.to_device(of_text, draft.device)
-        x, inputs = spec.embed(draft.non_layer, ids, tuple(rotary))
+        x, inputs = spec.embed(self._rest, ids, tuple(rotary))
         for i, view in enumerate(self._layers):
             view.share = share
             x = spec.layer(i, view, x, TextContext(inputs))
-        logits = spec.head(draft.non_layer, x[n - len(tokens) :]).float()
+        logits = spec.head(self._rest, x[n - len(tokens) :]).float()
         best = logits.log_softmax(-1).gather(1, tokens.clamp(max=last)).masked_fill(tokens > last, -1e4)
         rest = torch.log1p(-best.exp().sum(-1).clamp(max=1 - 1e-6))
         probs = probs.masked_fill(tokens > last, 0.0)
