@@ -30,7 +30,7 @@ from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
 from offload_rt.errors import CapacityError, PromptError, SettingsError
 from offload_rt.executor.sequence import Sequence
-from offload_rt.speculate.protocols import DraftLimits
+from offload_rt.speculate.protocols import Drafter, DraftLimits
 from offload_rt.speculate.verify.match import Match
 from offload_rt.tree.topology import DraftTree, Topology
 
@@ -157,6 +157,7 @@ def test_a_batch_that_does_not_fit_runs_as_there_is_room(zoo):
         caches = llm.engine.runner._caches
         llm.engine.runner.forward = counted
         batch = together(llm, prompts, params)
+        llm.engine.reset_prefix_cache()
         assert not caches
     assert batch == solo
     assert 1 < max(map(len, running)) < len(prompts)
@@ -190,7 +191,9 @@ def test_sequences_join_and_leave_a_running_batch(llama_pair, drafter):
             for event in engine.step():
                 got.setdefault(ids[event.id], []).extend(event.token_ids)
                 assert (event.finish_reason is not None) == (got[ids[event.id]] == solo[ids[event.id]][0])
-        assert not caches and not llm.engine.step()
+        assert not llm.engine.step()
+        llm.engine.reset_prefix_cache()
+        assert not caches
     assert {i: tokens for i, tokens in got.items() if i != 3} == {i: solo[i][0] for i in (0, 1, 2, 4)}
     assert 0 < len(got[3]) < 40 and got[3] == solo[3][0][: len(got[3])]
     assert all(measured(sequences[i]) for i in range(5))
@@ -225,21 +228,10 @@ def test_same_seed_same_tokens_other_seed_other_tokens(zoo):
     assert len(set(map(tuple, texts))) == 5
 
 
-class Unlearning:
+class Unlearning(Drafter):
     """The part of a drafter that learns nothing and keeps nothing."""
 
-    n_predicted, reads_prompt = 0, False
-
-    def begin(self, sequence, cache, n_nodes):
-        pass
-
     def learn(self, sequence, tree, verdict, predicted=None):
-        pass
-
-    def end(self, sequence):
-        pass
-
-    def save(self):
         pass
 
 

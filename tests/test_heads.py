@@ -286,6 +286,7 @@ def test_greedy_tokens_are_transformers(tmp_path, kind, place):
     with open_llm(**settings, place=place) as llm:
         outputs = llm.generate(prompts, SamplingParams(max_new_tokens=24))
         alone = llm.generate(prompts[2], SamplingParams(max_new_tokens=24))[0]
+        llm.engine.reset_prefix_cache()
         assert not llm.engine.drafter._model._taken and not llm.engine.draft._caches, "ended sequences are released"
     assert [one.token_ids for one in outputs] == [generate(model, prompt, 24) for prompt in prompts]
     assert alone.token_ids == outputs[2].token_ids
@@ -370,6 +371,7 @@ def test_sequences_join_and_leave(tmp_path, kind):
         assert len(several[3].tokens) > 14
         while engine.step():
             pass
+        engine.reset_prefix_cache()
         assert not (drafter._model._taken or drafter._proposals or llm.engine.draft._caches)
     for sequence in several[:3]:
         n = sequence.n_prompt

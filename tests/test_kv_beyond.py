@@ -189,6 +189,21 @@ def test_greedy_tokens_are_transformers(pair, drafter):
     assert least < stats.link_bytes < (stats.n_passes + 3) * (weights + rows.of_pass(320)) * 1.3
 
 
+def test_the_next_turn_of_a_conversation_computes_its_new_tokens_alone(pair):
+    with LLM(str(pair.target), **little(pair, "none", 20)) as llm:
+        runner, text, n_before, n_known = runner_of(llm), prompt_of(0, 200), 0, []
+        forward = runner.forward
+        runner.forward = lambda steps: n_known.append(runner.n_committed(steps[0].cache)) or forward(steps)
+        for turn in range(3):
+            n_known.clear()
+            said = llm.generate(text, SamplingParams(max_new_tokens=N_NEW))[0].token_ids
+            assert said == generate(pair.model, text, N_NEW) and n_known[0] == n_before
+            assert [type(one) for one in runner._caches.values()] == [HostCache]
+            n_before, text = len(text) + N_NEW - 1, text + said + prompt_of(turn + 1, 6)
+        llm.engine.reset_prefix_cache()
+        assert len(runner.far._free) == runner.far._n_blocks, "all blocks were given back"
+
+
 def test_layers_on_the_device_and_keys_and_values_on_the_disk(pair, tmp_path):
     """In lanes of their own in the trace."""
     given, trace = little(pair, "none", 0) | {"device_memory": "1GiB"}, Trace()

@@ -3,8 +3,9 @@
 import time
 from collections import deque
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from offload_rt.executor.cost import CostEstimator
 from offload_rt.executor.runner import Runner, Step
 from offload_rt.executor.sequence import Sequence
 from offload_rt.executor.stats import PassTimes
+from offload_rt.kv.cache import n_shared
 from offload_rt.sampling import Context, probs, top_tokens
 from offload_rt.speculate.protocols import Drafter, VerificationRule
 from offload_rt.system.trace import DRAFT, VERIFY, Trace
@@ -36,6 +38,8 @@ class Event:
 class Engine:
     """Runs sequences together. They join (`add`) and leave (`abort`, or their end) between steps.
 
+    Caches of sequences that have left are kept while there is room, for those that begin alike.
+
     closes  releases what was opened for the engine
     draft   the runner of the draft model, where there is one
     notice  what its user should know of how it runs; empty if nothing
@@ -53,6 +57,7 @@ class Engine:
     _n_added: int = field(default=0, init=False)
     _waiting: deque[tuple[int, Sequence]] = field(default_factory=deque, init=False)
     _running: list[RunningSequence] = field(default_factory=list, init=False)
+    _kept: list[RunningSequence] = field(default_factory=list, init=False)  # oldest first
     _probs: Tensor | None = field(default=None, init=False)
 
     def add(self, sequence: Sequence) -> int:
@@ -65,6 +70,7 @@ class Engine:
         """Drop a sequence, whether it waits or runs; one that has ended is left as it is."""
         self._waiting = deque(one for one in self._waiting if one[0] != id)
         for one in [one for one in self._running if one.id == id]:
+            one.sequence.finish_reason = "abort"
             self._release(one)
 
     def step(self) -> list[Event]:
@@ -98,23 +104,76 @@ class Engine:
         self.drafter.save()
         self.closes.close()
 
-    def _admit(self) -> None:
-        joining = self.scheduler.admit(self._running, self._waiting)
-        is_alone = len(joining) == 1 and not self._running
-        n_nodes = self.scheduler.share(max(len(self._running) + len(joining), 1))
-        for id, sequence in joining:
-            n_rows, split = sequence.longest - 1 + n_nodes, self.scheduler.split
-            share = None if split is None else split.share(n_rows, n_nodes, is_alone)
-            cache = self.runner.new_cache(n_rows, is_alone, share)
-            self._running.append(RunningSequence(id, sequence, cache, n_nodes, share))
-            self.drafter.begin(sequence, cache, n_nodes)
+    def reset_prefix_cache(self) -> None:
+        """Release what is kept of sequences that have left."""
+        while self._kept:
+            self._drop(self._kept[0])
 
-    def _release(self, one: RunningSequence) -> None:
-        self._running.remove(one)
+    def _drop(self, one: RunningSequence) -> None:
+        self._kept.remove(one)
         self.runner.free_cache(one.cache)
         self.drafter.end(one.sequence)
 
+    def _admit(self) -> None:
+        joining, split = self.scheduler.admit(self._running, self._waiting), self.scheduler.split
+        is_alone = len(joining) == 1 and not self._running
+        n_nodes = self.scheduler.share(max(len(self._running) + len(joining), 1))
+        for i, (id, sequence) in enumerate(joining):
+            n_rows = sequence.longest - 1 + n_nodes
+            share = None if split is None else split.share(n_rows, n_nodes, is_alone)
+            one = RunningSequence(id, sequence, -1, n_rows, n_nodes, share)
+            self._begin(one, [later for _, later in joining[i + 1 :]], is_alone)
+            self._running.append(one)
+            self.drafter.begin(sequence, one.cache, n_nodes)
+
+    def _begin(self, one: RunningSequence, later: list[Sequence], is_alone: bool) -> None:
+        """Give a sequence a cache, with the rows that another has of its prompt; `later` are to fit beside it."""
+        (source, n), n_rows, tokens = self._find_prefix(one.sequence), one.n_rows, one.sequence.tokens
+        is_taken = source is not None and source in self._kept and self._takes(one, source, n, later)
+        self._kept.sort(key=lambda other: other is source)  # the last to go
+        if is_taken:
+            one.n_rows = max(n_rows, self._kept.pop().n_rows)
+        while self._kept and (self.runner.has_graphs or not self._fits([*self._kept, one], later)):
+            self._drop(self._kept[0])
+        if source is None or not is_taken:
+            one.cache = self.runner.new_cache(n_rows, is_alone, one.share)
+            if source and source in (*self._running, *self._kept) and not self.runner.taps:  # nobody has the states
+                self.runner.follow(one.cache, source.cache, tokens[: min(n, len(tokens) - 2)])
+            return
+        self.runner.rewind(source.cache, tokens[:n])
+        # Rows that move are there twice for a moment; those of a card go through memory of the host.
+        may_move = self.runner.device.type != "cpu" or 2 * n <= self.scheduler.cache_rows
+        one.cache = self.runner.renew_cache(source.cache, n_rows, one.n_nodes, is_alone, one.share, may_move)
+        if one.cache == source.cache:
+            one.share = source.share and replace(source.share, n_rows=one.n_rows)
+        n = self.drafter.follow(source.sequence, one.sequence, self.runner.n_committed(one.cache))
+        self.drafter.end(source.sequence)
+        self.runner.rewind(one.cache, tokens[:n])
+
+    def _find_prefix(self, sequence: Sequence) -> tuple[RunningSequence | None, int]:
+        """Who has most of the tokens that a sequence begins with, or will have them in the next pass, and how many."""
+        found: list[tuple[RunningSequence | None, int]] = [(None, 0)]
+        is_all_wanted = sequence.sampling.prompt_logprobs is not None  # of the prompt, so that every row is computed
+        for one in () if is_all_wanted else (*self._running, *self._kept):
+            n_theirs = len(one.sequence.tokens) if one in self._running else self.runner.n_committed(one.cache)
+            found.append((one, n_shared(one.sequence.tokens[:n_theirs], sequence.tokens[:-1])))
+        return max(found, key=itemgetter(1))
+
+    def _takes(self, one: RunningSequence, source: RunningSequence, n: int, later: list[Sequence]) -> bool:
+        """Whether a sequence is to take over a kept cache of which it shares n rows, rather than leave it for another."""
+        is_most = 2 * n >= self.runner.n_committed(source.cache)
+        is_better = is_most or self.runner.has_graphs or not self._fits([source, one], later)
+        return is_better and self._fits([replace(one, n_rows=max(one.n_rows, source.n_rows))], later)
+
+    def _fits(self, more: list[RunningSequence], later: list[Sequence]) -> bool:
+        return self.scheduler.fits([*self._running, *more], later, more[-1].n_nodes)
+
+    def _release(self, one: RunningSequence) -> None:
+        self._running.remove(one)
+        self._kept.append(one)
+
     def _shrink(self, going: list[RunningSequence]) -> None:
+        self.reset_prefix_cache()
         if all(one.n_nodes == 1 for one in going) and not self.runner.shrink_chunks():
             raise DeviceError(
                 "the device's memory is used up", need="room for a pass of a few tokens",

@@ -9,7 +9,7 @@ from offload_rt.kv.host import KVShare, KVSplit
 
 @dataclass(eq=False)
 class RunningSequence:
-    """A sequence that takes part in every step, its cache, and the most nodes that its trees may have.
+    """A sequence that takes part in every step, its cache of `n_rows` rows, and the most nodes that its trees may have.
 
     share  of the cache's rows on the device; None: all of them
     """
@@ -17,6 +17,7 @@ class RunningSequence:
     id: int
     sequence: Sequence
     cache: int
+    n_rows: int
     n_nodes: int
     share: KVShare | None = None
 
@@ -41,17 +42,21 @@ class Scheduler:
     def admit(self, running: list[RunningSequence], waiting: deque[tuple[int, Sequence]]) -> list[tuple[int, Sequence]]:
         """Take from the waiting sequences those that may run from now on, each with `share` nodes of all that run then."""
         n = 0
-        while n < len(waiting) and self._fits(running, [waiting[i][1] for i in range(n + 1)]):
+        while n < len(waiting):
+            joining = [waiting[i][1] for i in range(n + 1)]
+            if not self.fits(running, joining, self.share(len(running) + len(joining))):
+                break
             n += 1
         return [waiting.popleft() for _ in range(n)]
 
-    def _fits(self, running: list[RunningSequence], joining: list[Sequence]) -> bool:
-        share = self.share(len(running) + len(joining))
-        n_tokens = sum(one.longest - 1 for one in (*(one.sequence for one in running), *joining))
-        n_nodes = sum(one.n_nodes for one in running) + share * len(joining)
+    def fits(self, there: list[RunningSequence], joining: list[Sequence], n_nodes: int) -> bool:
+        """Whether there is room for sequences with trees of `n_nodes` beside the caches that are there."""
         if self.split is not None:
-            there = [one.share for one in running if one.share is not None]
-            if not self.split.fits([*there, *(self.split.share(one.longest - 1 + share, share) for one in joining)]):
+            shares = [one.share for one in there if one.share is not None]
+            shares += [self.split.share(one.longest - 1 + n_nodes, n_nodes) for one in joining]
+            if not self.split.fits(shares):
                 return False
+        n_rows = sum(one.n_rows for one in there) + sum(one.longest - 1 + n_nodes for one in joining)
+        n_more = sum(one.n_nodes for one in there) + n_nodes * len(joining)
         # A draft model's cache takes two rows a node, and is planned for the longest sequence with the largest tree.
-        return n_tokens + n_nodes <= self.cache_rows and n_tokens + 2 * n_nodes <= self.cache_rows + self.n_nodes
+        return n_rows <= self.cache_rows and n_rows + n_more <= self.cache_rows + self.n_nodes

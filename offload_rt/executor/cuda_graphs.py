@@ -239,8 +239,7 @@ class GraphRunner:
                 self.free(dropped)
             return None
         self._reusable = self._reusable or self._new_buffer(self._most.n_keys)
-        for part in (self._reusable.keys, self._reusable.values):
-            part.zero_()  # an earlier sequence may have left NaN
+        self._reusable.clear()
         return self._reusable
 
     def free(self, buffer: KVBuffer) -> None:
@@ -266,8 +265,7 @@ class GraphRunner:
         logits = self._logits
         if buffer not in self._passes:
             self._passes[buffer] = {}
-            for part in (buffer.keys, buffer.values):  # 0 times what an uninitialised row holds may be NaN
-                part[:, :, rows.mask.n_keys - n :].zero_()
+            buffer.clear(rows.mask.n_keys - n)  # 0 times what an uninitialised row holds may be NaN
         shape = self._rounded(n, rows.mask.n_keys, buffer)
         _most_recent(
             self._passes[buffer], shape, lambda: GraphPass(self._model, buffer, shape, logits, self.tapped)

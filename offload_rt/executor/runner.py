@@ -238,11 +238,16 @@ class Runner:
             self.far.close()
         self.streamer.close()
 
+    @property
+    def has_graphs(self) -> bool:
+        """Whether a sequence that runs alone takes the one buffer that passes are captured for."""
+        return self._graphs is not None
+
     def replays(self, step: Step) -> bool:
         """Whether graphs serve for a step."""
         cache, n_tokens = self._caches[step.cache], len(step.tokens)
         shape = GraphShape(step.n_rows, cache.n_held + n_tokens, n_tokens)
-        is_whole = cache.n_seen == cache.n_held and step.read is None
+        is_whole = cache.n_seen == cache.n_held and step.read is None and cache.leader is None
         return self._graphs is not None and is_whole and self._graphs.fits(cache, shape)
 
     def _replay(self, step: Step) -> Tensor:
@@ -290,6 +295,39 @@ class Runner:
                 ContiguousCache(buffer) if buffer else self.kv.empty(self.spec, capacity, self.dtype, self.device)
             )
         return id
+
+    def renew_cache(
+        self, old: int, capacity: int, n_nodes: int, is_alone: bool = False, share: KVShare | None = None,
+        may_move: bool = True,
+    ) -> int:  # fmt: skip
+        """Id of a cache in place of another, which it may be; it has the same rows, or none where they cannot be kept.
+
+        n_nodes   of its trees; the other arguments are those of `new_cache`
+        may_move  rows may be copied to another cache where this one is too small
+        """
+        cache = self._caches[old]
+        if (is_alone or not self.has_graphs) and cache.extend(capacity, n_nodes):
+            if self.has_graphs and isinstance(cache, ContiguousCache):
+                cache.buffer.clear(cache.n_committed)
+            return old
+        # Through memory of the host: there may be no room on the device for both.
+        tokens, rows = cache.committed, cache.to_host() if may_move and isinstance(cache, ContiguousCache) else []
+        del cache
+        self.free_cache(old)
+        id = self.new_cache(capacity, is_alone, share)
+        new = self._caches[id]
+        if rows and isinstance(new, ContiguousCache):
+            new.load(tokens, rows)
+        return id
+
+    def follow(self, id: int, source: int, tokens: list[int]) -> None:
+        """Let an empty cache begin with these tokens of another one, which has them or gets them in the same pass.
+
+        Its rows are computed where one of both is not all on the device.
+        """
+        cache, leader = self._caches[id], self._caches[source]
+        if isinstance(cache, ContiguousCache) and isinstance(leader, ContiguousCache):
+            cache.follow(leader, tokens)
 
     def new_view(self, source: int, kind: type[SparseCache], budget: int, n_pending: int) -> int:
         """Id of a view of another cache, for drafts that see at most `budget` of its rows, and `n_pending` of their own."""

@@ -70,11 +70,13 @@ class KVCache(ABC):
     keeps_query  whether the queries of the last layer are wanted
     asked        what that layer asked for the pending rows, where a pass was not captured; else None
     query        the part of it that is of the token committed last
+    leader       has the committed rows, which this one copies in its next pass; None: they are here
     """
 
     keeps_query = False
     asked: Attention | None = None
     query: Attention | None = None
+    leader: "KVCache | None" = None
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -100,6 +102,10 @@ class KVCache(ABC):
     def assume(self, n: int) -> None:
         """Take the first n rows for committed, whatever they hold."""
         self.committed = [0] * n
+
+    def extend(self, capacity: int, n_nodes: int) -> bool:
+        """Have room for so many rows, trees of `n_nodes` among them, where no row has to move; returns whether there is."""
+        return capacity <= self.capacity
 
     def close(self) -> None:  # noqa: B027  # most have nothing to give back
         """Give back what the cache has of memory that others use as well."""
@@ -153,10 +159,14 @@ class KVCache(ABC):
         """Keep the longest common prefix of the committed tokens and `tokens`; return its length."""
         n = len(self.committed)
         if list(tokens[:n]) != self.committed:  # rare, and comparing whole lists is fast
-            pairs = enumerate(zip(self.committed, tokens, strict=False))
-            n = next((i for i, (have, want) in pairs if have != want), min(n, len(tokens)))
+            n = n_shared(self.committed, tokens)
             del self.committed[n:]
         return n
+
+
+def n_shared(a: Sequence[int], b: Sequence[int]) -> int:
+    """Tokens of the longest common prefix."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,6 +186,11 @@ class KVBuffer:
     def capacity(self) -> int:
         """Rows."""
         return self.keys.shape[2]
+
+    def clear(self, first: int = 0) -> None:
+        """Zero the rows from `first` on, which an earlier sequence may have left as NaN."""
+        for part in (self.keys, self.values):
+            part[:, :, first:].zero_()
 
     def attend(self, layer: int, rows: slice | Tensor, asked: Attention) -> Tensor:
         """Write k and v to `rows` of a layer; attention of q to the first mask.n_keys rows."""
@@ -216,7 +231,41 @@ class ContiguousCache(KVCache):
         """Write k and v behind the rows there are, and attend to all of them."""
         first = self.n_held + asked.start
         n, layer = self._places[asked.layer] if self._places else (0, asked.layer)
-        return self._buffers[n].attend(layer, slice(first, first + len(asked.q)), asked)
+        buffer = self._buffers[n]
+        if self.leader is not None and asked.start == 0:
+            keys, values = self.leader.rows(asked.layer, range(first))
+            buffer.keys[layer, :, :first], buffer.values[layer, :, :first] = keys, values
+        return buffer.attend(layer, slice(first, first + len(asked.q)), asked)
+
+    def follow(self, leader: KVCache, tokens: list[int]) -> None:
+        """Begin with these tokens, whose rows another cache has, or has once it has attended in the next pass.
+
+        They are copied in that pass, layer by layer.
+        """
+        self.committed, self.leader = tokens, leader
+
+    def commit(self, rows: Sequence[int]) -> None:
+        """See `KVCache.commit`."""
+        super().commit(rows)
+        self.leader = None
+
+    def discard(self) -> None:
+        """See `KVCache.discard`; what was to be copied may not be there."""
+        super().discard()
+        if self.leader is not None:
+            self.committed, self.leader = [], None
+
+    def to_host(self) -> list[KVBuffer]:
+        """Copies of the committed rows."""
+        n = self.n_committed
+        parts = [(one.keys[:, :, :n], one.values[:, :, :n]) for one in self._buffers]
+        return [KVBuffer(*(part.to("cpu", copy=True) for part in pair)) for pair in parts]
+
+    def load(self, tokens: list[int], rows: Sequence[KVBuffer]) -> None:
+        """Begin with these tokens and their rows, as `to_host` has given them."""
+        self.committed, n = tokens, len(tokens)
+        for to, source in zip(self._buffers, rows, strict=True):
+            to.keys[:, :, :n], to.values[:, :, :n] = source.keys, source.values
 
     def move(self, rows: Sequence[int], first: int) -> None:
         """Move rows in place."""

@@ -344,6 +344,12 @@ class HostCache(KVCache):
         self._n_sent = max(n, self._n_resident)
         self._hold(self._n_sent)
 
+    def extend(self, capacity: int, n_nodes: int) -> bool:
+        """See `KVCache.extend`: any number of rows may be beyond the device, but a tree is on it."""
+        is_wide = n_nodes <= self._buffer.capacity - self._n_resident
+        self.capacity = max(self.capacity, capacity) if is_wide else self.capacity
+        return is_wide
+
     def close(self) -> None:
         """Give all blocks back."""
         self._hold(self._n_resident)

@@ -96,7 +96,7 @@ class DraftState(TreeState):
 
     def start(self, tokens: list[int], n_prompt: int) -> None:
         """Begin a tree below the last of `tokens`, keeping the rows that an earlier tree has of them."""
-        self._commit_path(tokens)
+        self.commit_path(tokens)
         n_kept = self._runner.rewind(self.cache, self._known(tokens[:-1]))
         self.lacking, self.n_prompt = tokens[n_kept:-1], n_prompt
         self.clear(tokens[-1])
@@ -116,7 +116,7 @@ class DraftState(TreeState):
             self.lacking = []
         super().computed()
 
-    def _commit_path(self, tokens: list[int]) -> None:
+    def commit_path(self, tokens: list[int]) -> None:
         """Commit the rows of the earlier tree along which the sequence has gone on."""
         n = self._runner.n_committed(self.cache)
         if self.n_done == 0 or n >= len(tokens) - 1 or tokens[n] != self.tokens[0]:
@@ -208,9 +208,17 @@ class DraftModel:
         return state
 
     def _begin(self, sequence: Sequence, n_nodes: int, is_alone: bool, path: Several[int] = ()) -> TreeState:
-        if sequence not in self._states:
+        known = self._states.get(sequence)
+        if known is None or known.sequence is not sequence:
+            if self._runner.has_graphs:  # of one buffer, which is not to be had while others have caches
+                for one in [one for one in self._states if one.finish_reason]:
+                    self.end(one)
             longest = min(sequence.longest, self._limit) + self.max_levels
-            cache = self._runner.new_cache(draft_rows(min(longest, sequence.longest), n_nodes), is_alone)
+            n_rows = draft_rows(min(longest, sequence.longest), n_nodes)
+            if known is None:
+                cache = self._runner.new_cache(n_rows, is_alone)
+            else:
+                cache = self._runner.renew_cache(known.cache, n_rows, ROWS_PER_NODE * n_nodes, is_alone)
             self._add_state(sequence, cache, n_nodes)
         state, seen = self._states[sequence], self._seen(sequence)
         n_gone = len(sequence.tokens) - len(seen)
@@ -240,6 +248,14 @@ class DraftModel:
                 older = [token for i in best for token in tokens[i * _CHUNK : (i + 1) * _CHUNK]]
                 self._older[sequence] = start, older
         return older + tokens[start:]
+
+    def follow(self, old: Sequence, new: Sequence, n: int) -> int:
+        """See `Drafter.follow`; the draft's cache is rewound when the first tree begins."""
+        state = self._states.pop(old, None)
+        if state is not None:
+            state.commit_path(self._seen(old.tokens))
+            self._states[new] = state
+        return n
 
     def end(self, sequence: Sequence) -> None:
         """Release the cache of a sequence."""
@@ -293,7 +309,9 @@ class SelfDraftModel(DraftModel):
         self._views: dict[Sequence, tuple[int, int]] = {}  # caches of the target, and the rows of their views
 
     def begin(self, sequence: Sequence, cache: int, n_nodes: int) -> None:
-        """Take a view of its cache, if there is room for one."""
+        """Take a view of its cache, if there is room for one beside those of others that run."""
+        for one in [one for one in self._sources if one.finish_reason]:
+            self.end(one)
         budget = min(self._budget, sequence.longest)
         n_rows = view_rows(budget, n_nodes)
         if n_nodes > 1 and n_rows <= self._n_rows:
@@ -306,6 +324,11 @@ class SelfDraftModel(DraftModel):
         """Not before the target has computed its prompt."""
         source = self._views.get(sequence)
         return source is not None and self._runner.n_committed(source[0]) == len(sequence.tokens) - 1
+
+    def follow(self, old: Sequence, new: Sequence, n: int) -> int:
+        """See `Drafter.follow`: a view is filled anew from the target's cache."""
+        self.end(old)
+        return n
 
     def end(self, sequence: Sequence) -> None:
         """Release the view of a sequence."""

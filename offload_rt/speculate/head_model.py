@@ -91,6 +91,16 @@ class HeadModel(DraftModel):
             first, taken = n_gone, [known[: first - n_gone], *taken]
         self._taken[sequence] = first, torch.cat(taken)
 
+    def follow(self, old: Sequence, new: Sequence, n: int) -> int:
+        """See `Drafter.follow`: what is kept goes on where the rows of the head end, or the target computes it again."""
+        super().follow(old, new, n)
+        taken, state = self._taken.pop(old, None), self._states.get(new)
+        first = self._runner.rewind(state.cache, new.tokens[1:n]) if state is not None else 0
+        if taken is None or taken.first > first:
+            return first
+        self._taken[new] = _Taken(first, taken.since(first).states[: n - first])
+        return n
+
     def end(self, sequence: Sequence) -> None:
         """Release what is held for a sequence."""
         self._taken.pop(sequence, None)
@@ -138,6 +148,11 @@ class MedusaModel(HeadModel):
         super().__init__(runner, vocab_size, min(max_levels, runner.spec.n_layers + 1), trace)
         self._layers = runner.resident_layers()
         self._trees: dict[Sequence, MedusaState] = {}
+
+    def follow(self, old: Sequence, new: Sequence, n: int) -> int:
+        """See `Drafter.follow`: the next pass gives the one hidden state that is needed."""
+        self.end(old)
+        return n
 
     def end(self, sequence: Sequence) -> None:
         """Release what is held for a sequence."""

@@ -70,8 +70,15 @@ class Drafter(Protocol):
         """
         return
 
+    def follow(self, old: Sequence, new: Sequence, n: int) -> int:
+        """A sequence takes over the cache of one that has left, with n tokens that they share: so with what is held here.
+
+        Returns how many of these tokens the target need not compute again for the drafter's sake.
+        """
+        return n
+
     def end(self, sequence: Sequence) -> None:
-        """The sequence has ended or was aborted: release what is held for it."""
+        """The sequence has left, and its cache is not kept: release what is held for it."""
 
     def save(self) -> None:
         """Keep what was learned for later runs."""

@@ -120,6 +120,10 @@ class TreeDrafter(Drafter):
         """Hand the target's hidden states to the head."""
         self._model.observe(sequence, first, states)
 
+    def follow(self, old: Sequence, new: Sequence, n: int) -> int:
+        """Let the model go on."""
+        return self._model.follow(old, new, n)
+
     def end(self, sequence: Sequence) -> None:
         """Release the draft's cache of a sequence."""
         self._proposals.pop(sequence, None)
