@@ -3,7 +3,7 @@
 import sys
 import time
 import weakref
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from collections.abc import Sequence as Several
 from contextlib import aclosing
 from dataclasses import replace
@@ -33,7 +33,7 @@ from offload_rt.offload.placement import Plan
 from offload_rt.speculate.select import Drafting, find_draft, pick_drafter
 from offload_rt.system.progress import loading_bar, progress_bar
 from offload_rt.system.trace import Trace
-from offload_rt.text.detokenize import TextStream, encode, load_tokenizer
+from offload_rt.text.detokenize import Message, TextStream, encode, encode_chat, load_tokenizer
 from offload_rt.tree.topology import Topology
 from offload_rt.weights.checkpoint import end_ids, locate, open_checkpoint, sampling_defaults
 
@@ -193,6 +193,34 @@ class LLM:
                 bar(sum(one.is_done for one in requests), len(requests))
         return [one.output for one in requests]
 
+    def chat(
+        self,
+        messages: Several[Message] | Several[Several[Message]],
+        sampling_params: SamplingParams | Several[SamplingParams] | None = None,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Several[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Output]:
+        """Answer a conversation or several, each a list of {"role": ..., "content": ...}; see `generate`.
+
+        chat_template           instead of the model's
+        add_generation_prompt   end with what begins an answer
+        continue_final_message  go on with the last message instead
+        tools                   JSON schemas of functions that the template tells the model of
+        chat_template_kwargs    variables of the template, such as {"enable_thinking": False}
+        Raises PromptError where the model has no template, or it fails.
+        """
+        options = {
+            "chat_template": chat_template, "tools": tools, "continue_final_message": continue_final_message,
+            "add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {}),
+        }  # fmt: skip
+        one = [message for message in messages if isinstance(message, Mapping)]
+        several = [one] if one else [turns for turns in messages if not isinstance(turns, Mapping)]
+        return self.generate([self.encode_chat(turns, options) for turns in several], sampling_params)
+
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Piece]:
         """Continue one prompt and give what each pass adds; see `generate`."""
         request, thread, is_done = self._request(prompt, sampling_params), self._of_engine, False
@@ -215,6 +243,7 @@ class LLM:
 
     def time_passes(self, topology: Topology, context: int, n_passes: int = 3) -> list[float]:
         """Seconds of each of some passes over a tree after `context` tokens, with logits for all of its nodes."""
+        self.engine.reset_prefix_cache()
         runner, n = self.engine.runner, len(topology)
         share = None if self.plan.split is None else self.plan.split.share(context + n + 1, n, is_alone=True)
         cache = runner.new_cache(context + n + 1, True, share)
@@ -230,11 +259,18 @@ class LLM:
         runner.free_cache(cache)
         return [after - before for before, after in pairwise(moments[1:])]
 
-    def encode(self, text: str, chat: bool = False) -> list[int]:
-        """Token ids of a text, as it is or as the user's turn of a chat. Raises PromptError without a tokenizer."""
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text. Raises PromptError without a tokenizer."""
+        return encode(self._tokenizer(), text)
+
+    def encode_chat(self, messages: Several[Message], options: Mapping[str, Any]) -> list[int]:
+        """Token ids of a conversation, with options of transformers' `apply_chat_template` and variables of the template."""
+        return encode_chat(self._tokenizer(), messages, options)
+
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
         if self.tokenizer is None:
             raise PromptError("the checkpoint has no tokenizer", change="give the prompt as a list of token ids")
-        return encode(self.tokenizer, text, chat)
+        return self.tokenizer
 
     def check_prompt(self, ids: Several[int]) -> None:
         """Raises PromptError or CapacityError for token ids that cannot be continued."""

@@ -479,3 +479,24 @@ def test_a_wrong_verb_is_one_sentence_and_exit_code_2(
     assert cli_main.main(arguments) == 2
     out, err = capfd.readouterr()
     assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and word in err
+
+
+def test_several_prompts_are_a_batch(line: Any, model: Path, spoken: Any) -> None:
+    arguments = [
+        "--model",
+        str(model),
+        *SMALL,
+        "--quiet",
+        "--max-new-tokens",
+        "9",
+        "--prompt",
+        PROMPT,
+        "--prompt",
+        "the\nlazy",
+    ]
+    texts = [spoken(max_new_tokens=9).text]
+    with LLM(str(model), device="cpu", max_model_len=64) as llm:
+        texts.append(llm.generate("the\nlazy", SamplingParams(max_new_tokens=9))[0].text)
+    assert line(*arguments) == (0, f"[1] {PROMPT}\n{texts[0]}\n\n[2] the ...\n{texts[1]}\n\n", "")
+    found = json.loads(line(*arguments, "--json")[1])
+    assert [one["text"] for one in found] == texts and all(len(one["token_ids"]) == 9 for one in found)

@@ -8,12 +8,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from offload_rt.cli.calibrate import CalibrateSettings
+from offload_rt.cli.chat import ChatSettings
 from offload_rt.cli.flags import Parser, from_flags
-from offload_rt.cli.run import RunSettings
+from offload_rt.cli.run import RunSettings, TemplateSettings
 from offload_rt.config import EngineConfig, SamplingParams, flag_of, format_size, parse_size
 from offload_rt.errors import OffloadError, PromptError, SettingsError
 
-CLASSES = (EngineConfig, SamplingParams, RunSettings, CalibrateSettings)
+CLASSES = (EngineConfig, SamplingParams, RunSettings, TemplateSettings, ChatSettings, CalibrateSettings)
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
 # A value of each field that is not its default, as a flag takes it and as the settings hold it.
@@ -55,7 +56,7 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "n": (["2"], 2),
     "logprobs": (["5"], 5),
     "prompt_logprobs": (["0"], 0),
-    "prompt": (["hello"], "hello"),
+    "prompt": (["hello", "you there"], ("hello", "you there")),
     "prompt_file": (["-"], "-"),
     "chat": ([], True),
     "plan": ([], True),
@@ -64,10 +65,13 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "show_tree": ([], True),
     "baseline": ([], True),
     "trace": (["out.json"], "out.json"),
+    "system": (["be brief"], "be brief"),
+    "enable_thinking": ([], True),
+    "chat_template_kwargs": (['{"a": [1]}'], {"a": [1]}),
     "tokens": (["7"], 7),
     "plot": (["out.png"], "out.png"),
 }
-NEEDED = {EngineConfig: ["--model", "m"], SamplingParams: [], RunSettings: ["--prompt", "p"], CalibrateSettings: []}
+NEEDED = {EngineConfig: ["--model", "m"], RunSettings: ["--prompt", "p"]}
 
 
 # Sizes
@@ -132,7 +136,7 @@ def _parsed(cls: type, arguments: list[str]) -> Any:
 @pytest.mark.parametrize(("cls", "name"), [(cls, item.name) for cls in CLASSES for item in fields(cls)])
 def test_every_field_has_a_flag_that_sets_it_and_nothing_else(cls: type, name: str) -> None:
     texts, value = EXAMPLES[name]
-    needed = [] if name in ("model", "prompt_file", "prompt", "plan") else NEEDED[cls]
+    needed = [] if name in ("model", "prompt_file", "prompt", "plan") else NEEDED.get(cls, [])
     flags = [part for text in texts for part in (flag_of(name), text)] or [flag_of(name)]
     got = _parsed(cls, [*needed, *flags])
     assert getattr(got, name) == value
@@ -148,7 +152,16 @@ def test_flags_are_the_names_in_kebab_case_and_all_have_help(cls: type) -> None:
     parser = Parser("test", "flags", cls)
     actions = {action.option_strings[0]: action for action in parser._actions if action.dest != "help"}
     assert sorted(actions) == sorted("--" + item.name.replace("_", "-") for item in fields(cls))
-    assert all(action.help for action in actions.values())
+    assert all("default: " in action.help for action in actions.values())
+
+
+def test_help_names_what_a_flag_may_be_and_its_default() -> None:
+    words = " ".join(Parser("test", "flags", EngineConfig, SamplingParams).format_help().split())
+    for said in (
+        "--device {auto,cpu,cuda}", "engine config:", "sampling params:", "of auto, adaptive_tree, ", "--top-p TOP_P keep",
+        "coupled, ", "--seed SEED makes sampling repeatable; default: None",
+    ):  # fmt: skip
+        assert said in words, said
 
 
 @pytest.mark.parametrize(
@@ -232,7 +245,7 @@ def test_one_stop_text_stands_for_a_tuple_of_one() -> None:
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
 
 
-@pytest.mark.parametrize("given_", [{}, {"prompt": "a", "prompt_file": "b"}])
+@pytest.mark.parametrize("given_", [{}, {"prompt": ("a",), "prompt_file": "b"}])
 def test_a_run_needs_one_prompt(given_: dict[str, str]) -> None:
     with pytest.raises(PromptError, match="--prompt or --prompt-file"):
         RunSettings(**given_)

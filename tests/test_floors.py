@@ -23,7 +23,7 @@ FLOORS = (
     {"llm"},
     {"planning"},
     {"cli"},
-    {"run", "plan", "calibrate", "convert", "report"},
+    {"run", "chat", "plan", "calibrate", "convert", "report"},
 )
 FLOOR_OF = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
 # Parts of one floor of which the first may know the second; never the other way round.

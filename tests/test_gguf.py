@@ -28,7 +28,7 @@ from offload_rt.engine.memory_plan import Sizes
 from offload_rt.errors import CheckpointError, OffloadError, UnsupportedModelError
 from offload_rt.models.rope import Rope
 from offload_rt.ops.dequantize import REFERENCE_NBYTES
-from offload_rt.text.detokenize import encode, load_tokenizer
+from offload_rt.text.detokenize import encode_chat, load_tokenizer
 from offload_rt.weights.checkpoint import end_ids, find_config, locate, open_checkpoint
 from offload_rt.weights.formats import Source, format_of
 from offload_rt.weights.gguf import read_gguf
@@ -231,7 +231,7 @@ def test_the_chat_template_is_that_of_the_file(tmp_path: Path) -> None:
     more = write_gguf.tokenizer(DEMO / "tokenizer.json") | {"tokenizer.chat_template": template}
     build(path, model, "F16", more)
     tokenizer = load_tokenizer(path)
-    assert tokenizer.decode(encode(tokenizer, "hello", chat=True)) == "<hello>"
+    assert tokenizer.decode(encode_chat(tokenizer, [{"content": "hello"}], {})) == "<hello>"
     assert load_tokenizer(tmp_path) is None  # a directory is asked for its own files
 
 

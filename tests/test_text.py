@@ -9,9 +9,10 @@ from tokenizers import processors
 from offload_rt import SamplingParams
 from offload_rt.errors import CheckpointError, PromptError
 from offload_rt.executor.sequence import Sequence
-from offload_rt.text.detokenize import TextStream, encode, load_tokenizer
+from offload_rt.text.detokenize import TextStream, encode, encode_chat, load_tokenizer
 
 BYTE_LEVEL, METASPACE = byte_level(), metaspace()
+HELLO = [{"role": "user", "content": "hello"}]
 TOKENIZERS = {"byte level": BYTE_LEVEL, "metaspace": METASPACE}
 HALF = "\ufffd"
 
@@ -266,11 +267,12 @@ def test_a_chat_goes_through_the_template(tmp_path):
     add_tokenizer(tmp_path, BYTE_LEVEL)
     tokenizer = load_tokenizer(tmp_path)
     with pytest.raises(PromptError, match="template"):
-        encode(tokenizer, "hello", chat=True)
+        encode_chat(tokenizer, HELLO, {})
     tokenizer.chat_template = (
         "{{ messages[0].role }}: {{ messages[0].content }}{% if add_generation_prompt %} answer:{% endif %}"
     )
-    assert encode(tokenizer, "hello", chat=True) == encoded(BYTE_LEVEL, "user: hello answer:")
+    options = {"add_generation_prompt": True}
+    assert encode_chat(tokenizer, HELLO, options) == encoded(BYTE_LEVEL, "user: hello answer:")
 
 
 @pytest.mark.parametrize(
@@ -292,5 +294,5 @@ def test_a_template_that_fails_or_reaches_out_is_one_sentence(tmp_path, template
     tokenizer = load_tokenizer(tmp_path)
     tokenizer.chat_template = template
     with pytest.raises(PromptError, match=said) as caught:
-        encode(tokenizer, "hello", chat=True)
+        encode_chat(tokenizer, HELLO, {})
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 500

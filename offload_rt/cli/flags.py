@@ -1,12 +1,17 @@
 """Flags of the command line, made of the fields of settings."""
 
 import argparse
+import re
 from dataclasses import MISSING, Field, fields
 from difflib import get_close_matches
 from typing import Any, NoReturn, TypeVar
 
 from offload_rt.config import flag_of
 from offload_rt.errors import SettingsError
+from offload_rt.system import registry
+
+# Flags whose choices are the entries of a folder.
+_FOLDERS = {"drafter": "speculate.draft", "rule": "speculate.verify"}
 
 Settings = TypeVar("Settings")
 
@@ -20,9 +25,11 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, program: str, description: str, *classes: type, without: tuple[str, ...] = ()) -> None:
         super().__init__(prog=program, description=description, allow_abbrev=False)
-        for item in (item for cls in classes for item in fields(cls)):
-            if item.name not in without:
-                self._add_flag(item)
+        for cls in classes:  # "EngineConfig" is the group "engine config"
+            group = self.add_argument_group(re.sub("(?<=[a-z])(?=[A-Z])", " ", cls.__name__).lower())
+            for item in fields(cls):
+                if item.name not in without:
+                    _add_flag(group, item)
 
     def error(self, message: str) -> NoReturn:
         """Raises SettingsError with what argparse says, and the flag that may have been meant."""
@@ -31,21 +38,28 @@ class Parser(argparse.ArgumentParser):
         close = get_close_matches(flag, self._option_string_actions, n=1)
         raise SettingsError(message, change=f"did you mean {close[0]}?" if close else f"see {self.prog} --help")
 
-    def _add_flag(self, item: Field[Any]) -> None:
-        flag, text = flag_of(item.name), item.metadata["help"]
-        if isinstance(item.default, bool):
-            self.add_argument(flag, action="store_true", help=text)
-        elif isinstance(item.default, tuple):
-            self.add_argument(flag, action="append", metavar="TEXT", type=item.metadata["parse"], help=text)
-        else:
-            self.add_argument(
-                flag,
-                default=None if item.default is MISSING else item.default,
-                required=item.default is MISSING,
-                type=item.metadata["parse"],
-                choices=item.metadata["choices"] or None,
-                help=text,
-            )
+
+def _add_flag(group: "argparse._ArgumentGroup", item: Field[Any]) -> None:
+    flag, text, default = flag_of(item.name), item.metadata["help"], item.default
+    if item.name in _FOLDERS:
+        text += f"; one of auto, {', '.join(registry.names(_FOLDERS[item.name]))}"
+    if "default:" not in text:
+        text += "; default: %(default)s"
+    if item.metadata["parse"] is bool:
+        group.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, help=text)
+    elif isinstance(default, bool):
+        group.add_argument(flag, action="store_true", help=text)
+    elif isinstance(default, tuple):
+        group.add_argument(flag, action="append", metavar="TEXT", type=item.metadata["parse"], help=text)
+    else:
+        group.add_argument(
+            flag,
+            default=None if default is MISSING else default,
+            required=default is MISSING,
+            type=item.metadata["parse"],
+            choices=item.metadata["choices"] or None,
+            help=text,
+        )
 
 
 def from_flags(cls: type[Settings], namespace: argparse.Namespace) -> Settings:

@@ -6,13 +6,25 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from offload_rt.config import format_size
+from offload_rt.config import SamplingParams, format_size
 from offload_rt.offload.placement import Plan
 from offload_rt.system.machine import MachineProfile, PassBytes, pass_time
+from offload_rt.system.progress import loading_bar
 
 if TYPE_CHECKING:  # these take seconds to load, and a plan needs none of them
     from offload_rt.engine.engine_plan import EnginePlan
-    from offload_rt.llm import Stats
+    from offload_rt.llm import LLM, Stats
+    from offload_rt.system.trace import Trace
+
+
+def load(llm: "LLM", console: Console, trace: "Trace", params: SamplingParams) -> None:
+    """Load a model with a bar, and print what its user should know of how it runs."""
+    with loading_bar(console) as bar:
+        llm.load(trace, bar)
+    taken = ", ".join(f"{name} {x}" for name, x in params.left_to(llm.get_default_sampling_params()).items())
+    by_model = f"from generation_config.json: {taken}" if taken else ""
+    for notice in filter(None, (llm.engine_plan.notice, llm.engine.notice, by_model)):
+        console.print(notice, highlight=False, soft_wrap=True)
 
 
 def plan_table(engine_plan: "EnginePlan", profile: MachineProfile) -> Table:

@@ -4,8 +4,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from io import TextIOWrapper
 from types import FrameType
 
 from offload_rt.errors import OffloadError, machine_error
@@ -42,6 +43,29 @@ def run_program(main: Callable[[], int]) -> int:
     for number in heeded:  # what the interpreter does at its end is not interrupted by an exception
         signal.signal(number, signal.SIG_DFL)
     return code
+
+
+@contextmanager
+def interrupts_held() -> Iterator[list[int]]:
+    """Let a first SIGINT be added to what this gives, and a second one interrupt."""
+    received: list[int] = []
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        if received:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    before = signal.signal(signal.SIGINT, hold)
+    try:
+        yield received
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def show_any_text() -> None:
+    """Replace a character that stdout's encoding lacks: the run matters more than the character."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def exit_code(work: Callable[[], object], tell_rest: Callable[[int], None] = lambda code: None) -> int:

@@ -7,16 +7,16 @@ settings, 3 the machine could not (memory, disk, driver), 130 interrupted.
 import json
 import sys
 from argparse import Namespace
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from io import TextIOWrapper
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from offload_rt.cli.flags import Parser, from_flags
-from offload_rt.cli.process import INTERRUPTED, exit_code
+from offload_rt.cli.process import INTERRUPTED, exit_code, show_any_text
 from offload_rt.config import EngineConfig, SamplingParams, check_folder, setting
-from offload_rt.errors import PromptError
+from offload_rt.errors import PromptError, SettingsError
 
 if TYPE_CHECKING:
     from offload_rt.llm import LLM, Output
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 class RunSettings:
     """What the command line does beyond building an engine and sampling."""
 
-    prompt: str | None = setting(None, "text to continue")
+    prompt: tuple[str, ...] = setting((), "text to continue; given several times: a batch, answered together")
     prompt_file: str | None = setting(None, "file with the text to continue; - is stdin")
     chat: bool = setting(False, "take the prompt as the user's turn, through the model's chat template")
     plan: bool = setting(False, "print what would lie where and what a token would cost, and end")
-    json: bool = setting(False, "print one JSON object with text, token ids and stats instead of text")
+    json: bool = setting(False, "print text, token ids and stats as a JSON object; of several prompts a list of these")
     quiet: bool = setting(False, "no progress bar and no report")
     show_tree: bool = setting(False, "print the largest tree that was verified")
     baseline: bool = setting(False, "afterwards time passes of plain decoding, and say how many times faster it was")
@@ -39,9 +39,39 @@ class RunSettings:
     def __post_init__(self) -> None:
         if self.plan:
             return
-        if (self.prompt is None) == (self.prompt_file is None):
-            have = "neither" if self.prompt is None else "both"
+        if bool(self.prompt) == (self.prompt_file is not None):
+            have = "both" if self.prompt else "neither"
             raise PromptError("the prompt", need="--prompt or --prompt-file", have=have, change="give one of them")
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Raises ValueError for a text that is none."""
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise ValueError
+    return found
+
+
+@dataclass(frozen=True)
+class TemplateSettings:
+    """What the model's chat template is told besides the user's turns."""
+
+    system: str | None = setting(None, "what the model is told before the first turn")
+    enable_thinking: bool | None = setting(
+        None, "whether the model thinks first, where its template knows of it; default: as it does", parse=bool
+    )
+    chat_template_kwargs: Mapping[str, Any] | None = setting(
+        None, """variables of the template, like '{"reasoning_effort": "low"}'""", parse=json_object
+    )
+
+    def encode(self, llm: "LLM", turns: list[dict[str, str]]) -> list[int]:
+        """Token ids of a conversation that can be answered. Raises PromptError or CapacityError."""
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        thinking = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
+        options = {"add_generation_prompt": True, **thinking, **(self.chat_template_kwargs or {})}
+        ids = llm.encode_chat([*system, *turns], options)
+        llm.check_prompt(ids)
+        return ids
 
 
 @dataclass
@@ -59,69 +89,94 @@ class _Progress:
     def tell_rest(self, code: int) -> None:
         """End the text where it is, or print the object of what there is of it."""
         if self.as_json and (self.token_ids or code == INTERRUPTED) and not self.is_told:
-            _print_json(self.text, list(self.token_ids), "interrupted" if code == INTERRUPTED else "error", None, {})
+            reason = "interrupted" if code == INTERRUPTED else "error"
+            print(json.dumps(_as_json(self.text, list(self.token_ids), reason, None, {})), flush=True)
         elif self.text and not self.as_json and not self.is_told:
             print()
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns its exit code."""
-    # A character that stdout's encoding lacks is replaced: the run matters more than the character.
-    if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
+    show_any_text()
     so_far = _Progress()
     text = "Generate from a model larger than the memory of its device."
-    parser = Parser("offload-rt run", text, EngineConfig, RunSettings, SamplingParams)
+    parser = Parser("offload-rt run", text, EngineConfig, RunSettings, TemplateSettings, SamplingParams)
     return exit_code(lambda: _run(parser.parse_args(arguments), so_far), so_far.tell_rest)
 
 
 def _run(flags: Namespace, so_far: _Progress) -> None:
     settings, config = from_flags(RunSettings, flags), from_flags(EngineConfig, flags)
-    params = from_flags(SamplingParams, flags)
+    params, template = from_flags(SamplingParams, flags), from_flags(TemplateSettings, flags)
+    if template != TemplateSettings() and not settings.chat:
+        problem = "--system, --enable-thinking and --chat-template-kwargs are for the model's chat template"
+        raise SettingsError(problem, change="add --chat")
     so_far.as_json = settings.json and not settings.plan
     if settings.trace is not None:
         check_folder("--trace", settings.trace)
     # Not at the top: a wrong flag is told before the seconds that torch takes to load.
     from rich.console import Console
 
-    from offload_rt.cli.format import quiet_libraries, report
+    from offload_rt.cli.format import load, quiet_libraries, report
     from offload_rt.llm import LLM
-    from offload_rt.system.progress import loading_bar
     from offload_rt.system.trace import Trace
     from offload_rt.tree.describe import describe
 
     quiet_libraries()
     if settings.plan:
         return _print_plan(config, flags)
-    prompt = _prompt(settings)
+    prompts = list(settings.prompt) or [_read(str(settings.prompt_file))]
     console = Console(stderr=True, quiet=settings.quiet)
     trace = Trace(on=settings.trace is not None)
     if settings.trace is not None:
         trace.write(Path(settings.trace))  # a file that cannot be written is told before the work, not after
     with LLM.open(config) as llm:
-        ids = llm.encode(prompt, settings.chat)
-        llm.check_prompt(ids)
-        with loading_bar(console) as bar:
-            llm.load(trace, bar)
-        taken = ", ".join(f"{name} {x}" for name, x in params.left_to(llm.get_default_sampling_params()).items())
-        by_model = f"from generation_config.json: {taken}" if taken else ""
-        for notice in filter(None, (llm.engine_plan.notice, llm.engine.notice, by_model)):
-            console.print(notice, highlight=False, soft_wrap=True)
+        ids = [_encode(llm, one, template if settings.chat else None) for one in prompts]
+        load(llm, console, trace, params)
         try:
-            output = _generate(llm, ids, params, so_far)
+            outputs = (
+                [_stream(llm, ids[0], params, so_far)]
+                if len(ids) == 1
+                else llm.generate(ids, params, use_tqdm=not settings.quiet)
+            )
         finally:
             if settings.trace is not None:
                 trace.write(Path(settings.trace))
-        if settings.json:
-            _print_json(output.text, output.token_ids, output.finish_reason, asdict(output.stats), _more(output))
-            so_far.is_told = True
-        plain = median(llm.time_plain(len(ids))) if settings.baseline else None
-        console.print(report(output.stats, llm.plan.pass_bytes, plain), highlight=False, soft_wrap=True)
-        if settings.show_tree:
-            console.print(describe(output.topology), highlight=False, soft_wrap=True, markup=False)
+        _print_outputs(outputs, prompts, so_far)
+        plain = median(llm.time_plain(max(map(len, ids)))) if settings.baseline else None
+        for n, output in enumerate(outputs, 1):
+            heading = f"prompt {n}: " if len(outputs) > 1 else ""
+            console.print(heading + report(output.stats, llm.plan.pass_bytes, plain), highlight=False, soft_wrap=True)
+            if settings.show_tree:
+                console.print(describe(output.topology), highlight=False, soft_wrap=True, markup=False)
 
 
-def _generate(llm: "LLM", ids: list[int], params: SamplingParams, so_far: _Progress) -> "Output":
+def _encode(llm: "LLM", prompt: str, template: TemplateSettings | None) -> list[int]:
+    """Token ids of a prompt that can be continued, through the chat template where there are settings of it."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise PromptError("--prompt is not UTF-8 text", change="convert it") from error
+    if template:
+        return template.encode(llm, [{"role": "user", "content": prompt}])
+    ids = llm.encode(prompt)
+    llm.check_prompt(ids)
+    return ids
+
+
+def _print_outputs(outputs: list["Output"], prompts: list[str], so_far: _Progress) -> None:
+    """What was not printed as it came."""
+    if so_far.as_json:
+        found = [_as_json(one.text, one.token_ids, one.finish_reason, asdict(one.stats), _more(one)) for one in outputs]
+        print(json.dumps(found if len(found) > 1 else found[0]), flush=True)
+    elif len(outputs) > 1:
+        for n, (prompt, output) in enumerate(zip(prompts, outputs, strict=True), 1):
+            first, *more = prompt.strip().splitlines() or [""]
+            answers = [output.text, *(one.text for one in output.others)]
+            print(f"[{n}] {first[:72]}{' ...' if more or len(first) > 72 else ''}", *answers, sep="\n", end="\n\n")
+    so_far.is_told = True
+
+
+def _stream(llm: "LLM", ids: list[int], params: SamplingParams, so_far: _Progress) -> "Output":
     for piece in llm.stream(ids, params):
         if piece.index > 0:  # the other answers are printed behind the first
             continue
@@ -151,20 +206,14 @@ def _more(output: "Output") -> dict[str, Any]:
     return more
 
 
-def _prompt(settings: RunSettings) -> str:
-    if settings.prompt_file is None:
-        name, raw = "--prompt", str(settings.prompt).encode("utf-8", "surrogatepass")
-    else:
-        name = f"--prompt-file {settings.prompt_file}"
-        try:
-            with sys.stdin.buffer if settings.prompt_file == "-" else Path(settings.prompt_file).open("rb") as file:
-                raw = file.read()
-        except OSError as error:
-            raise PromptError(f"{name}: {error.strerror}", change="give a file that can be read") from error
+def _read(path: str) -> str:
     try:
-        return raw.decode("utf-8")
+        with sys.stdin.buffer if path == "-" else Path(path).open("rb") as file:
+            return file.read().decode("utf-8")
+    except OSError as error:
+        raise PromptError(f"--prompt-file {path}: {error.strerror}", change="give a file that can be read") from error
     except UnicodeDecodeError as error:
-        raise PromptError(f"{name} is not UTF-8 text", change="convert it") from error
+        raise PromptError(f"--prompt-file {path} is not UTF-8 text", change="convert it") from error
 
 
 def _print_plan(config: EngineConfig, flags: Namespace) -> None:
@@ -193,8 +242,7 @@ def _print_plan(config: EngineConfig, flags: Namespace) -> None:
     print(json.dumps(found, default=str))  # of a dtype
 
 
-def _print_json(
+def _as_json(
     text: str, token_ids: list[int], finish_reason: str, stats: dict[str, Any] | None, more: dict[str, Any]
-) -> None:
-    found = {"text": text, "token_ids": token_ids, "finish_reason": finish_reason, "stats": stats} | more
-    print(json.dumps(found), flush=True)
+) -> dict[str, Any]:
+    return {"text": text, "token_ids": token_ids, "finish_reason": finish_reason, "stats": stats} | more

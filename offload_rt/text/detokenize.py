@@ -1,13 +1,16 @@
 """From a prompt to token ids, and from token ids to text that comes out token by token."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from offload_rt.errors import CheckpointError, PromptError
 
 if TYPE_CHECKING:  # it takes a third of a second to load, and a plan needs none
     from transformers import PreTrainedTokenizerBase
+
+# A turn of a conversation: its "role", its "content", and what else the model's template knows.
+Message = Mapping[str, Any]
 
 
 class TextStream:
@@ -98,29 +101,34 @@ def _of_gguf(path: Path) -> "PreTrainedTokenizerBase | None":
     return PreTrainedTokenizerFast(**settings)  # type: ignore[no-untyped-call]  # theirs
 
 
-def encode(tokenizer: "PreTrainedTokenizerBase", prompt: str, chat: bool = False) -> list[int]:
-    """Token ids of a prompt, as it is or as the user's turn of a chat.
+def encode(tokenizer: "PreTrainedTokenizerBase", text: str, has_special: bool = False) -> list[int]:
+    """Token ids of a text; the tokenizer adds special tokens to it, unless it has them.
 
-    Raises PromptError if the tokenizer has no ids for it, or the model's chat template is missing or fails.
+    Raises PromptError if the tokenizer has no ids for it.
     """
-    text = _through_template(tokenizer, prompt) if chat else prompt
     try:
-        return list(tokenizer.encode(text, add_special_tokens=not chat))
+        return list(tokenizer.encode(text, add_special_tokens=not has_special))
     except Exception as error:  # tokenizers raises bare Exception where a vocabulary lacks what its own rules need
         problem = f"the model's tokenizer failed: {_brief(error)}"
         raise PromptError(problem, change="use the tokenizer of this model") from error
 
 
-def _through_template(tokenizer: "PreTrainedTokenizerBase", prompt: str) -> str:
-    """The user's turn of a chat as text, through the model's template, which transformers renders in a sandbox of jinja."""
-    if not tokenizer.chat_template:
-        raise PromptError("the model has no chat template", change="leave out --chat")
-    turns = [{"role": "user", "content": prompt}]
+def encode_chat(
+    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], options: Mapping[str, Any]
+) -> list[int]:
+    """Token ids of a conversation through the model's chat template, which transformers renders in a sandbox of jinja.
+
+    options  of `apply_chat_template`, and variables of the template
+    Raises PromptError if the template is missing or fails.
+    """
+    change = "use another model, or give the whole text as a prompt without --chat"
+    if not (tokenizer.chat_template or options.get("chat_template")):
+        raise PromptError("the model has no chat template", change=change)
     try:
-        return str(tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
+        text = tokenizer.apply_chat_template([dict(one) for one in messages], **{**options, "tokenize": False})
     except Exception as error:  # a template is a program: it raises anything
-        problem = f"the model's chat template failed: {_brief(error)}"
-        raise PromptError(problem, change="leave out --chat") from error
+        raise PromptError(f"the model's chat template failed: {_brief(error)}", change=change) from error
+    return encode(tokenizer, str(text), has_special=True)
 
 
 def _brief(error: Exception) -> str:

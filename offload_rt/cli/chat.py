@@ -1,0 +1,141 @@
+"""`offload-rt chat`: a conversation in the terminal, or with stdin not a terminal one turn for each line.
+
+Answers go to stdout as they are produced, all else to stderr. What was computed of the conversation is kept between turns.
+"""
+
+import re
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from io import TextIOWrapper
+from typing import TYPE_CHECKING
+
+from offload_rt.cli.flags import Parser, from_flags
+from offload_rt.cli.process import exit_code, interrupts_held, show_any_text
+from offload_rt.cli.run import TemplateSettings
+from offload_rt.config import EngineConfig, SamplingParams, setting
+from offload_rt.errors import CapacityError, OffloadError, PromptError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from offload_rt.llm import LLM
+
+_COMMANDS = """/reset   begin the conversation anew
+/help    show this
+/exit    end, as Ctrl-D does
+Ctrl-C   stop the answer; what was said of it stays in the conversation"""
+_CHANGE = "/reset begins anew; a larger --max-model-len takes longer conversations"
+
+
+@dataclass(frozen=True)
+class ChatSettings:
+    """What is shown beside the conversation."""
+
+    quiet: bool = setting(False, "no progress bar, and no line of figures behind an answer")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns its exit code."""
+    show_any_text()
+    text = "Talk with a model larger than the memory of its device."
+    classes = EngineConfig, ChatSettings, TemplateSettings, SamplingParams
+    parser = Parser("offload-rt chat", text, *classes, without=("n", "logprobs", "prompt_logprobs"))
+    parser.set_defaults(max_tokens=None)  # an answer ends where the model ends it, or with the context
+    return exit_code(lambda: _chat(parser.parse_args(arguments)))
+
+
+def _chat(flags: Namespace) -> None:
+    settings, config = from_flags(ChatSettings, flags), from_flags(EngineConfig, flags)
+    params, template = from_flags(SamplingParams, flags), from_flags(TemplateSettings, flags)
+    # Not at the top: a wrong flag is told before the seconds that torch takes to load.
+    from rich.console import Console
+
+    from offload_rt.cli.format import load, quiet_libraries
+    from offload_rt.llm import LLM
+    from offload_rt.system.trace import Trace
+
+    quiet_libraries()
+    console = Console(stderr=True, quiet=settings.quiet)
+    with LLM.open(config) as llm:
+        template.encode(llm, [{"role": "user", "content": "Hello"}])  # a template that is missing or fails is told now
+        load(llm, console, Trace(on=False), params)
+        if flags.max_tokens is flags.max_new_tokens is None:
+            params = replace(params, max_tokens=None)
+        conversation = _Conversation(llm, template, params, console, [])
+        for line in _lines():
+            if line == "/exit":
+                break
+            if line == "/reset":
+                conversation.turns = []
+            elif re.fullmatch("/[a-z]+", line):
+                print(_COMMANDS if line == "/help" else f"{line} is not a command; /help lists them", file=sys.stderr)
+            elif line:
+                conversation.answer(line)
+
+
+def _lines() -> Iterator[str]:
+    """What is typed, until Ctrl-D or Ctrl-C; what a file or another program gives, until its end."""
+    if not sys.stdin.isatty():
+        if isinstance(sys.stdin, TextIOWrapper):
+            sys.stdin.reconfigure(encoding="utf-8", errors="replace")
+        yield from (line.strip() for line in sys.stdin)
+        return
+    import readline  # noqa: F401  # lets `input` edit lines
+
+    while True:
+        try:
+            line = input("> ")
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return
+        yield line.strip()
+
+
+@dataclass
+class _Conversation:
+    """turns: so far, without the system's."""
+
+    llm: "LLM"
+    template: TemplateSettings
+    params: SamplingParams
+    console: "Console"
+    turns: list[dict[str, str]]
+
+    def answer(self, text: str) -> None:
+        """Print the model's answer to a turn of the user. One that cannot be answered is no part of the conversation."""
+        turns = [*self.turns, {"role": "user", "content": text}]
+        try:
+            ids = self.template.encode(self.llm, turns)
+        except CapacityError as error:
+            problem = "the conversation no longer fits the context"
+            self._tell(CapacityError(problem, need=error.need, have=error.have, change=_CHANGE))
+        except PromptError as error:
+            self._tell(error)
+        else:
+            self.turns = [*turns, {"role": "assistant", "content": self._stream(ids)}]
+
+    def _stream(self, ids: list[int]) -> str:
+        text, n_tokens, n_passes, started = "", 0, 0, time.perf_counter()
+        pieces = self.llm.stream(ids, self.params)
+        with interrupts_held() as received, closing(pieces):  # type: ignore[type-var]  # a generator
+            for piece in pieces:
+                print(piece.text, end="", flush=True)
+                text, n_tokens, n_passes = text + piece.text, n_tokens + len(piece.token_ids), n_passes + 1
+                if received:
+                    break
+        print(flush=True)
+        rate = n_tokens / (time.perf_counter() - started)
+        if self.console.is_terminal:
+            figures = f"{n_tokens} tokens, {rate:.2f} tokens/s, {n_tokens / n_passes:.2f} tokens per pass"
+            self.console.print(figures, style="dim", highlight=False)
+        if len(ids) + n_tokens >= self.llm.max_model_len:
+            have = f"room for {self.llm.max_model_len} tokens"
+            self._tell(CapacityError("the answer is cut off: the context is full", have=have, change=_CHANGE))
+        return text
+
+    def _tell(self, error: OffloadError) -> None:
+        print(f"error: {error}", file=sys.stderr)
