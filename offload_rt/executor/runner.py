@@ -309,6 +309,7 @@ class Runner:
         if (is_alone or not self.has_graphs) and cache.extend(capacity, n_nodes):
             if self.has_graphs and isinstance(cache, ContiguousCache):
                 cache.buffer.clear(cache.n_committed)
+            cache.query = None
             return old
         # Through memory of the host: there may be no room on the device for both.
         tokens, rows = cache.committed, cache.to_host() if may_move and isinstance(cache, ContiguousCache) else []

@@ -253,7 +253,8 @@ class DraftModel:
         """See `Drafter.follow`; the draft's cache is rewound when the first tree begins."""
         state = self._states.pop(old, None)
         if state is not None:
-            state.commit_path(self._seen(old.tokens))
+            if len(old.tokens) <= self._limit:  # else a window begins anew in any case
+                state.commit_path(self._seen(old))
             self._states[new] = state
         return n
 
@@ -310,7 +311,7 @@ class SelfDraftModel(DraftModel):
 
     def begin(self, sequence: Sequence, cache: int, n_nodes: int) -> None:
         """Take a view of its cache, if there is room for one beside those of others that run."""
-        for one in [one for one in self._sources if one.finish_reason]:
+        for one in [one for one in self._views if one.finish_reason]:
             self.end(one)
         budget = min(self._budget, sequence.longest)
         n_rows = view_rows(budget, n_nodes)
