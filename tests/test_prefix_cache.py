@@ -95,7 +95,8 @@ def test_the_next_turn_of_a_conversation_computes_its_new_tokens_alone(opened, m
             assert n_known == n_before and n_rows <= len(text) - n_known + 16
             if turn and llm.engine.draft in passes and kind not in ("medusa", "triforce"):
                 n_known, _ = passes[llm.engine.draft][0]
-                assert n_known >= n_before - 1, "but a leaf of the last tree, which has no row"
+                n_lost = 8 if kind in HEADS else 1  # a path below the root; a leaf that has no row
+                assert n_known >= n_before - n_lost
             n_before = len(text) + n_new - 1
             text = text + said + prompt_of(turn + 1, 5, vocab_size)
         llm.engine.reset_prefix_cache()
