@@ -12,6 +12,7 @@ from tiny import generate, keep_steady, open_llm, prompt_of, runner_of
 from offload_rt import LLM, SamplingParams
 from offload_rt.executor.cuda_graphs import GraphShape
 from offload_rt.executor.runner import Runner
+from offload_rt.executor.sequence import Sequence
 from offload_rt.models.families import FAMILIES
 from offload_rt.speculate import tree_drafter
 
@@ -159,7 +160,7 @@ def test_a_prefix_that_a_batch_shares_is_computed_once(opened, monkeypatch):
         assert [one.token_ids for one in outputs] == expected
         llm.engine.reset_prefix_cache()
         passes.clear()
-        several = [llm._sequence(prompt, SamplingParams(max_new_tokens=8)) for prompt in batch[:2]]
+        several = [Sequence(list(prompt), SamplingParams(max_new_tokens=8), 128) for prompt in batch[:2]]
         for one in several:
             llm.engine.add(one)
             llm.engine.step()
