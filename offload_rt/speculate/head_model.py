@@ -94,11 +94,11 @@ class HeadModel(DraftModel):
     def follow(self, old: Sequence, new: Sequence, n: int) -> int:
         """See `Drafter.follow`: what is kept goes on where the rows of the head end, or the target computes it again."""
         super().follow(old, new, n)
-        taken, state = self._taken.pop(old, None), self._states.get(new)
+        (n_gone, known), state = self._taken.pop(old, (n, torch.empty(0))), self._states.get(new)
         first = self._runner.rewind(state.cache, new.tokens[1:n]) if state is not None else 0
-        if taken is None or taken.first > first:
+        if n_gone > first:
             return first
-        self._taken[new] = _Taken(first, taken.since(first).states[: n - first])
+        self._taken[new] = first, known[first - n_gone : n - n_gone]
         return n
 
     def end(self, sequence: Sequence) -> None:
