@@ -171,6 +171,7 @@ class Engine:
     def _release(self, one: RunningSequence) -> None:
         self._running.remove(one)
         self._kept.append(one)
+        self.drafter.leave(one.sequence)
 
     def _shrink(self, going: list[RunningSequence]) -> None:
         self.reset_prefix_cache()

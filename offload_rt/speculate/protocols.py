@@ -70,6 +70,10 @@ class Drafter(Protocol):
         """
         return
 
+    def leave(self, sequence: Sequence) -> None:
+        """The sequence has ended or was aborted; its cache is kept, and what is held for it, until `follow` or `end`."""
+        return
+
     def follow(self, old: Sequence, new: Sequence, n: int) -> int:
         """A sequence takes over the cache of one that has left, with n tokens that they share: so with what is held here.
 

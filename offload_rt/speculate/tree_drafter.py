@@ -120,6 +120,11 @@ class TreeDrafter(Drafter):
         """Hand the target's hidden states to the head."""
         self._model.observe(sequence, first, states)
 
+    def leave(self, sequence: Sequence) -> None:
+        """Let the draft learn from the rest of the text."""
+        if self._learner is not None:
+            self._learner.end(sequence)
+
     def follow(self, old: Sequence, new: Sequence, n: int) -> int:
         """Let the model go on."""
         return self._model.follow(old, new, n)
@@ -128,8 +133,6 @@ class TreeDrafter(Drafter):
         """Release the draft's cache of a sequence."""
         self._proposals.pop(sequence, None)
         self._model.end(sequence)
-        if self._learner is not None:
-            self._learner.end(sequence)
 
     def save(self) -> None:
         """Keep what was learned of the pair."""
