@@ -248,10 +248,10 @@ def test_bars_are_shown_on_a_terminal_unless_they_are_not_wanted(is_terminal, zo
     def shown():
         out, err = capsys.readouterr()
         assert out == ""
-        return [word for word in ("loading", "prompts", "2/2") if word in err]
+        return [word for word in ("loaded", "prompts", "2/2") if word in err]
 
     with LLM(str(zoo.directory("llama", 0)), **settings) as llm:
-        assert shown() == (["loading"] if is_terminal else [])
+        assert shown() == (["loaded"] if is_terminal else [])
         llm.generate([[1], [2]], params)
         assert shown() == (["prompts", "2/2"] if is_terminal else [])
         llm.generate([[1], [2]], params, use_tqdm=False)
