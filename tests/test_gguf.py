@@ -90,7 +90,8 @@ def test_a_file_is_planned_by_its_header(tmp_path: Path, capsys: pytest.CaptureF
     assert plan.main(flags) == 0
     found = json.loads(capsys.readouterr().out)["plan"]
     stored = open_checkpoint(path).nbytes
-    assert sum(found["layer_nbytes"]) + found["reserved"]["non_layer"] == stored < path.stat().st_size
+    planned = sum(found["layer_nbytes"]) + found["reserved"]["non_layer"]  # of layers with what alignment takes
+    assert stored <= planned < 1.001 * stored < path.stat().st_size
 
 
 # Weights
