@@ -4,6 +4,7 @@ from setuptools import find_packages, setup
 
 # Bounded above: an unbounded torch fetches gigabytes of CUDA on a machine that has a CPU build at hand.
 TORCH = "torch>=2.11,<2.14"
+SERVER = ["fastapi>=0.115,<1", "uvicorn>=0.30,<1", "prometheus-client>=0.20,<1"]
 
 setup(
     name="offload-rt",
@@ -18,7 +19,11 @@ setup(
     entry_points={"console_scripts": ["offload-rt = offload_rt.cli.main:script"]},
     packages=find_packages(include=["offload_rt", "offload_rt.*"]),
     # Sources, not libraries: those are built where they are to run, by the torch that is there (offload_rt/ops/build.py).
-    package_data={"offload_rt": ["csrc/*"], "offload_rt.planning": ["known_models.json"]},
+    package_data={
+        "offload_rt": ["csrc/*"],
+        "offload_rt.planning": ["known_models.json"],
+        "offload_rt.server": ["page/*"],
+    },
     install_requires=[
         TORCH,
         "transformers>=5.17,<6",
@@ -33,6 +38,9 @@ setup(
     ],
     extras_require={
         "dev": [
+            *SERVER,
+            "openai>=1.60,<3",
+            "selenium>=4.20,<5",
             "pytest>=8.3,<10",
             "hypothesis>=6.120,<7",
             "ruff>=0.12,<1",
@@ -43,6 +51,7 @@ setup(
         ],
         # What `make compare` runs beside offload_rt, at the versions it was tried with.
         "compare": [TORCH, "accelerate>=1.15,<1.16", "deepspeed>=0.19.8,<0.20", "matplotlib>=3.9,<4"],
+        "server": SERVER,
         "plot": ["matplotlib>=3.9,<4"],
     },
 )

@@ -3,7 +3,7 @@
 import sys
 import time
 import weakref
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from collections.abc import Sequence as Several
 from contextlib import aclosing
 from dataclasses import replace
@@ -231,7 +231,9 @@ class LLM:
                     pieces, is_done = request.pieces(), request.is_done
                 yield from pieces
 
-    async def astream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> AsyncIterator[Piece]:
+    async def astream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> AsyncGenerator[Piece, None]:
         """`stream` for asyncio. Those under way share their passes; one that is cancelled takes no part in the next."""
         async with aclosing(self._of_engine.pieces(self._request(prompt, sampling_params))) as pieces:
             async for piece in pieces:

@@ -21,9 +21,9 @@ FLOORS = (
     {"speculate"},
     {"engine"},
     {"llm"},
-    {"planning"},
+    {"planning", "server"},
     {"cli"},
-    {"run", "chat", "plan", "calibrate", "convert", "report"},
+    {"run", "chat", "serve", "plan", "calibrate", "convert", "report"},
 )
 FLOOR_OF = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
 # Parts of one floor of which the first may know the second; never the other way round.

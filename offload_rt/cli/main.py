@@ -11,6 +11,7 @@ from offload_rt.cli.process import exit_code, run_program
 VERBS = {
     "run": "generate from a model larger than the memory of its device",
     "chat": "talk with such a model in the terminal",
+    "serve": "serve such a model to OpenAI's clients over HTTP, and a page for people",
     "plan": "predict what a model would take on a machine, from its config alone",
     "convert": "encode the weights of a model without loss, for a faster link in later runs",
     "calibrate": "measure a pair of models on this machine, for later runs",

@@ -43,6 +43,7 @@ class Engine:
     closes  releases what was opened for the engine
     draft   the runner of the draft model, where there is one
     notice  what its user should know of how it runs; empty if nothing
+    n_passes  that were made
     """
 
     runner: Runner
@@ -54,11 +55,22 @@ class Engine:
     closes: ExitStack = field(default_factory=ExitStack)
     draft: Runner | None = None
     notice: str = ""
+    n_passes: int = field(default=0, init=False)
     _n_added: int = field(default=0, init=False)
     _waiting: deque[tuple[int, Sequence]] = field(default_factory=deque, init=False)
     _running: list[RunningSequence] = field(default_factory=list, init=False)
     _kept: list[RunningSequence] = field(default_factory=list, init=False)  # oldest first
     _probs: Tensor | None = field(default=None, init=False)
+
+    @property
+    def n_running(self) -> int:
+        """Sequences that take part in the next pass."""
+        return len(self._running)
+
+    @property
+    def n_waiting(self) -> int:
+        """Sequences that wait for room."""
+        return len(self._waiting)
 
     def add(self, sequence: Sequence) -> int:
         """Let a sequence join at the next step, or as soon as there is room; returns the id of its events."""
@@ -203,6 +215,7 @@ class Engine:
         parts = zip(going, trees, logits, self.runner.tapped, strict=True)
         n_new = [self._accept(one, tree, rows, states) for one, tree, rows, states in parts]
         ended = time.perf_counter()
+        self.n_passes += 1
         n_drafted = sum(len(tree.topology) for tree in trees)
         self.trace.add(VERIFY, f"{sum(n_new)} tokens of {n_drafted} nodes", computed, ended)
         now_nbytes, now_busy_s = meter.read()

@@ -1,10 +1,13 @@
 """What an engine has made of a prompt, as its user sees it, and what it has of it so far."""
 
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from offload_rt.executor.sequence import Sequence
+from offload_rt.executor.stats import PassTimes
 from offload_rt.sampling import Logprob
 from offload_rt.tree.topology import Topology
 
@@ -115,11 +118,20 @@ class Output:
         return cls(ids[:n], ids[n:], text, sequence.finish_reason or "", stats, topology, of_answer, of_prompt, index)
 
 
+class Pass(NamedTuple):
+    """The tree of a pass, the nodes of it that were accepted, without the root, and what the pass took."""
+
+    topology: Topology
+    path: Tokens[int]
+    times: PassTimes
+
+
 @dataclass(frozen=True)
 class Piece:
     """What one pass added to an answer; `output` is there with the last piece of all answers to the prompt.
 
     logprobs, prompt_logprobs, index  see `Output`; empty where not asked; those of the prompt come with the first piece
+    made_by  the pass that did
     """
 
     text: str
@@ -128,6 +140,7 @@ class Piece:
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
     index: int = 0
+    made_by: Pass | None = None
 
 
 @dataclass(eq=False)
@@ -160,7 +173,17 @@ class Request:
                 first = one.n_prompt + n
                 logprobs = [of_token for of_token in one.logprobs[first:] if of_token]
                 of_prompt = one.logprobs[:first] if n == 0 and one.sampling.prompt_logprobs is not None else []
-                found.append(Piece(text, one.tokens[first:], None, logprobs, of_prompt, i))
+                found.append(
+                    Piece(
+                        text,
+                        one.tokens[first:],
+                        None,
+                        logprobs,
+                        of_prompt,
+                        i,
+                        Pass(*one.stats.last, one.stats.passes[-1][0]),
+                    )
+                )
                 self._n_shown[i] = one.n_new
         if found and self.is_done:
             found[-1] = replace(found[-1], output=self.output)

@@ -1,5 +1,6 @@
 """What the passes of one sequence cost, and what became of its trees."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from offload_rt.tree.choose import N_RANKS
@@ -32,6 +33,7 @@ class SequenceStats:
     passes             each with the tokens that were expected of it and those that it gave; the first is the prefill
     n_nodes, n_levels  of all trees
     topology           the last of the largest trees
+    last               the last tree, and the nodes of it that were accepted, without the root
     tried, taken       per rank among siblings: at nodes that were reached, children there were, and accepted ones
     """
 
@@ -39,6 +41,7 @@ class SequenceStats:
     n_nodes: int = 0
     n_levels: int = 0
     topology: Topology = field(default_factory=lambda: Topology.chain(1))
+    last: tuple[Topology, Sequence[int]] = field(default_factory=lambda: (Topology.chain(1), ()))
     tried: list[int] = field(default_factory=lambda: [0] * N_RANKS)
     taken: list[int] = field(default_factory=lambda: [0] * N_RANKS)
 
@@ -50,6 +53,7 @@ class SequenceStats:
     def add_tree(self, tree: DraftTree, verdict: Verdict) -> None:
         """Count what was accepted of a tree."""
         topology = tree.topology
+        self.last = topology, verdict.path
         self.n_nodes += len(topology)
         self.n_levels += topology.n_levels
         self.topology = max(topology, self.topology, key=len)

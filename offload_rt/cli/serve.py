@@ -1,0 +1,93 @@
+"""`offload-rt serve`: an HTTP server that OpenAI's clients can talk to, and a page for people."""
+
+import os
+import socket
+import sys
+from argparse import Namespace
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from offload_rt.cli.flags import Parser, from_flags
+from offload_rt.cli.process import exit_code
+from offload_rt.config import EngineConfig, check_positive, parse_size, setting
+from offload_rt.errors import SettingsError
+
+_LOOPBACK = frozenset({"127.0.0.1", "localhost", "[::1]"})
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """How the server is reached, and what its clients may take."""
+
+    host: str = setting("127.0.0.1", "address to listen at; 0.0.0.0 for other machines, then with an API key")
+    port: int = setting(8000, "port to listen at; 0: any that is free", parse=int)
+    api_key: str | None = setting(
+        None, "what clients give as their key; default: OFFLOAD_RT_API_KEY, else none is needed"
+    )
+    served_model_name: str | None = setting(None, "by which clients ask for the model; default: the end of --model")
+    max_body: str = setting("4MiB", "longest body of a request")
+    max_n: int = setting(16, "most answers that one request may ask for", parse=int)
+    max_waiting: int = setting(128, "most answers that wait for room; further requests get status 429", parse=int)
+    timeout: int = setting(3600, "seconds that a request may take", parse=int)
+    drain: int = setting(30, "seconds that requests under way get at the end, after SIGTERM or Ctrl-C", parse=int)
+
+    def __post_init__(self) -> None:
+        for name in ("max_n", "max_waiting", "timeout", "drain"):
+            check_positive(name, getattr(self, name))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the server until it is told to end; returns its exit code."""
+    parser = Parser("offload-rt serve", "Serve a model to OpenAI's clients, and a page.", EngineConfig, ServeSettings)
+    return exit_code(lambda: _serve(parser.parse_args(arguments)))
+
+
+def _serve(flags: Namespace) -> None:
+    settings, config = from_flags(ServeSettings, flags), from_flags(EngineConfig, flags)
+    try:
+        import uvicorn
+
+        from offload_rt.server.app import ServerLimits, make_app
+    except ImportError as error:
+        need, change = "FastAPI, uvicorn and prometheus-client", 'pip install "offload-rt[server]"'
+        raise SettingsError(f"offload-rt serve: {error}", need=need, change=change) from error
+    from rich.console import Console
+
+    from offload_rt.cli.format import quiet_libraries
+    from offload_rt.llm import LLM
+    from offload_rt.system.progress import loading_bar
+
+    quiet_libraries()
+    key = settings.api_key or os.environ.get("OFFLOAD_RT_API_KEY") or None
+    name = settings.served_model_name or Path(config.model.rstrip("/")).name
+    limits = ServerLimits(parse_size(settings.max_body), settings.max_n, settings.max_waiting, settings.timeout)
+    with _listen(settings.host, settings.port) as listening, LLM.open(config) as llm:
+        console = Console(stderr=True)
+        with loading_bar(console) as bar:
+            llm.load(progress=bar)
+        hosts = _LOOPBACK if settings.host in _LOOPBACK else frozenset[str]()
+        app = make_app(llm, name, limits, key, hosts)
+        server = uvicorn.Server(
+            uvicorn.Config(
+                app,
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=settings.drain,
+            )
+        )
+        at = f"http://{settings.host}:{listening.getsockname()[1]}"
+        print(f"{name}: {at}/v1 for clients, {at} for people", file=sys.stderr, flush=True)
+        with suppress(KeyboardInterrupt):  # what told it to end, again, after it has ended
+            server.run([listening])
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A socket at an address, before anything is loaded. Raises SettingsError if it cannot be had."""
+    try:
+        family = socket.getaddrinfo(host, port)[0][0]
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except (OSError, OverflowError) as error:
+        problem = f"{host}:{port} cannot be listened at: {error.strerror if isinstance(error, OSError) else error}"
+        raise SettingsError(problem, change="choose others with --host and --port") from error

@@ -1,0 +1,1 @@
+"""An HTTP server that OpenAI's clients can talk to, and its page."""

@@ -1,0 +1,51 @@
+// The tree of one pass: levels from left to right, the accepted path in the accent's colour.
+
+/** Draw nodes whose parents are `parents` (-1 for the root), of which `path` were accepted, into a canvas. */
+export function drawTree(canvas, parents, path) {
+  const scale = window.devicePixelRatio || 1, width = canvas.clientWidth, height = canvas.clientHeight;
+  if (!width) return;
+  canvas.width = width * scale;
+  canvas.height = height * scale;
+  const pen = canvas.getContext("2d"), style = getComputedStyle(canvas);
+  const accent = style.getPropertyValue("--accent"), plain = style.getPropertyValue("--node");
+  pen.scale(scale, scale);
+  const spots = places(parents), taken = new Set([0, ...path]);
+  const x = (node) => 8 + spots[node].level * (width - 16), y = (node) => 8 + spots[node].row * (height - 16);
+  const radius = Math.max(1.5, Math.min(5, 60 / Math.sqrt(parents.length)));
+  for (const isTaken of [false, true]) {  // the accepted path lies above the others
+    pen.strokeStyle = pen.fillStyle = isTaken ? accent : plain;
+    pen.lineWidth = isTaken ? 2 : 0.7;
+    parents.forEach((parent, node) => {
+      if (taken.has(node) !== isTaken) return;
+      if (parent >= 0) {
+        pen.beginPath();
+        pen.moveTo(x(parent), y(parent));
+        pen.lineTo(x(node), y(node));
+        pen.stroke();
+      }
+      pen.beginPath();
+      pen.arc(x(node), y(node), radius, 0, 2 * Math.PI);
+      pen.fill();
+    });
+  }
+  canvas.setAttribute("aria-label", `${parents.length} nodes, ${path.length} of them accepted after the root`);
+}
+
+/** Where each node stands, both from 0 to 1: its level, and its row, which is the middle of its children's. */
+function places(parents) {
+  const children = parents.map(() => []), level = [];
+  parents.forEach((parent, node) => {
+    level[node] = parent < 0 ? 0 : level[parent] + 1;
+    if (parent >= 0) children[parent].push(node);
+  });
+  const rows = [], order = [0];
+  for (let i = 0; i < order.length; i++) order.push(...children[order[i]]);
+  const nLeaves = children.filter((some) => !some.length).length, deepest = Math.max(...level, 1);
+  let nPlaced = 0;
+  const leaves = (node) => (children[node].length ? children[node].forEach(leaves) : (rows[node] = (nPlaced++ + 0.5) / nLeaves));
+  leaves(0);
+  for (const node of order.reverse()) {
+    if (children[node].length) rows[node] = children[node].reduce((sum, child) => sum + rows[child], 0) / children[node].length;
+  }
+  return parents.map((_, node) => ({ level: level[node] / deepest, row: rows[node] }));
+}

@@ -1,0 +1,448 @@
+"""The server as OpenAI's own client sees it, and what clients do that are none."""
+
+import http.client
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import uvicorn
+from openai import OpenAI
+
+from offload_rt import LLM, SamplingParams
+from offload_rt.cli.serve import main
+from offload_rt.llm import Piece
+from offload_rt.server.app import ServerLimits, make_app
+from offload_rt.server.protocol import ChatRequest
+from offload_rt.server.responses import Answer
+from offload_rt.server.tools import ToolText
+
+MODELS = Path(__file__).parent.parent / "models"
+PROMPT = "def read_lines(path):\n"
+TURNS = [{"role": "user", "content": "import os\n"}]
+TEMPLATE = (
+    "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{{ mark or '' }}{% if tools %}# {{ tools | length }}\n{% endif %}"
+)
+LIMITS = ServerLimits(n_body=200_000, n_answers=4, n_waiting=32, seconds=60)
+
+
+@dataclass
+class Served:
+    """A server on this machine."""
+
+    llm: LLM
+    port: int
+
+    @property
+    def client(self) -> OpenAI:
+        return OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="any", max_retries=0)
+
+    def post(self, path: str, body: Any, headers: dict[str, str] | None = None) -> tuple[int, Any]:
+        """Status and parsed body of a request; a body that is not bytes is sent as JSON."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        connection.request("POST", path, raw, {"Content-Type": "application/json", **(headers or {})})
+        response = connection.getresponse()
+        text = response.read()
+        connection.close()
+        return response.status, json.loads(text or b"null")
+
+    def wait_until_idle(self) -> None:
+        """Until nothing is computed any more; fails after a minute."""
+        deadline = time.monotonic() + 60
+        while self.llm.engine.n_running or self.llm.engine.n_waiting:
+            assert time.monotonic() < deadline, "an answer that nobody waits for goes on"
+            time.sleep(0.01)
+
+
+def serve(llm: LLM, **more: Any) -> Iterator[Served]:
+    """Run the server in a thread, and end it."""
+    app = make_app(llm, "demo", **{"limits": LIMITS, **more})
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error", access_log=False, timeout_graceful_shutdown=5))
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=server.run, args=([listening],))
+        thread.start()
+        try:
+            yield Served(llm, listening.getsockname()[1])
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(
+        str(MODELS / "demo-target"), str(MODELS / "demo-draft"), dtype="float32", device_memory="1500MB",
+        max_model_len=256, tree_size=16,
+    ) as one:  # fmt: skip
+        assert one.tokenizer is not None
+        one.tokenizer.chat_template = TEMPLATE
+        yield one
+
+
+@pytest.fixture(scope="module")
+def served(llm: LLM) -> Iterator[Served]:
+    yield from serve(llm)
+
+
+def alone(llm: LLM, prompt: str | list[int], **params: Any) -> str:
+    """What the model itself says."""
+    return llm.generate(prompt, SamplingParams(**params))[0].text
+
+
+def rendered(llm: LLM, **more: Any) -> list[int]:
+    """The conversation as transformers makes token ids of it."""
+    assert llm.tokenizer is not None
+    found = llm.tokenizer.apply_chat_template(TURNS, add_generation_prompt=True, return_dict=True, **more)
+    return list(found["input_ids"])
+
+
+def test_a_completion_is_what_the_model_says(served: Served) -> None:
+    found = served.client.completions.create(model="demo", prompt=PROMPT, max_tokens=12, temperature=0)
+    assert found.choices[0].text == alone(served.llm, PROMPT, max_tokens=12)
+    assert (found.object, found.model, found.choices[0].finish_reason) == ("text_completion", "demo", "length")
+    n_prompt = len(served.llm.encode(PROMPT))
+    assert found.usage is not None
+    assert (found.usage.prompt_tokens, found.usage.completion_tokens, found.usage.total_tokens) == (
+        n_prompt,
+        12,
+        n_prompt + 12,
+    )
+
+
+def test_a_stream_carries_the_same_text_as_the_whole_answer(served: Served) -> None:
+    asked = {"model": "demo", "prompt": [PROMPT, "class "], "max_tokens": 10, "temperature": 0}
+    whole = served.client.completions.create(**asked)
+    texts, ids = ["", ""], set()
+    for chunk in served.client.completions.create(**asked, stream=True):
+        ids.add(chunk.id)
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == [choice.text for choice in whole.choices]
+    assert len(ids) == 1
+
+
+def test_a_chat_streams_its_role_once_and_its_usage_last(served: Served) -> None:
+    asked = {"model": "demo", "messages": TURNS, "max_completion_tokens": 9, "temperature": 0}
+    whole = served.client.chat.completions.create(**asked)
+    chunks = list(served.client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    *parts, last = chunks
+    deltas = [part.choices[0].delta for part in parts]
+    assert [delta.role for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
+    assert "".join(delta.content or "" for delta in deltas) == whole.choices[0].message.content
+    assert [part.choices[0].finish_reason for part in parts] == [None] * (len(parts) - 1) + ["length"]
+    assert all(part.usage is None for part in parts) and last.choices == []
+    assert last.usage is not None and last.usage.completion_tokens == 9
+    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"} and whole.object == "chat.completion"
+
+
+def test_chats_go_through_the_template_of_the_model(served: Served) -> None:
+    parts = [{"type": "text", "text": "import "}, {"type": "text", "text": "os\n"}]
+    found = served.client.chat.completions.create(
+        model="demo", messages=[{"role": "user", "content": parts}], max_tokens=8, temperature=0,
+        extra_body={"chat_template_kwargs": {"mark": "x = "}},
+    )  # fmt: skip
+    assert found.choices[0].message.content == alone(served.llm, rendered(served.llm, mark="x = "), max_tokens=8)
+
+
+def test_several_answers_are_those_of_their_seeds(served: Served) -> None:
+    asked = {"model": "demo", "prompt": PROMPT, "max_tokens": 8, "temperature": 0.7}
+    several = served.client.completions.create(**asked, n=3, seed=5)
+    for k, choice in enumerate(several.choices):
+        assert choice.index == k
+        assert choice.text == served.client.completions.create(**asked, seed=5 + k).choices[0].text
+
+
+def test_a_stop_string_ends_an_answer_and_is_not_in_it(served: Served) -> None:
+    text = alone(served.llm, PROMPT, max_tokens=16)
+    stop = text[5:8]
+    found = served.client.completions.create(model="demo", prompt=PROMPT, max_tokens=16, temperature=0, stop=[stop])
+    assert found.choices[0].text == text[: text.index(stop)]
+    assert found.choices[0].finish_reason == "stop"
+
+
+def test_logprobs_of_a_completion_with_its_prompt(served: Served) -> None:
+    found = served.client.completions.create(
+        model="demo", prompt=PROMPT, max_tokens=3, temperature=0, logprobs=2, echo=True
+    )
+    choice, ids = found.choices[0], served.llm.encode(PROMPT)
+    logprobs = choice.logprobs
+    assert logprobs is not None and logprobs.tokens and logprobs.token_logprobs and logprobs.top_logprobs
+    assert (
+        choice.text.startswith(PROMPT) and "".join(logprobs.tokens[1:]) == choice.text
+    )  # it begins with a special token
+    assert len(logprobs.tokens) == len(ids) + 3
+    assert logprobs.token_logprobs[0] is None and all(x is not None and x <= 0 for x in logprobs.token_logprobs[1:])
+    assert all(2 <= len(top) <= 3 for top in logprobs.top_logprobs[1:])
+    starts = [sum(map(len, logprobs.tokens[:k])) for k in range(len(logprobs.tokens))]
+    assert logprobs.text_offset == starts
+    whole = served.llm.generate(ids, SamplingParams(max_tokens=3, logprobs=2))[0]
+    assert whole.logprobs is not None
+    own = [found[id].logprob for id, found in zip(whole.token_ids, whole.logprobs, strict=True)]
+    assert logprobs.token_logprobs[len(ids) :] == pytest.approx(own, abs=1e-4)
+
+
+def test_logprobs_of_a_chat_are_the_same_in_a_stream(served: Served) -> None:
+    asked = {"model": "demo", "messages": TURNS, "max_tokens": 5, "temperature": 0, "logprobs": True, "top_logprobs": 2}
+    whole = served.client.chat.completions.create(**asked).choices[0].logprobs
+    assert whole is not None and whole.content is not None
+    streamed: list[Any] = []
+    for chunk in served.client.chat.completions.create(**asked, stream=True):
+        found = chunk.choices[0].logprobs
+        streamed += found.content or [] if found else []
+    assert [one.token for one in streamed] == [one.token for one in whole.content] and len(streamed) == 5
+    for one in whole.content:
+        assert len(one.top_logprobs) == 2 and bytes(one.bytes or []).decode() == one.token
+        assert one.top_logprobs[0].logprob >= one.top_logprobs[1].logprob
+
+
+def test_biases_and_penalties_reach_the_model(served: Served) -> None:
+    ids = served.llm.generate(PROMPT, SamplingParams(max_tokens=6))[0].token_ids
+    asked = {"model": "demo", "prompt": PROMPT, "max_tokens": 6, "temperature": 0}
+    found = served.client.completions.create(
+        **asked, logit_bias={str(ids[0]): -100}, extra_body={"repetition_penalty": 1.3}
+    )
+    text = alone(served.llm, PROMPT, max_tokens=6, logit_bias={ids[0]: -100}, repetition_penalty=1.3)
+    assert found.choices[0].text == text != alone(served.llm, PROMPT, max_tokens=6)
+
+
+def test_passes_are_told_where_they_are_asked_for(served: Served) -> None:
+    asked = {"messages": TURNS, "max_tokens": 12, "temperature": 0, "stream": True}
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
+    body = json.dumps({**asked, "stream_options": {"include_passes": True}})
+    connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
+    events = connection.getresponse().read().decode().split("\n\n")
+    passes = [
+        one["pass"] for event in events if event.startswith("data: {") and "pass" in (one := json.loads(event[6:]))
+    ]
+    assert sum(one["tokens"] for one in passes) == 12
+    for one in passes:
+        assert one["parents"][0] == -1 and all(0 <= parent < node for node, parent in enumerate(one["parents"]) if node)
+        assert [one["parents"][node] for node in one["path"]] == [0, *one["path"]][: len(one["path"])]
+        assert one["seconds"] > 0 and 0 <= one["link_busy"] <= 1.01
+
+
+def test_answers_of_requests_at_once_are_those_of_each_alone(served: Served) -> None:
+    prompts = [f"def f{k}(x):\n    return " for k in range(6)]
+    with ThreadPoolExecutor(6) as pool:
+        ask = served.client.completions.create
+        asked = [pool.submit(ask, model="demo", prompt=one, max_tokens=16, temperature=0) for one in prompts]
+        found = [one.result().choices[0].text for one in asked]
+    assert found == [alone(served.llm, one, max_tokens=16) for one in prompts]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "word"),
+    [
+        ("completions", {"prompt": "x", "logprobs": 21}, "logprobs"),
+        ("completions", {"prompt": "x", "n": 5}, "n is 5"),
+        ("completions", {"prompt": "x", "temperature": -1}, "temperature"),
+        ("completions", {"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options"),
+        ("completions", {"prompt": "x", "suffix": "y"}, "suffix"),
+        ("completions", {"prompt": "x", "best_of": 3}, "best_of"),
+        ("completions", {"prompt": "x", "max_tokens": 0}, "max_tokens"),
+        ("completions", {"prompt": "x", "logit_bias": {"99999999": 1}}, "logit_bias"),
+        ("completions", {"prompt": []}, "prompt"),
+        ("completions", {"prompt": [10**9]}, "token id"),
+        ("completions", {"prompt": "x " * 5000}, "too long"),
+        ("completions", {"prompt": ["x"] * 40}, "40 answers"),
+        ("completions", {}, "prompt"),
+        ("completions", [1, 2], "body"),
+        ("completions", b"{", "JSON"),
+        ("chat/completions", {"messages": []}, "messages"),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
+        ("chat/completions", {"messages": TURNS, "response_format": {"type": "json_object"}}, "response_format"),
+        ("chat/completions", {"messages": TURNS, "tool_choice": "required"}, "tool_choice"),
+        ("chat/completions", {"messages": TURNS, "top_logprobs": 2}, "logprobs"),
+        ("chat/completions", {"messages": TURNS, "chat_template_kwargs": {"chat_template": "x"}}, "chat_template"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_computed_is_refused(served: Served, path: str, body: Any, word: str) -> None:
+    status, found = served.post(f"/v1/{path}", body)
+    assert status == 400 and found["error"]["type"] == "invalid_request_error"
+    assert word in found["error"]["message"]
+
+
+def test_what_is_not_known_is_ignored(served: Served) -> None:
+    more = {"user": "me", "store": False, "metadata": {}, "parallel_tool_calls": True, "reasoning_effort": "low"}
+    status, found = served.post("/v1/chat/completions", {"messages": TURNS, "max_tokens": 2, **more})
+    assert status == 200 and found["usage"]["completion_tokens"] == 2
+
+
+def test_clients_raise_the_errors_of_their_library(served: Served) -> None:
+    with pytest.raises(openai.NotFoundError, match="there is no model 'other'"):
+        served.client.completions.create(model="other", prompt="x")
+    with pytest.raises(openai.BadRequestError) as caught:
+        served.client.completions.create(model="demo", prompt="x " * 5000)
+    assert caught.value.code == "context_length_exceeded"
+    assert [one.id for one in served.client.models.list()] == ["demo"] == [served.client.models.retrieve("demo").id]
+
+
+def test_texts_and_tokens(served: Served) -> None:
+    ids = served.llm.encode(PROMPT)
+    assert served.post("/tokenize", {"prompt": PROMPT})[1] == {"tokens": ids, "count": len(ids), "max_model_len": 256}
+    assert served.post("/detokenize", {"tokens": ids[1:]})[1] == {"prompt": PROMPT}
+    ids = rendered(served.llm)
+    assert served.post("/tokenize", {"messages": TURNS})[1]["tokens"] == ids
+
+
+def stream_and_leave(port: int) -> None:
+    """Ask for a long stream, read its beginning, and go."""
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        body = json.dumps({"prompt": PROMPT, "max_tokens": 200, "stream": True, "ignore_eos": True}).encode()
+        head = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\n" + head.encode() + body)
+        assert connection.recv(100)
+
+
+def test_a_client_that_goes_is_aborted_and_costs_the_others_nothing(served: Served) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        stays = pool.submit(served.client.completions.create, model="demo", prompt=PROMPT, max_tokens=24, temperature=0)
+        for one in [pool.submit(stream_and_leave, served.port) for _ in range(3)]:
+            one.result()
+    assert stays.result().choices[0].text == alone(served.llm, PROMPT, max_tokens=24)
+    served.wait_until_idle()
+
+
+def test_a_client_that_goes_before_its_whole_answer_is_aborted(served: Served) -> None:
+    client = served.client.with_options(timeout=0.3)
+    with pytest.raises(openai.APITimeoutError):
+        client.completions.create(model="demo", prompt=[PROMPT] * 8, max_tokens=200, extra_body={"ignore_eos": True})
+    served.wait_until_idle()
+
+
+def test_half_a_body_and_garbage_hurt_nobody(served: Served) -> None:
+    for raw in (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{",
+        b"\x00\xff garbage\r\n\r\n",
+        b"",
+    ):
+        with socket.create_connection(("127.0.0.1", served.port)) as connection:
+            connection.sendall(raw)
+    assert served.post("/v1/completions", {"prompt": "x", "max_tokens": 1})[0] == 200
+
+
+def test_bodies_that_are_too_long_are_refused(served: Served) -> None:
+    status, found = served.post("/v1/completions", {"prompt": "x" * 300_000})
+    assert status == 413 and "200000 bytes" in found["error"]["message"]
+
+
+def test_keys_names_and_times_are_heeded(llm: LLM) -> None:
+    limits = replace(LIMITS, n_waiting=2, seconds=0.2)
+    for served in serve(llm, api_key="secret", hosts=frozenset({"127.0.0.1"}), limits=limits):
+        ask = {"prompt": "x", "max_tokens": 1}
+        assert served.post("/v1/completions", ask)[0] == 401
+        key = {"Authorization": "Bearer secret"}
+        assert served.post("/v1/completions", ask, key)[0] == 200
+        assert served.post("/v1/completions", ask, {**key, "Host": "evil.example"})[0] == 403
+        status, found = served.post(
+            "/v1/completions", {"prompt": ["x"] * 2, "max_tokens": 250, "ignore_eos": True}, key
+        )
+        assert status == 504 and "took more than" in found["error"]["message"]
+        served.wait_until_idle()
+        with ThreadPoolExecutor(24) as pool:
+            many = [pool.submit(served.post, "/v1/completions", {**ask, "max_tokens": 20}, key) for _ in range(24)]
+            assert {one.result()[0] for one in many} <= {200, 429, 504}
+        served.wait_until_idle()
+        for path in ("/", "/page/app.js", "/health"):
+            connection = http.client.HTTPConnection("127.0.0.1", served.port)
+            connection.request("GET", path, headers={"Host": "127.0.0.1"})
+            assert connection.getresponse().status == 200
+            connection.close()
+
+
+def test_counters_count(served: Served) -> None:
+    def read() -> dict[str, float]:
+        connection = http.client.HTTPConnection("127.0.0.1", served.port)
+        connection.request("GET", "/metrics")
+        lines = connection.getresponse().read().decode().splitlines()
+        connection.close()
+        return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if line and line[0] != "#"}
+
+    before = read()
+    served.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 5, "temperature": 0})
+    after = read()
+    gained = {name: after[name] - before.get(name, 0.0) for name in after}
+    assert gained["offload_rt_tokens_total"] == 5 and gained['offload_rt_requests_total{end="length"}'] == 1
+    assert gained["offload_rt_prompt_tokens_total"] == len(served.llm.encode(PROMPT))
+    assert 1 <= gained["offload_rt_passes_total"] <= 5 and after["offload_rt_running"] == 0
+
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "names"),
+    [
+        (f"Well. {CALL}", "Well. ", ["add"]),
+        (CALL + CALL.replace("add", "sub"), "", ["add", "sub"]),
+        ("a < b <tool", "a < b <tool", []),
+        ("<tool_call>no json</tool_call>", "<tool_call>no json</tool_call>", []),
+        ("<tool_call>[1]", "<tool_call>[1]", []),
+    ],
+)  # fmt: skip
+def test_calls_of_tools_are_held_back_from_the_text(text: str, said: str, names: list[str]) -> None:
+    for n in (1, 4, len(text)):
+        one = ToolText(is_on=True)
+        found = "".join(one.take(text[k : k + n]) for k in range(0, len(text), n))
+        rest, calls = one.end()
+        assert (found + rest, [call["function"]["name"] for call in calls]) == (said, names)
+
+
+def test_calls_of_tools_in_a_chat(llm: LLM) -> None:
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    answer = Answer(ChatRequest(messages=TURNS, tools=tools), "demo", [[1]], 1)
+    output = llm.generate("x", SamplingParams(max_tokens=1))[0]
+    answer.take(0, Piece(CALL[:30], [1, 2]))
+    chunk = answer.take(0, Piece(CALL[30:], [3], output))
+    (choice,) = chunk["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    (call,) = choice["delta"]["tool_calls"]
+    assert call["index"] == 0 and json.loads(call["function"]["arguments"]) == {"a": 1}
+    message = answer.whole()["choices"][0]["message"]
+    assert message["content"] is None and message["tool_calls"][0]["id"] == call["id"]
+
+
+def test_offered_tools_reach_the_template(served: Served) -> None:
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    found = served.client.chat.completions.create(
+        model="demo", messages=TURNS, tools=tools, max_tokens=4, temperature=0
+    )
+    assert found.choices[0].message.content == alone(served.llm, rendered(served.llm, tools=tools), max_tokens=4)
+
+
+def test_a_program_that_is_told_to_end_lets_answers_end(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "offload_rt.serve", "--model", str(MODELS / "demo-target"), "--port", "0"]
+    with subprocess.Popen(
+        [*command, "--device-memory", "1GB", "--drafter", "none", "--served-model-name", "demo"],
+        stderr=subprocess.PIPE, text=True,
+    ) as program:  # fmt: skip
+        assert program.stderr is not None
+        told = next(line for line in program.stderr if "for clients" in line)
+        port = int(told.split("127.0.0.1:")[1].split("/")[0])
+        client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="any", max_retries=0)
+        chunks = iter(client.completions.create(model="demo", prompt=PROMPT, max_tokens=60, stream=True, temperature=0))
+        next(chunks)
+        program.send_signal(signal.SIGTERM)
+        rest = list(chunks)
+        assert rest[-1].choices[0].finish_reason == "length"
+        assert program.wait(60) == 0
+        assert "Traceback" not in program.stderr.read()
+
+
+def test_a_port_that_is_taken_is_told_before_the_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["--model", str(MODELS / "demo-target"), "--port", str(port)]) == 2
+    assert f"127.0.0.1:{port} cannot be listened at" in capsys.readouterr().err
