@@ -64,6 +64,23 @@ def test_a_long_prompt_goes_through_in_smaller_chunks(zoo, full):
     assert max(seen[-6:]) <= 40
 
 
+def test_the_newest_sequence_waits_where_there_is_room_for_one(zoo, monkeypatch):
+    with open_llm(zoo.directory("llama", 0)) as llm:
+        forward, seen = llm.engine.runner.forward, []
+
+        def alone(steps):
+            seen.append(llm.engine.is_short)
+            if len(steps) > 1:
+                raise torch.OutOfMemoryError("no room for two")
+            return forward(steps)
+
+        monkeypatch.setattr(llm.engine.runner, "forward", alone)
+        outputs = llm.generate([prompt_of(0), prompt_of(1)], SamplingParams(max_new_tokens=6))
+        assert True in seen and not llm.engine.is_short
+    for k, output in enumerate(outputs):
+        assert output.token_ids == generate(zoo.model("llama", 0), prompt_of(k), 6)
+
+
 def test_where_nothing_can_shrink_any_more_it_is_said_and_what_was_produced_is_there(zoo, full):
     with open_llm(zoo.directory("llama", 0)) as llm:
         pieces = llm.stream(prompt_of(0), SamplingParams(max_new_tokens=8))

@@ -30,6 +30,9 @@ class ServeSettings:
     max_n: int = setting(16, "most answers that one request may ask for", parse=int)
     max_waiting: int = setting(128, "most answers that wait for room; further requests get status 429", parse=int)
     timeout: int = setting(3600, "seconds that a request may take", parse=int)
+    prompt_wait: float = setting(
+        2.0, "seconds by which a pass may take longer for new prompts, while others are answered", parse=float
+    )
     drain: int = setting(30, "seconds that requests under way get at the end, after SIGTERM or Ctrl-C", parse=int)
 
     def __post_init__(self) -> None:
@@ -66,6 +69,7 @@ def _serve(flags: Namespace) -> None:
         console = Console(stderr=True)
         with loading_bar(console) as bar:
             llm.load(progress=bar)
+        llm.engine.prompt_seconds = settings.prompt_wait
         hosts = _LOOPBACK if settings.host in _LOOPBACK else frozenset[str]()
         app = make_app(llm, name, limits, key, hosts)
         server = uvicorn.Server(

@@ -2,6 +2,7 @@
 
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,7 +23,10 @@ from offload_rt.kv.cache import n_shared
 from offload_rt.sampling import Context, probs, top_tokens
 from offload_rt.speculate.protocols import Drafter, VerificationRule
 from offload_rt.system.trace import DRAFT, VERIFY, Trace
-from offload_rt.tree.topology import DraftTree
+from offload_rt.tree.topology import DraftTree, Topology
+
+# Rows of prompts that a pass may have, of which the most that its time allows are taken.
+_PROMPT_ROWS = 2 ** np.arange(5, 15)
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,8 @@ class Engine:
     draft   the runner of the draft model, where there is one
     notice  what its user should know of how it runs; empty if nothing
     n_passes  that were made
+    prompt_seconds  by which a pass may take longer for prompts while others are answered; None: any
+    is_short  a sequence had to make room for others, of which none has left since
     """
 
     runner: Runner
@@ -56,6 +62,8 @@ class Engine:
     draft: Runner | None = None
     notice: str = ""
     n_passes: int = field(default=0, init=False)
+    prompt_seconds: float | None = None
+    is_short: bool = field(default=False, init=False)
     _n_added: int = field(default=0, init=False)
     _waiting: deque[tuple[int, Sequence]] = field(default_factory=deque, init=False)
     _running: list[RunningSequence] = field(default_factory=list, init=False)
@@ -88,11 +96,11 @@ class Engine:
     def step(self) -> list[Event]:
         """One pass over the weights: every running sequence grows by at least one token.
 
-        Where the device's memory runs out, trees and chunks shrink and the pass is made again. Raises DeviceError when they
-        cannot shrink any more; what was produced is kept.
+        Where the device's memory runs out, trees and chunks shrink, then the newest sequence waits for others to end, and the
+        pass is made again. Raises DeviceError when one sequence is too much; what was produced is kept.
         """
         self._admit()
-        n_before = [len(one.sequence.tokens) for one in self._running]
+        n_before = {one.id: len(one.sequence.tokens) for one in self._running}
         while going := [one for one in self._running if one.sequence.finish_reason is None]:
             try:
                 self._pass(going)
@@ -104,8 +112,7 @@ class Engine:
                     self.runner.discard(one.cache)
             self._shrink(going)
         events = [
-            Event(one.id, one.sequence.tokens[n:], one.sequence.finish_reason)
-            for one, n in zip(self._running, n_before, strict=True)
+            Event(one.id, one.sequence.tokens[n_before[one.id] :], one.sequence.finish_reason) for one in self._running
         ]
         for one in [one for one in self._running if one.sequence.finish_reason is not None]:
             self._release(one)
@@ -127,6 +134,8 @@ class Engine:
         self.drafter.end(one.sequence)
 
     def _admit(self) -> None:
+        if self.is_short:
+            return
         joining, split = self.scheduler.admit(self._running, self._waiting), self.scheduler.split
         is_alone = len(joining) == 1 and not self._running
         n_nodes = self.scheduler.share(max(len(self._running) + len(joining), 1))
@@ -167,7 +176,8 @@ class Engine:
         found: list[tuple[RunningSequence | None, int]] = [(None, 0)]
         is_all_wanted = sequence.sampling.prompt_logprobs is not None  # of the prompt, so that every row is computed
         for one in () if is_all_wanted else (*self._running, *self._kept):
-            n_theirs = len(one.sequence.tokens) if one in self._running else self.runner.n_committed(one.cache)
+            is_whole = one in self._running and self.prompt_seconds is None
+            n_theirs = len(one.sequence.tokens) if is_whole else self.runner.n_committed(one.cache)
             found.append((one, n_shared(one.sequence.tokens[:n_theirs], sequence.tokens[:-1])))
         return max(found, key=itemgetter(1))
 
@@ -183,11 +193,23 @@ class Engine:
     def _release(self, one: RunningSequence) -> None:
         self._running.remove(one)
         self._kept.append(one)
+        self.is_short = False
         self.drafter.leave(one.sequence)
+
+    def _put_back(self, one: RunningSequence) -> None:
+        """Let a sequence wait until another has left; its rows are computed anew then."""
+        self._running.remove(one)
+        self._waiting.appendleft((one.id, one.sequence))
+        self.runner.free_cache(one.cache)
+        self.drafter.end(one.sequence)
+        self.is_short = True
 
     def _shrink(self, going: list[RunningSequence]) -> None:
         self.reset_prefix_cache()
-        if all(one.n_nodes == 1 for one in going) and not self.runner.shrink_chunks():
+        is_least = all(one.n_nodes == 1 for one in going) and not self.runner.shrink_chunks()
+        if is_least and len(going) > 1:
+            self._put_back(going[-1])
+        elif is_least:
             raise DeviceError(
                 "the device's memory is used up", need="room for a pass of a few tokens",
                 change="lower --device-memory, which leaves more to others, or --max-model-len",
@@ -201,19 +223,25 @@ class Engine:
     def _pass(self, going: list[RunningSequence]) -> None:
         meter = self.runner.streamer.meter
         started, (nbytes, busy_s), waited_s = time.perf_counter(), meter.read(), meter.waited_s
+        parts = self._parts(going)
+        going = [one for one in going if one not in parts]
         n_nodes = min(self.scheduler.share(len(going)), *(one.n_nodes for one in going))
         trees = self.drafter.propose([one.sequence for one in going], n_nodes)
         drafted = time.perf_counter()
         self.trace.add(DRAFT, "tree", started, drafted)
         steps = [self._step_of(one, tree) for one, tree in zip(going, trees, strict=True)]
+        steps += [self._step_of_prompt(one, n) for one, n in parts.items()]
         n_rows, context = sum(step.n_rows for step in steps), max(self.runner.n_committed(step.cache) for step in steps)
-        is_prefill = any(one.sequence.stats.n_passes == 0 for one in going)
+        is_prefill = any(one.sequence.n_new == 0 for one in (*going, *parts))
         predicted = self.cost.seconds(np.array([n_rows]), context, drafted - started, len(going))[0]
         logits = self.runner.forward(steps)
         self.runner.finish(logits)
         computed = time.perf_counter()
-        parts = zip(going, trees, logits, self.runner.tapped, strict=True)
-        n_new = [self._accept(one, tree, rows, states) for one, tree, rows, states in parts]
+        computed_of = zip(going, trees, logits, self.runner.tapped, strict=False)
+        n_new = [self._accept(one, tree, rows, states) for one, tree, rows, states in computed_of]
+        for (one, n), states in zip(parts.items(), self.runner.tapped[len(going) :], strict=True):
+            self.drafter.observe(one.sequence, self.runner.n_committed(one.cache), [states])
+            self.runner.commit(one.cache, range(n))
         ended = time.perf_counter()
         self.n_passes += 1
         n_drafted = sum(len(tree.topology) for tree in trees)
@@ -223,18 +251,53 @@ class Engine:
         times = PassTimes(started, drafted, computed, ended, *moved, None if is_prefill else float(predicted))
         for one, tree, n in zip(going, trees, n_new, strict=True):
             one.sequence.stats.passes.append((times, tree.expected, n))
+        for one in parts:
+            one.sequence.stats.passes.append((times, 0.0, 0))
         if not is_prefill:
             gbps = times.link_nbytes / times.link_busy_s / 1e9 if times.link_busy_s > 0 else 0.0
             self.cost.passed(n_rows, context, drafted - started, ended - started, gbps, len(going))
+
+    def _parts(self, going: list[RunningSequence]) -> dict[RunningSequence, int]:
+        """Sequences whose prompts are too long for this pass, while others are answered, and the rows they compute in it."""
+        if self.prompt_seconds is None or all(one.sequence.n_new == 0 for one in going):
+            return {}
+        n_rows = sum(one.n_nodes for one in going)
+        sizes = n_rows + _PROMPT_ROWS
+        context = max(len(one.sequence.tokens) for one in going)
+        seconds = self.cost.seconds(np.array([n_rows, *sizes]), context, 0.0, len(going))
+        n_left = int(_PROMPT_ROWS[max(int((seconds[1:] - seconds[0] <= self.prompt_seconds).sum()) - 1, 0)])
+        found = {}
+        for one in (one for one in going if one.sequence.n_new == 0):
+            tokens = one.sequence.tokens
+            n_lacking = len(tokens) - 1 - self.runner.rewind(one.cache, tokens[:-1])
+            if n_lacking > n_left:
+                found[one] = n_left
+            n_left = max(n_left - n_lacking, int(_PROMPT_ROWS[0]))
+        return found
+
+    def _step_of_prompt(self, one: RunningSequence, n: int) -> Step:
+        """The step that feeds a cache the next n tokens of a prompt."""
+        tokens, first = one.sequence.tokens, self.runner.n_committed(one.cache)
+        part = torch.tensor(tokens[first : first + n], dtype=torch.int64)
+        return Step(one.cache, part, Topology.chain(n), 0, one.sequence.n_prompt, read=self._reader(one))
+
+    def _reader(self, one: RunningSequence) -> Callable[[Tensor], None] | None:
+        """What reads the log-probabilities of a prompt, if they are asked for, from its first row on."""
+        sequence = one.sequence
+        if (k := sequence.sampling.prompt_logprobs) is None or sequence.n_new > 0:
+            return None
+        if self.runner.n_committed(one.cache) == 0:
+            sequence.logprobs = [None]
+        return partial(sequence.read, k=k)
 
     def _step_of(self, one: RunningSequence, tree: DraftTree) -> Step:
         """The step that feeds a cache what it lacks of its sequence, and the tree."""
         tokens = one.sequence.tokens
         lacking = tokens[self.runner.rewind(one.cache, tokens[:-1]) : -1]
         n_read = min(len(lacking), one.n_nodes - len(tree.topology)) if self.drafter.reads_prompt else 0
-        k, read = one.sequence.sampling.prompt_logprobs, None
-        if k is not None and one.sequence.n_new == 0:  # the drafter sees nothing of the prompt then
-            n_read, one.sequence.logprobs, read = 0, [None], partial(one.sequence.read, k=k)
+        read = self._reader(one)
+        if read is not None:  # the drafter sees nothing of the prompt then
+            n_read = 0
         return Step(
             cache=one.cache,
             tokens=torch.cat((torch.tensor(lacking, dtype=torch.int64), tree.tokens)),

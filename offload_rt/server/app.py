@@ -92,6 +92,8 @@ class _Server:
     def _admit(self, n: int) -> None:
         """Raises _Refused if there is no room for so many answers more."""
         engine = self.llm.engine
+        if engine.is_short:
+            raise _Refused(503, "the device's memory is used up by the answers that are computed", retry_after=_RETRY_S)
         if n > self.limits.n_waiting:
             raise SettingsError(
                 f"{n} answers in one request", need=f"at most {self.limits.n_waiting}", change="send several"
