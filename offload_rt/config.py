@@ -161,7 +161,6 @@ class SamplingParams:
     max_tokens: int | None = setting(
         _N_TOKENS, "most tokens to produce; None in Python: all there is room for", parse=int
     )
-    max_new_tokens: int | None = setting(None, "the same by transformers' name", parse=int)
     temperature: float | None = setting(None, f"0 takes the most probable token{_ELSE} 0", parse=float)
     top_p: float | None = setting(
         None, f"keep the most probable tokens that together reach this probability{_ELSE} 1", parse=float
@@ -188,6 +187,7 @@ class SamplingParams:
         None, "--json has the log-probability of each token and of so many of the most probable; -1: of all", parse=int
     )
     prompt_logprobs: int | None = setting(None, "the same of the prompt's tokens", parse=int)
+    max_new_tokens: int | None = setting(None, "--max-tokens by transformers' name", parse=int)
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):

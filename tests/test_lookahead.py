@@ -134,6 +134,7 @@ def test_sequences_join_and_leave(tame: tuple[PreTrainedModel, Path]) -> None:
         engine.abort(id)
         while engine.step():
             n_columns |= {state.n_columns for state in drafter._states.values()}
+        engine.reset_prefix_cache()
     texts = [one.tokens[one.n_prompt :] for one in sequences[:3]]
     assert texts == [generate(model, prompt, 30) for prompt in prompts[:3]]
     assert len(n_columns) > 3 and not drafter._states

@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import sys
 from dataclasses import MISSING, Field, fields
 from difflib import get_close_matches
 from typing import Any, NoReturn, TypeVar
@@ -30,6 +31,10 @@ class Parser(argparse.ArgumentParser):
             for item in fields(cls):
                 if item.name not in without:
                     _add_flag(group, item)
+
+    def print_help(self, file: Any = None) -> None:
+        """Raises OSError where it cannot be written, which argparse's own lets pass."""
+        (file or sys.stdout).write(self.format_help())
 
     def error(self, message: str) -> NoReturn:
         """Raises SettingsError with what argparse says, and the flag that may have been meant."""

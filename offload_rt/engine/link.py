@@ -55,8 +55,8 @@ def choose_link(config: EngineConfig, checkpoint: Checkpoint, device: torch.devi
         problem = "--link-format lossless is for weights that are not quantised"
         return _without(is_asked, SettingsError(problem, have=checkpoint.format.name, change="leave it out"))
     if on_card and not extension.serves(torch.empty(0, device=device)):
-        problem, change = "no kernel decodes lossless weights", "install it, or use --link-format raw"
-        return _without(is_asked, DeviceError(problem, have=extension.missing(), change=change))
+        problem = f"no kernel decodes lossless weights: {extension.missing()}"
+        return _without(is_asked, DeviceError(problem, change="use --link-format raw"))
     if is_asked and on_card and not config.sidecar and not directory.is_dir():
         encoded = tuple(estimate(layer) for layer in checkpoint.layers)
         return Link(encodes=True, sizes=_sizes(checkpoint, encoded, on_card))
