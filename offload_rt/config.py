@@ -76,6 +76,9 @@ class EngineConfig:
         None, parse=int,
         text="most tokens of prompt and answer together; default: the model's limit, or what an eighth of the budget caches",
     )  # fmt: skip
+    max_num_seqs: int = setting(
+        1, parse=int, text="sequences of this length that run together; of shorter ones as many as take the same room"
+    )
     link_format: str = setting(
         "auto", choices=("auto", "lossless", "raw"),
         text="how streamed weights cross the link: encoded in about 7/10 of their bytes and decoded bit for bit, or as they "
@@ -106,7 +109,7 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None:
                 check_positive(name, parse_size(value))
-        for name in ("max_model_len", "tree_size", "tree_depth", "draft_context"):
+        for name in ("max_model_len", "max_num_seqs", "tree_size", "tree_depth", "draft_context"):
             check_positive(name, getattr(self, name))
 
     @property

@@ -65,6 +65,7 @@ class LLM:
         kv_memory: str | int | None = None,
         kv_dtype: str = "auto",
         max_model_len: int | None = None,
+        max_num_seqs: int = 1,
         link_format: str = "auto",
         sidecar: str | None = None,
         drafter: str = "auto",
@@ -84,7 +85,7 @@ class LLM:
         self._prepare(
             EngineConfig(
                 model, draft_model, device, dtype, device_memory, host_memory, kv_memory, kv_dtype, max_model_len,
-                link_format, sidecar, drafter, rule, tree_size, tree_depth, draft_context, learn_draft,
+                max_num_seqs, link_format, sidecar, drafter, rule, tree_size, tree_depth, draft_context, learn_draft,
                 revision, offline,
             )
         )  # fmt: skip

@@ -68,7 +68,10 @@ def set_limit(driver: Chrome, n: int) -> None:
 
 
 def answers(driver: Chrome) -> list[str]:
-    return [one.text for one in driver.find_elements(By.CSS_SELECTOR, "article.assistant .text")]
+    return [
+        one.get_attribute("textContent") or ""
+        for one in driver.find_elements(By.CSS_SELECTOR, "article.assistant .text")
+    ]
 
 
 def wait_for_end(driver: Chrome, n_answers: int) -> list[str]:
@@ -83,18 +86,19 @@ def picture(driver: Chrome, name: str) -> None:
 
 def test_a_conversation(page: Chrome, served: Served) -> None:
     wait(page, lambda: text_of(page, "model") == "demo")
-    set_limit(page, 24)
-    say(page, "import os")
+    set_limit(page, 48)
+    text = "def read_lines(path, encoding='utf-8'):"
+    say(page, text)
     (first,) = wait_for_end(page, 1)
-    conversation = [{"role": "user", "content": "import os"}]
-    expected = served.client.chat.completions.create(model="demo", messages=conversation, max_tokens=24, temperature=0)
-    assert first.split() == (expected.choices[0].message.content or "").split()
+    conversation = [{"role": "user", "content": text}]
+    expected = served.client.chat.completions.create(model="demo", messages=conversation, max_tokens=48, temperature=0)
+    assert first == expected.choices[0].message.content
     n_passes = int(text_of(page, "passes"))
     spans = page.find_elements(By.CSS_SELECTOR, "article.assistant .pass")
     assert len(spans) == n_passes and "tokens in" in (spans[0].get_attribute("title") or "")
-    assert float(text_of(page, "per-pass")) == pytest.approx(24 / n_passes, abs=0.01)
+    assert float(text_of(page, "per-pass")) == pytest.approx(48 / n_passes, abs=0.01)
     assert "nodes" in (page.find_element(By.ID, "tree").get_attribute("aria-label") or "")
-    say(page, "class A:")
+    say(page, "class Queue:")
     assert len(wait_for_end(page, 2)) == 2
     picture(page, "light.png")
     page.find_element(By.ID, "regenerate").click()

@@ -10,10 +10,11 @@ from contextlib import aclosing
 import numpy as np
 import pytest
 import torch
-from tiny import CASES, add_tokenizer, byte_level, keep_steady, logits_of, open_llm, prompt_of
+from tiny import CASES, add_tokenizer, byte_level, generate, keep_steady, logits_of, open_llm, prompt_of
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.errors import CheckpointError, DeviceError, PromptError, SettingsError
+from offload_rt.executor.sequence import Sequence
 from offload_rt.weights.checkpoint import sampling_defaults
 
 PROMPTS = [prompt_of(seed, n) for seed, n in enumerate((9, 1, 150))]
@@ -374,3 +375,20 @@ def test_closing_ends_the_thread_and_tells_who_waits(pair):
         return await asyncio.gather(*tasks, anext(late), collect(llm, PROMPTS[0], None), return_exceptions=True)
 
     assert [str(one) for one in asyncio.run(main())] == ["this LLM is closed; make a new one"] * 5
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_as_many_long_sequences_run_together_as_were_planned_for(zoo, n):
+    whole = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    with open_llm(zoo.directory("llama", 0), max_model_len=40, max_num_seqs=n, drafter="none") as llm:
+        assert llm.max_model_len == 40
+        engine, prompts = llm.engine, [prompt_of(seed) for seed in range(4)]
+        sequences = [Sequence([*prompt], whole, 40) for prompt in prompts]
+        for sequence in sequences:
+            engine.add(sequence)
+        engine.step()
+        assert (engine.n_running, engine.n_waiting) == (n, 4 - n)
+        while any(one.finish_reason is None for one in sequences):
+            engine.step()
+    for one, prompt in zip(sequences, prompts, strict=True):
+        assert one.tokens[len(prompt) :] == generate(zoo.model("llama", 0), prompt, 40 - len(prompt))

@@ -31,7 +31,7 @@ MODELS = Path(__file__).parent.parent / "models"
 PROMPT = "def read_lines(path):\n"
 TURNS = [{"role": "user", "content": "import os\n"}]
 TEMPLATE = (
-    "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% for m in messages %}{{ m.content }}\n{% endfor %}"
     "{{ mark or '' }}{% if tools %}# {{ tools | length }}\n{% endif %}"
 )
 LIMITS = ServerLimits(n_body=200_000, n_answers=4, n_waiting=32, seconds=60)

@@ -43,6 +43,7 @@ class ServeSettings:
 def main(arguments: list[str] | None = None) -> int:
     """Run the server until it is told to end; returns its exit code."""
     parser = Parser("offload-rt serve", "Serve a model to OpenAI's clients, and a page.", EngineConfig, ServeSettings)
+    parser.set_defaults(max_num_seqs=4)
     return exit_code(lambda: _serve(parser.parse_args(arguments)))
 
 

@@ -137,29 +137,36 @@ def plan_memory(
         raise UnsupportedModelError(problem, change="take another --drafter")
     if asked is not None and asked > limit:
         raise CapacityError("--max-model-len", need=str(asked), have=f"a model of {limit} positions", change="lower it")
-    shortest = asked or min(_SHORTEST_CONTEXT, limit)
-    fits = memory.fits_whole(shortest, config.tree_size or 1)
+    shortest, n = asked or min(_SHORTEST_CONTEXT, limit), config.max_num_seqs
+
+    def together(max_len: int) -> int:
+        """Tokens of all sequences; each but the first may need a row more, of its tree."""
+        return n * (max_len + 1) - 1
+
+    fits = memory.fits_whole(together(shortest), config.tree_size or 1)
     needed = memory.whole if fits else memory.divided
-    plain = needed(shortest, 1)
+    plain = needed(together(shortest), 1)
     least_plain = least_budget(target.layer_nbytes, plain, target.link)
-    limits = drafting.limits(config, lambda n: needed(shortest, n).total - plain.total, budget.device, least_plain)
+    limits = drafting.limits(
+        config, lambda nodes: needed(together(shortest), nodes).total - plain.total, budget.device, least_plain
+    )
 
     def least(max_len: int) -> int:
         """The smallest budget that holds a context, which takes no more of it than its share."""
-        cache = ContiguousCache.nbytes(target.spec, max_len, dtype.itemsize).device
-        reserved = needed(max_len, limits.n_nodes)
+        cache = ContiguousCache.nbytes(target.spec, together(max_len), dtype.itemsize).device
+        reserved = needed(together(max_len), limits.n_nodes)
         return max(least_budget(target.layer_nbytes, reserved, target.link), int(cache / _CACHE_SHARE))
 
     longer = range(shortest + 1, limit + 1) if asked is None and fits else ()
     max_len = shortest + bisect_right(longer, budget.device, key=least)
     n_view_rows = _view_rows(drafting.view_rows, max_len, limits.n_nodes)
-    plan = memory.place(max_len, limits.n_nodes)
-    return MemoryPlan(plan, limits, max_len, _cache_rows(max_len, limits.n_nodes), n_view_rows)
+    plan = memory.place(together(max_len), limits.n_nodes)
+    return MemoryPlan(plan, limits, max_len, _cache_rows(together(max_len), limits.n_nodes), n_view_rows)
 
 
 @dataclass(frozen=True)
 class _Memory:
-    """Divides a budget between the layers of a target and its keys and values.
+    """Divides a budget between the layers of a target and its keys and values, by `max_len` tokens of all sequences together.
 
     A resident layer saves its bytes in every pass. A row of keys and values that is resident in all layers saves its bytes
     in passes whose context has come that far, so byte for byte never more, and less where rows beyond are in fp8 or out of a
@@ -244,7 +251,7 @@ class _Memory:
 def reserved_memory(
     target: Sizes, draft: Sizes | None, dtype: torch.dtype, max_len: int, n_nodes: int
 ) -> ReservedMemory:
-    """Bytes on the device besides layers, for sequences of up to `max_len` tokens and trees of up to `n_nodes`."""
+    """Bytes on the device besides layers, for sequences of up to `max_len` tokens together and trees of up to `n_nodes`."""
     spec = target.spec
     hidden = 2 * (max_len + n_nodes) * spec.hidden_size * dtype.itemsize
     rows = min(CHUNK_ROWS, max_len + n_nodes)
