@@ -48,6 +48,8 @@ setup(
             "matplotlib>=3.9,<4",
             # The tests' oracle of quantised checkpoints.
             "compressed-tensors>=0.20,<0.21",
+            "gguf>=0.17,<1",
+            "accelerate>=1.15,<1.16",
         ],
         # What `make compare` runs beside offload_rt, at the versions it was tried with.
         "compare": [TORCH, "accelerate>=1.15,<1.16", "deepspeed>=0.19.8,<0.20", "matplotlib>=3.9,<4"],

@@ -11,7 +11,7 @@ let open = kept("open", null);
 let settings = kept("settings", {});
 let model = "";
 let running = null;  // the AbortController of the answer that is being made
-let lastTree = null;
+let lastTree = null;  // of the last pass that had more than a root
 
 const chat = () => chats.find((one) => one.id === open);
 
@@ -120,8 +120,10 @@ function take(message, text, pass) {
   message.pieces.push(piece);
   if (pass) {
     say("");
-    lastTree = pass;
-    drawTree(at("tree"), pass.parents, pass.path);
+    if (pass.parents.length > 1 || lastTree === null) {
+      lastTree = pass;
+      drawTree(at("tree"), pass.parents, pass.path);
+    }
     report(message.pieces, pass);
   }
   const log = at("log"), isAtEnd = log.scrollTop + log.clientHeight > log.scrollHeight - 60;
