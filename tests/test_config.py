@@ -30,6 +30,7 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "kv_memory": (["1GiB"], "1GiB"),
     "kv_dtype": (["fp8"], "fp8"),
     "max_model_len": (["4096"], 4096),
+    "max_num_seqs": (["3"], 3),
     "drafter": (["ngram"], "ngram"),
     "rule": (["match"], "match"),
     "tree_size": (["64"], 64),
