@@ -22,7 +22,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from bench.measure import Spread, commit, machine, resident_layers
 from bench.paced import N_QUEUED, PacedLink, PacedRows, PacedTier
 from offload_rt.config import format_size
-from offload_rt.executor.runner import Runner, Step
+from offload_rt.executor.runner import Runner
+from offload_rt.executor.step import Step
 from offload_rt.kv.host import HostCache, KVSplit, RowFormat
 from offload_rt.llm import LLM
 from offload_rt.offload.far_rows import FileRows

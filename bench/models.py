@@ -32,7 +32,7 @@ from bench.measure import commit
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
 from offload_rt.errors import UserError
-from offload_rt.executor.runner import Step
+from offload_rt.executor.step import Step
 from offload_rt.models import families
 from offload_rt.models.families import spec_of
 from offload_rt.tree.topology import Topology

@@ -28,7 +28,8 @@ from offload_rt import LLM
 from offload_rt.config import EngineConfig
 from offload_rt.engine.memory_plan import Sizes
 from offload_rt.engine.profile import compute_times
-from offload_rt.executor.runner import Runner, Step
+from offload_rt.executor.runner import Runner
+from offload_rt.executor.step import Step
 from offload_rt.models.families import spec_of
 from offload_rt.offload.placement import MemoryBudget, Plan, ReservedMemory, place_layers
 from offload_rt.offload.stream_threads import ThreadStreamer

@@ -24,7 +24,8 @@ from bench.measure import Spread, commit, drop_from_page_cache, expanded_model, 
 from bench.methods import DRAFT
 from bench.paced import PacedTier
 from offload_rt.config import SamplingParams, format_size, parse_size
-from offload_rt.executor.runner import Runner, Step
+from offload_rt.executor.runner import Runner
+from offload_rt.executor.step import Step
 from offload_rt.llm import LLM
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.offload.stream_threads import ThreadStreamer

@@ -27,8 +27,8 @@ from offload_rt.engine.engine_thread import EngineThread, closed
 from offload_rt.engine.loader import Progress
 from offload_rt.engine.outputs import Output, Piece, Request, Stats
 from offload_rt.errors import CapacityError, PromptError, SettingsError
-from offload_rt.executor.runner import Step
 from offload_rt.executor.sequence import Sequence
+from offload_rt.executor.step import Step
 from offload_rt.offload.placement import Plan
 from offload_rt.speculate.select import Drafting, find_draft, pick_drafter
 from offload_rt.system.progress import loading_bar, progress_bar

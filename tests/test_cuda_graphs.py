@@ -11,7 +11,7 @@ from tiny import CASES, feed, open_llm, prefill, prompt_of, random_tree, runner_
 
 from offload_rt import ops
 from offload_rt.executor.cuda_graphs import GraphInputs, GraphShape, PassRows
-from offload_rt.executor.runner import Step
+from offload_rt.executor.step import Step
 from offload_rt.ops import extension, reference
 from offload_rt.speculate.child_sampling import MostProbable, unpacked
 from offload_rt.tree.topology import Topology

@@ -25,8 +25,9 @@ from offload_rt import SamplingParams
 from offload_rt.config import EngineConfig
 from offload_rt.errors import CapacityError, SettingsError
 from offload_rt.executor.cost import CostEstimator
-from offload_rt.executor.runner import Runner, Step
+from offload_rt.executor.runner import Runner
 from offload_rt.executor.sequence import Sequence
+from offload_rt.executor.step import Step
 from offload_rt.kv.chosen import RetrievalCache, SnapKVCache
 from offload_rt.kv.window import WindowCache
 from offload_rt.speculate import draft_model

@@ -28,7 +28,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 
 from offload_rt.executor import runner as runner_module
 from offload_rt.executor.cuda_graphs import GraphShape
-from offload_rt.executor.runner import Step
+from offload_rt.executor.step import Step
 from offload_rt.models.families import FAMILIES, Family
 from offload_rt.models.rope import Rope
 from offload_rt.tree.topology import Topology

@@ -15,7 +15,7 @@ from bench.models import config_of as tiny_config
 from bench.models import open_streamed, random_model
 from offload_rt import LLM, SamplingParams, ops
 from offload_rt.errors import UnsupportedModelError
-from offload_rt.executor.runner import Step
+from offload_rt.executor.step import Step
 from offload_rt.models import tensor_names
 from offload_rt.models.families import FAMILIES, spec_of
 from offload_rt.models.transformers import TransformersModel

@@ -31,8 +31,9 @@ from offload_rt.config import EngineConfig
 from offload_rt.engine import builder, profile
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.scheduler import Scheduler
-from offload_rt.executor.runner import Runner, Step
+from offload_rt.executor.runner import Runner
 from offload_rt.executor.sequence import Sequence as TokenSequence
+from offload_rt.executor.step import Step
 from offload_rt.kv.sparse import LEAST_BUDGET
 from offload_rt.speculate.draft_model import DraftModel, SelfDraftModel
 from offload_rt.speculate.pair_stats import PairStats

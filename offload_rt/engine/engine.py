@@ -16,9 +16,10 @@ from offload_rt import ops
 from offload_rt.engine.scheduler import RunningSequence, Scheduler
 from offload_rt.errors import DeviceError
 from offload_rt.executor.cost import CostEstimator
-from offload_rt.executor.runner import Runner, Step
+from offload_rt.executor.runner import Runner
 from offload_rt.executor.sequence import Sequence
 from offload_rt.executor.stats import PassTimes
+from offload_rt.executor.step import Step
 from offload_rt.kv.cache import n_shared
 from offload_rt.sampling import Context, probs, top_tokens
 from offload_rt.speculate.protocols import Drafter, VerificationRule

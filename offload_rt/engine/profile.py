@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from offload_rt.executor.runner import Runner, Step
+from offload_rt.executor.runner import Runner
+from offload_rt.executor.step import Step
 from offload_rt.offload.disk import DiskTier, ReadSettings
 from offload_rt.offload.pinning import pin, unpin
 from offload_rt.offload.streamer import LayerView

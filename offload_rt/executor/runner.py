@@ -1,27 +1,19 @@
 """One model, one pass: every layer is visited once, for all sequences of the batch."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from offload_rt import ops
 from offload_rt.errors import NumericsError
-from offload_rt.executor.cuda_graphs import (
-    Capture,
-    GraphRunner,
-    GraphShape,
-    PassRows,
-    Reduce,
-    ResidentModel,
-    keep_tapped,
-)
-from offload_rt.kv.cache import Attention, ContiguousCache, KVBuffer, KVCache
+from offload_rt.executor.cuda_graphs import Capture, GraphRunner, GraphShape, PassRows, ResidentModel, keep_tapped
+from offload_rt.executor.step import Chunk, Segment, Step
+from offload_rt.kv.cache import ContiguousCache, KVBuffer, KVCache
 from offload_rt.kv.chosen import best_chunks
 from offload_rt.kv.host import HostCache, KVShare
 from offload_rt.kv.sparse import SparseCache
@@ -30,7 +22,6 @@ from offload_rt.models.heads import HeadDecoder
 from offload_rt.offload.far_rows import FarRows
 from offload_rt.offload.streamer import LayerView, Streamer
 from offload_rt.system.trace import COMPUTE, Trace
-from offload_rt.tree.topology import GrowingTree, Topology
 from offload_rt.weights.formats import WeightFormat
 
 # Rows that go through a layer together. One pass over the weights serves a long prompt chunk by chunk, and activations stay
@@ -38,96 +29,6 @@ from offload_rt.weights.formats import WeightFormat
 CHUNK_ROWS, _LEAST_CHUNK_ROWS = 512, 16
 # Rows whose logits there are at once, where those of a prompt are read.
 _READ_ROWS = 64
-
-
-@dataclass(frozen=True)
-class Step:
-    """What one sequence asks of a pass.
-
-    cache     id, from `Runner.new_cache`
-    tokens    (n,) int64: those its cache lacks, then those of the tree
-    topology  of the n tokens, the lacking ones a chain above the tree
-    n_wanted  logits are computed for the last n_wanted tokens
-    n_prompt  tokens of the prompt, which plain decoding computes together
-    n_done    the first n_done tokens are pending in the cache already, computed by earlier passes
-    reduce    what is made of the logits, and given in their place
-    states    (n_rows, hidden_size), what the rows of a head have beside their tokens
-    read      is given the logits of the rows before the wanted ones, (n, vocabulary), some rows at a time
-    """
-
-    cache: int
-    tokens: Tensor
-    topology: Topology | GrowingTree
-    n_wanted: int
-    n_prompt: int
-    n_done: int = 0
-    reduce: Reduce | None = None
-    states: Tensor | None = None
-    read: Callable[[Tensor], None] | None = None
-
-    @property
-    def n_rows(self) -> int:
-        """Tokens that are computed."""
-        return len(self.tokens) - self.n_done
-
-
-@dataclass(frozen=True)
-class _Segment:
-    """Rows [start, stop) of a step, which are rows `rows` of a chunk."""
-
-    step: Step
-    cache: KVCache
-    start: int
-    stop: int
-    rows: slice
-
-    def positions(self) -> Tensor:
-        """(n,) int64 positions in the sequence."""
-        return torch.from_numpy(self.step.topology.depths[self.start : self.stop]).long() + self.cache.n_committed
-
-    def mask(self) -> ops.TreeMask:
-        """Which cached rows each row sees, without a window; on the host."""
-        return self.step.topology.mask(self.start, self.stop, self.cache.n_seen)
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Rows of a pass that go through a layer together; to the layers it is the `PassContext`.
-
-    masks  one for each segment, without a window
-    """
-
-    rows: slice
-    segments: tuple[_Segment, ...]
-    masks: tuple[ops.TreeMask, ...]
-    row_inputs: tuple[Any, ...]
-
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, *,
-        scale: float, window: int | None = None, rotary: tuple[Tensor, Tensor] | None = None,
-        softcap: float | None = None, sinks: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        """See `PassContext.attend`."""
-        outs = []
-        for one, mask in zip(self.segments, self.masks, strict=True):
-            rows = one.rows
-            turn = None if rotary is None else (rotary[0][rows], rotary[1][rows])
-            qkv = q[rows], None if k is None else k[rows], None if v is None else v[rows]
-            asked = Attention(layer, one.start, *qkv, mask.within(window), scale, turn, softcap, sinks)
-            one.cache.asked = asked if one.cache.keeps_query else None  # that of the last layer stays
-            outs.append(one.cache.attend(asked))
-        return torch.cat(outs) if len(outs) > 1 else outs[0]
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All that the layers need of these rows."""
-        return [*self.row_inputs, *(one for mask in self.masks for one in mask.tensors)]
-
-    def of(self, tensors: Iterator[Tensor]) -> "Chunk":
-        """This chunk of the next `tensors`, such as copies on a device."""
-        row_inputs = tuple(itertools.islice(tensors, len(self.row_inputs)))
-        masks = tuple(mask.of(itertools.islice(tensors, len(mask.tensors))) for mask in self.masks)
-        return replace(self, row_inputs=row_inputs, masks=masks)
 
 
 @dataclass(eq=False, repr=False)
@@ -254,7 +155,7 @@ class Runner:
         """What `forward` gives for a step that graphs serve for."""
         cache, n_tokens = self._caches[step.cache], len(step.tokens)
         assert self._graphs is not None and isinstance(cache, ContiguousCache), "it has been asked for"
-        whole = _Segment(step, cache, step.n_done, n_tokens, slice(0, step.n_rows))
+        whole = Segment(step, cache, step.n_done, n_tokens, slice(0, step.n_rows))
         rows = torch.arange(step.n_done, n_tokens) + cache.n_held
         inputs = PassRows(step.tokens[step.n_done :], rows, self._row_inputs([whole]), whole.mask())
         with self.trace.span(COMPUTE, "all layers"):
@@ -378,7 +279,7 @@ class Runner:
 
     def _chunks(self, steps: Sequence[Step]) -> list[Chunk]:
         """Cut the rows of all steps, one behind the other, into chunks; on the host."""
-        parts: list[list[_Segment]] = []
+        parts: list[list[Segment]] = []
         n_rows = 0
         for step in steps:
             start, cache = step.n_done, self._caches[step.cache]
@@ -387,7 +288,7 @@ class Runner:
                 if at == 0:
                     parts.append([])
                 n = min(self._chunk_rows - at, len(step.tokens) - start)
-                parts[-1].append(_Segment(step, cache, start, start + n, slice(at, at + n)))
+                parts[-1].append(Segment(step, cache, start, start + n, slice(at, at + n)))
                 start, n_rows = start + n, n_rows + n
         chunks = []
         for first, segments in zip(range(0, n_rows, self._chunk_rows), parts, strict=True):
@@ -396,7 +297,7 @@ class Runner:
             chunks.append(Chunk(rows, tuple(segments), masks, self._row_inputs(segments)))
         return chunks
 
-    def _row_inputs(self, segments: list[_Segment]) -> tuple[Tensor, ...]:
+    def _row_inputs(self, segments: list[Segment]) -> tuple[Tensor, ...]:
         """What the architecture's layers need to know of all rows, on the host."""
         positions = torch.cat([one.positions() for one in segments])
         prompts = torch.cat([torch.full((one.stop - one.start,), one.step.n_prompt) for one in segments])

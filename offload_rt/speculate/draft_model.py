@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from offload_rt.executor.cuda_graphs import Reduce
-from offload_rt.executor.runner import Runner, Step
+from offload_rt.executor.runner import Runner
 from offload_rt.executor.sequence import Sequence
+from offload_rt.executor.step import Step
 from offload_rt.kv.sparse import SparseCache
 from offload_rt.ops import to_host
 from offload_rt.sampling import generator_on

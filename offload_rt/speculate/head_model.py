@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from offload_rt.executor.cuda_graphs import Reduce
-from offload_rt.executor.runner import CHUNK_ROWS, Runner, Step
+from offload_rt.executor.runner import CHUNK_ROWS, Runner
 from offload_rt.executor.sequence import Sequence
+from offload_rt.executor.step import Step
 from offload_rt.models.heads import Head, HeadDecoder, Medusa
 from offload_rt.ops import to_device
 from offload_rt.speculate.draft_model import (

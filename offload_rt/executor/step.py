@@ -1,0 +1,104 @@
+"""What sequences ask of a pass, and the rows of a pass as layers see them."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload_rt import ops
+from offload_rt.executor.cuda_graphs import Reduce
+from offload_rt.kv.cache import Attention, KVCache
+from offload_rt.tree.topology import GrowingTree, Topology
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one sequence asks of a pass.
+
+    cache     id, from `Runner.new_cache`
+    tokens    (n,) int64: those its cache lacks, then those of the tree
+    topology  of the n tokens, the lacking ones a chain above the tree
+    n_wanted  logits are computed for the last n_wanted tokens
+    n_prompt  tokens of the prompt, which plain decoding computes together
+    n_done    the first n_done tokens are pending in the cache already, computed by earlier passes
+    reduce    what is made of the logits, and given in their place
+    states    (n_rows, hidden_size), what the rows of a head have beside their tokens
+    read      is given the logits of the rows before the wanted ones, (n, vocabulary), some rows at a time
+    """
+
+    cache: int
+    tokens: Tensor
+    topology: Topology | GrowingTree
+    n_wanted: int
+    n_prompt: int
+    n_done: int = 0
+    reduce: Reduce | None = None
+    states: Tensor | None = None
+    read: Callable[[Tensor], None] | None = None
+
+    @property
+    def n_rows(self) -> int:
+        """Tokens that are computed."""
+        return len(self.tokens) - self.n_done
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Rows [start, stop) of a step, which are rows `rows` of a chunk."""
+
+    step: Step
+    cache: KVCache
+    start: int
+    stop: int
+    rows: slice
+
+    def positions(self) -> Tensor:
+        """(n,) int64 positions in the sequence."""
+        return torch.from_numpy(self.step.topology.depths[self.start : self.stop]).long() + self.cache.n_committed
+
+    def mask(self) -> ops.TreeMask:
+        """Which cached rows each row sees, without a window; on the host."""
+        return self.step.topology.mask(self.start, self.stop, self.cache.n_seen)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Rows of a pass that go through a layer together; to the layers it is the `PassContext`.
+
+    masks  one for each segment, without a window
+    """
+
+    rows: slice
+    segments: tuple[Segment, ...]
+    masks: tuple[ops.TreeMask, ...]
+    row_inputs: tuple[Any, ...]
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, *,
+        scale: float, window: int | None = None, rotary: tuple[Tensor, Tensor] | None = None,
+        softcap: float | None = None, sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """See `PassContext.attend`."""
+        outs = []
+        for one, mask in zip(self.segments, self.masks, strict=True):
+            rows = one.rows
+            turn = None if rotary is None else (rotary[0][rows], rotary[1][rows])
+            qkv = q[rows], None if k is None else k[rows], None if v is None else v[rows]
+            asked = Attention(layer, one.start, *qkv, mask.within(window), scale, turn, softcap, sinks)
+            one.cache.asked = asked if one.cache.keeps_query else None  # that of the last layer stays
+            outs.append(one.cache.attend(asked))
+        return torch.cat(outs) if len(outs) > 1 else outs[0]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that the layers need of these rows."""
+        return [*self.row_inputs, *(one for mask in self.masks for one in mask.tensors)]
+
+    def of(self, tensors: Iterator[Tensor]) -> "Chunk":
+        """This chunk of the next `tensors`, such as copies on a device."""
+        row_inputs = tuple(itertools.islice(tensors, len(self.row_inputs)))
+        masks = tuple(mask.of(itertools.islice(tensors, len(mask.tensors))) for mask in self.masks)
+        return replace(self, row_inputs=row_inputs, masks=masks)
