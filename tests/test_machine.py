@@ -2,6 +2,7 @@
 
 import resource
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from offload_rt.system.machine import (
     ComputeTimes,
     MachineProfile,
     PassBytes,
+    TouchedExperts,
     memory_free,
     memory_limit,
     pass_time,
@@ -241,3 +243,14 @@ def test_a_level_of_the_draft_takes_as_long_as_reading_it_until_one_was_timed() 
     assert cost.level_s == pytest.approx(0.026)
     cost.drafted(4, 4 * 0.05)
     assert 0.026 < cost.level_s < 0.05
+
+
+def test_experts_cross_the_link_as_the_rows_of_a_pass_need_them():
+    profile = MachineProfile("imagined", False, (("disk", 2.0), ("host", 1.0)), 100.0)
+    experts = TouchedExperts("disk", 10, 4, 1, 10**8, n_resident=2)
+    moved = PassBytes((("disk", 10**9), ("host", 0)), 10**6, experts=experts)
+    for n_rows, share in ((1, 1 / 4), (2, 7 / 16), (500, 1.0)):
+        assert pass_time(profile, moved, n_rows) == pytest.approx(0.5 + share, rel=1e-3)
+        assert moved.at(0, n_rows) == {"disk": pytest.approx(10**9 + share * 2 * 10**9, rel=1e-6)}
+    alone = replace(moved, streamed=())
+    assert pass_times(profile, alone, np.array([1, 2]), 0) == pytest.approx([1 / 4, 7 / 16], rel=1e-3)

@@ -5,7 +5,7 @@
 
 import resource
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -101,6 +101,30 @@ class StreamedRows:
 
 
 @dataclass(frozen=True)
+class TouchedExperts:
+    """Experts of mixtures that come over a link as the rows of a pass need them.
+
+    tier        where they are
+    n_layers    that have experts
+    n_experts   of each of them, of which a row takes `n_used`
+    nbytes      of one expert
+    n_resident  of a layer on the device, on average
+    """
+
+    tier: str
+    n_layers: int
+    n_experts: int
+    n_used: int
+    nbytes: int
+    n_resident: float = 0.0
+
+    def of_pass(self, n_rows: np.ndarray) -> np.ndarray:
+        """Bytes that come in a pass of so many rows, if each took any experts as often as others."""
+        n_touched = 1 - (1 - self.n_used / self.n_experts) ** n_rows
+        return np.asarray(n_touched * (self.n_experts - self.n_resident) * self.n_layers * self.nbytes)
+
+
+@dataclass(frozen=True)
 class PassBytes:
     """Bytes one pass over the weights moves.
 
@@ -108,18 +132,22 @@ class PassBytes:
     computed  bytes of weights the device reads while computing, resident ones included
     ahead     bytes of the next pass that the slots take in while nothing is computed
     rows      keys and values that cross a link as well; None: all are on the device
+    experts   that cross a link as well, where only those come that a pass needs; None: they are in `streamed`
     """
 
     streamed: tuple[tuple[str, int], ...]
     computed: int
     ahead: int = 0
     rows: StreamedRows | None = None
+    experts: TouchedExperts | None = None
 
     def at(self, context: int, n_rows: int = 1, n_sequences: int = 1) -> dict[str, int]:
         """Bytes that cross each link, by the tier's name, without zeros; see `StreamedRows.of_layer`."""
         moved = dict(self.streamed)
         if self.rows is not None:
             moved[self.rows.tier] = moved.get(self.rows.tier, 0) + self.rows.of_pass(context, n_rows, n_sequences)
+        if self.experts is not None:
+            moved[self.experts.tier] = moved.get(self.experts.tier, 0) + int(self.experts.of_pass(np.array(n_rows)))
         return {tier: nbytes for tier, nbytes in moved.items() if nbytes}
 
 
@@ -144,13 +172,15 @@ def pass_times(
     Links are stages that overlap: the slowest one counts. Where link and compute are about equal, now one waits and now the
     other: see `_ROUNDING`.
     """
-    once, of_chunk = moved.at(context, 0), moved.at(context, n_sequences=n_sequences)
-    links = [(once.get(tier, 0), nbytes, profile.link(tier) * 1e9) for tier, nbytes in of_chunk.items()]
-    _, rate = max(((nbytes / rate, rate) for _, nbytes, rate in links), default=(0.0, 1.0))
+    once, of_chunk = moved.at(context, 0), replace(moved, experts=None).at(context, n_sequences=n_sequences)
+    tiers = moved.at(context, n_sequences=n_sequences)
+    links = [(tier, once.get(tier, 0), of_chunk.get(tier, 0), profile.link(tier) * 1e9) for tier in tiers]
+    _, rate = max(((nbytes / rate, rate) for _, _, nbytes, rate in links), default=(0.0, 1.0))
     n_chunks = np.ceil(n_rows / moved.rows.chunk_rows) if moved.rows is not None else np.ones(n_rows.shape)
-    link = np.zeros(n_rows.shape)
-    for weights, nbytes, its_rate in links:
-        link = np.maximum(link, (weights + (nbytes - weights) * n_chunks) / its_rate)
+    link, experts = np.zeros(n_rows.shape), moved.experts
+    for tier, weights, nbytes, its_rate in links:
+        of_experts = experts.of_pass(n_rows) if experts is not None and experts.tier == tier else 0
+        link = np.maximum(link, (weights + (nbytes - weights) * n_chunks + of_experts) / its_rate)
     if profile.compute is None:
         compute = np.full(n_rows.shape, moved.computed / (profile.memory_gbps * 1e9))
     else:
