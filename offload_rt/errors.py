@@ -17,6 +17,9 @@ _NO_CARD = (
     "Found no NVIDIA driver", "NVIDIA driver on your system is too old",
 )  # fmt: skip
 
+# What a program says that was interrupted.
+INTERRUPTION = "interrupted"
+
 
 class OffloadError(Exception):
     """The machine could not: memory, disk, driver, numbers.
@@ -76,6 +79,17 @@ class LinkError(OffloadError):
 
 class DeviceError(OffloadError):
     """The device is missing, or its driver or memory refused."""
+
+
+class RankError(OffloadError):
+    """Another rank of the run has failed.
+
+    rank, said  which, and the sentence that it ended with; None where that is not known
+    """
+
+    def __init__(self, problem: str, rank: int | None = None, said: str | None = None) -> None:
+        super().__init__(problem)
+        self.rank, self.said = rank, said
 
 
 class NumericsError(OffloadError):

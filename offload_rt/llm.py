@@ -32,6 +32,7 @@ from offload_rt.executor.step import Step
 from offload_rt.offload.placement import Plan
 from offload_rt.speculate.select import Drafting, find_draft, pick_drafter
 from offload_rt.system.progress import loading_bar, progress_bar
+from offload_rt.system.ranks import joined
 from offload_rt.system.trace import Trace
 from offload_rt.text.detokenize import Message, TextStream, encode, encode_chat, load_tokenizer
 from offload_rt.tree.topology import Topology
@@ -47,6 +48,8 @@ class LLM:
     """A model larger than its memory budget, ready to generate.
 
     A context manager; `close()` releases everything, and so does losing the last reference, or the end of the program.
+    Where torchrun has started several processes, rank 0 goes on with its program; the others compute with it from
+    when they load the model until it is closed, and end.
     """
 
     engine_plan: EnginePlan
@@ -121,6 +124,7 @@ class LLM:
         self._closes = weakref.finalize(self, self._thread.close)
 
     def _prepare(self, config: EngineConfig, drafting: Drafting | None = None) -> None:
+        joined()
         if drafting is None:
             pick_drafter(config)  # what cannot be is refused before anything is fetched
         if config.draft_model is not None:  # before the weights of the target are fetched

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 from types import FrameType
 
-from offload_rt.errors import OffloadError, machine_error
+from offload_rt.errors import INTERRUPTION, OffloadError, machine_error
 
 INTERRUPTED = 130
 _SIGNALS = signal.SIGINT, signal.SIGHUP, signal.SIGTERM
@@ -81,6 +81,10 @@ def exit_code(work: Callable[[], object], tell_rest: Callable[[int], None] = lam
         code = int(ended.code or 0)
     except (Exception, KeyboardInterrupt) as error:
         code, sentence = _verdict(error)
+    if code and "TORCHELASTIC_RUN_ID" in os.environ:
+        from offload_rt.system import ranks  # with torch, which a wrong flag need not wait for
+
+        code, sentence = ranks.end(code, sentence)
     try:
         if sentence:
             tell_rest(code)
@@ -97,7 +101,7 @@ def exit_code(work: Callable[[], object], tell_rest: Callable[[int], None] = lam
 def _verdict(error: BaseException) -> tuple[int, str]:
     """Exit code and sentence of an error. Raises it again if it is a fault of this program."""
     if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED, "interrupted"
+        return INTERRUPTED, INTERRUPTION
     if isinstance(error, BrokenPipeError):
         return 0, ""  # whoever read it has had enough
     known = error if isinstance(error, OffloadError) else machine_error(error)

@@ -1,6 +1,8 @@
 """Building an engine by its plan: models are loaded, streamers started, and the drafter is opened."""
 
 from contextlib import ExitStack, closing
+from functools import partial
+from typing import NoReturn
 
 import torch
 
@@ -21,6 +23,7 @@ from offload_rt.speculate.pair_stats import PairStats
 from offload_rt.speculate.protocols import Drafter, DraftParts
 from offload_rt.system.machine import MachineProfile
 from offload_rt.system.numa import cpus_near
+from offload_rt.system.ranks import Ranks, joined
 from offload_rt.system.trace import Trace
 from offload_rt.weights import int4
 
@@ -86,11 +89,23 @@ def load(engine_plan: EnginePlan, trace: Trace, progress: Progress | None = None
             # Where the target drafts itself, its passes have the rows of trees under way.
             n_tree_rows = n_nodes if engine_plan.drafting.type.view is None else ROWS_PER_NODE * n_nodes
             runner.use_graphs(GraphShape(n_nodes, engine_plan.cache_rows, n_tree_rows), capture, _CAPTURING_S)
+        if (ranks := joined()) is not None:
+            closes.callback(ranks.leave, 0)
+            if ranks.rank > 0:
+                _serve(ranks, [runner])
+            runner.tell = partial(ranks.tell, 0)
         drafter, cost = _open_drafter(engine_plan, runner, draft_runner, trace)
         scheduler = Scheduler(engine_plan.cache_rows, engine_plan.limits.n_nodes, plan.split)
         notice = "\n".join(filter(None, (_REFUSED if host.is_refused else "", extension.notice(device))))
         rule = engine_plan.drafting.rule
         return Engine(runner, drafter, rule, cost, trace, scheduler, closes.pop_all(), draft_runner, notice)
+
+
+def _serve(ranks: Ranks, runners: list[Runner]) -> NoReturn:
+    """Do what rank 0 says until it has ended, and end this process."""
+    for number, method, args, kwargs in ranks.told():
+        getattr(runners[number], method)(*args, **kwargs)
+    raise SystemExit
 
 
 def _cap_device_memory(nbytes: int, device: torch.device, closes: ExitStack) -> None:

@@ -18,6 +18,7 @@ from offload_rt.speculate.draft_model import DraftModel
 from offload_rt.speculate.learner import learning_nbytes
 from offload_rt.speculate.select import Drafting
 from offload_rt.system.machine import cards, memory_free, memory_limit
+from offload_rt.system.ranks import joined
 from offload_rt.weights import int4
 from offload_rt.weights.checkpoint import Checkpoint
 from offload_rt.weights.layout import PAGE, align_up
@@ -109,6 +110,10 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting
             budget = replace(budget, buffers=budget.buffers + max(packed))
         target = replace(Sizes.of_checkpoint(checkpoint, dtype), layer_nbytes=layer_nbytes, link=link.sizes)
         memory = plan_memory(config, drafting, (target, draft), dtype, budget)
+        if (ranks := joined()) is not None:
+            max_len, n_nodes = ranks.least(memory.max_model_len, memory.limits.n_nodes)
+            same = replace(config, max_model_len=max_len, tree_size=n_nodes)
+            memory = plan_memory(same, drafting, (target, draft), dtype, budget)
         _check_resident(memory.plan, drafting)
         if link.encodes and memory.plan.tiers.count("disk"):
             raise CapacityError(
@@ -177,7 +182,8 @@ def _pick_dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:
 
 def memory_budget(config: EngineConfig, device: torch.device) -> MemoryBudget:
     """The settings, or what is free, less a margin. Raises CapacityError for more than there is."""
-    spare = less_margin(memory_free())
+    ranks = joined()
+    spare = less_margin(memory_free()) // (ranks.n_local if ranks else 1)
     if device.type == "cpu":
         return MemoryBudget(_within(config.device_nbytes, "--device-memory", spare, memory_limit()))
     torch.cuda.empty_cache()  # what an engine that was closed has left to torch is free as well

@@ -4,7 +4,8 @@ import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +32,28 @@ CHUNK_ROWS, _LEAST_CHUNK_ROWS = 512, 16
 _READ_ROWS = 64
 
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _everywhere(method: Method) -> Method:
+    """Let the runners of other ranks do what this one does; they are told of the outermost call."""
+
+    @wraps(method)
+    def call(self: "Runner", *args: Any, **kwargs: Any) -> Any:
+        tell, self.tell = self.tell, _tell_nobody
+        try:
+            tell(method.__name__, args, kwargs)
+            return method(self, *args, **kwargs)
+        finally:
+            self.tell = tell
+
+    return call  # type: ignore[return-value]  # it takes and gives the same
+
+
+def _tell_nobody(*call: Any) -> None:
+    """There are no other ranks."""
+
+
 @dataclass(eq=False, repr=False)
 class Runner:
     """Computes logits and owns the caches. Layers come from the streamer; embedding, last norm and head are resident.
@@ -40,6 +63,7 @@ class Runner:
     taps    after how many layers a pass leaves the hidden states of its rows for a drafter, see `tapped`
     tapped  (n_rows, len(taps), hidden_size) for each step of the last pass, until the next one
     meanwhile  called behind each layer, while the next one may be on its way
+    tell    takes (method, args, kwargs) that the runners of other ranks are to do as well
     """
 
     spec: Architecture
@@ -53,6 +77,7 @@ class Runner:
     far: FarRows | None = None
     taps: tuple[int, ...] = ()
     meanwhile: Callable[[], None] = lambda: None
+    tell: Callable[..., None] = _tell_nobody
     tapped: Sequence[Tensor] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
@@ -60,6 +85,7 @@ class Runner:
         self._caches: dict[int, KVCache] = {}
         self._graphs: GraphRunner | None = None
 
+    @_everywhere
     @torch.inference_mode()
     def forward(self, steps: Sequence[Step]) -> list[Tensor]:
         """One sweep over the layers; writes the pending rows of every cache.
@@ -175,12 +201,14 @@ class Runner:
         for chunk in chunks:
             hidden[chunk.rows] = self.spec.layer(block.i, weights, hidden[chunk.rows], chunk)
 
+    @_everywhere
     def shrink_chunks(self) -> bool:
         """Halve the rows that go through a layer together; returns whether they could be halved."""
         could = self._chunk_rows > _LEAST_CHUNK_ROWS
         self._chunk_rows = max(self._chunk_rows // 2, _LEAST_CHUNK_ROWS)
         return could
 
+    @_everywhere
     def new_cache(self, capacity: int, is_alone: bool = False, share: KVShare | None = None) -> int:
         """Id of an empty cache for one sequence, with room for `capacity` rows. The caller frees it.
 
@@ -197,6 +225,7 @@ class Runner:
             )
         return id
 
+    @_everywhere
     def renew_cache(
         self, old: int, capacity: int, n_nodes: int, is_alone: bool = False, share: KVShare | None = None,
         may_move: bool = True,
@@ -222,6 +251,7 @@ class Runner:
             new.load(tokens, rows)
         return id
 
+    @_everywhere
     def follow(self, id: int, source: int, tokens: list[int]) -> None:
         """Let an empty cache begin with these tokens of another one, which has them or gets them in the same pass.
 
@@ -231,6 +261,7 @@ class Runner:
         if isinstance(cache, ContiguousCache) and isinstance(leader, ContiguousCache):
             cache.follow(leader, tokens)
 
+    @_everywhere
     def new_view(self, source: int, kind: type[SparseCache], budget: int, n_pending: int) -> int:
         """Id of a view of another cache, for drafts that see at most `budget` of its rows, and `n_pending` of their own."""
         capacity = budget + n_pending + 1  # passes that are captured need a spare row
@@ -239,6 +270,7 @@ class Runner:
         self._caches[id] = kind(self._caches[source], buffer, budget, self.spec)
         return id
 
+    @_everywhere
     def free_cache(self, id: int) -> None:
         """Release the memory of a cache."""
         cache = self._caches.pop(id)
@@ -250,14 +282,17 @@ class Runner:
         """Committed rows of a cache."""
         return self._caches[id].n_committed
 
+    @_everywhere
     def rewind(self, id: int, tokens: Sequence[int]) -> int:
         """Keep the rows of the longest common prefix with `tokens`; returns how many."""
         return self._caches[id].rewind_to(tokens)
 
+    @_everywhere
     def commit(self, id: int, rows: Sequence[int]) -> None:
         """Keep these pending rows, in ascending order; see `KVCache.commit`."""
         self._caches[id].commit(rows)
 
+    @_everywhere
     def discard(self, id: int) -> None:
         """Drop the pending rows of a cache."""
         self._caches[id].discard()
@@ -266,6 +301,7 @@ class Runner:
         """See `chosen.best_chunks`; none in captured passes."""
         return best_chunks(self._caches[id], n_tokens, n, size)
 
+    @_everywhere
     def assume_context(self, id: int, n: int) -> None:
         """Take the first n rows of a cache for committed, whatever they hold, to time passes after n tokens."""
         self._caches[id].assume(n)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,6 +44,23 @@ class Step:
     def n_rows(self) -> int:
         """Tokens that are computed."""
         return len(self.tokens) - self.n_done
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What other ranks are sent of it: not what becomes of the logits."""
+        counts = self.n_wanted, self.n_prompt, self.n_done
+        return _sent, (self.cache, self.tokens.numpy(), self.topology, *counts, self.read is not None)
+
+
+def _sent(
+    cache: int, tokens: np.ndarray, topology: Topology | GrowingTree, n_wanted: int, n_prompt: int, n_done: int, reads: bool
+) -> Step:  # fmt: skip
+    """The step of rank 0, on another one."""
+    read = _unread if reads else None
+    return Step(cache, torch.from_numpy(tokens), topology, n_wanted, n_prompt, n_done, read=read)
+
+
+def _unread(logits: Tensor) -> None:
+    """Rank 0 reads them."""
 
 
 @dataclass(frozen=True)
