@@ -97,21 +97,38 @@ SCHEDULES = st.builds(
 
 
 @settings(max_examples=60, deadline=None)
-@given(SCHEDULES, st.floats(0.05, 20), st.floats(0, 4))
-def test_the_closed_form_says_what_the_clock_says(plan: Plan, compute_s: float, draft_s: float) -> None:
+@given(SCHEDULES, st.floats(0.05, 20), st.floats(0, 4), st.integers(0, 3 * 10**9))
+def test_the_closed_form_says_what_the_clock_says(plan: Plan, compute_s: float, draft_s: float, exchanged: int) -> None:
     """Within 3 % and a few layers; below as the closed form rounds where link and device are equal, and by the disk's slots."""
     times = ComputeTimes((1,), (0,), ((compute_s,),))
     profile = MachineProfile("imagined", False, LINKS, 1.0, 0.0, times)
-    closed = pass_time(profile, plan.pass_bytes, 1, 0, draft_s)
-    run = steady(StreamSchedule.of(plan, LINKS), Work(draft_s, compute_s, 0.0), 12)
+    # What 64 rows bring from other ranks, over the link of a card: up to several times the layers.
+    n_rows, exchanged = 64, exchanged if plan.budget.has_card else 0
+    closed = pass_time(profile, replace(plan.pass_bytes, exchanged=exchanged), n_rows, 0, draft_s)
+    schedule = replace(StreamSchedule.of(plan, LINKS), exchanged=exchanged)
+    run = steady(schedule, Work(draft_s, compute_s, 0.0, n_rows=n_rows), 12)
     n_streamed = plan.tiers.count("host") + plan.tiers.count("disk")
     # What the closed form leaves out: uneven turns of slow and fast layers, which a few slots cannot level; and that after a
     # long draft the link begins when a layer has been computed, and the device ends with layers that came last.
     uneven = 2 * LAYER / 2e9 if 0 < plan.tiers.count("host") < n_streamed else 0.0
-    layers = 3 * compute_s / len(plan.tiers) + LAYER / 20e9
+    layers = 3 * compute_s / len(plan.tiers) + LAYER / 20e9 + n_rows * exchanged / n_streamed / 20e9
     # It counts the slots behind one link; with a card those behind the disk are filled while drafting as well.
     of_disk = plan.n_slots * LAYER / 2e9 if plan.budget.has_card and plan.tiers.count("disk") else 0.0
     assert closed / 1.10 - of_disk - 1e-9 <= run <= 1.03 * closed + uneven + layers
+
+
+@pytest.mark.parametrize("n_rows", [1, 40, 200])
+def test_what_other_ranks_send_crosses_the_link_with_the_layers(n_rows: int) -> None:
+    """Of 12 GB of layers at 20 GB/s, and up to 20 GB more, while 0.1 s are computed."""
+    plan, exchanged = plan_of(15, 6, 20), 10**8
+    assert plan.tiers.count("host") == 12 and plan.tiers.count("disk") == 0
+    schedule = replace(StreamSchedule.of(plan, LINKS), exchanged=exchanged)
+    expected = (12 * LAYER + n_rows * exchanged) / 20e9
+    assert steady(schedule, Work(0.0, 0.1, 0.0, n_rows=n_rows)) == pytest.approx(expected)
+    profile = MachineProfile("imagined", False, LINKS, 1.0, 0.0, ComputeTimes((1,), (0,), ((0.1,),)))
+    moved = replace(plan.pass_bytes, exchanged=exchanged)
+    assert moved.at(0, n_rows) == {"host": 12 * LAYER + n_rows * exchanged}
+    assert pass_time(profile, moved, n_rows) == pytest.approx(expected)
 
 
 @settings(max_examples=40, deadline=None)

@@ -8,6 +8,7 @@ sequences that share a pass.
 import json
 import sys
 from argparse import Namespace
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,8 +24,6 @@ from offload_rt.errors import PromptError, SettingsError
 from offload_rt.tree.choose import choose, sizes_up_to
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from offload_rt.executor.cost import CostEstimator
     from offload_rt.llm import LLM
 
@@ -203,17 +202,15 @@ def _best(table: NDArray[np.float64], cost: "CostEstimator", batch: int, context
 
 
 def _print_table(findings: Findings) -> None:
-    from rich.table import Table
-
-    from offload_rt.cli.format import print_table
-
-    table = Table(title="seconds per token by size (rows) and levels (columns) of the tree")
-    for head in ("nodes", *findings.depths):
-        table.add_column(str(head), justify="right")
-    for size, costs in zip(findings.sizes, findings.cost, strict=True):
-        table.add_row(str(size), *("" if np.isnan(cost) else f"{cost:.4f}" for cost in costs))
-    print_table(table)
-    print_table(_optima_table(findings.optima))
+    rows = ((n, *("" if np.isnan(one) else f"{one:.4f}" for one in costs)) for n, costs in
+            zip(findings.sizes, findings.cost, strict=True))  # fmt: skip
+    _print_rows("seconds per token by size (rows) and levels (columns) of the tree", ("nodes", *findings.depths), rows)
+    trees: dict[int, list[object]] = {}
+    for one in findings.optima:
+        tree = f"{one.n_nodes}, {one.n_levels}, {one.plain_s / one.token_s:.2f}"
+        trees.setdefault(one.batch, [one.batch]).append(tree)
+    title = "best tree by sequences in a pass (rows) and tokens before it (columns): nodes, levels, times plain"
+    _print_rows(title, ("sequences", *sorted({one.context for one in findings.optima})), trees.values())
     ranks = ", ".join(f"{p:.3f}" for p in findings.acceptance[:8])
     n_nodes, n_levels, seconds = findings.best
     print(f"acceptance by rank: {ranks} ...")
@@ -223,19 +220,17 @@ def _print_table(findings: Findings) -> None:
     )
 
 
-def _optima_table(optima: tuple[Optimum, ...]) -> "Table":
+def _print_rows(title: str, heads: Iterable[object], rows: Iterable[Iterable[object]]) -> None:
     from rich.table import Table
 
-    title = "best tree by sequences in a pass (rows) and tokens before it (columns): nodes, levels, times plain"
+    from offload_rt.cli.format import print_table
+
     table = Table(title=title)
-    for head in ("sequences", *sorted({one.context for one in optima})):
+    for head in heads:
         table.add_column(str(head), justify="right")
-    for batch in sorted({one.batch for one in optima}):
-        trees = (
-            f"{one.n_nodes}, {one.n_levels}, {one.plain_s / one.token_s:.2f}" for one in optima if one.batch == batch
-        )
-        table.add_row(str(batch), *trees)
-    return table
+    for row in rows:
+        table.add_row(*map(str, row))
+    print_table(table)
 
 
 def _draw(findings: Findings, path: str) -> None:

@@ -21,6 +21,7 @@ from offload_rt.planning.known_models import KNOWN
 
 if TYPE_CHECKING:
     from offload_rt.planning.acceptance import Assumed
+    from offload_rt.planning.experts import TouchedForecast
     from offload_rt.planning.forecast import Forecast, Machine, PlanRequest, Sweep
 
     Alternatives = dict[str, dict[str, Forecast | None]]
@@ -51,14 +52,25 @@ class PlanSettings:
     )  # fmt: skip
     context: int = setting(128, "tokens before the first pass", parse=int)
     max_new_tokens: int = setting(128, "tokens that are generated", parse=int)
+    ranks: int = setting(1, "cards of a machine of which each computes its part of every layer", parse=int)
+    pipeline: int = setting(1, "cards of a machine of which each computes layers of its own", parse=int)
+    shared_link: bool = setting(False, "every two ranks hang on one link")
+    network: str | None = setting(None, "rate between ranks, default: by NVLink, without it through the host's memory")
+    exact_parallel: bool = setting(False, "gather what ranks compute rather than sum it: the numbers of one rank")
+    split_draft: bool = setting(False, "divide the draft model among the ranks too; else it is on the first")
     sweep: str | None = setting(None, "print the curve over this", choices=_SWEEPS)
     json: bool = setting(False, "print one JSON object instead of tables")
 
     def __post_init__(self) -> None:
         SamplingParams(temperature=self.temperature, max_new_tokens=self.max_new_tokens)
-        check_positive("context", self.context)
-        if self.link is not None and self.gpu == "this":
-            raise SettingsError("--link", need="a card that is not here", have="--gpu this", change="name a card")
+        for name in ("context", "ranks", "pipeline"):
+            check_positive(name, getattr(self, name))
+        asked = {"--link": self.link, "--ranks": self.ranks > 1, "--pipeline": self.pipeline > 1}
+        flags = [flag for flag, value in asked.items() if value]
+        if flags and self.gpu == "this":
+            raise SettingsError(flags[0], need="a card that is not here", have="--gpu this", change="name a card")
+        if {"--ranks", "--pipeline"} <= {*flags}:
+            raise SettingsError("--ranks", need="no --pipeline", have="both", change="leave one of them out")
 
 
 def parse_rate(text: str, flag: str) -> float:
@@ -101,6 +113,7 @@ def print_plan(flags: Namespace) -> None:
         change = f"use {' or '.join(_DRAFTERS)} without a draft model, with one leave it out"
         raise SettingsError(f"--drafter {config.drafter}", need=need, change=change)
     # Not at the top: a wrong flag is told before the seconds that torch takes to load.
+    from offload_rt.planning.experts import touched
     from offload_rt.planning.forecast import alternatives, predict, sweep
 
     if machine is None:
@@ -108,15 +121,16 @@ def print_plan(flags: Namespace) -> None:
 
         disk_gbps = None if settings.disk is None else parse_rate(settings.disk, "--disk")
         machine = this_machine(replace(config, host_memory=settings.ram), disk_gbps, parse_rate(_DISK, "--disk"))
-    request = _request(settings, config, machine.budget.has_card)
+    request = _request(settings, config, machine)
     forecast = predict(request, machine)
     of_self = request.acceptance if config.drafter == _SELF else _assumed("auto", settings.temperature, config, _SELF)
     others = alternatives(request, of_self, machine)
     curve = None if settings.sweep is None else sweep(settings.sweep, request, machine)
+    experts = touched(forecast)
     if settings.json:
-        print(json.dumps(_as_json(forecast, others, curve), default=str))  # of a dtype
+        print(json.dumps(_as_json(forecast, others, experts, curve), default=str))  # of a dtype
     else:
-        _print(forecast, others, curve)
+        _print(forecast, others, experts, curve)
 
 
 def _with_card(settings: PlanSettings, config: EngineConfig) -> "Machine":
@@ -129,18 +143,25 @@ def _with_card(settings: PlanSettings, config: EngineConfig) -> "Machine":
             change="lower --device-memory",
         )  # fmt: skip
     from offload_rt.planning.forecast import Machine
+    from offload_rt.planning.ranks import Parallelism
 
     machine = Machine.with_card(card, ram, disk, config.device_nbytes, link)
     defaults = (("--ram", settings.ram, _RAM), ("--disk", settings.disk, _DISK))
     assumed = tuple(f"{flag} was not given: {default} is assumed" for flag, given, default in defaults if given is None)
-    return replace(machine, sources=(*machine.sources, *assumed))
+    ranks = Parallelism.of(
+        max(settings.ranks, settings.pipeline), card, link or card.link.gbps,
+        None if settings.network is None else parse_rate(settings.network, "--network"), exact=settings.exact_parallel,
+        pipeline=settings.pipeline > 1, shared_link=settings.shared_link, split_draft=settings.split_draft,
+    )  # fmt: skip
+    return replace(machine, sources=(*machine.sources, *assumed)).of_rank(ranks)
 
 
-def _request(settings: PlanSettings, config: EngineConfig, on_card: bool) -> "PlanRequest":
+def _request(settings: PlanSettings, config: EngineConfig, machine: "Machine") -> "PlanRequest":
     from offload_rt.planning.forecast import PlanRequest
     from offload_rt.planning.sizes import copies, find_models, lossless
 
-    target, draft = find_models(config)
+    (target, draft), ranks, on_card = find_models(config), machine.ranks, machine.budget.has_card
+    target, draft = ranks.part(target), ranks.part(draft) if draft and ranks.split_draft else draft
     if config.link_format == "lossless":
         target = lossless(target, on_card)
     if config.drafter == _SELF:
@@ -179,7 +200,9 @@ def _identities(config: EngineConfig, drafter: str) -> tuple[str, str]:
     return target.identity, draft.identity if draft else ""
 
 
-def _print(forecast: "Forecast", others: "Alternatives", curve: "Sweep | None") -> None:
+def _print(
+    forecast: "Forecast", others: "Alternatives", experts: "TouchedForecast | None", curve: "Sweep | None"
+) -> None:
     from offload_rt.cli.format import placement_table, print_table
     from offload_rt.planning.forecast import short_context
 
@@ -218,6 +241,8 @@ def _print(forecast: "Forecast", others: "Alternatives", curve: "Sweep | None") 
         print(short)
     if others:
         _print_others(others, machine.decode_gbps)
+    if experts:
+        _print_experts(forecast, experts)
     if curve is not None:
         _print_curve(curve)
 
@@ -246,6 +271,24 @@ def _print_others(others: "Alternatives", decode_gbps: float) -> None:
         print(f"acceptance of --drafter self: {itself.request.acceptance.source}")
 
 
+def _print_experts(forecast: "Forecast", experts: "TouchedForecast") -> None:
+    """A row for each way to compute the experts of a mixture, and what others publish."""
+    from offload_rt.planning.experts import PUBLISHED, RAM_GBPS
+
+    one, of_model = experts.experts, forecast.request.config.model.lower().rpartition("/")[2]
+    nbytes = format_size(experts.nbytes)
+    print("\nforecast of plain decoding by what a pass brings\n" + _line("", ("bytes a pass", "tokens a second")))
+    whole = format_size(max(forecast.moved.values(), default=0)), f"{1 / forecast.plain.pass_s:.2f}"
+    print(_line("whole layers", whole))
+    print(_line("touched experts", (nbytes, f"{1 / experts.streamed_s:.2f}")))
+    print(_line("on CPU, not built", (nbytes, f"{1 / experts.on_cpu_s:.2f}")))
+    print("".join(f"published: {line}\n" for line in PUBLISHED.get(of_model, ())), end="")
+    print(
+        f"of {one.n_experts} experts a layer {one.n_resident:.0f} are taken to be on the card, {experts.n_on_host:.0f} in "
+        f"memory; a token needs {one.n_used},\neach as often as any other; a CPU is taken to read {RAM_GBPS:g} GB/s of weights"
+    )
+
+
 def _line(name: str, cells: Iterable[str]) -> str:
     return f"{name:20}" + "".join(f"{cell:>18}" for cell in cells)
 
@@ -262,7 +305,9 @@ def _print_curve(curve: "Sweep") -> None:
             print(f"{x:10.6g}  {one.run.seconds_per_token:8.4f} s  {bar:{_BAR}}  {one.bound.split(':')[0]}")
 
 
-def _as_json(forecast: "Forecast", others: "Alternatives", curve: "Sweep | None") -> dict[str, Any]:
+def _as_json(
+    forecast: "Forecast", others: "Alternatives", experts: "TouchedForecast | None", curve: "Sweep | None"
+) -> dict[str, Any]:
     request, machine, fitted = forecast.request, forecast.machine, forecast.memory_plan
     return {
         "model": request.config.model,
@@ -275,6 +320,8 @@ def _as_json(forecast: "Forecast", others: "Alternatives", curve: "Sweep | None"
         "max_model_len": fitted.max_model_len,
         **_figures(forecast),
         "formats": {name: {key: _figures(one) for key, one in row.items()} for name, row in others.items()},
+        "ranks": asdict(machine.ranks),
+        "experts": experts and asdict(experts),
         "sweep": curve and {"over": curve.what, "points": [{"x": x, **_figures(one)} for x, one in curve.points]},
     }
 
@@ -291,10 +338,11 @@ def _figures(forecast: "Forecast | None") -> dict[str, Any]:
         "pass_seconds": forecast.run.pass_s,
         "draft_seconds": forecast.draft_s,
         "compute_seconds": forecast.compute_s,
+        "exchange_seconds": forecast.exchange_s,
         "link_bytes": forecast.moved,
         "link_seconds": forecast.link_s,
         "link_busy": forecast.busy,
         "pass_over_link": {name: 1 / share for name, share in forecast.busy.items()},
-        "draft_level": forecast.level and {**asdict(forecast.level), "ratio": forecast.level.ratio},
+        "draft_level": forecast.level and forecast.level._asdict(),
         "bound": forecast.bound,
     }

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from offload_rt.executor.cost import CostEstimator
 from offload_rt.offload.placement import MemoryBudget, Plan, least_budget
 from offload_rt.planning.acceptance import SELF, Assumed
 from offload_rt.planning.hardware import Card
+from offload_rt.planning.ranks import ALONE, Parallelism
 from offload_rt.planning.roofline import Roof, head_share
 from offload_rt.planning.simulate import Costs, Generation, StreamSchedule, generate
 from offload_rt.planning.sizes import copies, decoded_nbytes, formats, is_plain
@@ -51,6 +53,7 @@ class Machine:
     level_s     see `Costs`
     decode_gbps GB/s of weights that are decoded
     contention  see `StreamSchedule`
+    ranks       of which this is what one has
     sources     where its figures are from, a sentence each
     """
 
@@ -62,6 +65,7 @@ class Machine:
     level_s: float = 0.0
     decode_gbps: float = DECODE_GBPS
     contention: float = 0.0
+    ranks: Parallelism = ALONE
     sources: tuple[str, ...] = ()
 
     @classmethod
@@ -91,17 +95,35 @@ class Machine:
     def costs(self, target: Sizes, draft: Sizes | None, plan: Plan) -> Costs:
         """What computing takes. A draft model is replayed as graphs, and so is a native target that is resident as a whole."""
         is_encoded = [target.link is not None and tier != "device" for tier in plan.tiers]
-        of_target = self._times(target, plan.is_resident, is_encoded)
-        share = draft_nbytes(draft, plan) / decoded_nbytes(draft) if draft and draft.stand_in else 1.0
-        of_draft = self._times(draft, True, [False] * draft.spec.n_layers, share) if draft else None
+        decode_s = decoded_nbytes(target, is_encoded) / self.decode_gbps / 1e9
+        of_target, of_draft = self._times(target, plan.is_resident, self.ranks, decode_s=decode_s), None
+        if draft is not None:
+            share = draft_nbytes(draft, plan) / decoded_nbytes(draft) if draft.stand_in else 1.0
+            ranks = self.ranks if draft.stand_in or self.ranks.split_draft else ALONE
+            of_draft = self._times(draft, True, ranks, share)
         return Costs(of_target, of_draft, head_share(target.spec), self.fixed_s, self.level_s)
 
-    def _times(self, sizes: Sizes, is_replayed: bool, is_encoded: list[bool], share: float = 1.0) -> ComputeTimes:
-        """Of layers of which some arrive encoded, and quantised ones are decoded in every pass; share: see `Roof.product_s`."""
+    def _times(
+        self, sizes: Sizes, is_replayed: bool, ranks: Parallelism, share: float = 1.0, decode_s: float = 0.0
+    ) -> ComputeTimes:
+        """Of a rank's part; quantised layers are decoded as they are read, others in `decode_s`; see `Roof.product_s`."""
+        spec, itemsize = ranks.with_part_of_head(sizes.spec), sizes.dtype.itemsize
         is_quantised = not (sizes.stand_in or is_plain(sizes))
-        decode_s = decoded_nbytes(sizes, [is_quantised or one for one in is_encoded]) / self.decode_gbps / 1e9
-        roof, is_replayed = self.roof(sizes.dtype), is_replayed and sizes.spec.is_native
-        return roof.compute_times(sizes.spec, sizes.dtype, is_replayed, share, decode_s)
+        return self.roof(sizes.dtype).compute_times(
+            spec, sizes.dtype, is_replayed and spec.is_native, share, is_quantised * itemsize / self.decode_gbps / 1e9,
+            lambda n_rows: decode_s + ranks.exchange_s(sizes.spec, itemsize, n_rows),
+        )  # fmt: skip
+
+    def of_rank(self, ranks: Parallelism) -> "Machine":
+        """What each of several cards has of the machine; in a pipeline, the memory of all and the link of one."""
+        if ranks.n == 1:
+            return self
+        n, n_cards, links, own = ranks.n_parts, ranks.n // ranks.n_parts, dict(self.links), self.budget
+        host = own.host // n
+        budget = replace(own, device=n_cards * own.device, libraries=n_cards * own.libraries, host=host)
+        rates = ("disk", links["disk"] / n), ("host", links["host"] / (2 if ranks.shared_link and n > 1 else 1))
+        title, sources = f"{ranks.n} x {self.title}", (*self.sources, ranks.source)
+        return replace(self, title=title, budget=budget, links=rates, sources=sources, ranks=ranks)
 
 
 def draft_nbytes(draft: Sizes, plan: Plan) -> int:
@@ -125,18 +147,13 @@ class PlanRequest:
     tokens: int
 
 
-@dataclass(frozen=True)
-class DraftLevel:
-    """A level of the draft: its seconds, the bytes of weights that it reads, and GB/s at which the device reads."""
+class DraftLevel(NamedTuple):
+    """A level of the draft: its seconds, bytes of weights that it reads, GB/s of the device; ratio of its time to reading."""
 
     seconds: float
     nbytes: int
     gbps: float
-
-    @property
-    def ratio(self) -> float:
-        """Of its time to that of reading its bytes."""
-        return self.seconds / (self.nbytes / self.gbps / 1e9)
+    ratio: float
 
 
 @dataclass(frozen=True)
@@ -148,8 +165,8 @@ class Forecast:
     plain      on the virtual clock, without
     moved      bytes that cross each link in a pass
     draft_s    seconds of drafting a tree, compute_s of layers and head
-    level      the mean level of a tree; None where no model drafts
-    widening   seconds of computing a pass, over those of computing one row
+    row_s      seconds of computing a pass of one row
+    exchange_s of `compute_s`, those in which ranks exchange
     """
 
     request: PlanRequest
@@ -161,8 +178,19 @@ class Forecast:
     moved: dict[str, int]
     draft_s: float
     compute_s: float
-    level: DraftLevel | None
-    widening: float
+    row_s: float
+    exchange_s: float
+
+    @property
+    def level(self) -> DraftLevel | None:
+        """The mean level of a tree; None where no model drafts."""
+        draft = self.request.models[1]
+        if draft is None or len(self.topology) == 1:
+            return None
+        head = draft.spec.vocab_size * draft.spec.hidden_size * draft.dtype.itemsize
+        nbytes, rate = draft_nbytes(draft, self.memory_plan.plan) + head, self.machine.roof(draft.dtype).bandwidth
+        seconds = self.draft_s / (self.topology.n_levels - 1)
+        return DraftLevel(seconds, nbytes, rate / 1e9, seconds / (nbytes / rate))
 
     @property
     def link_s(self) -> dict[str, float]:
@@ -177,12 +205,13 @@ class Forecast:
     @property
     def bound(self) -> str:
         """What a pass waits for, and by how much."""
-        of_device = f"the device's {'matrix products' if self.widening > _OF_PRODUCTS else 'memory bandwidth'}"
-        device = f"drafting and {of_device}" if self.draft_s > self.compute_s / 4 else of_device
+        of_device = "matrix products" if self.compute_s > _OF_PRODUCTS * self.row_s else "memory bandwidth"
+        drafting = "drafting and " if self.draft_s > self.compute_s / 4 else ""
         names = {"host": "the host-to-card link", "disk": "the disk"}
-        shares = {names[name]: seconds for name, seconds in self.link_s.items()} | {
-            device: self.draft_s + self.compute_s
-        }
+        shares = {names[name]: seconds for name, seconds in self.link_s.items()}
+        shares[f"{drafting}the device's {of_device}"] = self.draft_s + self.compute_s - self.exchange_s
+        if self.exchange_s:
+            shares["the exchange between ranks"] = self.exchange_s
         first, *others = sorted(shares, key=lambda name: shares[name], reverse=True)
         rest = ", ".join(f"{name} {shares[name]:.2f} s" for name in others)
         return f"{first}: busy {shares[first]:.2f} s a pass" + (f" ({rest})" if rest else "")
@@ -197,13 +226,14 @@ def predict(request: PlanRequest, machine: Machine) -> Forecast:
             "the context is too long", need=f"{context} tokens and {request.tokens} more",
             have=f"room for {fitted.max_model_len}", change="lower --context or --max-new-tokens, or raise --max-model-len",
         )  # fmt: skip
-    costs = machine.costs(target, draft, fitted.plan)
-    schedule = StreamSchedule.of(fitted.plan, machine.links, machine.contention)
+    costs, itemsize = machine.costs(target, draft, fitted.plan), target.dtype.itemsize
+    exchanged = machine.ranks.crossing(target.spec, itemsize) if fitted.plan.streamed_nbytes else 0
+    schedule = replace(StreamSchedule.of(fitted.plan, machine.links, machine.contention), exchanged=exchanged)
     profile = MachineProfile(machine.title, False, machine.links, 1.0, machine.fixed_s, costs.target)
-    moved = fitted.plan.pass_bytes
+    moved = replace(fitted.plan.pass_bytes, exchanged=exchanged)
     topology = _tree(request, fitted.limits, costs, CostEstimator(profile, moved))
     by_rank, draft_s = request.acceptance.by_rank, costs.draft_s(topology, context)
-    one_row_s, compute_s = costs.target.at(np.array([1, len(topology)]), context).tolist()
+    row_s, compute_s = costs.target.at(np.array([1, len(topology)]), context).tolist()
     return Forecast(
         request=request,
         machine=machine,
@@ -214,8 +244,8 @@ def predict(request: PlanRequest, machine: Machine) -> Forecast:
         moved=moved.at(context, len(topology)),
         draft_s=draft_s,
         compute_s=compute_s,
-        level=_level(topology, draft, draft_s, machine, fitted.plan),
-        widening=compute_s / one_row_s,
+        row_s=row_s,
+        exchange_s=machine.ranks.exchange_s(target.spec, itemsize, len(topology)),
     )
 
 
@@ -233,13 +263,6 @@ def short_context(forecast: Forecast) -> str:
     nbytes = (wanted - forecast.memory_plan.max_model_len) * spec.kv_nbytes(request.models[0].dtype.itemsize)
     seconds = wide.run.seconds_per_token
     return f"{short}: --max-model-len {wanted} takes {format_size(nbytes)} more and gives {seconds:.3f} s per token"
-
-
-def _level(topology: Topology, draft: Sizes | None, draft_s: float, machine: Machine, plan: Plan) -> DraftLevel | None:
-    if draft is None or len(topology) == 1:
-        return None
-    nbytes = draft_nbytes(draft, plan) + draft.spec.vocab_size * draft.spec.hidden_size * draft.dtype.itemsize
-    return DraftLevel(draft_s / (topology.n_levels - 1), nbytes, machine.roof(draft.dtype).bandwidth / 1e9)
 
 
 def _tree(request: PlanRequest, limits: DraftLimits, costs: Costs, cost: CostEstimator) -> Topology:
@@ -280,7 +303,7 @@ def sweep(over: str, request: PlanRequest, machine: Machine) -> Sweep:
         while less_margin(ram) < needed:
             ram *= 2
         sizes: np.ndarray = _FIRST_RAM * 2 ** np.arange((ram // _FIRST_RAM).bit_length())
-        budgets = [replace(budget, host=less_margin(int(nbytes))) for nbytes in sizes]
+        budgets = [replace(budget, host=less_margin(int(nbytes)) // machine.ranks.n_parts) for nbytes in sizes]
     else:
         context = config.max_model_len or request.context + request.tokens
         fixed = reserved_memory(target, draft, target.dtype, context, config.tree_size or 8)

@@ -32,6 +32,7 @@ class Card:
     tflops         10^12 operations a second in matrix products
     memory_gbps    GB/s of its memory
     source         of these figures
+    nvlink_gbps    GB/s at which others of it are heard by NVLink; 0: it has none, or one that is bought besides
     """
 
     name: str
@@ -41,6 +42,7 @@ class Card:
     memory_gbps: float
     link: Link
     source: str
+    nvlink_gbps: float = 0.0
 
 
 PCIE_4 = Link(
@@ -67,9 +69,9 @@ CARDS = (
     Card("rtx5090", "GeForce RTX 5090", 32 * _GIB, 209.5, 1792.0, PCIE_5, _BLACKWELL + _CITED),
     Card("l4", "L4", 24 * _GIB * 15 // 16, 121.0, 300.0, PCIE_4, _SHEET.format("L4") + _CITED),
     Card("l40", "L40", 48 * _GIB * 15 // 16, 181.05, 864.0, PCIE_4, _SHEET.format("L40") + _CITED),
-    Card("a100", "A100 80 GB SXM", 80 * _GIB, 312.0, 2039.0, PCIE_4, _SHEET.format("A100") + _CITED),
-    Card("h100", "H100 80 GB SXM", 80 * _GIB, 989.0, 3350.0, PCIE_5, _SHEET.format("H100") + _CITED),
-    Card("h200", "H200 141 GB SXM", 140 * _GIB, 989.0, 4800.0, PCIE_5, _SHEET.format("H200") + _CITED),
+    Card("a100", "A100 80 GB SXM", 80 * _GIB, 312.0, 2039.0, PCIE_4, _SHEET.format("A100") + _CITED, 300.0),
+    Card("h100", "H100 80 GB SXM", 80 * _GIB, 989.0, 3350.0, PCIE_5, _SHEET.format("H100") + _CITED, 450.0),
+    Card("h200", "H200 141 GB SXM", 140 * _GIB, 989.0, 4800.0, PCIE_5, _SHEET.format("H200") + _CITED, 450.0),
 )
 
 

@@ -1,13 +1,14 @@
 """What computing takes: the longer of reading and multiplying, by published rates or by products that were timed."""
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from offload_rt.executor.runner import CHUNK_ROWS
-from offload_rt.models.architecture import Architecture
+from offload_rt.models.architecture import Architecture, TensorShape
 from offload_rt.planning.hardware import Card
 from offload_rt.system.machine import ComputeTimes
 
@@ -79,8 +80,7 @@ class Roof:
         is_replayed  as a captured graph; else the host launches every kernel, for each chunk of the rows
         share        see `product_s`
         """
-        n_weights, n_met = layer_weights(spec, i), met_weights(spec, i)
-        n_read = n_weights * (1 - (1 - n_met / n_weights) ** n_rows)
+        n_read, n_met = read_weights(spec, i, n_rows), met_weights(spec, i)
         kv_nbytes = (context + n_rows) * spec.kv_nbytes(itemsize) / spec.n_layers
         attention = self.seconds(spec.flops(i, n_rows, context) - 2 * n_rows * n_met, kv_nbytes)
         # What a product reads and writes besides its weights, a kernel before or behind it writes or reads.
@@ -92,9 +92,15 @@ class Roof:
         return max(device_s, host_s)
 
     def compute_times(
-        self, spec: Architecture, dtype: torch.dtype, is_replayed: bool = True, share: float = 1.0, more_s: float = 0.0
-    ) -> ComputeTimes:
-        """Seconds of all layers and the head by width and context, and `more_s` in each pass; for `share` see `product_s`."""
+        self, spec: Architecture, dtype: torch.dtype, is_replayed: bool = True, share: float = 1.0,
+        decode_s: float = 0.0, more_s: Callable[[int], float] = lambda _: 0.0,
+    ) -> ComputeTimes:  # fmt: skip
+        """Seconds of all layers and the head by width and context.
+
+        share     see `product_s`
+        decode_s  of each weight that is read
+        more_s    of a pass of so many rows
+        """
         # Layers that are alike are asked for once: the table has a hundred entries, a model as many layers.
         itemsize = dtype.itemsize
         alike: dict[object, list[int]] = {}
@@ -104,16 +110,31 @@ class Roof:
 
         def seconds(n_rows: int, context: int) -> float:
             asked = n_rows, context, itemsize
-            layers = sum(len(same) * self.layer_s(spec, *asked, same[0], is_replayed, share) for same in alike.values())
-            return layers + self.product_s(spec.vocab_size * spec.hidden_size, n_rows, itemsize) + more_s
+            head = self.product_s(spec.vocab_size * spec.hidden_size, n_rows, itemsize)
+            layers = 0.0
+            for i, *others in alike.values():
+                decoding = decode_s * read_weights(spec, i, n_rows)
+                layers += (1 + len(others)) * (self.layer_s(spec, *asked, i, is_replayed, share) + decoding)
+            return layers + head + more_s(n_rows)
 
         table = tuple(tuple(seconds(n_rows, context) for n_rows in _WIDTHS) for context in _CONTEXTS)
         return ComputeTimes(_WIDTHS, _CONTEXTS, table)
 
 
+def n_weights(tensors: Iterable[TensorShape]) -> int:
+    """Numbers in all of them."""
+    return sum(math.prod(shape) for _, shape in tensors)
+
+
 def layer_weights(spec: Architecture, i: int) -> int:
     """Numbers in the weights of layer i."""
-    return sum(math.prod(shape) for _, shape in spec.layer_tensors(i))
+    return n_weights(spec.layer_tensors(i))
+
+
+def read_weights(spec: Architecture, i: int, n_rows: int) -> float:
+    """How many of them some of so many rows is multiplied with."""
+    n = layer_weights(spec, i)
+    return n * (1 - (1 - met_weights(spec, i) / n) ** n_rows)
 
 
 def met_weights(spec: Architecture, i: int) -> float:

@@ -37,6 +37,7 @@ class StreamSchedule:
     contention  part of the device's speed that is lost for each GB/s that comes in: copies take memory traffic, or a core
     ahead       whether layers of the next pass come in before it begins; Sequoia's own engine waits
     rows        keys and values that come with each layer, over the last link
+    exchanged   bytes from other ranks for each row of a pass, over the last link
     """
 
     paths: tuple[tuple[str, ...], ...]
@@ -46,6 +47,7 @@ class StreamSchedule:
     contention: float = 0.0
     ahead: bool = True
     rows: StreamedRows | None = None
+    exchanged: int = 0
 
     @classmethod
     def of(cls, plan: Plan, links: tuple[tuple[str, float], ...], contention: float = 0.0) -> "StreamSchedule":
@@ -127,9 +129,11 @@ class _Simulation:
             return False
         start = max((ends[of][what] for of, what in awaited), default=0.0)
         nbytes, is_last = self.schedule.nbytes[layer], k == len(self.layers) - 1
-        if self.schedule.rows is not None and is_last:
+        if is_last:
             work = self.works[min(n_pass, len(self.works) - 1)]
-            nbytes += self.schedule.rows.of_layer(layer, work.context, work.n_rows)
+            nbytes += work.n_rows * self.schedule.exchanged // len(layers)
+            if self.schedule.rows is not None:
+                nbytes += self.schedule.rows.of_layer(layer, work.context, work.n_rows)
         ends[k][n_pass, layer] = start + nbytes / (self.schedule.links[k][1] * 1e9)
         if is_last:
             self.arriving.append((start, ends[k][n_pass, layer]))

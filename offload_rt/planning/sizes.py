@@ -1,5 +1,6 @@
 """What planning has to know of models: of files that lie here or a config alone, and what they would take in other formats."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import repeat
@@ -13,6 +14,7 @@ from offload_rt.errors import CheckpointError, SettingsError, UnsupportedModelEr
 from offload_rt.models.families import spec_of
 from offload_rt.models.heads import head_of
 from offload_rt.offload.placement import LinkSizes
+from offload_rt.ops.dequantize import REFERENCE_NBYTES
 from offload_rt.planning.known_models import KNOWN
 from offload_rt.planning.roofline import layer_weights
 from offload_rt.speculate.select import check_pair
@@ -73,10 +75,23 @@ def _sizes_of(name: str, revision: str | None, config: EngineConfig) -> Sizes:
     spec = spec_of(raw)
     dtype = getattr(torch, spec.dtype_name or "float16" if config.dtype == "auto" else config.dtype)
     sizes = Sizes.of_spec(spec, dtype, format_of(stored))
+    if stored is not None and stored.get("quant_method") == "mxfp4":
+        return _mxfp4(sizes)
     if stored is not None and is_plain(sizes):
         problem = f"{name}: which of its weights are quantised is said by their headers"
         raise UnsupportedModelError(problem, change="download it, or plan for its unquantised original")
     return sizes
+
+
+def _mxfp4(sizes: Sizes) -> Sizes:
+    """The same as gpt-oss is published: of its experts 32 numbers are 16 bytes and a scale. Only headers have their names."""
+    layers = [
+        [one.shape for one in sizes.spec.layer_tensors(i) if len(one.shape) == 3] for i in range(sizes.spec.n_layers)
+    ]
+    saved = [sum(map(math.prod, shapes)) * (32 * sizes.dtype.itemsize - 17) // 32 for shapes in layers]
+    largest = max((math.prod(shape[1:]) for shapes in layers for shape in shapes), default=0) * sizes.dtype.itemsize
+    layer_nbytes = tuple(n - less for n, less in zip(sizes.layer_nbytes, saved, strict=True))
+    return replace(sizes, layer_nbytes=layer_nbytes, view_nbytes=largest + REFERENCE_NBYTES)
 
 
 def find_checkpoint(name: str, revision: str | None) -> Checkpoint | None:
@@ -130,4 +145,6 @@ def formats(sizes: Sizes, on_card: bool) -> dict[str, Sizes]:
     plain = replace(sizes, link=None)
     quantised = {"fp8, blocks 128x128": _FP8, "int4, groups of 128": _INT4}
     others = {one: Sizes.of_spec(sizes.spec, sizes.dtype, format_of(config)) for one, config in quantised.items()}
+    # Quantised are layers alone, and of embedding and head a rank may have a part.
+    others = {key: replace(one, non_layer_nbytes=sizes.non_layer_nbytes) for key, one in others.items()}
     return {name: plain, "lossless": lossless(plain, on_card), **others}

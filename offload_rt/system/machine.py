@@ -133,6 +133,7 @@ class PassBytes:
     ahead     bytes of the next pass that the slots take in while nothing is computed
     rows      keys and values that cross a link as well; None: all are on the device
     experts   that cross a link as well, where only those come that a pass needs; None: they are in `streamed`
+    exchanged bytes from other ranks for each row, where they cross the link of the host as well
     """
 
     streamed: tuple[tuple[str, int], ...]
@@ -140,6 +141,7 @@ class PassBytes:
     ahead: int = 0
     rows: StreamedRows | None = None
     experts: TouchedExperts | None = None
+    exchanged: int = 0
 
     def at(self, context: int, n_rows: int = 1, n_sequences: int = 1) -> dict[str, int]:
         """Bytes that cross each link, by the tier's name, without zeros; see `StreamedRows.of_layer`."""
@@ -148,6 +150,7 @@ class PassBytes:
             moved[self.rows.tier] = moved.get(self.rows.tier, 0) + self.rows.of_pass(context, n_rows, n_sequences)
         if self.experts is not None:
             moved[self.experts.tier] = moved.get(self.experts.tier, 0) + int(self.experts.of_pass(np.array(n_rows)))
+        moved["host"] = moved.get("host", 0) + n_rows * self.exchanged
         return {tier: nbytes for tier, nbytes in moved.items() if nbytes}
 
 
@@ -172,15 +175,17 @@ def pass_times(
     Links are stages that overlap: the slowest one counts. Where link and compute are about equal, now one waits and now the
     other: see `_ROUNDING`.
     """
-    once, of_chunk = moved.at(context, 0), replace(moved, experts=None).at(context, n_sequences=n_sequences)
+    alike = replace(moved, experts=None, exchanged=0)
+    once, of_chunk = moved.at(context, 0), alike.at(context, n_sequences=n_sequences)
     tiers = moved.at(context, n_sequences=n_sequences)
     links = [(tier, once.get(tier, 0), of_chunk.get(tier, 0), profile.link(tier) * 1e9) for tier in tiers]
     _, rate = max(((nbytes / rate, rate) for _, _, nbytes, rate in links), default=(0.0, 1.0))
     n_chunks = np.ceil(n_rows / moved.rows.chunk_rows) if moved.rows is not None else np.ones(n_rows.shape)
     link, experts = np.zeros(n_rows.shape), moved.experts
     for tier, weights, nbytes, its_rate in links:
-        of_experts = experts.of_pass(n_rows) if experts is not None and experts.tier == tier else 0
-        link = np.maximum(link, (weights + (nbytes - weights) * n_chunks + of_experts) / its_rate)
+        by_rows = experts.of_pass(n_rows) if experts is not None and experts.tier == tier else 0
+        by_rows = by_rows + n_rows * moved.exchanged * (tier == "host")
+        link = np.maximum(link, (weights + (nbytes - weights) * n_chunks + by_rows) / its_rate)
     if profile.compute is None:
         compute = np.full(n_rows.shape, moved.computed / (profile.memory_gbps * 1e9))
     else:

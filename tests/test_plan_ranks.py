@@ -1,0 +1,225 @@
+"""Planning for several cards: what each has and receives is counted by hand, and time follows from it."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from offload_rt.cli import plan
+from offload_rt.config import EngineConfig
+from offload_rt.engine.memory_plan import Sizes, less_margin
+from offload_rt.errors import SettingsError
+from offload_rt.models.families import spec_of
+from offload_rt.planning.acceptance import assume
+from offload_rt.planning.forecast import Forecast, Machine, PlanRequest, predict, sweep
+from offload_rt.planning.hardware import find_card
+from offload_rt.planning.known_models import KNOWN
+from offload_rt.planning.ranks import Parallelism
+from offload_rt.planning.sizes import formats, lossless
+
+CARD = find_card("rtx4090")
+D, INNER, KV, VOCAB, LAYERS = 8192, 28672, 1024, 32000, 80  # of Llama2-70B; KV: columns of keys, and of values
+FAST = Parallelism(2, gbps=1e9, via_link=False)
+
+
+def sizes(name: str = "llama2-70b") -> Sizes:
+    return Sizes.of_spec(spec_of(KNOWN[name]), torch.bfloat16)
+
+
+def forecast(ranks: Parallelism, draft: str | None = None, ram: int = 200 * 10**9, **settings: Any) -> Forecast:
+    target, drafts = ranks.part(sizes()), sizes(draft) if draft else None
+    if ranks.split_draft and drafts:
+        drafts = ranks.part(drafts)
+    config = EngineConfig("llama2-70b", draft, drafter="static_tree" if draft else "none", **settings)
+    acceptance = assume("auto", ("", ""), ("llama2-70b", draft or ""), 0.0)
+    machine = Machine.with_card(CARD, ram, 7.0).of_rank(ranks)
+    return predict(PlanRequest(config, (target, drafts), acceptance, 128, 16), machine)
+
+
+@pytest.mark.parametrize("n", [1, 2, 8, 16])
+def test_a_rank_has_its_part_of_every_matrix_and_all_norms(n: int) -> None:
+    part = Parallelism(n).part(sizes())
+    keys = 2 * D * max(KV // n, 128)  # of 16 ranks every two have the same head
+    by_hand = 2 * (2 * D * D // n + keys + 3 * D * INNER // n + 2 * D)
+    assert part.layer_nbytes == (by_hand,) * LAYERS
+    assert part.layer_nbytes == Sizes.of_spec(part.spec, torch.bfloat16).layer_nbytes
+    assert part.non_layer_nbytes == pytest.approx(2 * (2 * VOCAB * D // n + D), abs=1)
+    assert part.spec.kv_nbytes(2) == LAYERS * 2 * max(KV // n, 128) * 2
+    assert part.spec.flops(0, 1, 100) == by_hand + 4 * 101 * D // n
+
+
+def test_other_formats_are_divided_as_well() -> None:
+    whole, part = sizes(), FAST.part(sizes())
+    assert sum(lossless(part, True).link.layer_nbytes) == pytest.approx(
+        sum(lossless(whole, True).link.layer_nbytes) / 2, rel=1e-4
+    )
+    for name, one in formats(part, True).items():
+        of_all = formats(whole, True)[name]
+        assert sum(one.layer_nbytes) == pytest.approx(sum(of_all.layer_nbytes) / 2, rel=1e-3)
+        assert one.non_layer_nbytes == pytest.approx(of_all.non_layer_nbytes / 2, rel=1e-3)
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_what_a_rank_receives_is_what_a_ring_of_ranks_sends_it(n: int) -> None:
+    def summed(width: int) -> int:
+        """Numbers that rank 0 receives until all have the sum of vectors of this width, played through."""
+        parts = [[{(rank, chunk)} for chunk in range(n)] for rank in range(n)]
+        received = 0
+        for step in range(2 * (n - 1)):
+            sent = [(rank, (rank - step) % n) for rank in range(n)]
+            for rank, chunk in sent:
+                to = parts[(rank + 1) % n]
+                to[chunk] = to[chunk] | parts[rank][chunk]
+                received += width // n if (rank + 1) % n == 0 else 0
+        assert all(len(chunk) == n for rank in parts for chunk in rank)
+        return received
+
+    def gathered(width: int) -> int:
+        return width - width // n
+
+    part, head = Parallelism(n).part(sizes()).spec, 2 * gathered(VOCAB)
+    assert Parallelism(n).received(part, 2) == 4 * (2 * LAYERS + 1) * summed(D) + head
+    exact = LAYERS * (gathered(D) + gathered(D) + gathered(INNER) + gathered(D))
+    assert Parallelism(n, exact=True).received(part, 2) == 2 * exact + 4 * summed(D) + head
+    # (2 + 3.5 + 1) numbers against 4, of two bytes against four of sums.
+    assert 2 * exact / (4 * 2 * LAYERS * summed(D)) == pytest.approx(6.5 * 2 / (4 * 4))
+
+
+def test_a_pass_of_two_ranks_brings_half_the_layers_over_each_link() -> None:
+    one, two = forecast(Parallelism(), max_model_len=512), forecast(FAST, max_model_len=512)
+    resident = [found.memory_plan.plan.tiers.count("device") for found in (one, two)]
+    assert resident[1] > 2 * resident[0]
+    for n, found, k in zip((1, 2), (one, two), resident, strict=True):
+        nbytes = (LAYERS - k) * Parallelism(n).part(sizes()).layer_nbytes[0]
+        assert found.moved == {"host": nbytes}
+        assert found.plain.pass_s == pytest.approx(nbytes / 25e9, rel=0.01)
+    # Half of the head as well.
+    spec = replace(two.request.models[0].spec, vocab_size=VOCAB // 2)
+    alone = two.machine.roof(torch.bfloat16).compute_times(spec, torch.bfloat16, is_replayed=False)
+    assert two.row_s - two.exchange_s == pytest.approx(float(alone.at(np.array([1]), 128)[0]))
+
+
+def test_ranks_of_a_machine_share_its_memory_its_disk_and_their_links() -> None:
+    one = Machine.with_card(CARD, 160 * 10**9, 8.0)
+    machine = one.of_rank(replace(FAST, n=4, shared_link=True))
+    assert machine.budget == replace(one.budget, host=one.budget.host // 4)
+    assert dict(machine.links) == {"disk": 2.0, "host": 12.5} and dict(one.of_rank(FAST).links)["host"] == 25.0
+    assert one.of_rank(Parallelism()) is one
+    pipeline = one.of_rank(Parallelism(4, pipeline=True))
+    assert pipeline.links == one.links and pipeline.budget.host == one.budget.host
+    assert pipeline.budget.device == 4 * one.budget.device
+
+
+def test_the_memory_of_a_curve_is_that_of_all_ranks() -> None:
+    for ranks, n_parts in ((FAST, 2), (Parallelism(2, pipeline=True), 1)):
+        found = forecast(ranks, max_model_len=512)
+        budgets = [one.memory_plan.plan.budget.host for _, one in sweep("ram", found.request, found.machine).points]
+        assert budgets[:2] == [less_margin(n << 30) // n_parts for n in (16, 32)]
+
+
+def test_a_draft_that_is_whole_exchanges_nothing() -> None:
+    alone, slow = (
+        forecast(replace(ranks, gbps=0.1), "llama2-7b", tree_size=64, tree_depth=8) for ranks in (Parallelism(), FAST)
+    )
+    assert slow.level.seconds == pytest.approx(alone.level.seconds) and slow.exchange_s > 10 * alone.compute_s
+    divided = forecast(replace(FAST, gbps=0.1, split_draft=True), "llama2-7b", tree_size=64, tree_depth=8)
+    assert divided.level.seconds > 2 * alone.level.seconds
+
+
+def test_ranks_without_a_path_of_their_own_send_over_the_links_of_the_layers() -> None:
+    own, across = (forecast(Parallelism(2, 12.5, via_link), "llama2-7b", tree_size=512) for via_link in (False, True))
+    received = 512 * Parallelism(2).received(across.request.models[0].spec, 2)
+    assert across.moved["host"] - own.moved["host"] == received
+    # A sum is made by all at once: what is computed besides waits, and the link goes on.
+    assert own.exchange_s == pytest.approx((2 * LAYERS + 2) * 20e-6 + received / 12.5e9)
+    assert own.compute_s - forecast(FAST, "llama2-7b", tree_size=512).compute_s == pytest.approx(
+        received / 12.5e9, rel=1e-3
+    )
+    assert across.run.pass_s - own.run.pass_s == pytest.approx(received / 25e9, rel=0.1)
+
+
+def test_a_slower_network_makes_smaller_trees_and_slower_tokens() -> None:
+    found = [forecast(Parallelism(8, gbps, False, split_draft=True), "llama2-7b") for gbps in (300.0, 10.0, 1.0)]
+    seconds, nodes = [one.run.seconds_per_token for one in found], [len(one.topology) for one in found]
+    assert seconds == sorted(seconds) and nodes == sorted(nodes, reverse=True) and nodes[0] > nodes[2]
+
+
+def test_a_divided_draft_leaves_room_for_layers_and_is_drafted_faster() -> None:
+    whole, divided = (forecast(replace(FAST, split_draft=split), "llama2-7b") for split in (False, True))
+    on_device = [found.memory_plan.plan.tiers.count("device") for found in (whole, divided)]
+    assert on_device[1] > on_device[0] and divided.level.seconds < 0.7 * whole.level.seconds
+    assert divided.run.seconds_per_token < whole.run.seconds_per_token
+
+
+def test_cards_in_a_row_have_room_for_more_layers_and_one_link() -> None:
+    one, row = (
+        forecast(Parallelism(), max_model_len=512),
+        forecast(Parallelism(8, 12.5, True, pipeline=True), max_model_len=512),
+    )
+    assert one.bound.startswith("the host-to-card link") and row.moved == {}
+    assert row.exchange_s == pytest.approx(7 * 20e-6 + 7 * 2 * D / 12.5e9)
+    roof = row.machine.roof(torch.bfloat16)
+    assert row.plain.pass_s > sum(sizes().layer_nbytes) / roof.bandwidth  # one card after the other
+
+
+def test_a_model_that_cannot_be_divided_is_refused() -> None:
+    for n, name in ((3, "llama2-70b"), (8, "vicuna-33b"), (16, "llama3.2-3b")):
+        with pytest.raises(SettingsError, match="a number that divides the model"):
+            Parallelism(n).part(sizes(name))
+    for n in (2, 4, 8, 16, 32, 64):
+        Parallelism(n).part(sizes())
+
+
+# The command line.
+
+PAIR = ["--model", "llama2-70b", "--draft-model", "llama2-7b", "--gpu", "rtx4090", "--ram", "192GiB"]
+
+
+def test_the_plan_of_two_ranks_says_what_each_has_and_receives(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [*PAIR, "--ranks", "2", "--link-format", "lossless", "--max-new-tokens", "16"]
+    assert plan.main([*asked, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    part = Parallelism(2).part(sizes())
+    assert found["plan"]["layer_nbytes"] == list(part.layer_nbytes) and found["ranks"]["gbps"] == 12.5
+    assert found["plan"]["reserved"]["non_layer"] == part.non_layer_nbytes
+    assert 0 < found["exchange_seconds"] < found["compute_seconds"]
+    assert (
+        found["predicted_seconds_per_token"]
+        == found["formats"]["lossless"]["draft model"]["predicted_seconds_per_token"]
+    )
+    assert plan.main([*asked, "--network", "1GB/s"]) == 0
+    out = capsys.readouterr().out
+    for told in (
+        "on 2 x GeForce RTX 4090",
+        "the first rank is shown; ranks exchange at 1 GB/s",
+        "the exchange between ranks",
+    ):
+        assert told in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--ranks", "3"], "--ranks 3: needs a number that divides the model, has 64 heads"),
+        (["--ranks", "0"], "raise --ranks"),
+        (["--ranks", "2", "--pipeline", "2"], "leave one of them out"),
+        (["--ranks", "2", "--network", "10"], "7GB/s"),
+        (["--ranks", "2", "--gpu", "this"], "name a card"),
+        (["--ranks", "2", "--model", "qwen3-30b-a3b"], "use --pipeline"),
+    ],
+)
+def test_a_mistake_is_one_sentence(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main(["--model", "llama2-70b", "--gpu", "rtx4090", *arguments]) == 2
+    out, error = capsys.readouterr()
+    assert out == "" and error.count("\n") == 1 and told in error
+
+
+def test_one_rank_is_planned_as_ever(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for more in ([], ["--ranks", "1", "--split-draft", "--exact-parallel", "--network", "1GB/s", "--shared-link"]):
+        assert plan.main([*PAIR, "--max-new-tokens", "16", *more]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] and "rank" not in texts[0]
