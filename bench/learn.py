@@ -4,10 +4,11 @@
 
 The target is the demo pair's, trained on for some minutes on C++, torch's own headers, which its draft has never seen: as a
 draft of a base model beside a fine-tuned target. Part "count": tokens per pass while it learns from so many tokens of answers
-to some headers, and afterwards, without learning, on others; both against a draft that does not learn, with trees of one size,
-whatever they cost, and so many slices of training in each pass, so that nothing hangs on the clock. Part "timed": an expanded
-target over a paced disk, the same prompts with and without learning in turn, nothing learned before: seconds per token, prompt
-by prompt. The last line is one JSON object.
+to some headers, and afterwards, without learning, on others: on those that its settings were chosen by ("after") and on
+such that nothing was chosen by ("unseen"); all against a draft that does not learn, with trees of one size, whatever they cost,
+and so many slices of training in each pass, so that nothing hangs on the clock. Part "timed": an expanded target over a paced
+disk, the same prompts with and without learning in turn, nothing learned before: seconds per token, prompt by
+prompt. The last line is one JSON object.
 """
 
 import argparse
@@ -27,8 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from bench.lossless import PacedDisk
 from bench.measure import ROOT, Spread, commit, expanded_model, machine
-from bench.methods import DRAFT, TARGET
-from bench.speculate import no_pair_stats
+from bench.methods import DRAFT, TARGET, no_pair_stats
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig, parse_size
 from offload_rt.llm import Stats
@@ -99,7 +99,8 @@ def answer(llm: LLM, prompt: list[int], temperature: float) -> Stats:
 
 def count(target: Path, learn: str, prompts: list[list[int]], flags: argparse.Namespace) -> dict[str, list[float]]:
     """Tokens per pass on prompts that are learned from, if anything is, and then on held-out ones while nothing is."""
-    held_out, others = prompts[:_N_HELD_OUT], prompts[_N_HELD_OUT:][: -(-flags.tokens // _N_NEW)]
+    held_out = {"after": prompts[:_N_HELD_OUT], "unseen": prompts[-_N_HELD_OUT:]}
+    others = prompts[_N_HELD_OUT:][: -(-flags.tokens // _N_NEW)]
     with open_pair(target, learn, 1 << 30) as llm:
         runner = llm.engine.runner
         work, n_times = runner.meanwhile, flags.slices // runner.spec.n_layers
@@ -113,7 +114,8 @@ def count(target: Path, learn: str, prompts: list[list[int]], flags: argparse.Na
             with mock.patch.object(runner, "meanwhile", meanwhile):
                 return [answer(llm, prompt, flags.temperature).tokens_per_pass for prompt in prompts]
 
-        return {"meanwhile": rates(others, often), "after": rates(held_out, lambda: None)}
+        found = {"meanwhile": rates(others, often)}
+        return found | {name: rates(some, lambda: None) for name, some in held_out.items()}
 
 
 def timed(target: Path, prompts: list[list[int]], flags: argparse.Namespace) -> dict[str, list[Stats]]:
@@ -152,7 +154,7 @@ def main() -> None:
     with no_pair_stats():
         if "count" in flags.parts:
             counted = {learn: count(target, learn, prompts, flags) for learn in ("off", "on")}
-            for part in ("meanwhile", "after"):
+            for part in ("meanwhile", "after", "unseen"):
                 without, learned = (counted[learn][part] for learn in counted)
                 ratios = [b / a for a, b in zip(without, learned, strict=True)]
                 result[part] = fmean(learned) / fmean(without)

@@ -1,7 +1,11 @@
 """Ways of decoding, compared at equal size: shapes of trees, drafters, and verification rules."""
 
-from collections.abc import Callable
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from unittest import mock
 
 import numpy as np
 
@@ -12,17 +16,13 @@ from offload_rt.speculate.protocols import Drafter, DraftParts
 from offload_rt.speculate.select import drafter_type, pick_drafter
 from offload_rt.tree.topology import Topology
 
+_CONTEXT = 512
 TARGET, DRAFT = str(ROOT / "models/demo-target"), str(ROOT / "models/demo-draft")
 
 
 def chain(n: int) -> Topology:
     """One candidate after the other."""
     return Topology.chain(n)
-
-
-def k_ary(n: int, k: int = 3) -> Topology:
-    """Every node has k children, level by level."""
-    return Topology(np.array([-1, *((node - 1) // k for node in range(1, n))]))
 
 
 def chains(n: int, length: int = 8) -> Topology:
@@ -34,52 +34,78 @@ def chains(n: int, length: int = 8) -> Topology:
 
 @dataclass(frozen=True)
 class Method:
-    """A way of decoding; `shape` makes a tree of a size where the drafter does not choose its own."""
+    """A way of decoding.
+
+    shape          makes a tree of a size where the drafter does not choose its own
+    draft_context  tokens that it drafts by
+    chooses        whether the target's attention chooses them, where a draft model sees a part of a text
+    """
 
     name: str
     drafter: str
     rule: str = "auto"
     shape: Callable[[int], Topology] | None = None
+    draft_context: int | None = None
+    chooses: bool = True
 
     def open(self, model: str, n_nodes: int, dtype: str, device_memory: str | int, max_model_len: int) -> LLM:
         """A model that decodes this way, with trees of so many nodes whatever they cost."""
         config = EngineConfig(
             model, DRAFT if drafter_type(self.drafter).needs_model else None, dtype=dtype,
             device_memory=device_memory, max_model_len=max_model_len, drafter=self.drafter, rule=self.rule,
-            tree_size=None if self.drafter == "none" else n_nodes,
+            draft_context=self.draft_context, tree_size=None if self.drafter == "none" else n_nodes,
             tree_depth=n_nodes if self.shape is chain else None,
         )  # fmt: skip
-        drafting = pick_drafter(config)
+        chosen = pick_drafter(config)
         shape = self.shape(n_nodes) if self.shape is not None else None
 
         def open_drafter(parts: DraftParts) -> Drafter:
             # The draft is as good as free: the best tree of this size, not the best for this machine.
-            return drafting.type.open(replace(parts, cost=parts.cost.fixed(level_s=0.0), shape=shape))
+            return chosen.type.open(replace(parts, cost=parts.cost.fixed(level_s=0.0), shape=shape))
 
-        llm = LLM.open(config, replace(drafting, type=replace(drafting.type, open=open_drafter)))
+        drafting = replace(chosen, type=replace(chosen.type, open=open_drafter))
+        llm = LLM.open(config, drafting)
+        if drafting.type.drafts_by_copy:  # of streamed layers: as little memory as will do, so that all are
+            plan = llm.plan
+            least = plan.reserved.total + len(plan.tiers) * plan.reserved.stand_in + 2 * plan.slot_nbytes
+            llm = LLM.open(replace(config, device_memory=least), drafting)
         llm.load()
+        if not self.chooses:
+            llm.engine.drafter._model.target = None  # type: ignore[attr-defined]  # it is a TreeDrafter
         return llm
 
 
-METHODS = (
-    Method("n-gram", "ngram"),
-    Method("chain", "static_tree", "sequoia", chain),
-    Method("3-ary", "static_tree", "sequoia", k_ary),
-    Method("SpecInfer chains", "static_tree", "specinfer", chains),
-    Method("Sequoia", "static_tree", "sequoia"),
-    Method("Sequoia tree + traversal", "static_tree", "traversal"),
-    Method("dynamic", "dynamic_tree", "match"),
+SYSTEMS = (
+    Method("ngram", "ngram"),
+    Method("lookahead", "lookahead"),
+    Method("recycle", "recycle"),
+    Method("self", "self"),
+    Method("one chain", "static_tree", "sequoia", chain),
+    Method("SpecInfer's chains", "static_tree", "specinfer", chains),
+    Method("static, specinfer", "static_tree", "specinfer"),
+    Method("static, sequoia", "static_tree", "sequoia"),
+    Method("static, traversal", "static_tree", "traversal"),
+    Method("static, match", "static_tree", "match"),
+    Method("static, coupled", "static_tree", "coupled"),
+    Method("dynamic, match", "dynamic_tree", "match"),
+    Method("dynamic, coupled", "dynamic_tree", "coupled"),
+    Method("adaptive", "adaptive_tree"),
 )
-# Which is expected to give more tokens per pass: (better, worse).
-PAIRS = (
-    ("Sequoia", "chain"),
-    ("Sequoia", "SpecInfer chains"),
-    ("Sequoia", "3-ary"),
-    ("Sequoia tree + traversal", "chain"),
-    ("Sequoia tree + traversal", "SpecInfer chains"),
-    ("Sequoia tree + traversal", "Sequoia"),
-    ("dynamic", "chain"),
-    ("dynamic", "SpecInfer chains"),
-    ("dynamic", "Sequoia"),
-    ("Sequoia", "transformers, assisted"),
+# For texts that are longer than what drafts: those that draft by a part of the text, beside two that do not.
+LONG = (
+    Method("ngram", "ngram"),
+    Method("recycle", "recycle"),
+    Method("draft model, first and last tokens", "adaptive_tree", draft_context=_CONTEXT, chooses=False),
+    Method("draft model, SpecExtend", "adaptive_tree", draft_context=_CONTEXT),
+    *(
+        Method(name, name, draft_context=_CONTEXT)
+        for name in ("self_window", "self_snapkv", "self_retrieval", "triforce")
+    ),
 )
+
+
+@contextmanager
+def no_pair_stats() -> Iterator[None]:
+    """With an empty cache folder: statistics of earlier runs are not used, those of this run are not kept."""
+    with tempfile.TemporaryDirectory() as empty, mock.patch.dict(os.environ, {"XDG_CACHE_HOME": empty}):
+        yield

@@ -1,111 +1,36 @@
-"""How many tokens does a pass give, by which trees and rules, and how much faster is a streamed model?
+"""How much faster is a streamed model with a draft model?
 
     python -m bench.speculate [--size 2100MB] [--prompts 12] [--timed-prompts 8]
 
-Part "count": tokens per pass of all methods at equal size on the same held-out prompts, counted on the small model, which
-computes the same function as the expanded one. Part "steps": seconds of a step of each method on the expanded model, streamed
-from the disk in a quarter of its size. Part "chosen": whole generations with nothing configured, plain passes interleaved.
+Part "steps": seconds of a step of each method at equal size on the expanded model, streamed from the disk in a quarter of its
+size; tokens per pass are counted on the small model, which computes the same function (`bench/systems.py` counts more of
+them). Part "chosen": whole generations with nothing configured, plain passes interleaved.
 """
 
 import argparse
-import itertools
 import json
 import math
-import os
-import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from statistics import mean, median
-from unittest import mock
 
 import numpy as np
-import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from bench.measure import commit, drop_from_page_cache, expanded_model, machine
-from bench.methods import DRAFT, METHODS, PAIRS, TARGET, Method
+from bench.methods import DRAFT, SYSTEMS, TARGET, Method, no_pair_stats
 from bench.prompts import held_out_prompts
+from bench.systems import Texts
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import parse_size
 from offload_rt.llm import Stats
 
 TEMPERATURES = (0.0, 0.6, 1.0)
-_ASSISTED = "transformers, assisted"
+METHODS = ("one chain", "SpecInfer's chains", "static, sequoia", "static, traversal", "dynamic, match")
 # Prompts at each temperature before timing starts, from which statistics of the pair are learned; passes timed of each method.
 _N_FIRST, _N_STEPS = 2, 8
-
-
-@dataclass(frozen=True)
-class Counted:
-    """Tokens per pass of a method at a temperature, one per prompt."""
-
-    method: str
-    temperature: float
-    tokens_per_pass: tuple[float, ...]
-
-    @property
-    def mean(self) -> float:
-        """Over the prompts."""
-        return mean(self.tokens_per_pass)
-
-
-def count(n_nodes: int, prompts: list[list[int]], n_new: int, methods: Sequence[Method]) -> Iterator[Counted]:
-    """Tokens per pass of every method at equal size, in float32; greedy texts must equal plain decoding's."""
-    plain = {}
-    with LLM(TARGET, drafter="none", dtype="float32", device_memory="1GB", max_model_len=512) as llm:
-        for i, prompt in enumerate(prompts):
-            plain[i] = llm.generate(prompt, SamplingParams(max_new_tokens=n_new))[0].token_ids
-    for method in methods:
-        with method.open(TARGET, n_nodes, "float32", "1GB", 512) as llm:
-            for temperature in TEMPERATURES:
-                yield Counted(method.name, temperature, tuple(_rates(llm, prompts, n_new, temperature, plain)))
-
-
-def _rates(
-    llm: LLM, prompts: list[list[int]], n_new: int, temperature: float, plain: dict[int, list[int]]
-) -> Iterator[float]:
-    for i, prompt in enumerate(prompts):
-        params = SamplingParams(max_new_tokens=n_new, temperature=temperature, seed=i)
-        output = llm.generate(prompt, params)[0]
-        if temperature == 0 and output.token_ids != plain[i]:
-            raise RuntimeError(f"prompt {i}: the greedy text differs from plain decoding's")
-        yield output.stats.tokens_per_pass
-
-
-def assisted(prompts: list[list[int]], n_new: int) -> Iterator[Counted]:
-    """Tokens per pass of transformers' assisted generation with the same pair."""
-    target, draft = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in (TARGET, DRAFT))
-    passes = 0
-
-    def one_more(*_: object) -> None:
-        nonlocal passes
-        passes += 1
-
-    target.register_forward_hook(one_more)
-    for temperature in TEMPERATURES:
-        rates = []
-        for i, prompt in enumerate(prompts):
-            torch.manual_seed(i)
-            passes, ids = 0, torch.tensor([prompt])
-            sampling = (
-                {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
-            )
-            out = target.generate(
-                ids, attention_mask=torch.ones_like(ids), assistant_model=draft, max_new_tokens=n_new, pad_token_id=0,
-                **sampling,
-            )  # fmt: skip
-            rates.append((out.shape[1] - len(prompt)) / passes)
-        yield Counted(_ASSISTED, temperature, tuple(rates))
-
-
-def paired_p(better: Counted, worse: Counted, n_flips: int = 20_000) -> float:
-    """One-sided p-value of a paired permutation test of the mean difference."""
-    differences = np.array(better.tokens_per_pass) - np.array(worse.tokens_per_pass)
-    signs = np.random.default_rng(0).choice((-1.0, 1.0), size=(n_flips, len(differences)))
-    return float((np.abs(differences) * signs).mean(1).__ge__(differences.mean() - 1e-12).mean())
 
 
 @dataclass(frozen=True)
@@ -151,20 +76,18 @@ class Timed:
         return self.plain_s / self.seconds_per_token
 
 
-def steps(
-    size: str, prompts: list[list[int]], n_nodes: int, counted: Sequence[Counted], methods: Sequence[Method]
-) -> Iterator[Timed]:
+def steps(size: str, texts: Texts, n_nodes: int, methods: Sequence[Method]) -> Iterator[Timed]:
     """A few steps of each method on the expanded model at equal size."""
-    model = expanded_model(size)
+    model, prompt = expanded_model(size), texts.prompts[0]
     for method in methods:
-        rates = {one.temperature: one.mean for one in counted if one.method == method.name}
+        rates = {one.temperature: one.mean for one in texts.count(method, n_nodes)}
         with method.open(str(model), n_nodes, "auto", parse_size(size) // 4, 256) as llm:
             for temperature in TEMPERATURES:
                 n_new = math.ceil((_N_STEPS + 1) * rates[temperature])
                 params = SamplingParams(max_new_tokens=n_new, temperature=temperature, seed=0)
-                run = llm.generate(prompts[0], params)[0].stats
+                run = llm.generate(prompt, params)[0].stats
                 step_s = run.measured_seconds_per_token * run.measured_tokens_per_pass
-                plain_s = median(llm.time_plain(len(prompts[0]), 3))
+                plain_s = median(llm.time_plain(len(prompt), 3))
                 yield Timed(method.name, temperature, plain_s, step_s, rates[temperature], Shares.of([run]))
 
 
@@ -220,13 +143,6 @@ def _summary(temperature: float, runs: Sequence[Stats], plain_s: float) -> Chose
     )
 
 
-@contextmanager
-def no_pair_stats() -> Iterator[None]:
-    """With an empty cache folder: statistics of earlier runs are not used, those of this run are not kept."""
-    with tempfile.TemporaryDirectory() as empty, mock.patch.dict(os.environ, {"XDG_CACHE_HOME": empty}):
-        yield
-
-
 def main() -> None:
     """Print the tables and one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -235,56 +151,28 @@ def main() -> None:
     parser.add_argument("--timed-prompts", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--nodes", type=int, default=64, help="of every tree where methods are compared at equal size")
-    parser.add_argument("--methods", nargs="+", default=[method.name for method in METHODS], help="to be compared")
     parser.add_argument(
-        "--parts", nargs="+", choices=("count", "steps", "chosen"), default=["count", "steps", "chosen"]
+        "--methods", nargs="+", default=METHODS, help="to be compared, by their names in bench/methods.py"
     )
+    parser.add_argument("--parts", nargs="+", choices=("steps", "chosen"), default=["steps", "chosen"])
     flags = parser.parse_args()
     console = Console(width=max(Console().width, 140))
     console.print(f"{machine()}\ncommit {commit()}")
     n_prompts = max(flags.prompts, flags.timed_prompts + _N_FIRST)
     prompts = held_out_prompts(AutoTokenizer.from_pretrained(TARGET), n_prompts)
-    methods = [method for method in METHODS if method.name in flags.methods]
+    methods = [method for method in SYSTEMS if method.name in flags.methods]
     result: dict[str, object] = {"bench": "speculate", "machine": machine(), "commit": commit(), **vars(flags)}
     with no_pair_stats():
-        if {"count", "steps"} & {*flags.parts}:
-            counted = _printed(console, itertools.chain(
-                count(flags.nodes, prompts[: flags.prompts], flags.new_tokens, methods),
-                assisted(prompts[: flags.prompts], flags.new_tokens),
-            ))  # fmt: skip
-            result["count"] = [asdict(one) for one in counted]
-            result["ratios"] = _compare(console, counted)
         timed: list[Timed] = []
         if "steps" in flags.parts:
-            timed += steps(flags.size, prompts, flags.nodes, counted, methods)
+            texts = Texts(TARGET, prompts[: flags.prompts], flags.new_tokens, TEMPERATURES)
+            timed += steps(flags.size, texts, flags.nodes, methods)
         if "chosen" in flags.parts:
             timed += chosen(flags.size, prompts[: flags.timed_prompts + _N_FIRST], flags.new_tokens)
         result["time"] = [_entry(one) for one in timed]
     if timed:
         console.print(_table(timed))
     print(json.dumps(result))
-
-
-def _printed(console: Console, counted: Iterator[Counted]) -> list[Counted]:
-    found = []
-    for one in counted:
-        console.print(f"{one.method:26} T={one.temperature}: {one.mean:.2f} tokens per pass", highlight=False)
-        found.append(one)
-    return found
-
-
-def _compare(console: Console, counted: Sequence[Counted]) -> list[tuple[str, str, float, float, float]]:
-    """By pair and temperature, the ratio of tokens per pass and its p-value."""
-    found = {(one.method, one.temperature): one for one in counted}
-    tests = []
-    for (better, worse), temperature in itertools.product(PAIRS, TEMPERATURES):
-        a, b = found.get((better, temperature)), found.get((worse, temperature))
-        if a is not None and b is not None:
-            tests.append((better, worse, temperature, a.mean / b.mean, paired_p(a, b)))
-            console.print(
-                f"{better} / {worse}, T={temperature}: {a.mean / b.mean:.3f}, p = {tests[-1][-1]:.4f}", highlight=False
-            )
-    return tests
 
 
 def _entry(one: Timed) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""`coupled` at low temperatures and `traversal` above, where each gives more tokens a pass (`python -m bench.coupled`)."""
+"""`coupled` at low temperatures and `traversal` above, where each gives more tokens a pass (`python -m bench.systems`)."""
 
 from torch import Tensor
 
