@@ -17,6 +17,12 @@ _N_ROWS = 64
 _N_FIRST = 512
 
 
+def no_numbers() -> NumericsError:
+    """The error of a model whose logits are not all numbers."""
+    change = "check the checkpoint, or try --dtype float32"
+    return NumericsError("the model's logits are not all numbers", change=change)
+
+
 class Context(NamedTuple):
     """What stands before the nodes of a tree.
 
@@ -62,8 +68,7 @@ def probs(
     for part in _parts(len(logits)):
         compute(part, paths[part], _N_FIRST)
     if logits.device.type == "cpu" and not bool(best.isfinite().all()):
-        what, change_to = "the model's logits are not all numbers", "check the checkpoint, or try --dtype float32"
-        raise NumericsError(what, change=change_to)
+        raise no_numbers()
     if params.temperature and (params.top_p or 1.0) < 1.0:  # the host waits only for top-p
         left = is_whole.logical_not().nonzero()[:, 0]
         for part in _parts(len(left)):

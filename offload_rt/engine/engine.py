@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
+from traceback import format_exc
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from offload_rt.executor.sequence import Sequence
 from offload_rt.executor.stats import PassTimes
 from offload_rt.executor.step import Step
 from offload_rt.kv.cache import n_shared
-from offload_rt.sampling import Context, probs, top_tokens
+from offload_rt.sampling import Context, no_numbers, probs, top_tokens
 from offload_rt.speculate.protocols import Drafter, VerificationRule
 from offload_rt.system.trace import DRAFT, VERIFY, Trace
 from offload_rt.tree.topology import DraftTree, Topology
@@ -37,6 +38,17 @@ class Event:
     id: int
     token_ids: list[int]
     finish_reason: str | None
+
+
+def _alone(sequence: Sequence, act: Callable[[], None]) -> None:
+    """Let an error of what is done for one sequence end that one alone."""
+    try:
+        act()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        error.add_note(format_exc())
+        sequence.fail(error.with_traceback(None))  # it would hold frames, and they the logits
 
 
 @dataclass(eq=False, repr=False)
@@ -98,7 +110,8 @@ class Engine:
         """One pass over the weights: every running sequence grows by at least one token.
 
         Where the device's memory runs out, trees and chunks shrink, then the newest sequence waits for others to end, and the
-        pass is made again. Raises DeviceError when one sequence is too much; what was produced is kept.
+        pass is made again. A sequence that is too much by itself, or whose own logits, text or sampling fail, ends with that
+        error; others go on. Raises what keeps all of them from going on.
         """
         self._admit()
         n_before = {one.id: len(one.sequence.tokens) for one in self._running}
@@ -196,6 +209,8 @@ class Engine:
         self._kept.append(one)
         self.is_short = False
         self.drafter.leave(one.sequence)
+        if one.sequence.error is not None:  # its rows may be no numbers
+            self._drop(one)
 
     def _put_back(self, one: RunningSequence) -> None:
         """Let a sequence wait until another has left; its rows are computed anew then."""
@@ -211,10 +226,9 @@ class Engine:
         if is_least and len(going) > 1:
             self._put_back(going[-1])
         elif is_least:
-            raise DeviceError(
-                "the device's memory is used up", need="room for a pass of a few tokens",
-                change="lower --device-memory, which leaves more to others, or --max-model-len",
-            )  # fmt: skip
+            problem, need = "the device's memory is used up", "room for a pass of a few tokens"
+            change = "lower --device-memory, which leaves more to others, or --max-model-len"
+            going[0].sequence.fail(DeviceError(problem, need=need, change=change))
         self._probs = None
         for one in going:
             one.n_nodes = max(one.n_nodes // 2, 1)
@@ -236,10 +250,12 @@ class Engine:
         is_prefill = any(one.sequence.n_new == 0 for one in (*going, *parts))
         predicted = self.cost.seconds(np.array([n_rows]), context, drafted - started, len(going))[0]
         logits = self.runner.forward(steps)
-        self.runner.finish(logits)
+        are_numbers, n_before = self.runner.finish(logits), [one.sequence.n_new for one in going]
         computed = time.perf_counter()
-        computed_of = zip(going, trees, logits, self.runner.tapped, strict=False)
-        n_new = [self._accept(one, tree, rows, states) for one, tree, rows, states in computed_of]
+        computed_of = zip(going, trees, logits, self.runner.tapped, are_numbers, strict=False)
+        for one, tree, rows, states, is_right in computed_of:
+            _alone(one.sequence, partial(self._accept, one, tree, rows, states, is_right))
+        n_new = [one.sequence.n_new - n for one, n in zip(going, n_before, strict=True)]
         for (one, n), states in zip(parts.items(), self.runner.tapped[len(going) :], strict=True):
             self.drafter.observe(one.sequence, self.runner.n_committed(one.cache), [states])
             self.runner.commit(one.cache, range(n))
@@ -289,7 +305,7 @@ class Engine:
             return None
         if self.runner.n_committed(one.cache) == 0:
             sequence.logprobs = [None]
-        return partial(sequence.read, k=k)
+        return lambda logits: _alone(sequence, partial(sequence.read, logits, k))
 
     def _step_of(self, one: RunningSequence, tree: DraftTree) -> Step:
         """The step that feeds a cache what it lacks of its sequence, and the tree."""
@@ -308,16 +324,16 @@ class Engine:
             read=read,
         )
 
-    def _accept(self, one: RunningSequence, tree: DraftTree, logits: Tensor, states: Tensor) -> int:
+    def _accept(self, one: RunningSequence, tree: DraftTree, logits: Tensor, states: Tensor, are_numbers: bool) -> None:
         """Verify a tree by the logits (n, vocabulary) of its nodes, behind those of rows that the drafter reads.
 
         states  (rows, taps, hidden_size) of all rows of the step
-        Returns the tokens that the sequence took.
+        Raises NumericsError unless the logits are all numbers.
         """
+        if not are_numbers:
+            raise no_numbers()
         sequence, n_read = one.sequence, len(logits) - len(tree.topology)
-        if n_read and (predicted := top_tokens(logits[:n_read], self.drafter.n_predicted)):
-            self.drafter.read(sequence, predicted)
-        logits = logits[n_read:]
+        of_prompt, logits = logits[:n_read], logits[n_read:]
         n_lacking = len(sequence.tokens) - 1 - self.runner.n_committed(one.cache)
         candidates, paths = tree.candidates(), []
         n_candidates = len(candidates.topology)
@@ -326,6 +342,8 @@ class Engine:
         context = Context(sequence.tokens, sequence.n_prompt, sequence.end_ids)
         room = self._room(logits, n_candidates)
         target = probs(logits[:n_candidates], sequence.sampling, context, paths, room)
+        if n_read and (predicted := top_tokens(of_prompt, self.drafter.n_predicted)):
+            self.drafter.read(sequence, predicted)
         verdict = self.rule.verify(candidates, target, sequence)
         self.drafter.learn(sequence, tree, verdict, top_tokens(logits, self.drafter.n_predicted))
         sequence.stats.add_tree(candidates, verdict)
@@ -336,11 +354,10 @@ class Engine:
                 kept.append(states.index_select(0, *nodes))
             self.drafter.observe(sequence, self.runner.n_committed(one.cache), kept)
         self.runner.commit(one.cache, [*range(n_lacking + 1), *(n_lacking + node for node in verdict.path)])
-        taken = sequence.extend([*tree.path_to(verdict.path[-1] if verdict.path else 0), verdict.bonus])
+        sequence.extend([*tree.path_to(verdict.path[-1] if verdict.path else 0), verdict.bonus])
         if (k := sequence.sampling.logprobs) is not None:
             rows = ops.to_device([torch.tensor([0, *verdict.path])], logits.device)
             sequence.read(logits.index_select(0, *rows), k)
-        return len(taken)
 
     def _room(self, logits: Tensor, n: int) -> Tensor:
         """Where n distributions are written: memory that is taken once, for pieces of all sizes would cut up a tight budget."""

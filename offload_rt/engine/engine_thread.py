@@ -44,7 +44,7 @@ class EngineThread:
                     self.engine.abort(id)
 
     async def pieces(self, request: Request) -> AsyncGenerator[Piece, None]:
-        """Run a request among those of other tasks. An error of a step is raised in all of them."""
+        """Run a request among those of other tasks. An error of a step is raised in all, one of a request in it alone."""
         arrived: asyncio.Queue[Piece | Exception] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -90,7 +90,7 @@ class EngineThread:
         try:
             with self.turn:
                 self.engine.step()
-                news = [(one, piece) for one in self._running for piece in one.pieces()]
+                news = [(one, piece) for one in self._running for piece in _news(one)]
         except Exception as error:  # whatever it is, it is for those who wait
             return self._fail(error)
         for one, piece in news:
@@ -112,3 +112,10 @@ class EngineThread:
                 is_last = True
             if is_last:
                 self._leave(request)
+
+
+def _news(request: Request) -> list[Piece] | list[Exception]:
+    try:
+        return request.pieces()
+    except Exception as error:  # it is for who waits for this request
+        return [error]

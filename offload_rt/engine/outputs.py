@@ -155,7 +155,9 @@ class Request:
 
     @property
     def is_done(self) -> bool:
-        """Whether all have ended."""
+        """Whether all have ended. Raises the error that ended one of them."""
+        for error in [one.error for one in self.sequences if one.error is not None]:
+            raise error
         return all(one.finish_reason is not None for one in self.sequences)
 
     @property
@@ -165,26 +167,17 @@ class Request:
         return replace(first, others=tuple(others))
 
     def pieces(self) -> list[Piece]:
-        """What there is now and was not shown before."""
-        found = []
+        """What there is now and was not shown before. Raises as `is_done` does."""
+        found, is_done = [], self.is_done
         for i, (one, n) in enumerate(zip(self.sequences, self._n_shown, strict=True)):
             if one.n_new > n:
                 text = one.text.take(final=one.finish_reason is not None) if one.text else ""
                 first = one.n_prompt + n
                 logprobs = [of_token for of_token in one.logprobs[first:] if of_token]
                 of_prompt = one.logprobs[:first] if n == 0 and one.sampling.prompt_logprobs is not None else []
-                found.append(
-                    Piece(
-                        text,
-                        one.tokens[first:],
-                        None,
-                        logprobs,
-                        of_prompt,
-                        i,
-                        Pass(*one.stats.last, one.stats.passes[-1][0]),
-                    )
-                )
+                made_by = Pass(*one.stats.last, one.stats.passes[-1][0])
+                found.append(Piece(text, one.tokens[first:], None, logprobs, of_prompt, i, made_by))
                 self._n_shown[i] = one.n_new
-        if found and self.is_done:
+        if found and is_done:
             found[-1] = replace(found[-1], output=self.output)
         return found

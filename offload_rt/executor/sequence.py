@@ -22,7 +22,8 @@ class Sequence:
     max_tokens     prompt and answer together may have no more
     end_ids        tokens that end the text: those of the model, unless the sampling ignores them, and of the sampling
     text           turns tokens into text and looks for stop strings; None without a tokenizer
-    finish_reason  None while it goes on; "stop" for an end id or a stop string, "length" for a limit
+    finish_reason  None while it goes on; "stop" for an end id or a stop string, "length" for a limit, "error"
+    error          that ended it
     generator      random numbers, seeded by the sampling's seed or else by chance
     noise          by the same seed, for each position
     logprobs       of each token and of the most probable ones in its place, where they are asked for; None for others
@@ -34,6 +35,7 @@ class Sequence:
     end_ids: frozenset[int] = frozenset()
     text: TextStream | None = None
     finish_reason: str | None = None
+    error: Exception | None = None
     generator: torch.Generator = field(default_factory=torch.Generator)
     stats: SequenceStats = field(default_factory=SequenceStats)
     logprobs: list[dict[int, Logprob] | None] = field(init=False)
@@ -68,6 +70,10 @@ class Sequence:
     def n_left(self) -> int:
         """Tokens that may still be produced."""
         return self.longest - len(self.tokens)
+
+    def fail(self, error: Exception) -> None:
+        """End with an error; the first one counts."""
+        self.error, self.finish_reason = self.error or error, "error"
 
     def extend(self, tokens: Tokens[int]) -> list[int]:
         """Take tokens until one ends the sequence; returns those taken."""
