@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Iterator, Mapping
 from collections.abc import Sequence as Several
 from contextlib import aclosing
 from dataclasses import replace
+from functools import cached_property
 from itertools import pairwise
 from numbers import Integral
 from operator import index
@@ -266,13 +267,18 @@ class LLM:
         runner.free_cache(cache)
         return [after - before for before, after in pairwise(moments[1:])]
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text. Raises PromptError without a tokenizer."""
-        return encode(self._tokenizer(), text)
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text. Raises PromptError without a tokenizer, CapacityError for a text that cannot fit."""
+        return encode(self._tokenizer(), text, self._n_characters, add_special_tokens)
 
     def encode_chat(self, messages: Several[Message], options: Mapping[str, Any]) -> list[int]:
         """Token ids of a conversation, with options of transformers' `apply_chat_template` and variables of the template."""
-        return encode_chat(self._tokenizer(), messages, options)
+        return encode_chat(self._tokenizer(), messages, options, self._n_characters)
+
+    @cached_property
+    def _n_characters(self) -> int:
+        """More than any prompt has that fits: tokenizers take long over endless ones."""
+        return max(self.max_model_len * max(map(len, self._tokenizer().get_vocab())), 1 << 16)
 
     def _tokenizer(self) -> PreTrainedTokenizerBase:
         if self.tokenizer is None:

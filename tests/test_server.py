@@ -17,6 +17,7 @@ from typing import Any
 import openai
 import pytest
 import uvicorn
+from fastapi import FastAPI
 from openai import OpenAI
 
 from offload_rt import LLM, SamplingParams
@@ -33,6 +34,7 @@ TURNS = [{"role": "user", "content": "import os\n"}]
 TEMPLATE = (
     "{% for m in messages %}{{ m.content }}\n{% endfor %}"
     "{{ mark or '' }}{% if tools %}# {{ tools | length }}\n{% endif %}"
+    "{% for m in messages if m.tool_calls %}{% for c in m.tool_calls %}{{ c.function.arguments.a }}{% endfor %}{% endfor %}"
 )
 LIMITS = ServerLimits(n_body=200_000, n_answers=4, n_waiting=32, seconds=60)
 
@@ -43,20 +45,31 @@ class Served:
 
     llm: LLM
     port: int
+    app: FastAPI
 
     @property
     def client(self) -> OpenAI:
         return OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="any", max_retries=0)
 
-    def post(self, path: str, body: Any, headers: dict[str, str] | None = None) -> tuple[int, Any]:
-        """Status and parsed body of a request; a body that is not bytes is sent as JSON."""
+    @property
+    def server(self) -> Any:
+        """What counts the answers under way."""
+        return self.app.state.server
+
+    def asked(self, path: str, body: Any, headers: dict[str, str] | None = None) -> tuple[int, Any, str]:
+        """Status, headers and text of a request; a body that is not bytes is sent as JSON."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         connection.request("POST", path, raw, {"Content-Type": "application/json", **(headers or {})})
         response = connection.getresponse()
-        text = response.read()
+        text = response.read().decode()
         connection.close()
-        return response.status, json.loads(text or b"null")
+        return response.status, response.headers, text
+
+    def post(self, path: str, body: Any, headers: dict[str, str] | None = None) -> tuple[int, Any]:
+        """Status and parsed body of a request."""
+        status, _, text = self.asked(path, body, headers)
+        return status, json.loads(text or "null")
 
     def wait_until_idle(self) -> None:
         """Until nothing is computed any more; fails after a minute."""
@@ -74,7 +87,7 @@ def serve(llm: LLM, **more: Any) -> Iterator[Served]:
         thread = threading.Thread(target=server.run, args=([listening],))
         thread.start()
         try:
-            yield Served(llm, listening.getsockname()[1])
+            yield Served(llm, listening.getsockname()[1], app)
         finally:
             server.should_exit = True
             thread.join()
@@ -193,6 +206,78 @@ def test_logprobs_of_a_completion_with_its_prompt(served: Served) -> None:
     assert logprobs.token_logprobs[len(ids) :] == pytest.approx(own, abs=1e-4)
 
 
+def test_the_prompt_alone_is_read_where_no_tokens_are_wanted(served: Served) -> None:
+    """As lm-eval's local-completions reads what a continuation is worth, with one token more or with none."""
+    ids = served.llm.encode(PROMPT + "    return 1")
+    asked = {"model": "demo", "prompt": [ids, ids[:5]], "temperature": 0, "logprobs": 1, "echo": True}
+    with_one = served.client.completions.create(**asked, max_tokens=1)
+    alone = served.client.completions.create(**asked, max_tokens=0)
+    streamed = list(served.client.completions.create(**asked, max_tokens=0, stream=True))
+    assert alone.usage is not None and alone.usage.completion_tokens == 0
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    for i, prompt in enumerate(asked["prompt"]):
+        one, more = alone.choices[i], with_one.choices[i]
+        assert one.logprobs is not None and more.logprobs is not None and one.logprobs.token_logprobs
+        assert one.logprobs.token_logprobs == more.logprobs.token_logprobs[:-1]
+        expected = served.llm.generate(prompt, params)[0].prompt_logprobs
+        assert expected is not None
+        own = [found[id].logprob for id, found in zip(prompt[1:], expected[1:], strict=True) if found]
+        assert one.logprobs.token_logprobs[1:] == pytest.approx(own, abs=1e-4)
+        assert more.text.startswith(one.text) and one.finish_reason == "length"
+        chunks = [choice for chunk in streamed for choice in chunk.choices if choice.index == i]
+        assert "".join(choice.text for choice in chunks) == one.text and chunks[-1].finish_reason == "length"
+        greedy = [max(best, key=lambda text: best[text]) for best in one.logprobs.top_logprobs[1:]]
+        assert any(text == token for text, token in zip(greedy, one.logprobs.tokens[1:], strict=True))
+
+
+@pytest.mark.parametrize("k", [0, 5, 20])
+def test_as_many_logprobs_come_as_are_asked_for(served: Served, k: int) -> None:
+    found = served.client.completions.create(model="demo", prompt=PROMPT, max_tokens=4, temperature=0, logprobs=k)
+    logprobs = found.choices[0].logprobs
+    assert logprobs is not None and logprobs.top_logprobs is not None and len(logprobs.top_logprobs) == 4
+    for token, own, best in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
+        assert max(k, 1) - 1 <= len(best) <= k + 1 and best[token] == own  # two ids may have the same text
+    chat = served.client.chat.completions.create(
+        model="demo", messages=TURNS, max_tokens=4, temperature=0, logprobs=True, top_logprobs=k
+    )
+    assert chat.choices[0].logprobs is not None and chat.choices[0].logprobs.content is not None
+    assert [len(one.top_logprobs) for one in chat.choices[0].logprobs.content] == [k] * 4
+
+
+def test_offsets_of_a_stream_are_those_of_the_whole_text(served: Served) -> None:
+    asked = {"model": "demo", "prompt": PROMPT, "max_tokens": 12, "temperature": 0, "logprobs": 0}
+    whole = served.client.completions.create(**asked).choices[0]
+    chunks = [chunk.choices[0] for chunk in served.client.completions.create(**asked, stream=True)]
+    assert whole.logprobs is not None
+    assert [at for one in chunks for at in one.logprobs.text_offset] == whole.logprobs.text_offset
+    assert [token for one in chunks for token in one.logprobs.tokens] == whole.logprobs.tokens
+    for at, token in zip(whole.logprobs.text_offset, whole.logprobs.tokens, strict=True):
+        assert whole.text[at:].startswith(token)
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+@pytest.mark.parametrize("is_last", [False, True])
+@pytest.mark.parametrize("is_continuous", [False, True])
+def test_usage_comes_where_it_is_asked_for(served: Served, path: str, is_last: bool, is_continuous: bool) -> None:
+    body = {"prompt": PROMPT, "messages": TURNS, "max_tokens": 6, "temperature": 0}
+    options = {"include_usage": is_last, "continuous_usage_stats": is_continuous}
+    text = served.asked(f"/v1/{path}", body | {"stream": True, "stream_options": options})[2]
+    *events, done = text.strip().split("\n\n")
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+    assert done == "data: [DONE]" and len({chunk["id"] for chunk in chunks}) == 1
+    expected = served.post(f"/v1/{path}", body)[1]["usage"]
+    if is_last:
+        last = chunks.pop()
+        assert last["choices"] == [] and last["usage"] == expected
+    told = [chunk.get("usage") for chunk in chunks if chunk["choices"][0].get("delta", {}).get("role") is None]
+    if is_continuous:
+        counts = [one["completion_tokens"] for one in told]
+        assert counts == sorted(counts) and told[-1] == expected
+    else:
+        assert told == [None] * len(told)
+    assert all(chunk["choices"] for chunk in chunks)
+
+
 def test_logprobs_of_a_chat_are_the_same_in_a_stream(served: Served) -> None:
     asked = {"model": "demo", "messages": TURNS, "max_tokens": 5, "temperature": 0, "logprobs": True, "top_logprobs": 2}
     whole = served.client.chat.completions.create(**asked).choices[0].logprobs
@@ -258,11 +343,16 @@ def test_answers_of_requests_at_once_are_those_of_each_alone(served: Served) -> 
         ("completions", {"prompt": "x " * 5000}, "too long"),
         ("completions", {"prompt": ["x"] * 40}, "40 answers"),
         ("completions", {}, "prompt"),
-        ("completions", [1, 2], "body"),
+        *(("completions", one, "body") for one in ([1, 2], "text", 5, True, b"null")),
+        ("completions", b"", "body"),
+        ("completions", {"prompt": [[]]}, "prompt"),
         ("completions", b"{", "JSON"),
+        ("chat/completions", [TURNS], "body"),
+        ("chat/completions", {"messages": TURNS, "stream_options": {}}, "stream_options"),
         ("chat/completions", {"messages": []}, "messages"),
         ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
         ("chat/completions", {"messages": TURNS, "response_format": {"type": "json_object"}}, "response_format"),
+        ("chat/completions", {"messages": TURNS, "response_format": {"type": "xml"}}, "response_format xml"),
         ("chat/completions", {"messages": TURNS, "tool_choice": "required"}, "tool_choice"),
         ("chat/completions", {"messages": TURNS, "top_logprobs": 2}, "logprobs"),
         ("chat/completions", {"messages": TURNS, "chat_template_kwargs": {"chat_template": "x"}}, "chat_template"),
@@ -293,6 +383,8 @@ def test_texts_and_tokens(served: Served) -> None:
     ids = served.llm.encode(PROMPT)
     assert served.post("/tokenize", {"prompt": PROMPT})[1] == {"tokens": ids, "count": len(ids), "max_model_len": 256}
     assert served.post("/detokenize", {"tokens": ids[1:]})[1] == {"prompt": PROMPT}
+    plain = served.post("/tokenize", {"prompt": PROMPT, "add_special_tokens": False})[1]["tokens"]
+    assert served.llm.tokenizer is not None and plain == served.llm.tokenizer.encode(PROMPT, add_special_tokens=False)
     ids = rendered(served.llm)
     assert served.post("/tokenize", {"messages": TURNS})[1]["tokens"] == ids
 
@@ -402,7 +494,7 @@ def test_calls_of_tools_are_held_back_from_the_text(text: str, said: str, names:
 
 def test_calls_of_tools_in_a_chat(llm: LLM) -> None:
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
-    answer = Answer(ChatRequest(messages=TURNS, tools=tools), "demo", [[1]], 1)
+    answer = Answer(ChatRequest(messages=TURNS, tools=tools), "demo", 1)
     output = llm.generate("x", SamplingParams(max_tokens=1))[0]
     answer.take(0, Piece(CALL[:30], [1, 2]))
     chunk = answer.take(0, Piece(CALL[30:], [3], output))
@@ -420,6 +512,37 @@ def test_offered_tools_reach_the_template(served: Served) -> None:
         model="demo", messages=TURNS, tools=tools, max_tokens=4, temperature=0
     )
     assert found.choices[0].message.content == alone(served.llm, rendered(served.llm, tools=tools), max_tokens=4)
+
+
+def test_calls_come_back_to_the_template_as_objects(served: Served) -> None:
+    """And none are offered where they are not wanted."""
+    call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": "import"}'}}
+    other = {"id": "call_2", "type": "function", "function": {"name": "add", "arguments": "no JSON"}}
+    turns = [*TURNS, {"role": "assistant", "content": None, "tool_calls": [call, other]}]
+    turns += [{"role": "tool", "tool_call_id": "call_1", "content": "7"}]
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    ids = served.post("/tokenize", {"messages": turns})[1]["tokens"]
+    assert served.llm.tokenizer is not None and served.llm.tokenizer.decode(ids).endswith("7\nimport")
+    asked = {"messages": TURNS, "tools": tools, "max_tokens": 1}
+    n_plain = served.post("/v1/chat/completions", {"messages": TURNS, "max_tokens": 1})[1]["usage"]["prompt_tokens"]
+    for choice, is_offered in (("none", False), ("auto", True), (None, True)):
+        usage = served.post("/v1/chat/completions", asked | {"tool_choice": choice})[1]["usage"]
+        assert (usage["prompt_tokens"] > n_plain) == is_offered
+    for forced in ("required", {"type": "function", "function": {"name": "add"}}, {"type": "allowed_tools"}):
+        status, found = served.post("/v1/chat/completions", asked | {"tool_choice": forced})
+        assert status == 400 and "no answer is forced" in found["error"]["message"]
+
+
+def test_a_format_is_told_to_a_template_that_knows_of_it(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+    asked = {"messages": TURNS, "max_tokens": 4, "temperature": 0}
+    plain = served.post("/v1/chat/completions", asked | {"response_format": {"type": "text"}})[1]["choices"]
+    assert served.post("/v1/chat/completions", asked | {"response_format": schema})[0] == 400
+    knows = TEMPLATE + "{% if response_format %}{{ response_format.json_schema.name }} = {% endif %}"
+    monkeypatch.setattr(served.llm.tokenizer, "chat_template", knows)
+    assert served.post("/v1/chat/completions", asked)[1]["choices"] == plain
+    found = served.post("/v1/chat/completions", asked | {"response_format": schema})[1]["choices"][0]["message"]
+    assert found["content"] == alone(served.llm, rendered(served.llm, response_format=schema), max_tokens=4)
 
 
 def test_a_program_that_is_told_to_end_lets_answers_end(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import json
+import logging
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable
@@ -72,48 +73,48 @@ class _Server:
     created: int = field(default_factory=lambda: int(time.time()))
     n_open: int = 0
 
-    async def answer(
-        self, http: Request, request: CompletionRequest | ChatRequest, prompts: list[list[int]]
-    ) -> Response:
-        """Answer prompts of token ids, as a stream or in one piece."""
+    async def answer(self, http: Request, request: CompletionRequest | ChatRequest) -> Response:
+        """Answer the prompts of a request, as a stream or in one piece."""
+        self.check_model(request.model)
         params = request.params(self.limits.n_answers)
-        answer = Answer(request, self.name, prompts, params.n)
+        answer = Answer(request, self.name, request.n_prompts * params.n)
         self._admit(len(answer.choices))
-        for prompt in prompts:
-            self.llm.check_prompt(prompt)
-        chunks = self._chunks(answer, prompts, params, isinstance(request, CompletionRequest) and bool(request.echo))
+        chunks = self._chunks(answer, request, params)
         if not request.stream:
             await _unless_gone(http, _drained(chunks))
             return JSONResponse(answer.whole())
         first = await _unless_gone(http, anext(chunks))  # what is wrong with a request is told by its status
-        events = _events(first, chunks, answer, request.options.include_usage)
+        events = _events(http, first, chunks, answer, request.options.include_usage)
         return StreamingResponse(events, headers={"Cache-Control": "no-cache"}, media_type="text/event-stream")
 
     def _admit(self, n: int) -> None:
-        """Raises _Refused if there is no room for so many answers more."""
+        """Count so many answers more, until `_chunks` ends. Raises _Refused if there is no room for them."""
         engine = self.llm.engine
         if engine.is_short:
             raise _Refused(503, "the device's memory is used up by the answers that are computed", retry_after=_RETRY_S)
         if n > self.limits.n_waiting:
-            raise SettingsError(
-                f"{n} answers in one request", need=f"at most {self.limits.n_waiting}", change="send several"
-            )
+            need = f"at most {self.limits.n_waiting}"
+            raise SettingsError(f"{n} answers in one request", need=need, change="send several")
         if self.n_open + n - engine.n_running > self.limits.n_waiting:
             raise _Refused(429, "too many answers wait for room", retry_after=_RETRY_S)
+        self.n_open += n
 
     async def _chunks(
-        self, answer: Answer, prompts: list[list[int]], params: SamplingParams, echo: bool
+        self, answer: Answer, request: CompletionRequest | ChatRequest, params: SamplingParams
     ) -> AsyncIterator[Json]:
         """The chunks of a stream as they come, the first when the first pass has ended. Whatever ends it aborts the answers."""
         started, end = time.perf_counter(), "aborted"
         arrived: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue()
-        tasks = [
-            asyncio.create_task(self._run(i, prompts[i // params.n], params, arrived))
-            for i in range(len(answer.choices))
-        ]
-        self.n_open += len(tasks)
-        n_left, has_begun = len(tasks), False
+        tasks: list[asyncio.Task[None]] = []
+        n_left, has_begun = len(answer.choices), False
+        echo = isinstance(request, CompletionRequest) and request.echo
         try:
+            prompts = await self._prompts(request)
+            for prompt in prompts:
+                self.llm.check_prompt(prompt)
+            answer.n_prompt = sum(map(len, prompts))
+            work = (self._run(i, prompts[i // params.n], params, arrived) for i in range(n_left))
+            tasks += map(asyncio.create_task, work)
             while n_left:
                 left_s = started + self.limits.seconds - time.perf_counter()
                 i, piece = await asyncio.wait_for(arrived.get(), max(left_s, 0))
@@ -122,7 +123,7 @@ class _Server:
                 if not has_begun:
                     has_begun = True
                     self.metrics.first_token.observe(time.perf_counter() - started)
-                    self.metrics.prompt_tokens.inc(sum(map(len, prompts)))
+                    self.metrics.prompt_tokens.inc(answer.n_prompt)
                     for chunk in answer.begin():
                         yield chunk
                 if echo and not answer.choices[i].n_tokens:
@@ -134,11 +135,11 @@ class _Server:
         except TimeoutError as error:
             end = "timeout"
             raise _Refused(504, f"the request took more than {self.limits.seconds:.0f} s") from error
-        except Exception:
-            end = "error"
+        except Exception as error:
+            end = "refused" if isinstance(error, UserError) else "error"
             raise
         finally:
-            self.n_open -= len(tasks)
+            self.n_open -= len(answer.choices)
             for task in tasks:
                 task.cancel()
             self.metrics.requests.labels(end).inc()
@@ -164,9 +165,16 @@ class _Server:
     def text(self, ids: list[int], **how: Any) -> str:
         return "" if self.llm.tokenizer is None else str(self.llm.tokenizer.decode(ids, **how))
 
-    async def encode(self, prompt: str | list[int], **how: Any) -> list[int]:
+    async def _prompts(self, request: CompletionRequest | ChatRequest) -> list[list[int]]:
+        if isinstance(request, ChatRequest):
+            return [await self.render(request)]
+        return [await self.encode(one) for one in request.prompts]
+
+    async def encode(self, prompt: str | list[int], add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt; a long text holds nobody else up."""
-        return prompt if isinstance(prompt, list) else await asyncio.to_thread(self.llm.encode, prompt, **how)
+        if isinstance(prompt, list):
+            return prompt
+        return await asyncio.to_thread(self.llm.encode, prompt, add_special_tokens)
 
     async def render(self, request: ChatRequest) -> list[int]:
         """Token ids of a conversation. Raises PromptError or SettingsError for what the model's template does not take."""
@@ -175,7 +183,12 @@ class _Server:
         reserved = given.keys() & inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys()
         if reserved:
             raise SettingsError(f"chat_template_kwargs {min(reserved)}", need="variables of the model's template")
+        wanted = request.wanted_format
+        if wanted and "response_format" not in str(self.llm.tokenizer and self.llm.tokenizer.chat_template):
+            problem, need = f"response_format {wanted['type']}", "a model whose chat template knows of it, or text"
+            raise SettingsError(problem, need=need, change="ask in the prompt")
         options = {"add_generation_prompt": True, "tools": request.offered_tools, **given}
+        options |= {"response_format": wanted} if wanted else {}
         turns = request.turns()
         if not turns:
             raise PromptError("messages", need="at least one", have="none", change="send the user's turn")
@@ -204,6 +217,7 @@ def make_app(
     """
     server = _Server(llm, name, limits, Metrics(llm))
     app = FastAPI(title="offload_rt", docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.server = server
     app.add_middleware(Limits, api_key=api_key, hosts=hosts, n_body=limits.n_body)
     for kind in (RequestValidationError, HTTPException, OffloadError, _Refused, Exception):
         app.add_exception_handler(kind, _told)
@@ -224,13 +238,11 @@ def _add_openai_routes(app: FastAPI, server: _Server) -> None:
 
     @app.post("/v1/completions")
     async def completions(http: Request, request: CompletionRequest) -> Response:
-        server.check_model(request.model)
-        return await server.answer(http, request, [await server.encode(one) for one in request.prompts])
+        return await server.answer(http, request)
 
     @app.post("/v1/chat/completions")
     async def chat(http: Request, request: ChatRequest) -> Response:
-        server.check_model(request.model)
-        return await server.answer(http, request, [await server.render(request)])
+        return await server.answer(http, request)
 
 
 def _add_other_routes(app: FastAPI, server: _Server) -> None:
@@ -239,12 +251,12 @@ def _add_other_routes(app: FastAPI, server: _Server) -> None:
         if request.messages is not None:
             ids = await server.render(ChatRequest(messages=request.messages))
         else:
-            ids = await server.encode(request.prompt or "")
+            ids = await server.encode(request.prompt or "", request.add_special_tokens)
         return {"tokens": ids, "count": len(ids), "max_model_len": server.llm.max_model_len}
 
     @app.post("/detokenize")
     async def detokenize(request: DetokenizeRequest) -> Json:
-        return {"prompt": server.text(request.tokens)}
+        return {"prompt": await asyncio.to_thread(server.text, request.tokens)}
 
     @app.get("/health")
     async def health() -> Response:
@@ -284,16 +296,20 @@ async def _told(http: Request, error: Exception) -> Response:
     return error_response(status, text, code, _RETRY_S if status == 503 else None)
 
 
-async def _events(first: Json, chunks: AsyncIterator[Json], answer: Answer, has_usage: bool) -> AsyncIterator[str]:
-    """Server-sent events of chunks. An error that comes in the middle is one of them."""
+async def _events(
+    http: Request, first: Json, chunks: AsyncIterator[Json], answer: Answer, has_usage: bool
+) -> AsyncIterator[str]:
+    """Server-sent events of chunks. An error that comes in the middle is the last of them."""
     try:
         yield _event(first)
         async for chunk in chunks:
             yield _event(chunk)
         if has_usage:
             yield _event(answer.end())
-    except (OffloadError, _Refused) as error:
-        yield _event({"error": {"message": str(error), "type": "server_error", "param": None, "code": None}})
+    except Exception as error:
+        yield f"data: {bytes((await _told(http, error)).body).decode()}\n\n"
+        if not isinstance(error, OffloadError | _Refused):
+            logging.getLogger("uvicorn.error").exception("in the middle of a stream")
     yield "data: [DONE]\n\n"
 
 

@@ -1,6 +1,7 @@
 """What OpenAI's clients send. Fields that are not known are ignored; what is not computed is refused."""
 
-from typing import Annotated, Any, Literal
+import json
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, Field
 
@@ -12,7 +13,10 @@ _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
     "n", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens",
 )  # fmt: skip
-_MOST_LOGPROBS = 20
+_MOST_LOGPROBS, _MOST_STOPS = 20, 64
+_Item = TypeVar("_Item")
+# The first wrong item is told: with a million of them, the errors would take gigabytes.
+Several = Annotated[list[_Item], Field(fail_fast=True)]
 
 
 class StreamOptions(BaseModel):
@@ -45,8 +49,8 @@ class Sampled(BaseModel):
     logit_bias: dict[int, float] | None = None
     n: int | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Several[str] | None = None
+    stop_token_ids: Several[int] | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
 
@@ -68,6 +72,8 @@ class Sampled(BaseModel):
             )
         if (self.n or 1) > n_most:
             raise SettingsError(f"n is {self.n}", need=f"at most {n_most}", change="ask several times")
+        if isinstance(self.stop, list) and len(self.stop) > _MOST_STOPS:
+            raise SettingsError(f"{len(self.stop)} texts in stop", need=f"at most {_MOST_STOPS}")
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         if (seed := given.get("seed")) is not None:
             given["seed"] = seed % 2**63
@@ -77,7 +83,7 @@ class Sampled(BaseModel):
 class CompletionRequest(Sampled):
     """Of /v1/completions."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | Several[int] | Several[str] | Several[Several[int]]
     echo: bool | None = None
     logprobs: int | None = None
     best_of: int | None = None
@@ -91,6 +97,16 @@ class CompletionRequest(Sampled):
         ids = [one for one in self.prompt if isinstance(one, int)]
         return [ids] if ids else self.prompt  # type: ignore[return-value]  # no ids: these are several prompts
 
+    @property
+    def n_prompts(self) -> int:
+        """Each has answers of its own."""
+        return len(self.prompts)
+
+    @property
+    def reads_only(self) -> bool:
+        """Whether the prompt alone is wanted, for its log-probabilities."""
+        return bool(self.echo) and self.max_tokens == 0
+
     def params(self, n_most: int) -> SamplingParams:
         """How tokens are chosen. Raises SettingsError for what cannot be computed."""
         if self.suffix:
@@ -101,33 +117,30 @@ class CompletionRequest(Sampled):
             raise PromptError("prompt", need="a text or token ids", have="an empty list")
         check_logprobs("logprobs", self.logprobs)
         more = {"logprobs": self.logprobs, "prompt_logprobs": self.logprobs if self.echo else None}
-        return self.sampling(n_most, 16 if self.max_tokens is None else self.max_tokens, **more)  # OpenAI's default
-
-
-class ResponseFormat(BaseModel):
-    """Of an answer."""
-
-    type: str = "text"
+        # OpenAI's default is 16; the pass that reads a prompt makes a token, wanted or not.
+        most = 1 if self.reads_only else 16 if self.max_tokens is None else self.max_tokens
+        return self.sampling(n_most, most, **more)
 
 
 class ChatRequest(Sampled):
     """Of /v1/chat/completions."""
 
-    messages: list[dict[str, Any]]
+    messages: Several[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Several[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
-    response_format: ResponseFormat | None = None
+    response_format: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    n_prompts: ClassVar[int] = 1
+    reads_only: ClassVar[bool] = False
 
     def params(self, n_most: int) -> SamplingParams:
         """How tokens are chosen. Raises SettingsError for what cannot be computed."""
-        if self.response_format is not None and self.response_format.type != "text":
-            raise SettingsError(f"response_format {self.response_format.type}", need="text", change="ask in the prompt")
         if self.tool_choice not in (None, "none", "auto"):
-            raise SettingsError(f"tool_choice {self.tool_choice}", need="none or auto", change="ask in the prompt")
+            change = "ask in the prompt: no answer is forced into a form"
+            raise SettingsError(f"tool_choice {self.tool_choice}", need="none or auto", change=change)
         check_logprobs("top_logprobs", self.top_logprobs)
         if self.top_logprobs and not self.logprobs:
             raise SettingsError("top_logprobs", need="logprobs to be true", change="set it")
@@ -139,29 +152,52 @@ class ChatRequest(Sampled):
         """Those that the model may call."""
         return None if self.tool_choice == "none" else self.tools
 
+    @property
+    def wanted_format(self) -> dict[str, Any] | None:
+        """Of the answer; None for text. Raises SettingsError for what OpenAI does not know."""
+        kind = (self.response_format or {"type": "text"}).get("type")
+        if kind not in ("text", "json_object", "json_schema"):
+            raise SettingsError(f"response_format {kind}", need="text, json_object or json_schema")
+        return None if kind == "text" else self.response_format
+
     def turns(self) -> list[dict[str, Any]]:
-        """The messages with texts in place of lists of parts. Raises PromptError for what is no text."""
-        return [{**one, "content": _text_of(one.get("content"))} for one in self.messages]
+        """The messages as templates take them: with texts in place of lists of parts, and objects as arguments of calls.
+
+        Raises PromptError for what is no text.
+        """
+        turns = [{**one, "content": _text_of(one.get("content"))} for one in self.messages]
+        for turn in (turn for turn in turns if isinstance(turn.get("tool_calls"), list)):
+            turn["tool_calls"] = [_with_object(call) for call in turn["tool_calls"]]
+        return turns
 
 
 class TokenizeRequest(BaseModel):
     """Of /tokenize."""
 
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Several[dict[str, Any]] | None = None
     add_special_tokens: bool = True
 
 
 class DetokenizeRequest(BaseModel):
     """Of /detokenize."""
 
-    tokens: list[int]
+    tokens: Several[Annotated[int, Field(ge=0, lt=2**32)]]
 
 
 def check_logprobs(name: str, n: int | None) -> None:
     """Raises SettingsError unless so many log-probabilities may be asked for."""
     if n is not None and not 0 <= n <= _MOST_LOGPROBS:
         raise SettingsError(f"{name} is {n}", need=f"0 to {_MOST_LOGPROBS}", change="ask for fewer")
+
+
+def _with_object(call: Any) -> Any:
+    """A call of a function with its arguments as an object, which OpenAI has as a text."""
+    try:
+        function = call["function"]
+        return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+    except (TypeError, KeyError, ValueError, RecursionError):  # an object already, or for the template to refuse
+        return call
 
 
 def _text_of(content: Any) -> str:

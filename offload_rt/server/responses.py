@@ -3,7 +3,7 @@
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import isnan
 from typing import Any
@@ -40,12 +40,13 @@ class Choice:
 
 
 class Answer:
-    """What becomes of a request of either kind. Its `n` answers to each prompt come one behind the other."""
+    """What becomes of a request of either kind, in n answers. Those to a prompt come one behind the other.
 
-    def __init__(
-        self, request: CompletionRequest | ChatRequest, name: str, prompts: Sequence[Sequence[int]], n: int
-    ) -> None:
-        self._request, self._n_prompt = request, sum(map(len, prompts))
+    n_prompt  tokens of all prompts
+    """
+
+    def __init__(self, request: CompletionRequest | ChatRequest, name: str, n: int) -> None:
+        self._request, self.n_prompt = request, 0
         self._chat = request if isinstance(request, ChatRequest) else None
         self._head = {
             "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}",
@@ -54,7 +55,7 @@ class Answer:
             "model": name,
         }
         offered = self._chat is not None and bool(self._chat.offered_tools)
-        self.choices = [Choice(ToolText(offered)) for _ in range(len(prompts) * n)]
+        self.choices = [Choice(ToolText(offered)) for _ in range(n)]
 
     def begin(self) -> list[Json]:
         """The first chunks of a stream: who speaks in each answer of a chat."""
@@ -72,6 +73,8 @@ class Answer:
     def take(self, i: int, piece: Piece) -> Json:
         """Add what a pass brought to an answer; returns the chunk of a stream."""
         choice = self.choices[i]
+        if self._request.reads_only:
+            piece = replace(piece, text="", token_ids=[], logprobs=[])
         n_before, text = len(choice.text), choice.tools.take(piece.text)
         if piece.output is not None:
             rest, choice.calls = choice.tools.end()
@@ -105,7 +108,7 @@ class Answer:
     def usage(self) -> Json:
         """Tokens so far."""
         n = sum(one.n_tokens for one in self.choices)
-        return {"prompt_tokens": self._n_prompt, "completion_tokens": n, "total_tokens": self._n_prompt + n}
+        return {"prompt_tokens": self.n_prompt, "completion_tokens": n, "total_tokens": self.n_prompt + n}
 
     def _whole(self, i: int) -> Json:
         choice = self.choices[i]

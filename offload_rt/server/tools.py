@@ -43,6 +43,6 @@ def _call_of(text: str) -> dict[str, Any] | None:
     try:
         found = json.loads(text)
         function = {"name": found["name"], "arguments": json.dumps(found.get("arguments", {}), ensure_ascii=False)}
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}

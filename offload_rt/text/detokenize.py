@@ -1,10 +1,11 @@
 """From a prompt to token ids, and from token ids to text that comes out token by token."""
 
 from collections.abc import Mapping, Sequence
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload_rt.errors import CheckpointError, PromptError
+from offload_rt.errors import CapacityError, CheckpointError, PromptError
 
 if TYPE_CHECKING:  # it takes a third of a second to load, and a plan needs none
     from transformers import PreTrainedTokenizerBase
@@ -101,34 +102,39 @@ def _of_gguf(path: Path) -> "PreTrainedTokenizerBase | None":
     return PreTrainedTokenizerFast(**settings)  # type: ignore[no-untyped-call]  # theirs
 
 
-def encode(tokenizer: "PreTrainedTokenizerBase", text: str, has_special: bool = False) -> list[int]:
-    """Token ids of a text; the tokenizer adds special tokens to it, unless it has them.
+def encode(
+    tokenizer: "PreTrainedTokenizerBase", text: str, n_most: float = inf, add_special_tokens: bool = True
+) -> list[int]:
+    """Token ids of a text of at most so many characters.
 
-    Raises PromptError if the tokenizer has no ids for it.
+    Raises PromptError if the tokenizer has no ids for it, CapacityError if it is longer.
     """
+    if len(text) > n_most:
+        need = f"at most {n_most} characters, what the context holds of the longest tokens"
+        raise CapacityError("the prompt is too long", need=need, have=str(len(text)), change="shorten it")
     try:
-        return list(tokenizer.encode(text, add_special_tokens=not has_special))
+        return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
     except Exception as error:  # tokenizers raises bare Exception where a vocabulary lacks what its own rules need
         problem = f"the model's tokenizer failed: {_brief(error)}"
         raise PromptError(problem, change="use the tokenizer of this model") from error
 
 
 def encode_chat(
-    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], options: Mapping[str, Any]
+    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], options: Mapping[str, Any], n_most: float = inf
 ) -> list[int]:
     """Token ids of a conversation through the model's chat template, which transformers renders in a sandbox of jinja.
 
     options  of `apply_chat_template`, and variables of the template
-    Raises PromptError if the template is missing or fails.
+    Raises PromptError if the template is missing or fails, CapacityError for more than `n_most` characters.
     """
-    change = "use another model, or give the whole text as a prompt without --chat"
+    change = "use another model, or give the whole text as a prompt in place of a chat"
     if not (tokenizer.chat_template or options.get("chat_template")):
         raise PromptError("the model has no chat template", change=change)
     try:
         text = tokenizer.apply_chat_template([dict(one) for one in messages], **{**options, "tokenize": False})
     except Exception as error:  # a template is a program: it raises anything
         raise PromptError(f"the model's chat template failed: {_brief(error)}", change=change) from error
-    return encode(tokenizer, str(text), has_special=True)
+    return encode(tokenizer, str(text), n_most, add_special_tokens=False)
 
 
 def _brief(error: Exception) -> str:
