@@ -134,7 +134,7 @@ class LLM:
         checkpoint, self._end_ids = open_checkpoint(directory), end_ids(directory)
         self._defaults, self.tokenizer = sampling_defaults(directory), load_tokenizer(directory)
         self.engine_plan = plan_engine(config, checkpoint, find_draft(config, drafting, checkpoint, self.tokenizer))
-        self._closes = weakref.finalize(self, self.engine_plan.disk.close)
+        self._closes = weakref.finalize(self, self.engine_plan.close)
 
     @property
     def plan(self) -> Plan:

@@ -47,9 +47,9 @@ def load(engine_plan: EnginePlan, trace: Trace, progress: Progress | None = None
     Raises LinkError if a weight cannot be read. The plan's files are closed with the engine, or here where loading fails.
     """
     plan, disk, device = engine_plan.plan, engine_plan.disk, engine_plan.device
-    checkpoint, draft = engine_plan.checkpoint, engine_plan.drafting.draft
+    checkpoint, draft = engine_plan.layers, engine_plan.drafting.draft
     with ExitStack() as closes, ExitStack() as loading:
-        closes.callback(disk.close)
+        closes.callback(engine_plan.close)
         if device.type == "cuda":
             closes.callback(torch.cuda.empty_cache)
             _cap_device_memory(plan.budget.device, device, closes)
@@ -63,6 +63,8 @@ def load(engine_plan: EnginePlan, trace: Trace, progress: Progress | None = None
         if engine_plan.drafting.type.drafts_by_copy:  # what is not in memory as it is in the file is read for its copy
             again = ("disk",) if engine_plan.link.sizes is None else ("disk", "host")
             n_bytes += sum(files[0].nbytes(i) for i, name in enumerate(plan.tiers) if name in again)
+        if engine_plan.experts is not None and device.type == "cuda":
+            n_bytes += sum(engine_plan.experts.tier.nbytes(i) for i in range(len(engine_plan.experts.records)))
         loader = Loader(device, host, Meter(n_bytes, progress), closes, cpus_near(device))
         capture, n_nodes = CudaCapture() if device.type == "cuda" else None, engine_plan.limits.n_nodes
         # Passes of a draft are in the trace as levels of a tree; layer by layer they would fill it.
@@ -82,6 +84,8 @@ def load(engine_plan: EnginePlan, trace: Trace, progress: Progress | None = None
             n_keys = draft_rows(engine_plan.max_model_len, n_nodes)
             draft_runner.use_graphs(GraphShape(n_nodes, n_keys, ROWS_PER_NODE * n_nodes), capture, _CAPTURING_S)
         runner = loader.runner(checkpoint.spec, checkpoint.format, engine_plan.dtype, target, trace, engine_plan)
+        if engine_plan.experts is not None:
+            runner.experts = loader.experts(runner, engine_plan.experts, plan)
         if draft_runner is not None and isinstance(draft_runner.spec, Head):
             runner.taps, draft_runner.taps = draft_runner.spec.taps, (1,)
             draft_runner.non_layer = draft_runner.spec.weights_beside(draft_runner.non_layer, runner.non_layer, device)

@@ -2,17 +2,19 @@
 
 import os
 import platform
+from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
 from offload_rt.config import EngineConfig, format_size
 from offload_rt.engine import profile
 from offload_rt.engine.link import Link, choose_link
-from offload_rt.engine.memory_plan import LIBRARIES, READ_BUFFERS, MemoryPlan, Sizes, less_margin, plan_memory
+from offload_rt.engine.memory_plan import LIBRARIES, READ_BUFFERS, MemoryPlan, Sizes, less_margin, plan_touched
 from offload_rt.errors import CapacityError, DeviceError, SettingsError
-from offload_rt.offload.disk import DiskTier
-from offload_rt.offload.placement import MemoryBudget, Plan
+from offload_rt.offload.disk import DiskTier, ReadSettings
+from offload_rt.offload.placement import ExpertSizes, MemoryBudget, Plan
 from offload_rt.offload.sidecar import SidecarTier
 from offload_rt.speculate.draft_model import DraftModel
 from offload_rt.speculate.learner import learning_nbytes
@@ -21,8 +23,31 @@ from offload_rt.system.machine import cards, memory_free, memory_limit
 from offload_rt.system.ranks import joined
 from offload_rt.weights import int4
 from offload_rt.weights.checkpoint import Checkpoint
+from offload_rt.weights.header import TensorRecord
 from offload_rt.weights.layout import PAGE, align_up
 from offload_rt.weights.lossless import decoded_layout
+
+
+@dataclass(frozen=True)
+class ExpertFiles:
+    """A checkpoint whose experts are blocks of their own.
+
+    rest     it without them
+    records  of each expert, layer by layer
+    tier     these, opened
+    """
+
+    rest: Checkpoint
+    records: tuple[tuple[TensorRecord, ...], ...]
+    tier: DiskTier
+
+    @classmethod
+    def open(
+        cls, rest: Checkpoint, records: tuple[tuple[TensorRecord, ...], ...], device: torch.device,
+        settings: ReadSettings | None = None,
+    ) -> "ExpertFiles":  # fmt: skip
+        """To be read to where they are computed, or for a card to memory of the host, laid out as on the card."""
+        return cls(rest, records, DiskTier(records, settings, packed=device.type == "cuda"))
 
 
 @dataclass(frozen=True)
@@ -30,6 +55,7 @@ class EnginePlan(MemoryPlan):
     """All that is decided before a weight moves.
 
     disk    the target's layers, opened
+    experts of the target that are no part of its layers; None: they are
     link    how those that are streamed come
     notice  what the user should know of device and weights; empty if nothing
     """
@@ -41,6 +67,18 @@ class EnginePlan(MemoryPlan):
     disk: DiskTier | SidecarTier
     link: Link
     notice: str
+    experts: ExpertFiles | None = None
+
+    @property
+    def layers(self) -> Checkpoint:
+        """The target, without experts that are no part of its layers."""
+        return self.checkpoint if self.experts is None else self.experts.rest
+
+    def close(self) -> None:
+        """Close the files."""
+        self.disk.close()
+        if self.experts is not None:
+            self.experts.tier.close()
 
 
 def pick_device(name: str) -> torch.device:
@@ -100,20 +138,36 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting
     budget = memory_budget(config, device)
     link = choose_link(config, checkpoint, device)
     disk: DiskTier | SidecarTier = DiskTier(checkpoint.layers)
+    experts: ExpertFiles | None = None
     try:
         draft = _draft_sizes(checkpoint, drafting, dtype, device)
-        layer_nbytes = tuple(disk.layout(i).nbytes for i in range(checkpoint.spec.n_layers))
-        packed = tuple(align_up(decoded_layout(layer).nbytes, PAGE) for layer in checkpoint.layers)
-        if device.type == "cuda" or link.sizes:  # also packed; only slots on the host hold layers as they lie in files
-            layer_nbytes = tuple(map(max, layer_nbytes, packed))
+        is_packed = device.type == "cuda" or link.sizes is not None
+        layer_nbytes = _layer_nbytes(checkpoint, disk, is_packed)
         if link.encodes:  # a layer is read whole before it is encoded
-            budget = replace(budget, buffers=budget.buffers + max(packed))
+            budget = replace(budget, buffers=budget.buffers + max(_packed_nbytes(checkpoint)))
         target = replace(Sizes.of_checkpoint(checkpoint, dtype), layer_nbytes=layer_nbytes, link=link.sizes)
-        memory = plan_memory(config, drafting, (target, draft), dtype, budget)
+
+        @cache
+        def divide() -> Sizes | None:
+            """The target with its experts as blocks of their own, which are opened."""
+            nonlocal experts
+            divided = checkpoint.by_expert() if link.sizes is None else None
+            if divided is None or checkpoint.spec.mixture is None:
+                return None
+            experts = ExpertFiles.open(*divided, device)
+            nbytes = max(experts.tier.layout(i).nbytes for i in range(len(experts.records)))
+            with closing(DiskTier(experts.rest.layers)) as rest:
+                layers = _layer_nbytes(experts.rest, rest, is_packed)
+            return replace(target, layer_nbytes=layers, experts=ExpertSizes(checkpoint.spec.mixture, nbytes))
+
+        memory = plan_touched(config, drafting, (target, draft), divide, dtype, budget)
         if (ranks := joined()) is not None:
             max_len, n_nodes = ranks.least(memory.max_model_len, memory.limits.n_nodes)
             same = replace(config, max_model_len=max_len, tree_size=n_nodes)
-            memory = plan_memory(same, drafting, (target, draft), dtype, budget)
+            memory = plan_touched(same, drafting, (target, draft), divide, dtype, budget)
+        if experts is not None and memory.plan.experts is None:
+            experts.tier.close()
+            experts = None
         _check_resident(memory.plan, drafting)
         if link.encodes and memory.plan.tiers.count("disk"):
             raise CapacityError(
@@ -125,20 +179,36 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting
         if reads_disk or link.sidecar:
             settings = profile.read_settings(checkpoint.layers) if reads_disk else disk.settings
             disk.close()
+            if experts is not None:
+                experts.tier.close()
+                experts = ExpertFiles.open(experts.rest, experts.records, device, settings)
             decodes = device.type == "cpu"
             disk = (
-                SidecarTier(link.sidecar, settings, decodes) if link.sidecar else DiskTier(checkpoint.layers, settings)
-            )
+                SidecarTier(link.sidecar, settings, decodes) if link.sidecar
+                else DiskTier((experts.rest if experts else checkpoint).layers, settings)
+            )  # fmt: skip
     except BaseException:
         disk.close()
+        if experts is not None:
+            experts.tier.close()
         raise
     of_weights = checkpoint.format.notice, checkpoint.spec.notice, link.notice
     notices = (_notice(config.device, device), *of_weights, _kv_notice(memory.plan))
     return EnginePlan(
         memory.plan, memory.limits, memory.max_model_len, memory.cache_rows, memory.view_rows,
         checkpoint, drafting, device, dtype, disk, link,
-        "\n".join(filter(None, notices)),
+        "\n".join(filter(None, notices)), experts,
     )  # fmt: skip
+
+
+def _layer_nbytes(checkpoint: Checkpoint, disk: DiskTier | SidecarTier, is_packed: bool) -> tuple[int, ...]:
+    """Bytes of layers as they lie in files, or also packed: only slots on the host hold layers as they lie in files."""
+    found = (disk.layout(i).nbytes for i in range(checkpoint.spec.n_layers))
+    return tuple(map(max, found, _packed_nbytes(checkpoint))) if is_packed else tuple(found)
+
+
+def _packed_nbytes(checkpoint: Checkpoint) -> list[int]:
+    return [align_up(decoded_layout(layer).nbytes, PAGE) for layer in checkpoint.layers]
 
 
 def _draft_sizes(checkpoint: Checkpoint, drafting: Drafting, dtype: torch.dtype, device: torch.device) -> Sizes | None:

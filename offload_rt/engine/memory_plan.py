@@ -5,6 +5,8 @@ It needs only the sizes of a model, so a machine can be planned for from a confi
 
 import math
 from bisect import bisect_right
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,7 +17,16 @@ from offload_rt.executor.runner import CHUNK_ROWS
 from offload_rt.kv.cache import ContiguousCache, KVBytes
 from offload_rt.kv.host import KVSplit, RowFormat
 from offload_rt.models.architecture import Architecture, TensorShape
-from offload_rt.offload.placement import LinkSizes, MemoryBudget, Plan, ReservedMemory, least_budget, place_layers
+from offload_rt.offload.placement import (
+    ExpertSizes,
+    LinkSizes,
+    MemoryBudget,
+    Plan,
+    ReservedMemory,
+    least_budget,
+    place_layers,
+    with_expert_slots,
+)
 from offload_rt.speculate.draft_model import ROWS_PER_NODE, draft_rows, view_rows
 from offload_rt.speculate.protocols import DraftLimits
 from offload_rt.speculate.select import Drafting
@@ -46,6 +57,7 @@ class Sizes:
     view_nbytes       bytes that using the weights where they lie takes besides, such as a copy of a converted matrix
     stand_in          bytes of the copy of a layer, where these are the copies by which a target drafts itself
     link              sizes of the layers on their way; None: as where they are computed
+    experts           that are no part of the layers but blocks of their own; None: there are no such
     """
 
     spec: Architecture
@@ -55,6 +67,7 @@ class Sizes:
     view_nbytes: int = 0
     stand_in: int = 0
     link: LinkSizes | None = None
+    experts: ExpertSizes | None = None
 
     @property
     def nbytes(self) -> int:
@@ -115,6 +128,40 @@ class MemoryPlan:
 def less_margin(free: int) -> int:
     """Free bytes without those that are left to others."""
     return max(free - max(int(free * _MARGIN), _LEAST_MARGIN), 0)
+
+
+def plan_touched(
+    config: EngineConfig, drafting: Drafting, models: tuple[Sizes, Sizes | None],
+    divide: Callable[[], Sizes | None], dtype: torch.dtype, budget: MemoryBudget,
+) -> MemoryPlan:  # fmt: skip
+    """`plan_memory`, by whole layers or with the experts of the target as blocks of their own, whichever moves less.
+
+    divide  gives the target so divided; None: it cannot be
+    Beside a card all its experts lie on the host. Raises CapacityError as `plan_memory` where neither can lie anywhere.
+    """
+    whole, problem = None, None
+    try:
+        whole = plan_memory(config, drafting, models, dtype, budget)
+    except CapacityError as error:
+        problem = error
+    divided = None if whole is not None and whole.plan.is_resident else divide()
+    if divided is not None and divided.experts is not None:
+        if budget.has_card:
+            budget = replace(budget, buffers=budget.buffers + divided.experts.n_blocks * divided.experts.nbytes)
+        if budget.host >= budget.buffers:
+            with suppress(CapacityError):
+                touched = plan_memory(config, drafting, (divided, models[1]), dtype, budget)
+                if whole is None or _moved(touched, config) < _moved(whole, config):
+                    return touched
+    if whole is None:
+        assert problem is not None
+        raise problem
+    return whole
+
+
+def _moved(memory: MemoryPlan, config: EngineConfig) -> int:
+    """Bytes that plain decoding brings to the device in a pass."""
+    return sum(memory.plan.pass_bytes.at(0, config.max_num_seqs).values())
 
 
 def plan_memory(
@@ -212,7 +259,8 @@ class _Memory:
             change = "raise it, or lower --max-model-len or --tree-size"
             raise CapacityError("--kv-memory is too small", need=need, have=format_size(most), change=change)
         if is_whole:
-            return place_layers(self.target.layer_nbytes, needed, self.budget, self.target.link)
+            plan = place_layers(self.target.layer_nbytes, needed, self.budget, self.target.link)
+            return plan if self.target.experts is None else with_expert_slots(plan, self.target.experts)
         split = self._split(max_len, n_nodes)
         if most is None:
             spare = self.budget.device - self._place(max_len, split).device_nbytes
@@ -263,6 +311,7 @@ def reserved_memory(
         scratch=hidden + tapped + target.view_nbytes + spec.scratch_nbytes(rows, n_nodes, dtype.itemsize),
         draft=_draft_nbytes(draft, spec.vocab_size, max_len, n_nodes) if draft else 0,
         stand_in=draft.stand_in if draft else 0,
+        experts=target.experts.least if target.experts else 0,
     )
 
 

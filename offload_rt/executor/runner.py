@@ -19,6 +19,7 @@ from offload_rt.kv.host import HostCache, KVShare
 from offload_rt.kv.sparse import SparseCache
 from offload_rt.models.architecture import Architecture, LayerWeights
 from offload_rt.models.heads import HeadDecoder
+from offload_rt.offload.expert_cache import ExpertCache
 from offload_rt.offload.far_rows import FarRows
 from offload_rt.offload.streamer import LayerView, Streamer
 from offload_rt.system.trace import COMPUTE, Trace
@@ -59,6 +60,7 @@ class Runner:
 
     kv   the kind of caches that are all on the device
     far  where rows lie that are not; None: all are
+    experts  of mixtures that come as rows need them; None: they are part of their layers
     taps    after how many layers a pass leaves the hidden states of its rows for a drafter, see `tapped`
     tapped  (n_rows, len(taps), hidden_size) for each step of the last pass, until the next one
     meanwhile  called behind each layer, while the next one may be on its way
@@ -74,6 +76,7 @@ class Runner:
     trace: Trace
     kv: type[ContiguousCache] = ContiguousCache
     far: FarRows | None = None
+    experts: ExpertCache | None = None
     taps: tuple[int, ...] = ()
     meanwhile: Callable[[], None] = lambda: None
     tell: Callable[..., None] = _tell_nobody
@@ -161,6 +164,8 @@ class Runner:
         self._graphs = None
         if self.far is not None:
             self.far.close()
+        if self.experts is not None:
+            self.experts.close()
         self.streamer.close()
 
     @property
@@ -195,9 +200,22 @@ class Runner:
 
     def layer(self, block: LayerView, hidden: Tensor, chunks: Sequence[Chunk]) -> None:
         """One layer on all rows, in place: hidden (n, hidden_size)."""
-        weights = self.format.view(block.layout, block.data, self.dtype)
+        weights = self._weights(block)
         for chunk in chunks:
             hidden[chunk.rows] = self.spec.layer(block.i, weights, hidden[chunk.rows], chunk)
+
+    def _weights(self, block: LayerView) -> LayerWeights:
+        weights = self.format.view(block.layout, block.data, self.dtype)
+        if self.experts is not None:
+            weights.experts = self.experts.of_layer(block.i, partial(self._following, block.i))
+        return weights
+
+    def _following(self, i: int) -> LayerWeights | None:
+        """The weights of the next layer that has experts, where it is on the device."""
+        assert self.experts is not None
+        layers = (j for j in self.experts.sources.mixture.layers if j > i)
+        there = next((self.streamer.resident(j) for j in layers), None)
+        return None if there is None else self._weights(there)
 
     @_everywhere
     def shrink_chunks(self) -> bool:

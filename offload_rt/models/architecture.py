@@ -1,7 +1,7 @@
 """What the rest of the package asks of a model, whatever its layers look like."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
@@ -33,8 +33,34 @@ class KVShape(NamedTuple):
     v_dim: int
 
 
+class Mixture(NamedTuple):
+    """Layers that have experts: `n_experts` each, of which a row takes `n_used`."""
+
+    layers: tuple[int, ...]
+    n_experts: int
+    n_used: int
+
+
+class LayerExperts(Protocol):
+    """The experts of one layer where they are no part of it but come as rows need them."""
+
+    def arrive(self, n_rows: Mapping[int, int]) -> "Iterator[tuple[int, LayerWeights]]":
+        """Each of these experts, which so many rows take, those first that are there; its weights are gone at the next step."""
+
+    def following(self) -> "LayerWeights | None":
+        """The weights of the next layer that has experts, without these; None where they are not there."""
+
+    def expect(self, experts: Sequence[int]) -> None:
+        """Rows are likely to take these experts of the next layer that has some, the likeliest first; empty: nobody knows."""
+
+
 class LayerWeights(Protocol):
-    """The weights of one layer, or those outside the layers, however they are stored."""
+    """The weights of one layer, or those outside the layers, however they are stored.
+
+    experts  where they are no part of these weights
+    """
+
+    experts: LayerExperts | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -122,6 +148,15 @@ class Architecture(ABC):
     def kv_shapes(self) -> tuple[KVShape, ...]:
         """Of each layer of the cache, by the numbers that `attend` is called with."""
         return (KVShape(self.n_kv_heads, self.head_dim, self.head_dim),) * self.n_layers
+
+    @property
+    def mixture(self) -> Mixture | None:
+        """Of layers whose experts may come one by one; None where there are none."""
+        return None
+
+    def expert_names(self, i: int) -> Mapping[str, int | None]:
+        """The expert that a module of layer i belongs to, by its name; None: the tensor of that name has a row for each."""
+        return {}
 
     @abstractmethod
     def layer_prefix(self, i: int) -> str:

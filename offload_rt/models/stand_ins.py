@@ -1,5 +1,7 @@
 """What the modules of a model of transformers meet in place of their cache, attention, masks and parameters."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,8 +12,9 @@ from transformers.cache_utils import Cache
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 from transformers.masking_utils import AttentionMaskInterface
 
+from offload_rt import ops
 from offload_rt.errors import UnsupportedModelError
-from offload_rt.models.architecture import LayerWeights, PassContext
+from offload_rt.models.architecture import LayerExperts, LayerWeights, PassContext
 
 # Names under which transformers finds what is ours: in passes, where nobody makes masks, and while a model is traced.
 NAME, TRACED = "offload_rt", "offload_rt_traced"
@@ -33,11 +36,13 @@ class PassCache(Cache):
 
     Layers of the cache are numbered in the order in which attention is first computed.
     windows  by layer of the model and attention in it: how many positions back a row sees
+    chosen   by layer, while a model is traced: the module of experts, and the experts (n_rows, n_used) that it is called with
     """
 
     def __init__(self) -> None:
         self.layers = []
         self.windows: dict[tuple[int, int], int | None] = {}
+        self.chosen: dict[int, list[tuple[nn.Module, Any]]] = {}
         self._context: PassContext | None = None
         self._numbers: dict[tuple[int, int], int] = {}
         self._at = (0, 0)
@@ -45,6 +50,10 @@ class PassCache(Cache):
     def enter(self, layer: int, context: PassContext) -> None:
         """A layer of the model begins."""
         self._context, self._at = context, (layer, 0)
+
+    def choose(self, module: nn.Module, chosen: Any) -> None:
+        """A traced layer has come to its experts."""
+        self.chosen.setdefault(self._at[0], []).append((module, chosen))
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -129,7 +138,11 @@ def _mixture(module: nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) -> Te
     Their own code visits one expert after the other, for each of which the host waits.
     """
     if hidden.is_meta:
+        module.__dict__["pass_cache"].choose(module, [*args, *kwargs.values()][0])
         return torch.empty_like(hidden)
+    if (touched := module.__dict__.get("touched")) is not None:
+        mixed: Tensor = touched.mix(module, hidden, *args, *kwargs.values())
+        return mixed
     is_whole = all(isinstance(one, Tensor) for one in module._parameters.values() if one is not None)
     if hidden.is_cuda and is_whole:
         return grouped_mm_experts_forward(module, hidden, *args, **kwargs)
@@ -179,3 +192,64 @@ class _Matrix:
         x, matrix, *bias = args
         assert function in (F.linear, Tensor.matmul) and bias in ([], [None]), "what the experts of a mixture compute"
         return torch.cat([matrix._weights.linear(x, name) for name in matrix._names], dim=-1)
+
+
+@dataclass(frozen=True)
+class Touched:
+    """The experts of a layer that come as rows need them.
+
+    name     of their module in the layer
+    names    of each parameter that is stored expert by expert: the modules of each expert
+    predict  what rows are likely to take in the next layer, (n_rows, n_used), by what the experts of this one get
+    """
+
+    experts: LayerExperts
+    name: str
+    names: dict[str, list[list[str]]]
+    predict: Callable[[Tensor], Tensor | None]
+
+    def mix(self, module: Any, hidden: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
+        """What transformers' experts compute, those that are there first; the host waits for the router's choice.
+
+        chosen, scores  (n_rows, n_used)
+        The outputs are added in the order of the experts, so a sum does not depend on what was there.
+        """
+        predicted = self.predict(hidden)
+        counts = [
+            one.flatten().bincount(minlength=module.num_experts)
+            for one in ops.to_host([chosen] if predicted is None else [chosen, predicted])
+        ]
+        self.experts.expect([] if predicted is None else _ranked(counts[1]))
+        n_rows, ends = counts[0].tolist(), counts[0].cumsum(0).tolist()
+        order, outputs = chosen.flatten().argsort(stable=True), dict[int, tuple[Tensor, Tensor]]()
+        for expert, weights in self.experts.arrive({one: n for one, n in enumerate(n_rows) if n}):
+            at = order[ends[expert] - n_rows[expert] : ends[expert]]
+            rows = at // chosen.shape[1]
+            out = self._expert(module, hidden[rows], expert, weights)
+            outputs[expert] = rows, (out * scores.flatten()[at, None]).to(hidden.dtype)
+        mixed = torch.zeros_like(hidden)
+        for expert in sorted(outputs):
+            mixed.index_add_(0, *outputs[expert])
+        return mixed
+
+    def _expert(self, module: Any, x: Tensor, expert: int, weights: LayerWeights) -> Tensor:
+        """One expert on its rows, by the attributes that transformers' own implementations go by."""
+        up = self._product(module, x, expert, weights, "gate_up_proj" if module.has_gate else "up_proj")
+        inner = module._apply_gate(up) if module.has_gate else module.act_fn(up)
+        out = self._product(module, inner, expert, weights, "down_proj")
+        return module.post_expert_norm(out) if module.has_post_expert_norm else out
+
+    def _product(self, module: Any, x: Tensor, expert: int, weights: LayerWeights, key: str) -> Tensor:
+        name = f"{self.name}.{key}"
+        if name in self.names:
+            out = torch.cat([weights.linear(x, one) for one in self.names[name][expert]], dim=-1)
+        else:
+            matrix = weights.tensor(f"{name}.{expert}")
+            out = x @ matrix if module.is_transposed else F.linear(x, matrix)
+        return out + weights.tensor(f"{name}_bias.{expert}") if module.has_bias else out
+
+
+def _ranked(counts: Tensor) -> list[int]:
+    """The numbers that were counted at all, the most frequent first."""
+    found: list[int] = counts.argsort(descending=True, stable=True)[: int((counts > 0).sum())].tolist()
+    return found

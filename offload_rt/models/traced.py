@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from offload_rt.errors import UnsupportedModelError
-from offload_rt.models.architecture import KVShape, LayerWeights, PassContext
-from offload_rt.models.stand_ins import NAME, OTHER_STATE, TRACED, PassCache, Table, experts_of, register
+from offload_rt.models.architecture import KVShape, LayerExperts, LayerWeights, PassContext
+from offload_rt.models.stand_ins import NAME, OTHER_STATE, TRACED, PassCache, Table, Touched, experts_of, register
 
 OWN_CODE = "attend by code of their own"
 # Rows that a model is traced with: no size of a model, so that they are recognised in a shape.
@@ -62,6 +62,28 @@ class _Tensor(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype | None
+
+
+class LayerMixture(NamedTuple):
+    """The experts of a layer.
+
+    name        of their module, without the prefix of the layer
+    parameters  shapes of its tensors, each with a row for an expert, by their names in the layer
+    n_used      experts that a row takes
+    router      the module whose output's part `place` says which; None: no module gives it as it is used
+    """
+
+    module: nn.Module
+    name: str
+    parameters: dict[str, tuple[int, ...]]
+    n_used: int
+    router: nn.Module | None
+    place: int
+
+    @property
+    def n_experts(self) -> int:
+        """How many there are."""
+        return next(iter(self.parameters.values()))[0]
 
 
 class _Trace:
@@ -109,6 +131,7 @@ class TracedModel:
     hidden_shape  of the hidden states between layers, without rows
     kv_shapes     of the layers of the cache
     windows       of the masks of all attentions
+    mixtures      of the layers that have experts as transformers' own implementations know them, all of one kind; else empty
     """
 
     def __init__(self, config: PreTrainedConfig, kind: type[PreTrainedModel]) -> None:
@@ -166,6 +189,14 @@ class TracedModel:
         called: dict[nn.Module, None] = {}
         modules = self.model.modules()
         hooks = [one.register_forward_pre_hook(lambda module, _: called.setdefault(module)) for one in modules]
+        outputs: list[tuple[nn.Module, tuple[Any, ...]]] = []
+
+        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+            if len(args) + len(kwargs) == 1 and isinstance(out, tuple):
+                outputs.append((module, out))
+
+        of_layers = (module for layer in self.layers for module in layer.modules())
+        hooks += [one.register_forward_hook(note, with_kwargs=True) for one in of_layers]
         config, trace = self.model.config, _Trace(self)
         config._experts_implementation = NAME
         rows = torch.zeros(_N_ROWS, dtype=torch.int64, device="meta")
@@ -181,7 +212,23 @@ class TracedModel:
         self.hidden_shape = (*shape[: self._row_dim], *shape[self._row_dim + 1 :])
         for hook in hooks:
             hook.remove()
+        self.mixtures = self._mixtures(outputs)
         return list(called)
+
+    def _mixtures(self, outputs: list[tuple[nn.Module, tuple[Any, ...]]]) -> dict[int, LayerMixture]:
+        """What was seen of the experts of layers; the outputs of modules that take one tensor tell who chose them."""
+        found: dict[int, LayerMixture] = {}
+        given = [(one, n, part) for one, out in outputs for n, part in enumerate(out)]
+        for i, ((module, chosen), *others) in self._cache.chosen.items():
+            name = next(name for name, one in self.layers[i].named_modules() if one is module)
+            shapes = {f"{name}.{key}": tuple(one.shape) for key, one in module.named_parameters(recurse=False)}
+            router, place = next(((one, n) for one, n, part in given if part is chosen), (None, 0))
+            found[i] = LayerMixture(module, name, shapes, chosen.shape[1], router, place)
+            if others or not shapes or any(len(one) < 2 or one[0] != module.num_experts for one in shapes.values()):
+                return {}
+        kinds = {(one.n_experts, one.n_used, *one.parameters.values()) for one in found.values()}
+        self._cache.chosen.clear()
+        return found if len(kinds) == 1 else {}
 
     def _bind(self, called: list[nn.Module], names: dict[int, str], tied: dict[int, str]) -> None:
         """Let linear modules and embeddings ask for their weights, and list what else a module has to be given.
@@ -259,7 +306,12 @@ class TracedModel:
     def _given(self, i: int, weights: LayerWeights, experts: ExpertNames) -> Iterator[None]:
         """Bind the weights of layer i, -1: those outside the layers, and let go of them."""
         self._weights, is_card = weights, self._device.type == "cuda"
-        for one in self._tensors[i]:
+        touched = None if weights.experts is None else self.mixtures.get(i)
+        if touched is not None and weights.experts is not None:
+            predict = partial(self._choice_of_next, i, weights.experts)
+            touched.module.__dict__["touched"] = Touched(weights.experts, touched.name, dict(experts), predict)
+        tensors = [one for one in self._tensors[i] if touched is None or one.name not in touched.parameters]
+        for one in tensors:
             parts = experts.get(one.name)
             one.table[one.key] = (
                 experts_of(parts, one.shape, weights, is_card) if parts else weights.tensor(one.name, one.dtype)
@@ -269,8 +321,24 @@ class TracedModel:
         try:
             yield
         finally:
-            for one in self._tensors[i]:
+            for one in tensors:
                 one.table[one.key] = None
+            if touched is not None:
+                del touched.module.__dict__["touched"]
+
+    def _choice_of_next(self, i: int, experts: LayerExperts, hidden: Tensor) -> Tensor | None:
+        """What the router of the next layer with experts makes of the hidden states that those of layer i get.
+
+        Source: Eliseev and Mazur 2023. None where it has none of its own, or is not there.
+        """
+        following = next(((j, one) for j, one in self.mixtures.items() if j > i), None)
+        if following is None or following[1].router is None or (weights := experts.following()) is None:
+            return None
+        own = self._weights
+        with self._given(following[0], weights, {}):
+            chosen: Tensor = following[1].router(hidden)[following[1].place]
+        self._weights = own
+        return chosen
 
     def _forward(self, module: nn.Module, visit: _Visit, ids: Tensor, positions: Tensor) -> Any:
         """A forward of the model, or of its decoder, on tokens (n,), whose layers are visited instead of computed."""

@@ -14,7 +14,15 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from offload_rt.errors import UnsupportedModelError
-from offload_rt.models.architecture import Architecture, KVShape, LayerWeights, Part, PassContext, TensorShape
+from offload_rt.models.architecture import (
+    Architecture,
+    KVShape,
+    LayerWeights,
+    Mixture,
+    Part,
+    PassContext,
+    TensorShape,
+)
 from offload_rt.models.stand_ins import OTHER_STATE, TRACED
 from offload_rt.models.tensor_names import TensorNames
 from offload_rt.models.traced import OWN_CODE, Call, ExpertNames, TracedModel
@@ -129,6 +137,22 @@ class TransformersModel(Architecture):
         names = TensorNames(self.model, shapes)
         return replace(self, experts=names.experts()), names.parts
 
+    @property
+    def mixture(self) -> Mixture | None:
+        """As it was traced."""
+        found = self.model.mixtures
+        one = next(iter(found.values()), None)
+        return None if one is None else Mixture(tuple(sorted(found)), one.n_experts, one.n_used)
+
+    def expert_names(self, i: int) -> Mapping[str, int | None]:
+        """See `Architecture.expert_names`."""
+        names: dict[str, int | None] = {}
+        for name in self.model.mixtures[i].parameters if i in self.model.mixtures else ():
+            matrices = self._experts(i).get(name)
+            owners = {one: expert for expert, own in enumerate(matrices or ()) for one in own}
+            names |= owners or {name: None}
+        return names
+
     def layer_prefix(self, i: int) -> str:
         """As the model names its layers."""
         return f"{self.model.prefix}{i}."
@@ -186,8 +210,9 @@ class TransformersModel(Architecture):
 
     def _n_met(self, shape: tuple[int, ...]) -> int:
         """How many matrices of a tensor a row meets: not all where they are of experts."""
-        n_experts = getattr(self.model.text, "num_experts_per_tok", None)
-        return min(shape[0], n_experts or shape[0]) if len(shape) == 3 else 1
+        named = (getattr(self.model.text, name, None) for name in ("num_experts_per_tok", "top_k_experts"))
+        n_used = self.mixture.n_used if self.mixture else next(filter(None, named), shape[0])
+        return min(shape[0], n_used) if len(shape) == 3 else 1
 
     def _experts(self, i: int) -> ExpertNames:
         return self.experts[i] if self.experts else {}

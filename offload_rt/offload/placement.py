@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from offload_rt.config import format_size
 from offload_rt.errors import CapacityError
 from offload_rt.kv.host import KVSplit
-from offload_rt.system.machine import PassBytes
+from offload_rt.models.architecture import Mixture
+from offload_rt.system.machine import PassBytes, TouchedExperts
 
 # Two slots let one layer arrive while another is computed; a third absorbs the jitter of link and compute.
 _LEAST_SLOTS, _BEST_SLOTS = 2, 3
@@ -16,7 +17,8 @@ _LEAST_SLOTS, _BEST_SLOTS = 2, 3
 class ReservedMemory:
     """Bytes the device holds besides layers: of `cache` what is on the device, of `draft` all that a draft model takes.
 
-    `libraries` is what those of a GPU take, `stand_in` the copy of a streamed layer that stays where the target drafts itself.
+    `libraries` is what those of a GPU take, `stand_in` the copy of a streamed layer that stays where the target drafts itself,
+    `experts` the slots of experts that are no part of layers.
     """
 
     non_layer: int
@@ -25,11 +27,12 @@ class ReservedMemory:
     draft: int = 0
     libraries: int = 0
     stand_in: int = 0
+    experts: int = 0
 
     @property
     def total(self) -> int:
         """Their sum."""
-        return self.non_layer + self.cache + self.scratch + self.draft + self.libraries
+        return self.non_layer + self.cache + self.scratch + self.draft + self.libraries + self.experts
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,27 @@ class LinkSizes:
 
 
 @dataclass(frozen=True)
+class ExpertSizes:
+    """Experts that are blocks of their own.
+
+    nbytes  of the longest, which a slot on the device holds
+    """
+
+    mixture: Mixture
+    nbytes: int
+
+    @property
+    def n_blocks(self) -> int:
+        """Of all layers."""
+        return len(self.mixture.layers) * self.mixture.n_experts
+
+    @property
+    def least(self) -> int:
+        """Bytes of as many slots as a row takes, and one more for what arrives meanwhile."""
+        return (self.mixture.n_used + 1) * self.nbytes
+
+
+@dataclass(frozen=True)
 class Plan:
     """Where everything lies.
 
@@ -82,6 +106,7 @@ class Plan:
     link          sizes of the layers that are streamed
     n_host_slots  as many slots on the host, beside a card, for layers of the disk on their way
     split         of the keys and values; None: all are on the device
+    experts       that are no part of layers, and come as rows need them
     """
 
     tiers: tuple[str, ...]
@@ -92,6 +117,7 @@ class Plan:
     link: LinkSizes
     n_host_slots: int = 0
     split: KVSplit | None = None
+    experts: ExpertSizes | None = None
 
     @property
     def slot_nbytes(self) -> int:
@@ -138,7 +164,22 @@ class Plan:
     @property
     def is_resident(self) -> bool:
         """Whether no pass brings anything to the device."""
-        return self.streamed_nbytes == 0 and self.split is None
+        return self.streamed_nbytes == 0 and self.split is None and self.experts is None
+
+    @property
+    def n_expert_slots(self) -> int:
+        """Experts that the device holds."""
+        return self.reserved.experts // self.experts.nbytes if self.experts else 0
+
+    @property
+    def touched(self) -> TouchedExperts | None:
+        """What comes of experts."""
+        if self.experts is None:
+            return None
+        mixture, tier = self.experts.mixture, "host" if self.budget.has_card else "disk"
+        n_layers = len(mixture.layers)
+        sizes = mixture.n_experts, mixture.n_used, self.experts.nbytes
+        return TouchedExperts(tier, n_layers, *sizes, n_resident=self.n_expert_slots / n_layers)
 
     @property
     def pass_bytes(self) -> PassBytes:
@@ -149,7 +190,9 @@ class Plan:
         )
         rows = None if self.split is None else self.split.streamed(self.kv_tier)
         computed, ahead = sum(self.layer_nbytes) + self.reserved.non_layer, self.n_slots * max(self.link.layer_nbytes)
-        return PassBytes(streamed, computed, ahead, rows)
+        touched = self.touched
+        computed += touched.n_layers * touched.n_used * touched.nbytes if touched else 0
+        return PassBytes(streamed, computed, ahead, rows, touched)
 
 
 def least_budget(layer_nbytes: Sequence[int], reserved: ReservedMemory, link: LinkSizes | None = None) -> int:
@@ -192,6 +235,13 @@ def place_layers(
     host = {streamed[k] for k in spread(len(streamed), n_host)}
     tiers = tuple("device" if i in resident else "host" if i in host else "disk" for i in range(n))
     return Plan(tiers, tuple(layer_nbytes), n_slots, reserved, budget, link, n_host_slots)
+
+
+def with_expert_slots(plan: Plan, experts: ExpertSizes) -> Plan:
+    """The same with as many slots for experts as there is room for; it has reserved the least."""
+    more = (plan.budget.device - plan.device_nbytes) // experts.nbytes
+    nbytes = min(plan.reserved.experts + more * experts.nbytes, experts.n_blocks * experts.nbytes)
+    return replace(plan, reserved=replace(plan.reserved, experts=nbytes), experts=experts)
 
 
 def with_host_slots(plan: Plan) -> Plan:

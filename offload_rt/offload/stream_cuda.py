@@ -47,7 +47,7 @@ class CudaStreamer(Streamer):
         self, sources: LayerSources, trace: Trace, device: CopyDevice, meter: LinkMeter | None = None, lane: str = LINK
     ) -> None:
         super().__init__(sources, trace, meter)
-        self._device, self._lane = device, lane
+        self.device, self._lane = device, lane
         # The lanes of the disk are those of the layers.
         self._upstream = ThreadStreamer(sources.on_host(), trace if lane == LINK else Trace(on=False), pinned=True)
         longest = max((sources.packed_layout(i).nbytes for i in self.order), default=0)
@@ -70,7 +70,7 @@ class CudaStreamer(Streamer):
 
     def beside(self, sources: LayerSources) -> Self:
         """Its copies take turns with those of this one."""
-        return type(self)(sources, self._trace, self._device, self.meter, KV)
+        return type(self)(sources, self._trace, self.device, self.meter, KV)
 
     def follow(self, sources: LayerSources) -> None:
         """See `Streamer.follow`."""
@@ -85,17 +85,17 @@ class CudaStreamer(Streamer):
         """
         # What is copied from is kept until it has been copied: at most twice, the host waits for the third.
         while self._writes and (len(self._writes) > 1 or self._has_happened(self._writes[0][0])):
-            self._device.wait(self._writes.popleft()[0])
-        _, done = self._device.copy(moves, self._device.record_compute())
+            self.device.wait(self._writes.popleft()[0])
+        _, done = self.device.copy(moves, self.device.record_compute())
         self._writes.append((done, moves))
 
     def _has_happened(self, event: Event) -> bool:
-        return self._device.seconds_between(event, event) is not None
+        return self.device.seconds_between(event, event) is not None
 
     def finish_writes(self) -> None:
         """Hold the calling thread until what `write` was given is on the host."""
         while self._writes:
-            self._device.wait(self._writes.popleft()[0])
+            self.device.wait(self._writes.popleft()[0])
 
     def close(self) -> None:
         """End the copies, join the threads and release the slots; may be called again."""
@@ -104,14 +104,14 @@ class CudaStreamer(Streamer):
             self._changed.notify_all()
         self._feeder.join()
         self._upstream.close()
-        self._device.synchronize()
+        self.device.synchronize()
         self._count_finished()
         self._slots.clear()
         self._buffer = None
 
     def _arrive(self, i: int) -> LayerView:
         """Wait until the copy of layer i has been enqueued, and let the compute wait for its end."""
-        idle = self._device.record_compute()
+        idle = self.device.record_compute()
         with self._changed:
             self._changed.wait_for(lambda: self._error or self._is_closed or self._ready)
             self._refuse_closed()
@@ -119,17 +119,17 @@ class CudaStreamer(Streamer):
                 raise self._error
             ready, slot = self._ready[0], self._slots[self._n_consumed % len(self._slots)]
         self._waits.append((idle, ready))
-        self._device.compute_waits_for(ready)
+        self.device.compute_waits_for(ready)
         encoded = self._sources.encoded.get(i)
         if encoded is None or self._buffer is None:
             return LayerView(i, self._sources.packed_layout(i), slot)
         decode_block(slot[: encoded.nbytes], len(encoded.chunks), self._buffer)
-        self._decoded = self._device.record_compute()
+        self._decoded = self.device.record_compute()
         return LayerView(i, encoded.layout, self._buffer)
 
     def _release(self) -> None:
         self._refuse_closed()
-        used, self._decoded = self._decoded or self._device.record_compute(), None
+        used, self._decoded = self._decoded or self.device.record_compute(), None
         with self._changed:
             self._free[self._n_consumed % len(self._free)] = used
             self._ready.popleft()
@@ -141,10 +141,10 @@ class CudaStreamer(Streamer):
             self._is_parked = True
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._is_feeding)
-        self._device.synchronize()
+        self.device.synchronize()
         self._count_finished()
         self._ready.clear()
-        self._free = [self._device.event() for _ in self._free]
+        self._free = [self.device.event() for _ in self._free]
         self._n_consumed, self._error, self._decoded = 0, None, None
 
     def _work(self) -> None:
@@ -180,7 +180,7 @@ class CudaStreamer(Streamer):
                     self._changed.notify_all()
                 if self._sources.is_transient(block.i):
                     # The pinned slot is refilled at the next step of this loop: its copy must have ended.
-                    self._device.wait(done)
+                    self.device.wait(done)
 
     def _wait_for_slot(self) -> int | None:
         """The next slot, once its last compute has been enqueued; None when the streamer is parked or closed."""
@@ -192,7 +192,7 @@ class CudaStreamer(Streamer):
 
     def _copy(self, block: LayerView, slot: int) -> Event:
         moves = self._moves(block, self._slots[slot])
-        start, end = self._device.copy(moves, self._free[slot])
+        start, end = self.device.copy(moves, self._free[slot])
         self._timings.append(_Copy(start, end, sum(len(target) for target, _ in moves), block.i, slot))
         self._count_finished()
         return end
@@ -209,17 +209,17 @@ class CudaStreamer(Streamer):
         """Add up what has ended: copies, and from the end of a layer's compute to the arrival of the next one."""
         while self._timings:
             copy = self._timings[0]
-            seconds = self._device.seconds_between(copy.start, copy.end)
+            seconds = self.device.seconds_between(copy.start, copy.end)
             if seconds is None:
                 break
             self._timings.popleft()
             self.meter.add(copy.nbytes, seconds)
             if self._trace.on:
-                started = self._epoch_s + (self._device.seconds_between(self._epoch, copy.start) or 0.0)
+                started = self._epoch_s + (self.device.seconds_between(self._epoch, copy.start) or 0.0)
                 name = span_name(self._lane, copy.layer)
                 self._trace.add(slot_lane(self._lane, copy.slot), name, started, started + seconds)
         while self._waits:
-            seconds = self._device.seconds_between(*self._waits[0])
+            seconds = self.device.seconds_between(*self._waits[0])
             if seconds is None:
                 return
             self._waits.popleft()

@@ -113,7 +113,7 @@ class Streamer(ABC):
                 self._changed.notify_all()
         try:
             for i, tier in enumerate(self._sources.streamed):
-                yield self._resident(i) if tier is None else self._arrive(i)
+                yield self.resident(i) or self._arrive(i)
                 if sweep != self._n_sweeps:  # somebody held an older one, as a traceback does
                     raise LinkError("the weights are in use by another pass", change="end one before the next begins")
                 if tier is not None:
@@ -150,7 +150,10 @@ class Streamer(ABC):
     def _park(self) -> None:
         """Wait for what is under way, forget what has come, and fetch nothing more; may be called again."""
 
-    def _resident(self, i: int) -> LayerView:
+    def resident(self, i: int) -> LayerView | None:
+        """Layer i where it lies on the device; None where it is streamed."""
+        if self._sources.streamed[i] is not None:
+            return None
         image = self._sources.resident.image(i)
         return LayerView(i, image.layout, image.block)
 

@@ -14,7 +14,8 @@ FORMAT = "offload_rt timeline 1"
 # Lanes of a run. A link has one for each of its slots, and one for why it stands still; see `slot_lane` and `waits`. Keys and
 # values come over the link of the layers, through slots of their own.
 DISK, LINK, KV, WAIT, COMPUTE, DRAFT, VERIFY = "disk", "link", "keys and values", "wait", "compute", "draft", "verify"
-_ORDER = (DISK, LINK, KV, WAIT, COMPUTE, DRAFT, VERIFY)
+EXPERTS = "experts"
+_ORDER = (DISK, LINK, EXPERTS, KV, WAIT, COMPUTE, DRAFT, VERIFY)
 # Why a link stands still.
 SLOTS_FULL, NOTHING_ASKED = "slots full", "nothing asked for"
 
@@ -31,7 +32,7 @@ def waits(link: str) -> str:
 
 def span_name(link: str, i: int) -> str:
     """The name of what comes i-th in a pass."""
-    return f"{'rows' if link == KV else 'layer'} {i}"
+    return f"{ {KV: 'rows', EXPERTS: 'expert'}.get(link, 'layer')} {i}"
 
 
 class Span(NamedTuple):

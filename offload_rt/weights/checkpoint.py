@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,33 @@ class Checkpoint:
             return named
         floats = (FLOATS[one.dtype] for one in (*self.non_layer, *self.layers[0]) if one.dtype in FLOATS)
         return next(floats, torch.float32)
+
+    def by_expert(self) -> "tuple[Checkpoint, tuple[tuple[TensorRecord, ...], ...]] | None":
+        """The same without the experts of its mixtures, and each expert, layer by layer; None where it cannot be divided so."""
+        mixture = self.spec.mixture
+        if mixture is None:
+            return None
+        layers, found = list(self.layers), list[tuple[TensorRecord, ...]]()
+        for i in mixture.layers:
+            owners, rest = self.spec.expert_names(i), list[TensorRecord]()
+            of_experts: list[list[TensorRecord]] = [[] for _ in range(mixture.n_experts)]
+            for record in self.layers[i]:
+                names = accumulate(record.key.split("."), "{}.{}".format)
+                name = next((one for one in names if one in owners), None)
+                expert = None if name is None else owners[name]
+                if name is None:
+                    rest.append(record)
+                elif expert is not None:
+                    of_experts[expert].append(record)
+                elif record.key == name and record.shape[0] == mixture.n_experts:
+                    for n, own in enumerate(of_experts):
+                        one = rows_of(record, Part(record.name, n, 1))
+                        own.append(replace(one, shape=one.shape[1:], key=f"{name}.{n}"))
+                else:  # stored in another way than row by row
+                    return None
+            layers[i] = tuple(rest)
+            found += map(tuple, of_experts)
+        return replace(self, layers=tuple(layers)), tuple(found)
 
     @cached_property
     def identity(self) -> str:
@@ -238,7 +266,7 @@ def assemble(
     Raises CheckpointError where one is missing or not what the model says, or one is left over.
     """
     spec, parts = spec.of_checkpoint({name: record.shape for name, record in stored.items()})
-    found = {name: _rows(stored[part.name], part) for name, part in parts.items()}
+    found = {name: rows_of(stored[part.name], part) for name, part in parts.items()}
 
     def records(tensors: Iterable[TensorShape], prefix: str = "") -> tuple[TensorRecord, ...]:
         source = Source(found, prefix)
@@ -257,7 +285,7 @@ def assemble(
     return checkpoint
 
 
-def _rows(record: TensorRecord, part: Part) -> TensorRecord:
+def rows_of(record: TensorRecord, part: Part) -> TensorRecord:
     """The record of some rows of a tensor."""
     if not part.n_rows:
         return record

@@ -1,0 +1,335 @@
+"""Experts of mixtures, fetched as the rows of a pass need them into slots on the device; those that are used least make room."""
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+from torch.cuda import Event
+
+from offload_rt.errors import LinkError
+from offload_rt.models.architecture import LayerExperts, LayerWeights, Mixture
+from offload_rt.offload.memory import MemoryTier
+from offload_rt.offload.stream_cuda import CudaStreamer
+from offload_rt.offload.stream_threads import Fetch, ReadThreads
+from offload_rt.offload.streamer import Streamer
+from offload_rt.offload.tier import Tier
+from offload_rt.system.trace import EXPERTS, NOTHING_ASKED, Trace, span_name, waits
+from offload_rt.weights.layout import Layout, host_block
+
+# How much of what is known of the use of a layer's experts stays after each pass: half of it for some 14 passes.
+_MEMORY = 0.95
+# Experts of the layer under way, of which a later chunk may need any, and expected ones stay before all others.
+_SOON = 2.0
+# Part of the slots that may be filled ahead.
+_AHEAD = 0.5
+
+
+@dataclass(frozen=True)
+class ExpertSources:
+    """Where experts come from: expert e of layer `mixture.layers[k]` is block `k * mixture.n_experts + e` of a tier."""
+
+    mixture: Mixture
+    tier: Tier
+    n_slots: int
+
+    @property
+    def n_blocks(self) -> int:
+        """Experts of all layers."""
+        return len(self.mixture.layers) * self.mixture.n_experts
+
+    @property
+    def slot_nbytes(self) -> int:
+        """Bytes of the longest."""
+        return max(self.tier.layout(i).nbytes for i in range(self.n_blocks))
+
+
+class ExpertCache(ABC):
+    """Slots on the device that hold experts of any layer.
+
+    A layer's router says which its rows need. Those that are there are computed while others arrive; behind them come those
+    that the next layer is likely to need. Room is made by the one of the least use: the share of rows that took it, with
+    older passes counting less. None is left out, however few slots there are.
+    """
+
+    def __init__(self, sources: ExpertSources, view: Callable[[Layout, Tensor], LayerWeights], slots: list[Tensor]) -> None:
+        """view: of the weights of a block."""
+        self.sources, self._view, self._slots = sources, view, slots
+        self._changed = threading.Condition()  # guards all that follows
+        self._held = np.full(len(slots), -1)  # the block in each slot, or on its way there; -1: none
+        self._slot_of: dict[int, int] = {}
+        self._taken = np.zeros(len(slots), dtype=bool)  # slots that are read into, or about to be computed from
+        self._use, self._soon = np.zeros((2, sources.n_blocks))
+        self._needed: deque[int] = deque()  # blocks that have no slot yet
+        self._ahead: deque[int] = deque()  # likely ones, whether or not they are there
+        self._wanted: set[int] = set()  # of the layer under way, not computed yet
+
+    def of_layer(self, i: int, following: Callable[[], LayerWeights | None]) -> LayerExperts | None:
+        """The experts of layer i, None where it has none; see `LayerExperts.following`."""
+        layers = self.sources.mixture.layers
+        return _OfLayer(self, layers.index(i), following) if i in layers else None
+
+    def arrive(self, k: int, n_rows: Mapping[int, int]) -> Iterator[tuple[int, LayerWeights]]:
+        """See `LayerExperts.arrive`, of the k-th layer that has some. Raises LinkError if one cannot be read."""
+        first = k * self.sources.mixture.n_experts
+        try:
+            self._want(first, n_rows)
+            while self._wanted:
+                block = self._await()
+                slot = self._slot_of[block]
+                yield block - first, self._view(self._layout(block), self._slots[slot])
+                with self._changed:
+                    self._computed(slot)
+                    self._wanted.discard(block)
+                    self._taken[slot] = False
+                    self._fill()
+        finally:
+            if self._wanted:
+                self._forget()
+
+    def expect(self, k: int, experts: Sequence[int]) -> None:
+        """See `LayerExperts.expect`, of the k-th layer; nobody knows: those that were used most. It takes effect with `arrive`."""
+        n = self.sources.mixture.n_experts
+        if not experts:
+            use = self._use[k * n : (k + 1) * n]
+            likely = np.argsort(-use, kind="stable")[: self.sources.mixture.n_used]
+            experts = [one for one in likely.tolist() if use[one] > self._use[self._held].min()]
+        with self._changed:
+            self._ahead = deque(k * n + one for one in experts[: int(_AHEAD * len(self._slots))])
+
+    @abstractmethod
+    def close(self) -> None:
+        """End all transfers and release the slots; may be called again."""
+
+    @abstractmethod
+    def _layout(self, block: int) -> Layout:
+        """How a block lies in a slot."""
+
+    @abstractmethod
+    def _fetch(self, block: int, slot: int, is_needed: bool) -> None:
+        """Begin to bring a block into a slot."""
+
+    @abstractmethod
+    def _await(self) -> int:
+        """A wanted block that is there, or whatever is computed from now on comes after its arrival."""
+
+    def _hurry(self, block: int) -> None:
+        """A block that has a slot is needed now."""
+
+    def _computed(self, slot: int) -> None:
+        """All computing with a slot has been given to the device."""
+
+    def _settle(self) -> None:
+        """Wait for what is under way, free the slots of what has not come, and forget errors. Called with the lock held."""
+
+    def _cancel(self) -> None:
+        """Forget what was likely, has not begun to come and is not wanted. Called with the lock held."""
+
+    def _want(self, first: int, n_rows: Mapping[int, int]) -> None:
+        n, total = self.sources.mixture.n_experts, sum(n_rows.values())
+        with self._changed:
+            use = self._use[first : first + n]
+            use *= _MEMORY
+            for expert, rows in n_rows.items():
+                use[expert] += (1 - _MEMORY) * rows / total
+            self._soon.fill(0)
+            self._soon[first : first + n] = self._soon[list(self._ahead)] = _SOON
+            self._wanted = {first + expert for expert in n_rows}
+            self._cancel()
+            self._needed = deque(one for one in sorted(self._wanted) if one not in self._slot_of)
+            for block in self._wanted & self._slot_of.keys():
+                self._taken[self._slot_of[block]] = True
+                self._hurry(block)
+            self._fill()
+
+    def _fill(self) -> None:
+        """Begin fetches as far as there is room: all that are needed, then likely ones. Called with the lock held."""
+        while self._needed and (slot := self._room()) is not None:
+            self._bring(self._needed.popleft(), slot, True)
+        while not self._needed and self._ahead:
+            if self._ahead[0] not in self._slot_of:
+                slot = self._room()
+                if slot is None or (self._held[slot] >= 0 and self._soon[self._held[slot]]):
+                    return
+                self._bring(self._ahead[0], slot, False)
+            self._ahead.popleft()
+
+    def _bring(self, block: int, slot: int, is_needed: bool) -> None:
+        self._slot_of.pop(int(self._held[slot]), None)
+        self._held[slot], self._slot_of[block], self._taken[slot] = block, slot, True
+        self._fetch(block, slot, is_needed)
+
+    def _room(self) -> int | None:
+        """The slot of which the content is missed least; None where all are taken."""
+        if self._taken.all():
+            return None
+        missed = np.where(self._held < 0, -1.0, self._use[self._held] + self._soon[self._held])
+        return int(np.where(self._taken, np.inf, missed).argmin())
+
+    def _free(self, block: int) -> None:
+        """Empty the slot of a block that has not come."""
+        slot = self._slot_of.pop(block)
+        self._held[slot], self._taken[slot] = -1, False
+
+    def _forget(self) -> None:
+        """A layer was left half-way: nothing more is fetched, and what has come stays."""
+        with self._changed:
+            self._needed.clear()
+            self._ahead.clear()
+            self._wanted.clear()
+            self._settle()
+            self._taken.fill(False)
+
+
+@dataclass(frozen=True)
+class _OfLayer(LayerExperts):
+    cache: ExpertCache
+    k: int
+    following: Callable[[], LayerWeights | None]  # type: ignore[assignment]  # a method to those who call it
+
+    def arrive(self, n_rows: Mapping[int, int]) -> Iterator[tuple[int, LayerWeights]]:
+        return self.cache.arrive(self.k, n_rows)
+
+    def expect(self, experts: Sequence[int]) -> None:
+        self.cache.expect((self.k + 1) % len(self.cache.sources.mixture.layers), experts)
+
+
+class ThreadExperts(ReadThreads, ExpertCache):
+    """Experts of a CPU: threads read those that are needed before those that are likely, part by part."""
+
+    def __init__(
+        self, sources: ExpertSources, view: Callable[[Layout, Tensor], LayerWeights], link: Streamer, trace: Trace
+    ) -> None:
+        """link: the streamer of the layers, whose meter counts what these move as well."""
+        super().__init__(sources, view, [host_block(sources.slot_nbytes) for _ in range(sources.n_slots)])
+        self.meter, self._trace, self._link, self._cpus = link.meter, trace, EXPERTS, frozenset()
+        self._error, self._is_closed, self._n_reading = None, False, 0
+        self._urgent: deque[Fetch] = deque()
+        self._idle: deque[Fetch] = deque()
+        self._coming: dict[int, Fetch] = {}
+        self._start(sources.tier.n_parallel)
+
+    def close(self) -> None:
+        """See `ExpertCache.close`."""
+        self._end()
+        self._slots.clear()
+
+    def _layout(self, block: int) -> Layout:
+        return self.sources.tier.layout(block)
+
+    def _fetch(self, block: int, slot: int, is_needed: bool) -> None:
+        parts = self.sources.tier.reads(block, self._slots[slot])[::-1]
+        self._coming[block] = Fetch(block, slot, parts, len(parts))
+        (self._urgent if is_needed else self._idle).append(self._coming[block])
+        self._changed.notify_all()
+
+    def _await(self) -> int:
+        started = time.perf_counter()
+
+        def there() -> int | None:
+            return next((one for one in self._wanted if one in self._slot_of and one not in self._coming), None)
+
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or self._is_closed or there() is not None)
+            if self._is_closed:
+                raise LinkError("the weights were released while in use", change="close the model after the last token")
+            if self._error is not None:
+                raise self._error
+            block = there()
+        assert block is not None
+        self._count_wait(started, span_name(EXPERTS, block))
+        return block
+
+    def _hurry(self, block: int) -> None:
+        fetch = self._coming.get(block)
+        if fetch in self._idle:
+            self._idle.remove(fetch)
+            self._urgent.append(fetch)
+
+    def _cancel(self) -> None:
+        for fetch in [one for one in self._idle if one.n_missing == len(one.parts) and one.i not in self._wanted]:
+            self._idle.remove(fetch)
+            self._free(self._coming.pop(fetch.i).i)
+
+    def _next(self) -> Fetch | None:
+        for queue in (self._urgent, self._idle):
+            while queue and not queue[0].parts:
+                queue.popleft()
+            if queue and self._error is None:
+                return queue[0]
+        return None
+
+    def _arrived(self, fetch: Fetch) -> None:
+        del self._coming[fetch.i]
+        self._taken[fetch.slot] = fetch.i in self._wanted
+        self._fill()
+
+    def _settle(self) -> None:
+        self._urgent.clear()
+        self._idle.clear()
+        self._changed.wait_for(lambda: not self._n_reading)
+        for block in self._coming:
+            self._free(block)
+        self._coming.clear()
+        self._error = None
+
+    def _note_standstill(self) -> None:
+        self._trace.state(waits(EXPERTS), NOTHING_ASKED)
+
+
+class CardExperts(ExpertCache):
+    """Experts beside a card, in pinned memory of the host: copies on the streams of the layers, ordered by events.
+
+    What has been enqueued is there for whatever is computed behind its event, so the host waits for none.
+    """
+
+    def __init__(
+        self, sources: ExpertSources, view: Callable[[Layout, Tensor], LayerWeights], link: CudaStreamer
+    ) -> None:
+        """link: the streamer of the layers, over whose streams these are copied."""
+        self._meter, self._device = link.meter, link.device
+        super().__init__(sources, view, [self._device.allocate(sources.slot_nbytes) for _ in range(sources.n_slots)])
+        self._last_use = [self._device.event() for _ in self._slots]
+        self._ready = list(self._last_use)
+        self._timings: deque[tuple[Event, Event, int]] = deque()  # of copies, and of waits for them, which move nothing
+
+    def close(self) -> None:
+        """See `ExpertCache.close`."""
+        self._device.synchronize()
+        self._slots.clear()
+
+    def _layout(self, block: int) -> Layout:
+        return self.sources.tier.layout(block)
+
+    def _fetch(self, block: int, slot: int, is_needed: bool) -> None:
+        tier = self.sources.tier
+        assert isinstance(tier, MemoryTier), "experts of a card are in memory"
+        source = tier.image(block).block
+        started, self._ready[slot] = self._device.copy(
+            [(self._slots[slot][: len(source)], source)], self._last_use[slot]
+        )
+        self._timings.append((started, self._ready[slot], len(source)))
+        self._taken[slot] = is_needed
+
+    def _await(self) -> int:
+        """Those first whose copy has ended, or was enqueued first."""
+        there = {one: self._ready[self._slot_of[one]] for one in sorted(self._wanted) if one in self._slot_of}
+        happened = (one for one, ready in there.items() if self._device.seconds_between(ready, ready) is not None)
+        block = next(happened, next(iter(there)))
+        self._timings.append((self._device.record_compute(), there[block], 0))
+        self._device.compute_waits_for(there[block])
+        return block
+
+    def _computed(self, slot: int) -> None:
+        self._last_use[slot] = self._device.record_compute()
+        while self._timings and (seconds := self._device.seconds_between(*self._timings[0][:2])) is not None:
+            nbytes = self._timings.popleft()[2]
+            self._meter.add(nbytes, seconds if nbytes else 0.0)
+            self._meter.waited_s += 0.0 if nbytes else max(seconds, 0.0)
+
+    def _settle(self) -> None:
+        self._last_use = [self._device.record_compute()] * len(self._slots)
