@@ -137,7 +137,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     generator = kwargs.get("generator")
     if generator is not None:
         assert (generator._cdata in _GENERATORS) == on_card, f"{func} draws with the other device's generator"
-    if wanted is not None:
+    if wanted not in (None, "meta"):
         kwargs = {**kwargs, "device": torch.device("cpu")}
     if kwargs.get("pin_memory"):
         kwargs = {**kwargs, "pin_memory": False}

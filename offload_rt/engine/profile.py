@@ -4,6 +4,7 @@ import hashlib
 import os
 import platform
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from itertools import pairwise
@@ -194,10 +195,7 @@ def _grid(n_rows: int, max_context: int) -> tuple[tuple[int, ...], tuple[int, ..
 def _still_holds(runner: Runner, compute: ComputeTimes) -> bool:
     """Whether one width takes about as long as it did; the times may be of an hour in which others used the machine."""
     width, context = compute.widths[len(compute.widths) // 2], compute.contexts[0]
-    cache = runner.new_cache(context + width + 1, is_alone=True)
-    with closing(runner.streamer.sweep()) as sweep:
-        now = _seconds_of_a_pass(runner, next(sweep), cache, width, context)
-    runner.free_cache(cache)
+    (now,) = _seconds_of_passes(runner, [(width, context)])
     return 1 / _STALE < now / float(compute.at(np.array([width]), context)[0]) < _STALE
 
 
@@ -207,34 +205,51 @@ def compute_times(runner: Runner, n_rows: int, max_context: int) -> ComputeTimes
     Attention's share is linear in both, so the long context is timed at the least and the largest width only.
     """
     widths, contexts = _grid(n_rows, max_context)
-    cache = runner.new_cache(contexts[1] + n_rows + 1, is_alone=True)
-    with closing(runner.streamer.sweep()) as sweep:
-        block = next(sweep)
-        short = [_seconds_of_a_pass(runner, block, cache, width, contexts[0]) for width in widths]
-        far = [_seconds_of_a_pass(runner, block, cache, width, contexts[1]) for width in (widths[0], widths[-1])]
-    runner.free_cache(cache)
+    passes = [*((one, contexts[0]) for one in widths), *((one, contexts[1]) for one in (widths[0], widths[-1]))]
+    seconds = _seconds_of_passes(runner, passes)
+    short, far = seconds[:-2], seconds[-2:]
     more = np.interp(widths, (widths[0], widths[-1]), (far[0] - short[0], far[1] - short[-1]))
     return ComputeTimes(widths, contexts, (tuple(short), tuple((np.array(short) + np.maximum(more, 0)).tolist())))
 
 
-def _seconds_of_a_pass(runner: Runner, block: LayerView, cache: int, width: int, context: int) -> float:
-    """Seconds of a pass for which no layer is waited: one that is replayed, or all layers, each as slow as this one."""
-    runner.assume_context(cache, context)
-    # Different tokens, which a mixture sends to different experts.
-    step = Step(cache, torch.arange(width) % runner.spec.vocab_size, Topology.chain(width), width, context)
-    if not runner.replays(step):
-        return _seconds_layer_by_layer(runner, block, step)
+def _seconds_of_passes(runner: Runner, passes: Sequence[tuple[int, int]]) -> list[float]:
+    """Seconds of passes for which no layer is waited: replayed ones, or all layers, each as slow as the first of its kind.
+
+    passes  rows of each, and the context before
+    """
+    seconds, spec = [0.0] * len(passes), runner.spec
+    cache = runner.new_cache(max(map(sum, passes)) + 1, is_alone=True)
+    n_left = Counter(spec.layer_tensors(i) for i in range(spec.n_layers))
+    with closing(runner.streamer.sweep()) as sweep:
+        for block in sweep:
+            n_alike = n_left.pop(spec.layer_tensors(block.i), 0)
+            for at, (width, context) in enumerate(passes if n_alike else ()):
+                runner.assume_context(cache, context)
+                # Different tokens, which a mixture sends to different experts.
+                step = Step(cache, torch.arange(width) % spec.vocab_size, Topology.chain(width), width, context)
+                if not runner.replays(step):
+                    of_layer, of_head = _seconds_of_parts(runner, block, step)
+                    seconds[at] += n_alike * of_layer + (0.0 if n_left else of_head)
+                elif not n_left:
+                    seconds[at] = _seconds_replayed(runner, step)
+            if not n_left:
+                break
+    runner.free_cache(cache)
+    return seconds
+
+
+def _seconds_replayed(runner: Runner, step: Step) -> float:
     moments = []
     for _ in range(_REPEATS + 3):  # the first runs as it is, the second is captured
         moments.append(_now(runner))
         runner.forward([step])
-        runner.discard(cache)
+        runner.discard(step.cache)
     return min(after - before for before, after in pairwise(moments[2:]))
 
 
 @torch.inference_mode()
-def _seconds_layer_by_layer(runner: Runner, block: LayerView, step: Step) -> float:
-    """Seconds of all layers, each as slow as this one, and of the head."""
+def _seconds_of_parts(runner: Runner, block: LayerView, step: Step) -> list[float]:
+    """Seconds of a layer, and of the head."""
     best = [float("inf"), float("inf")]
     for _ in range(_REPEATS):
         hidden, chunks = runner.embed(*runner.upload([step]))
@@ -244,7 +259,7 @@ def _seconds_layer_by_layer(runner: Runner, block: LayerView, step: Step) -> flo
         runner.logits(hidden, [step])
         moments.append(_now(runner))
         best = [min(old, b - a) for old, (a, b) in zip(best, pairwise(moments), strict=True)]
-    return best[0] * runner.spec.n_layers + best[1]
+    return best
 
 
 def _now(runner: Runner) -> float:

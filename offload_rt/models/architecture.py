@@ -1,7 +1,7 @@
 """What the rest of the package asks of a model, whatever its layers look like."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
@@ -41,17 +41,18 @@ class Mixture(NamedTuple):
     n_used: int
 
 
-class LayerExperts(Protocol):
-    """The experts of one layer where they are no part of it but come as rows need them."""
+@dataclass(frozen=True)
+class LayerExperts:
+    """The experts of one layer where they are no part of it but come as rows need them.
 
-    def arrive(self, n_rows: Mapping[int, int]) -> "Iterator[tuple[int, LayerWeights]]":
-        """Each of these experts, which so many rows take, those first that are there; its weights are gone at the next step."""
+    arrive     each of the experts that so many rows take, first what is there; its weights are gone at the next step
+    following  the weights of the next layer that has experts, without these; None where they are not there
+    expect     is told which experts rows are likely to take there, the likeliest first; empty: nobody knows
+    """
 
-    def following(self) -> "LayerWeights | None":
-        """The weights of the next layer that has experts, without these; None where they are not there."""
-
-    def expect(self, experts: Sequence[int]) -> None:
-        """Rows are likely to take these experts of the next layer that has some, the likeliest first; empty: nobody knows."""
+    arrive: Callable[[Mapping[int, int]], "Iterator[tuple[int, LayerWeights]]"]
+    following: Callable[[], "LayerWeights | None"]
+    expect: Callable[[Sequence[int]], None]
 
 
 class LayerWeights(Protocol):

@@ -1,4 +1,4 @@
-"""Experts of mixtures, fetched as the rows of a pass need them into slots on the device; those that are used least make room."""
+"""Experts of mixtures, fetched into slots on the device as rows need them; those that are used least make room."""
 
 import threading
 import time
@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from torch import Tensor
@@ -56,7 +57,9 @@ class ExpertCache(ABC):
     older passes counting less. None is left out, however few slots there are.
     """
 
-    def __init__(self, sources: ExpertSources, view: Callable[[Layout, Tensor], LayerWeights], slots: list[Tensor]) -> None:
+    def __init__(
+        self, sources: ExpertSources, view: Callable[[Layout, Tensor], LayerWeights], slots: list[Tensor]
+    ) -> None:
         """view: of the weights of a block."""
         self.sources, self._view, self._slots = sources, view, slots
         self._changed = threading.Condition()  # guards all that follows
@@ -71,7 +74,10 @@ class ExpertCache(ABC):
     def of_layer(self, i: int, following: Callable[[], LayerWeights | None]) -> LayerExperts | None:
         """The experts of layer i, None where it has none; see `LayerExperts.following`."""
         layers = self.sources.mixture.layers
-        return _OfLayer(self, layers.index(i), following) if i in layers else None
+        if i not in layers:
+            return None
+        k = layers.index(i)
+        return LayerExperts(partial(self.arrive, k), following, partial(self.expect, (k + 1) % len(layers)))
 
     def arrive(self, k: int, n_rows: Mapping[int, int]) -> Iterator[tuple[int, LayerWeights]]:
         """See `LayerExperts.arrive`, of the k-th layer that has some. Raises LinkError if one cannot be read."""
@@ -81,7 +87,7 @@ class ExpertCache(ABC):
             while self._wanted:
                 block = self._await()
                 slot = self._slot_of[block]
-                yield block - first, self._view(self._layout(block), self._slots[slot])
+                yield block - first, self._view(self.sources.tier.layout(block), self._slots[slot])
                 with self._changed:
                     self._computed(slot)
                     self._wanted.discard(block)
@@ -92,22 +98,21 @@ class ExpertCache(ABC):
                 self._forget()
 
     def expect(self, k: int, experts: Sequence[int]) -> None:
-        """See `LayerExperts.expect`, of the k-th layer; nobody knows: those that were used most. It takes effect with `arrive`."""
-        n = self.sources.mixture.n_experts
-        if not experts:
-            use = self._use[k * n : (k + 1) * n]
-            likely = np.argsort(-use, kind="stable")[: self.sources.mixture.n_used]
-            experts = [one for one in likely.tolist() if use[one] > self._use[self._held].min()]
+        """See `LayerExperts.expect`, of the k-th layer. It takes effect with the next `arrive`.
+
+        Where nobody knows, it is those that are used most, if they are used more than what makes room for them.
+        """
+        n, use = self.sources.mixture.n_experts, self._use
         with self._changed:
+            if not experts:
+                likely = np.argsort(-use[k * n : (k + 1) * n], kind="stable")[: self.sources.mixture.n_used]
+                least = np.where(self._held < 0, 0.0, use[self._held]).min()
+                experts = [one for one in likely.tolist() if use[k * n + one] > least]
             self._ahead = deque(k * n + one for one in experts[: int(_AHEAD * len(self._slots))])
 
     @abstractmethod
     def close(self) -> None:
         """End all transfers and release the slots; may be called again."""
-
-    @abstractmethod
-    def _layout(self, block: int) -> Layout:
-        """How a block lies in a slot."""
 
     @abstractmethod
     def _fetch(self, block: int, slot: int, is_needed: bool) -> None:
@@ -117,17 +122,17 @@ class ExpertCache(ABC):
     def _await(self) -> int:
         """A wanted block that is there, or whatever is computed from now on comes after its arrival."""
 
-    def _hurry(self, block: int) -> None:
-        """A block that has a slot is needed now."""
+    @abstractmethod
+    def _sort(self) -> None:
+        """Of what was likely, hurry what is wanted now, and forget the rest if it has not begun to come."""
 
+    @abstractmethod
     def _computed(self, slot: int) -> None:
         """All computing with a slot has been given to the device."""
 
+    @abstractmethod
     def _settle(self) -> None:
-        """Wait for what is under way, free the slots of what has not come, and forget errors. Called with the lock held."""
-
-    def _cancel(self) -> None:
-        """Forget what was likely, has not begun to come and is not wanted. Called with the lock held."""
+        """Wait for what is under way, free the slots of what has not come, and forget errors."""
 
     def _want(self, first: int, n_rows: Mapping[int, int]) -> None:
         n, total = self.sources.mixture.n_experts, sum(n_rows.values())
@@ -139,11 +144,9 @@ class ExpertCache(ABC):
             self._soon.fill(0)
             self._soon[first : first + n] = self._soon[list(self._ahead)] = _SOON
             self._wanted = {first + expert for expert in n_rows}
-            self._cancel()
+            self._sort()
             self._needed = deque(one for one in sorted(self._wanted) if one not in self._slot_of)
-            for block in self._wanted & self._slot_of.keys():
-                self._taken[self._slot_of[block]] = True
-                self._hurry(block)
+            self._taken[[self._slot_of[one] for one in self._wanted & self._slot_of.keys()]] = True
             self._fill()
 
     def _fill(self) -> None:
@@ -185,19 +188,6 @@ class ExpertCache(ABC):
             self._taken.fill(False)
 
 
-@dataclass(frozen=True)
-class _OfLayer(LayerExperts):
-    cache: ExpertCache
-    k: int
-    following: Callable[[], LayerWeights | None]  # type: ignore[assignment]  # a method to those who call it
-
-    def arrive(self, n_rows: Mapping[int, int]) -> Iterator[tuple[int, LayerWeights]]:
-        return self.cache.arrive(self.k, n_rows)
-
-    def expect(self, experts: Sequence[int]) -> None:
-        self.cache.expect((self.k + 1) % len(self.cache.sources.mixture.layers), experts)
-
-
 class ThreadExperts(ReadThreads, ExpertCache):
     """Experts of a CPU: threads read those that are needed before those that are likely, part by part."""
 
@@ -217,9 +207,6 @@ class ThreadExperts(ReadThreads, ExpertCache):
         """See `ExpertCache.close`."""
         self._end()
         self._slots.clear()
-
-    def _layout(self, block: int) -> Layout:
-        return self.sources.tier.layout(block)
 
     def _fetch(self, block: int, slot: int, is_needed: bool) -> None:
         parts = self.sources.tier.reads(block, self._slots[slot])[::-1]
@@ -244,16 +231,18 @@ class ThreadExperts(ReadThreads, ExpertCache):
         self._count_wait(started, span_name(EXPERTS, block))
         return block
 
-    def _hurry(self, block: int) -> None:
-        fetch = self._coming.get(block)
-        if fetch in self._idle:
-            self._idle.remove(fetch)
-            self._urgent.append(fetch)
+    def _sort(self) -> None:
+        likely, self._idle = self._idle, deque[Fetch]()
+        for fetch in likely:
+            if fetch.i in self._wanted:
+                self._urgent.append(fetch)
+            elif len(fetch.parts) == fetch.n_missing > 0:
+                self._free(self._coming.pop(fetch.i).i)
+            else:
+                self._idle.append(fetch)
 
-    def _cancel(self) -> None:
-        for fetch in [one for one in self._idle if one.n_missing == len(one.parts) and one.i not in self._wanted]:
-            self._idle.remove(fetch)
-            self._free(self._coming.pop(fetch.i).i)
+    def _computed(self, slot: int) -> None:
+        """Computing is over when the call returns."""
 
     def _next(self) -> Fetch | None:
         for queue in (self._urgent, self._idle):
@@ -302,9 +291,6 @@ class CardExperts(ExpertCache):
         self._device.synchronize()
         self._slots.clear()
 
-    def _layout(self, block: int) -> Layout:
-        return self.sources.tier.layout(block)
-
     def _fetch(self, block: int, slot: int, is_needed: bool) -> None:
         tier = self.sources.tier
         assert isinstance(tier, MemoryTier), "experts of a card are in memory"
@@ -323,6 +309,9 @@ class CardExperts(ExpertCache):
         self._timings.append((self._device.record_compute(), there[block], 0))
         self._device.compute_waits_for(there[block])
         return block
+
+    def _sort(self) -> None:
+        """What was enqueued comes."""
 
     def _computed(self, slot: int) -> None:
         self._last_use[slot] = self._device.record_compute()
