@@ -18,10 +18,10 @@ from tempfile import TemporaryDirectory
 import torch
 
 from bench.measure import Spread, commit, expanded_model, machine
-from bench.paced import PacedTier
+from bench.paced import PacedLink, PacedTier
 from offload_rt.config import EngineConfig, SamplingParams
 from offload_rt.llm import LLM
-from offload_rt.offload.disk import ReadSettings
+from offload_rt.offload.disk import DiskTier, ReadSettings
 from offload_rt.offload.sidecar import SidecarTier, open_sidecar, write_sidecar
 from offload_rt.ops import lossless, lossless_kernels
 from offload_rt.weights.checkpoint import open_checkpoint
@@ -35,8 +35,8 @@ TOKENS = 6
 class PacedDisk(PacedTier):
     """A tier of a plan at a set rate."""
 
-    def __init__(self, source: SidecarTier, gbps: float) -> None:
-        super().__init__(source, gbps)
+    def __init__(self, source: SidecarTier | DiskTier, link: float | PacedLink) -> None:
+        super().__init__(source, link)
         self.settings: ReadSettings = source.settings
 
 

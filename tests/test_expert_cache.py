@@ -24,8 +24,9 @@ from offload_rt.models.architecture import Mixture
 from offload_rt.models.families import spec_of
 from offload_rt.models.stand_ins import Touched
 from offload_rt.offload.disk import DiskTier, ReadSettings
-from offload_rt.offload.expert_cache import CardExperts, ExpertCache, ExpertSources, ThreadExperts
+from offload_rt.offload.expert_cache import CardExperts, ExpertCache, ThreadExperts
 from offload_rt.offload.memory import MemoryTier
+from offload_rt.offload.placement import ExpertSizes
 from offload_rt.offload.streamer import LayerSources, LayerView
 from offload_rt.system.machine import MachineProfile, PassBytes, TouchedExperts
 from offload_rt.system.trace import Trace
@@ -48,12 +49,13 @@ def cache_on(make, files, n_slots, **how):  # noqa: F811
         tier = MemoryTier()
         for i, layer in enumerate(_layers()):
             tier.put(i, pack(layer))
-    sources, number = ExpertSources(MIXTURE, tier, n_slots), iter(range(1 << 30))
+    sizes, number = ExpertSizes(MIXTURE, max(tier.layout(i).nbytes for i in range(6))), iter(range(1 << 30))
 
     def view(layout, block):
         return LayerView(next(number), layout, block)
 
-    cache = ThreadExperts(sources, view, streamer, Trace()) if make is Host else CardExperts(sources, view, streamer)
+    given = sizes, n_slots, tier, view, streamer
+    cache = ThreadExperts(*given, Trace()) if make is Host else CardExperts(*given)
     try:
         yield cache, tier, device
     finally:
@@ -235,8 +237,8 @@ def test_a_pass_reads_the_experts_that_it_touches_and_no_others(model_of, monkey
         hook.remove()
     with open_touched(folder, 7, watch=True) as llm:
         runner, cache = runner_of(llm), runner_of(llm).experts
-        tier, rows = cache.sources.tier, runner_of(llm).new_cache(len(text))
-        of_block = Counter({i: tier._source.nbytes(i) for i in range(cache.sources.n_blocks)})
+        tier, rows = cache.tier, runner_of(llm).new_cache(len(text))
+        of_block = Counter({i: tier._source.nbytes(i) for i in range(32)})
         arrive, missing = cache.arrive, []
 
         def watched(k, n_rows):

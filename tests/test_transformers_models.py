@@ -126,7 +126,7 @@ def test_quantised_experts_are_dequantised_one_by_one(model_of, tmp_path, choice
         save_file(tensors, tmp_path / name / "model.safetensors", {"format": "pt"})
         config = type(model.config)(**read_json(folder / "config.json") | more)
         config.save_pretrained(tmp_path / name)
-    with open_llm(tmp_path / "quantised", "disk") as llm:
+    with open_streamed(tmp_path / "quantised") as llm:
         check_tree(runner_of(llm), type(model).from_pretrained(tmp_path / "exact"))
 
 

@@ -13,7 +13,7 @@ from offload_rt.engine import profile
 from offload_rt.engine.link import Link, choose_link
 from offload_rt.engine.memory_plan import LIBRARIES, READ_BUFFERS, MemoryPlan, Sizes, less_margin, plan_touched
 from offload_rt.errors import CapacityError, DeviceError, SettingsError
-from offload_rt.offload.disk import DiskTier, ReadSettings
+from offload_rt.offload.disk import DiskTier
 from offload_rt.offload.placement import ExpertSizes, MemoryBudget, Plan
 from offload_rt.offload.sidecar import SidecarTier
 from offload_rt.speculate.draft_model import DraftModel
@@ -34,20 +34,12 @@ class ExpertFiles:
 
     rest     it without them
     records  of each expert, layer by layer
-    tier     these, opened
+    tier     these, opened, to be read to where they are computed or, laid out as on a card, to the host beside it
     """
 
     rest: Checkpoint
     records: tuple[tuple[TensorRecord, ...], ...]
     tier: DiskTier
-
-    @classmethod
-    def open(
-        cls, rest: Checkpoint, records: tuple[tuple[TensorRecord, ...], ...], device: torch.device,
-        settings: ReadSettings | None = None,
-    ) -> "ExpertFiles":  # fmt: skip
-        """To be read to where they are computed, or for a card to memory of the host, laid out as on the card."""
-        return cls(rest, records, DiskTier(records, settings, packed=device.type == "cuda"))
 
 
 @dataclass(frozen=True)
@@ -154,7 +146,7 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting
             divided = checkpoint.by_expert() if link.sizes is None else None
             if divided is None or checkpoint.spec.mixture is None:
                 return None
-            experts = ExpertFiles.open(*divided, device)
+            experts = ExpertFiles(*divided, DiskTier(divided[1], packed=device.type == "cuda"))
             nbytes = max(experts.tier.layout(i).nbytes for i in range(len(experts.records)))
             with closing(DiskTier(experts.rest.layers)) as rest:
                 layers = _layer_nbytes(experts.rest, rest, is_packed)
@@ -181,7 +173,7 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting
             disk.close()
             if experts is not None:
                 experts.tier.close()
-                experts = ExpertFiles.open(experts.rest, experts.records, device, settings)
+                experts = replace(experts, tier=DiskTier(experts.records, settings, packed=device.type == "cuda"))
             decodes = device.type == "cpu"
             disk = (
                 SidecarTier(link.sidecar, settings, decodes) if link.sidecar

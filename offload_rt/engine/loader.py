@@ -15,14 +15,14 @@ from offload_rt.executor.runner import Runner
 from offload_rt.models.architecture import Architecture
 from offload_rt.offload import stream_cuda, stream_threads
 from offload_rt.offload.disk import DiskTier, ReadSettings
-from offload_rt.offload.expert_cache import CardExperts, ExpertCache, ExpertSources, ThreadExperts
+from offload_rt.offload.expert_cache import CardExperts, ExpertCache, ThreadExperts
 from offload_rt.offload.far_rows import FileRows, HostRows
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.offload.placement import Plan, with_host_slots
 from offload_rt.offload.sidecar import SidecarTier
 from offload_rt.offload.stream_cuda import CudaStreamer
 from offload_rt.offload.streamer import LayerSources
-from offload_rt.offload.tier import Tier, done_ahead, read_parallel
+from offload_rt.offload.tier import done_ahead, read_parallel
 from offload_rt.system.numa import Cpus
 from offload_rt.system.trace import Trace
 from offload_rt.weights import int4
@@ -123,19 +123,17 @@ class Loader:
     def experts(self, runner: Runner, files: ExpertFiles, plan: Plan) -> ExpertCache:
         """Slots for experts, which beside a card are brought to the host."""
         assert plan.experts is not None
-        tier: Tier = files.tier
-        if isinstance(runner.streamer, CudaStreamer):
-            tier = self.closes.enter_context(closing(MemoryTier(register=True)))
-
-            def work(_: str, i: int) -> Callable[[], PackedLayer]:
-                return partial(self._read, files.tier, i, host_block(files.tier.layout(i).nbytes))
-
-            self._fill({"host": tier}, [("host", one) for one in files.records], work)
         view = partial(runner.format.view, dtype=runner.dtype)
-        sources = ExpertSources(plan.experts.mixture, tier, plan.n_expert_slots)
-        if isinstance(runner.streamer, CudaStreamer):
-            return CardExperts(sources, view, runner.streamer)
-        return ThreadExperts(sources, view, runner.streamer, runner.trace)
+        slots = plan.experts, plan.n_expert_slots
+        if not isinstance(runner.streamer, CudaStreamer):
+            return ThreadExperts(*slots, files.tier, view, runner.streamer, runner.trace)
+        tier = self.closes.enter_context(closing(MemoryTier(register=True)))
+
+        def work(_: str, i: int) -> Callable[[], PackedLayer]:
+            return partial(self._read, files.tier, i, host_block(files.tier.layout(i).nbytes))
+
+        self._fill({"host": tier}, [("host", one) for one in files.records], work)
+        return CardExperts(*slots, tier, view, runner.streamer)
 
     def _sources(self, resident: MemoryTier, engine_plan: EnginePlan) -> LayerSources:
         """Where the layers of a plan are, which gives up layers on the host where the driver has refused to pin some."""

@@ -219,10 +219,12 @@ def _seconds_of_passes(runner: Runner, passes: Sequence[tuple[int, int]]) -> lis
     """
     seconds, spec = [0.0] * len(passes), runner.spec
     cache = runner.new_cache(max(map(sum, passes)) + 1, is_alone=True)
-    n_left = Counter(spec.layer_tensors(i) for i in range(spec.n_layers))
+    # Layers with experts and without; others may need what layers before them leave behind, and cannot be timed alone.
+    mixed = spec.mixture.layers if spec.mixture else ()
+    n_left = Counter(i in mixed for i in range(spec.n_layers))
     with closing(runner.streamer.sweep()) as sweep:
         for block in sweep:
-            n_alike = n_left.pop(spec.layer_tensors(block.i), 0)
+            n_alike = n_left.pop(block.i in mixed, 0)
             for at, (width, context) in enumerate(passes if n_alike else ()):
                 runner.assume_context(cache, context)
                 # Different tokens, which a mixture sends to different experts.

@@ -213,7 +213,7 @@ class Runner:
     def _following(self, i: int) -> LayerWeights | None:
         """The weights of the next layer that has experts, where it is on the device."""
         assert self.experts is not None
-        layers = (j for j in self.experts.sources.mixture.layers if j > i)
+        layers = (j for j in self.experts.mixture.layers if j > i)
         there = next((self.streamer.resident(j) for j in layers), None)
         return None if there is None else self._weights(there)
 

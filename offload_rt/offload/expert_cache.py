@@ -5,7 +5,6 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -13,8 +12,9 @@ from torch import Tensor
 from torch.cuda import Event
 
 from offload_rt.errors import LinkError
-from offload_rt.models.architecture import LayerExperts, LayerWeights, Mixture
+from offload_rt.models.architecture import LayerExperts, LayerWeights
 from offload_rt.offload.memory import MemoryTier
+from offload_rt.offload.placement import ExpertSizes
 from offload_rt.offload.stream_cuda import CudaStreamer
 from offload_rt.offload.stream_threads import Fetch, ReadThreads
 from offload_rt.offload.streamer import Streamer
@@ -22,31 +22,15 @@ from offload_rt.offload.tier import Tier
 from offload_rt.system.trace import EXPERTS, NOTHING_ASKED, Trace, span_name, waits
 from offload_rt.weights.layout import Layout, host_block
 
+# The weights of a block.
+View = Callable[[Layout, Tensor], LayerWeights]
+
 # How much of what is known of the use of a layer's experts stays after each pass: half of it for some 14 passes.
 _MEMORY = 0.95
 # Experts of the layer under way, of which a later chunk may need any, and expected ones stay before all others.
 _SOON = 2.0
 # Part of the slots that may be filled ahead.
 _AHEAD = 0.5
-
-
-@dataclass(frozen=True)
-class ExpertSources:
-    """Where experts come from: expert e of layer `mixture.layers[k]` is block `k * mixture.n_experts + e` of a tier."""
-
-    mixture: Mixture
-    tier: Tier
-    n_slots: int
-
-    @property
-    def n_blocks(self) -> int:
-        """Experts of all layers."""
-        return len(self.mixture.layers) * self.mixture.n_experts
-
-    @property
-    def slot_nbytes(self) -> int:
-        """Bytes of the longest."""
-        return max(self.tier.layout(i).nbytes for i in range(self.n_blocks))
 
 
 class ExpertCache(ABC):
@@ -57,23 +41,21 @@ class ExpertCache(ABC):
     older passes counting less. None is left out, however few slots there are.
     """
 
-    def __init__(
-        self, sources: ExpertSources, view: Callable[[Layout, Tensor], LayerWeights], slots: list[Tensor]
-    ) -> None:
-        """view: of the weights of a block."""
-        self.sources, self._view, self._slots = sources, view, slots
+    def __init__(self, sizes: ExpertSizes, tier: Tier, view: View, slots: list[Tensor]) -> None:
+        """tier: has expert e of layer `mixture.layers[k]` as block `k * mixture.n_experts + e`."""
+        self.mixture, self.tier, self._view, self._slots = sizes.mixture, tier, view, slots
         self._changed = threading.Condition()  # guards all that follows
         self._held = np.full(len(slots), -1)  # the block in each slot, or on its way there; -1: none
         self._slot_of: dict[int, int] = {}
         self._taken = np.zeros(len(slots), dtype=bool)  # slots that are read into, or about to be computed from
-        self._use, self._soon = np.zeros((2, sources.n_blocks))
+        self._use, self._soon = np.zeros((2, sizes.n_blocks))
         self._needed: deque[int] = deque()  # blocks that have no slot yet
         self._ahead: deque[int] = deque()  # likely ones, whether or not they are there
         self._wanted: set[int] = set()  # of the layer under way, not computed yet
 
     def of_layer(self, i: int, following: Callable[[], LayerWeights | None]) -> LayerExperts | None:
         """The experts of layer i, None where it has none; see `LayerExperts.following`."""
-        layers = self.sources.mixture.layers
+        layers = self.mixture.layers
         if i not in layers:
             return None
         k = layers.index(i)
@@ -81,13 +63,13 @@ class ExpertCache(ABC):
 
     def arrive(self, k: int, n_rows: Mapping[int, int]) -> Iterator[tuple[int, LayerWeights]]:
         """See `LayerExperts.arrive`, of the k-th layer that has some. Raises LinkError if one cannot be read."""
-        first = k * self.sources.mixture.n_experts
+        first = k * self.mixture.n_experts
         try:
             self._want(first, n_rows)
             while self._wanted:
                 block = self._await()
                 slot = self._slot_of[block]
-                yield block - first, self._view(self.sources.tier.layout(block), self._slots[slot])
+                yield block - first, self._view(self.tier.layout(block), self._slots[slot])
                 with self._changed:
                     self._computed(slot)
                     self._wanted.discard(block)
@@ -102,10 +84,10 @@ class ExpertCache(ABC):
 
         Where nobody knows, it is those that are used most, if they are used more than what makes room for them.
         """
-        n, use = self.sources.mixture.n_experts, self._use
+        n, use = self.mixture.n_experts, self._use
         with self._changed:
             if not experts:
-                likely = np.argsort(-use[k * n : (k + 1) * n], kind="stable")[: self.sources.mixture.n_used]
+                likely = np.argsort(-use[k * n : (k + 1) * n], kind="stable")[: self.mixture.n_used]
                 least = np.where(self._held < 0, 0.0, use[self._held]).min()
                 experts = [one for one in likely.tolist() if use[k * n + one] > least]
             self._ahead = deque(k * n + one for one in experts[: int(_AHEAD * len(self._slots))])
@@ -135,7 +117,7 @@ class ExpertCache(ABC):
         """Wait for what is under way, free the slots of what has not come, and forget errors."""
 
     def _want(self, first: int, n_rows: Mapping[int, int]) -> None:
-        n, total = self.sources.mixture.n_experts, sum(n_rows.values())
+        n, total = self.mixture.n_experts, sum(n_rows.values())
         with self._changed:
             use = self._use[first : first + n]
             use *= _MEMORY
@@ -192,16 +174,16 @@ class ThreadExperts(ReadThreads, ExpertCache):
     """Experts of a CPU: threads read those that are needed before those that are likely, part by part."""
 
     def __init__(
-        self, sources: ExpertSources, view: Callable[[Layout, Tensor], LayerWeights], link: Streamer, trace: Trace
-    ) -> None:
+        self, sizes: ExpertSizes, n_slots: int, tier: Tier, view: View, link: Streamer, trace: Trace
+    ) -> None:  # fmt: skip
         """link: the streamer of the layers, whose meter counts what these move as well."""
-        super().__init__(sources, view, [host_block(sources.slot_nbytes) for _ in range(sources.n_slots)])
+        super().__init__(sizes, tier, view, [host_block(sizes.nbytes) for _ in range(n_slots)])
         self.meter, self._trace, self._link, self._cpus = link.meter, trace, EXPERTS, frozenset()
         self._error, self._is_closed, self._n_reading = None, False, 0
         self._urgent: deque[Fetch] = deque()
         self._idle: deque[Fetch] = deque()
         self._coming: dict[int, Fetch] = {}
-        self._start(sources.tier.n_parallel)
+        self._start(tier.n_parallel)
 
     def close(self) -> None:
         """See `ExpertCache.close`."""
@@ -209,7 +191,7 @@ class ThreadExperts(ReadThreads, ExpertCache):
         self._slots.clear()
 
     def _fetch(self, block: int, slot: int, is_needed: bool) -> None:
-        parts = self.sources.tier.reads(block, self._slots[slot])[::-1]
+        parts = self.tier.reads(block, self._slots[slot])[::-1]
         self._coming[block] = Fetch(block, slot, parts, len(parts))
         (self._urgent if is_needed else self._idle).append(self._coming[block])
         self._changed.notify_all()
@@ -276,12 +258,10 @@ class CardExperts(ExpertCache):
     What has been enqueued is there for whatever is computed behind its event, so the host waits for none.
     """
 
-    def __init__(
-        self, sources: ExpertSources, view: Callable[[Layout, Tensor], LayerWeights], link: CudaStreamer
-    ) -> None:
+    def __init__(self, sizes: ExpertSizes, n_slots: int, tier: MemoryTier, view: View, link: CudaStreamer) -> None:
         """link: the streamer of the layers, over whose streams these are copied."""
-        self._meter, self._device = link.meter, link.device
-        super().__init__(sources, view, [self._device.allocate(sources.slot_nbytes) for _ in range(sources.n_slots)])
+        self._images, self._meter, self._device = tier.image, link.meter, link.device
+        super().__init__(sizes, tier, view, [self._device.allocate(sizes.nbytes) for _ in range(n_slots)])
         self._last_use = [self._device.event() for _ in self._slots]
         self._ready = list(self._last_use)
         self._timings: deque[tuple[Event, Event, int]] = deque()  # of copies, and of waits for them, which move nothing
@@ -292,12 +272,9 @@ class CardExperts(ExpertCache):
         self._slots.clear()
 
     def _fetch(self, block: int, slot: int, is_needed: bool) -> None:
-        tier = self.sources.tier
-        assert isinstance(tier, MemoryTier), "experts of a card are in memory"
-        source = tier.image(block).block
-        started, self._ready[slot] = self._device.copy(
-            [(self._slots[slot][: len(source)], source)], self._last_use[slot]
-        )
+        source = self._images(block).block
+        move = self._slots[slot][: len(source)], source
+        started, self._ready[slot] = self._device.copy([move], self._last_use[slot])
         self._timings.append((started, self._ready[slot], len(source)))
         self._taken[slot] = is_needed
 
