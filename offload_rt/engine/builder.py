@@ -84,8 +84,6 @@ def load(engine_plan: EnginePlan, trace: Trace, progress: Progress | None = None
             n_keys = draft_rows(engine_plan.max_model_len, n_nodes)
             draft_runner.use_graphs(GraphShape(n_nodes, n_keys, ROWS_PER_NODE * n_nodes), capture, _CAPTURING_S)
         runner = loader.runner(checkpoint.spec, checkpoint.format, engine_plan.dtype, target, trace, engine_plan)
-        if engine_plan.experts is not None:
-            runner.experts = loader.experts(runner, engine_plan.experts, plan)
         if draft_runner is not None and isinstance(draft_runner.spec, Head):
             runner.taps, draft_runner.taps = draft_runner.spec.taps, (1,)
             draft_runner.non_layer = draft_runner.spec.weights_beside(draft_runner.non_layer, runner.non_layer, device)

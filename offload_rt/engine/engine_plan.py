@@ -4,7 +4,7 @@ import os
 import platform
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import partial
 
 import torch
 
@@ -139,27 +139,12 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting
             budget = replace(budget, buffers=budget.buffers + max(_packed_nbytes(checkpoint)))
         target = replace(Sizes.of_checkpoint(checkpoint, dtype), layer_nbytes=layer_nbytes, link=link.sizes)
 
-        @cache
-        def divide() -> Sizes | None:
-            """The target with its experts as blocks of their own, which are opened."""
-            nonlocal experts
-            divided = checkpoint.by_expert() if link.sizes is None else None
-            if divided is None or checkpoint.spec.mixture is None:
-                return None
-            experts = ExpertFiles(*divided, DiskTier(divided[1], packed=device.type == "cuda"))
-            nbytes = max(experts.tier.layout(i).nbytes for i in range(len(experts.records)))
-            with closing(DiskTier(experts.rest.layers)) as rest:
-                layers = _layer_nbytes(experts.rest, rest, is_packed)
-            return replace(target, layer_nbytes=layers, experts=ExpertSizes(checkpoint.spec.mixture, nbytes))
-
+        divide = partial(_divided, checkpoint, target, is_packed)
         memory = plan_touched(config, drafting, (target, draft), divide, dtype, budget)
         if (ranks := joined()) is not None:
             max_len, n_nodes = ranks.least(memory.max_model_len, memory.limits.n_nodes)
             same = replace(config, max_model_len=max_len, tree_size=n_nodes)
             memory = plan_touched(same, drafting, (target, draft), divide, dtype, budget)
-        if experts is not None and memory.plan.experts is None:
-            experts.tier.close()
-            experts = None
         _check_resident(memory.plan, drafting)
         if link.encodes and memory.plan.tiers.count("disk"):
             raise CapacityError(
@@ -171,18 +156,16 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting
         if reads_disk or link.sidecar:
             settings = profile.read_settings(checkpoint.layers) if reads_disk else disk.settings
             disk.close()
-            if experts is not None:
-                experts.tier.close()
-                experts = replace(experts, tier=DiskTier(experts.records, settings, packed=device.type == "cuda"))
             decodes = device.type == "cpu"
             disk = (
-                SidecarTier(link.sidecar, settings, decodes) if link.sidecar
-                else DiskTier((experts.rest if experts else checkpoint).layers, settings)
-            )  # fmt: skip
+                SidecarTier(link.sidecar, settings, decodes) if link.sidecar else DiskTier(checkpoint.layers, settings)
+            )
+        if memory.plan.experts is not None and (divided := checkpoint.by_expert()) is not None:
+            disk.close()
+            disk = DiskTier(divided[0].layers, disk.settings)
+            experts = ExpertFiles(*divided, DiskTier(divided[1], disk.settings, packed=device.type == "cuda"))
     except BaseException:
         disk.close()
-        if experts is not None:
-            experts.tier.close()
         raise
     of_weights = checkpoint.format.notice, checkpoint.spec.notice, link.notice
     notices = (_notice(config.device, device), *of_weights, _kv_notice(memory.plan))
@@ -191,6 +174,17 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting
         checkpoint, drafting, device, dtype, disk, link,
         "\n".join(filter(None, notices)), experts,
     )  # fmt: skip
+
+
+def _divided(checkpoint: Checkpoint, whole: Sizes, is_packed: bool) -> Sizes | None:
+    """Of a model with its experts as blocks of their own; None where they cannot be, or layers come encoded."""
+    divided, mixture = checkpoint.by_expert(), checkpoint.spec.mixture
+    if divided is None or mixture is None or whole.link is not None:
+        return None
+    with closing(DiskTier(divided[1], packed=is_packed)) as experts, closing(DiskTier(divided[0].layers)) as rest:
+        nbytes = max(experts.layout(i).nbytes for i in range(len(divided[1])))
+        layers = _layer_nbytes(divided[0], rest, is_packed)
+    return replace(whole, layer_nbytes=layers, experts=ExpertSizes(mixture, nbytes))
 
 
 def _layer_nbytes(checkpoint: Checkpoint, disk: DiskTier | SidecarTier, is_packed: bool) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from offload_rt.offload.disk import DiskTier, ReadSettings
 from offload_rt.offload.expert_cache import CardExperts, ExpertCache, ThreadExperts
 from offload_rt.offload.far_rows import FileRows, HostRows
 from offload_rt.offload.memory import MemoryTier
-from offload_rt.offload.placement import Plan, with_host_slots
+from offload_rt.offload.placement import ExpertSizes, with_host_slots
 from offload_rt.offload.sidecar import SidecarTier
 from offload_rt.offload.stream_cuda import CudaStreamer
 from offload_rt.offload.streamer import LayerSources
@@ -118,22 +118,24 @@ class Loader:
                 runner.far = HostRows(split, n, streamer, self.cpus)
             else:
                 runner.far = FileRows(split, n, streamer, streamed.disk.settings)
+        if streamed and streamed.experts is not None and streamed.plan.experts is not None:
+            runner.experts = self._experts(
+                runner, streamed.experts, streamed.plan.experts, streamed.plan.n_expert_slots
+            )
         return runner
 
-    def experts(self, runner: Runner, files: ExpertFiles, plan: Plan) -> ExpertCache:
+    def _experts(self, runner: Runner, files: ExpertFiles, sizes: ExpertSizes, n_slots: int) -> ExpertCache:
         """Slots for experts, which beside a card are brought to the host."""
-        assert plan.experts is not None
         view = partial(runner.format.view, dtype=runner.dtype)
-        slots = plan.experts, plan.n_expert_slots
         if not isinstance(runner.streamer, CudaStreamer):
-            return ThreadExperts(*slots, files.tier, view, runner.streamer, runner.trace)
+            return ThreadExperts(sizes, n_slots, files.tier, view, runner.streamer, runner.trace)
         tier = self.closes.enter_context(closing(MemoryTier(register=True)))
 
         def work(_: str, i: int) -> Callable[[], PackedLayer]:
             return partial(self._read, files.tier, i, host_block(files.tier.layout(i).nbytes))
 
         self._fill({"host": tier}, [("host", one) for one in files.records], work)
-        return CardExperts(*slots, tier, view, runner.streamer)
+        return CardExperts(sizes, n_slots, tier, view, runner.streamer)
 
     def _sources(self, resident: MemoryTier, engine_plan: EnginePlan) -> LayerSources:
         """Where the layers of a plan are, which gives up layers on the host where the driver has refused to pin some."""
