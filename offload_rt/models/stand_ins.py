@@ -36,13 +36,13 @@ class PassCache(Cache):
 
     Layers of the cache are numbered in the order in which attention is first computed.
     windows  by layer of the model and attention in it: how many positions back a row sees
-    chosen   by layer, while a model is traced: the module of experts, and the experts (n_rows, n_used) that it is called with
+    chosen   by layer, while a model is traced: modules of experts, and what each is called with
     """
 
     def __init__(self) -> None:
         self.layers = []
         self.windows: dict[tuple[int, int], int | None] = {}
-        self.chosen: dict[int, list[tuple[nn.Module, Any]]] = {}
+        self.chosen: dict[int, list[tuple[nn.Module, list[Tensor]]]] = {}
         self._context: PassContext | None = None
         self._numbers: dict[tuple[int, int], int] = {}
         self._at = (0, 0)
@@ -51,9 +51,9 @@ class PassCache(Cache):
         """A layer of the model begins."""
         self._context, self._at = context, (layer, 0)
 
-    def choose(self, module: nn.Module, chosen: Any) -> None:
+    def choose(self, module: nn.Module, given: list[Tensor]) -> None:
         """A traced layer has come to its experts."""
-        self.chosen.setdefault(self._at[0], []).append((module, chosen))
+        self.chosen.setdefault(self._at[0], []).append((module, given))
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -138,7 +138,7 @@ def _mixture(module: nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) -> Te
     Their own code visits one expert after the other, for each of which the host waits.
     """
     if hidden.is_meta:
-        module.__dict__["pass_cache"].choose(module, [*args, *kwargs.values()][0])
+        module.__dict__["pass_cache"].choose(module, [hidden, *args, *kwargs.values()])
         return torch.empty_like(hidden)
     if (touched := module.__dict__.get("touched")) is not None:
         mixed: Tensor = touched.mix(module, hidden, *args, *kwargs.values())

@@ -218,13 +218,17 @@ class TracedModel:
     def _mixtures(self, outputs: list[tuple[nn.Module, tuple[Any, ...]]]) -> dict[int, LayerMixture]:
         """What was seen of the experts of layers; the outputs of modules that take one tensor tell who chose them."""
         found: dict[int, LayerMixture] = {}
-        given = [(one, n, part) for one, out in outputs for n, part in enumerate(out)]
-        for i, ((module, chosen), *others) in self._cache.chosen.items():
+        parts = [(one, n, part) for one, out in outputs for n, part in enumerate(out)]
+        for i, ((module, given), *others) in self._cache.chosen.items():
+            if others or len(given) != 3 or len(given[0].shape) != 2 or given[1].shape != given[2].shape:
+                return {}
+            chosen = given[1]
             name = next(name for name, one in self.layers[i].named_modules() if one is module)
             shapes = {f"{name}.{key}": tuple(one.shape) for key, one in module.named_parameters(recurse=False)}
-            router, place = next(((one, n) for one, n, part in given if part is chosen), (None, 0))
+            router, place = next(((one, n) for one, n, part in parts if part is chosen), (None, 0))
             found[i] = LayerMixture(module, name, shapes, chosen.shape[1], router, place)
-            if others or not shapes or any(len(one) < 2 or one[0] != module.num_experts for one in shapes.values()):
+            n_experts = getattr(module, "num_experts", None)
+            if not shapes or any(len(one) < 2 or one[0] != n_experts for one in shapes.values()):
                 return {}
         kinds = {(one.n_experts, one.n_used, *one.parameters.values()) for one in found.values()}
         self._cache.chosen.clear()
