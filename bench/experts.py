@@ -2,8 +2,9 @@
 
 `python -m bench.experts` writes two mixtures of random weights, one as Mixtral (8 experts of which a token takes 2) and one as
 Qwen3-MoE (128, of which it takes 8), and decodes both ways in a quarter of their memory, in turn, over a link of a set speed;
-the tokens must be the same. Routers of random weights take every expert about equally often, whatever came before: the worst
-case for what is kept. The floor is what the link needs for the bytes that came. The last line is one JSON object.
+the tokens, which are drawn by a seed, must be the same. Routers of random weights take every expert about equally often,
+whatever came before: the worst case for what is kept. The floor is what the link needs for the bytes that came. The last line
+is one JSON object.
 """
 
 import argparse
@@ -68,12 +69,12 @@ def measure(folder: Path, flags: argparse.Namespace) -> dict[str, object]:
     prompts = torch.randint(1024, (flags.rounds + 1, 4), generator=torch.Generator().manual_seed(0)).tolist()
     with ExitStack() as stack:
         llms = {way: stack.enter_context(open_paced(folder, way, flags.memory, flags.gbps)) for way in _WAYS}
-        for prompt in prompts:
-            texts = []
+        for n, prompt in enumerate(prompts):
+            texts, params = [], SamplingParams(max_new_tokens=flags.tokens, temperature=1.0, seed=n)
             for way, llm in llms.items():
                 meter, started = llm.engine.runner.streamer.meter, time.perf_counter()
                 before = meter.read()[0]
-                output = llm.generate(prompt, SamplingParams(max_new_tokens=flags.tokens, temperature=0.0))[0]
+                output = llm.generate(prompt, params)[0]
                 seconds[way].append((time.perf_counter() - started) / output.stats.n_passes)
                 moved[way].append((meter.read()[0] - before) / output.stats.n_passes)
                 texts.append(output.token_ids)

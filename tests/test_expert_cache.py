@@ -112,7 +112,7 @@ def test_what_is_there_is_not_read_and_the_most_used_stay(files):  # noqa: F811
 
 def test_what_was_used_long_ago_makes_room(files):  # noqa: F811
     with cache_on(Host, files, 2) as (cache, tier, device):
-        for one in [0] * 20 + [1] * 40 + [2] + [1]:
+        for one in [0] * 60 + [1] * 30 + [2] + [1]:
             visit(cache, device, 0, [one])
     assert n_reads(tier) == {0: 1, 1: 1, 2: 1}
 
@@ -155,10 +155,12 @@ def test_a_read_that_fails_raises_in_the_caller_and_leaves_nothing_behind(files)
 def test_closing_wakes_who_waits(files):  # noqa: F811
     waiting = threading.Event()
     with cache_on(Host, files, 2, trap=lambda *_: waiting.wait(0.2)) as (cache, _, device):
-        threading.Timer(0.02, cache.close).start()
+        closing_it = threading.Timer(0.02, cache.close)
+        closing_it.start()
         with pytest.raises(LinkError, match="released"):
             visit(cache, device, 0, [0, 1])
         waiting.set()
+        closing_it.join()
 
 
 # Whole models. One by one; with shared experts; dense first, with shared experts; in one tensor, transposed, with biases.

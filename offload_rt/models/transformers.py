@@ -210,9 +210,8 @@ class TransformersModel(Architecture):
 
     def _n_met(self, shape: tuple[int, ...]) -> int:
         """How many matrices of a tensor a row meets: not all where they are of experts."""
-        named = (getattr(self.model.text, name, None) for name in ("num_experts_per_tok", "top_k_experts"))
-        n_used = self.mixture.n_used if self.mixture else next(filter(None, named), shape[0])
-        return min(shape[0], n_used) if len(shape) == 3 else 1
+        n_used = self.mixture.n_used if self.mixture else getattr(self.model.text, "num_experts_per_tok", None)
+        return min(shape[0], n_used or shape[0]) if len(shape) == 3 else 1
 
     def _experts(self, i: int) -> ExpertNames:
         return self.experts[i] if self.experts else {}
