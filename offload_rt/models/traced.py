@@ -225,11 +225,10 @@ class TracedModel:
             chosen = given[1]
             name = next(name for name, one in self.layers[i].named_modules() if one is module)
             shapes = {f"{name}.{key}": tuple(one.shape) for key, one in module.named_parameters(recurse=False)}
+            if not shapes or any(len(one) < 2 or one[0] != module.num_experts for one in shapes.values()):
+                return {}
             router, place = next(((one, n) for one, n, part in parts if part is chosen), (None, 0))
             found[i] = LayerMixture(module, name, shapes, chosen.shape[1], router, place)
-            n_experts = getattr(module, "num_experts", None)
-            if not shapes or any(len(one) < 2 or one[0] != n_experts for one in shapes.values()):
-                return {}
         kinds = {(one.n_experts, one.n_used, *one.parameters.values()) for one in found.values()}
         self._cache.chosen.clear()
         return found if len(kinds) == 1 else {}

@@ -32,7 +32,8 @@ def waits(link: str) -> str:
 
 def span_name(link: str, i: int) -> str:
     """The name of what comes i-th in a pass."""
-    return f"{ {KV: 'rows', EXPERTS: 'expert'}.get(link, 'layer')} {i}"
+    kind = {KV: "rows", EXPERTS: "expert"}.get(link, "layer")
+    return f"{kind} {i}"
 
 
 class Span(NamedTuple):
