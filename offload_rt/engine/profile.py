@@ -147,8 +147,9 @@ def pass_profile(runner: Runner, moved: PassBytes, rows: tuple[int, int], disk: 
         write_cached(_PASSES, _PASSES_VERSION, {**known, key: compute.seconds})
     streamed = {tier for tier, nbytes in moved.streamed if nbytes}
     rate = _arrival_gbps(runner, max(nbytes for _, nbytes in moved.streamed)) if streamed else 0.0
-    for more in filter(None, (moved.rows, moved.experts)):
-        streamed.add(more.tier)
+    beside = {one.tier for one in (moved.rows, moved.experts) if one is not None}
+    if beside:
+        streamed |= beside
         if not rate:
             rate = upload_gbps(runner.device) if disk is None else link_gbps(disk, runner.spec.n_layers)
     links = tuple((tier, rate) for tier in sorted(streamed))

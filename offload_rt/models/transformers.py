@@ -149,8 +149,8 @@ class TransformersModel(Architecture):
         names: dict[str, int | None] = {}
         for name in self.model.mixtures[i].parameters if i in self.model.mixtures else ():
             matrices = self._experts(i).get(name)
-            owners = {one: expert for expert, own in enumerate(matrices or ()) for one in own}
-            names |= owners or {name: None}
+            names |= {one: expert for expert, own in enumerate(matrices or ()) for one in own}
+            names |= {} if matrices else {name: None}
         return names
 
     def layer_prefix(self, i: int) -> str:

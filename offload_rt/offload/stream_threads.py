@@ -86,9 +86,10 @@ class ReadThreads(ABC):
     def _next_part(self) -> tuple[Fetch, Read] | None:
         """Wait for a read to do, which counts as begun; None once they are closed."""
         with self._changed:
+            fetch: Fetch | None = None
             while not self._is_closed and (fetch := self._next()) is None:
                 self._changed.wait()
-            if self._is_closed:
+            if self._is_closed or fetch is None:
                 return None
             if self._n_reading == 0:
                 self._trace.state(waits(self._link), None)
