@@ -61,6 +61,7 @@ SIZES: dict[str, Any] = {
     "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 160, "num_kv_shared_layers": 2, "laurel_rank": 8,
     "global_head_dim": 32, "num_global_key_value_heads": 1, "intermediate_size_mlp": 96, "attention_chunk_size": 512,
     "activation_dropout": 0.0, "attention_dropout": 0.0, "dropout": 0.0, "hidden_dropout": 0.0, "layerdrop": 0.0,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 8,
     "swa_head_dim": 16, "swa_v_head_dim": 16, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2,
     "index_n_heads": 2, "index_head_dim": 16, "index_topk": 16, "vocab_size_per_layer": 160, "num_codebooks": 2,
 }  # fmt: skip

@@ -14,6 +14,7 @@ from offload_rt.engine.scheduler import Scheduler
 from offload_rt.executor.cost import CostEstimator
 from offload_rt.executor.cuda_graphs import CudaCapture, GraphShape
 from offload_rt.executor.runner import Runner
+from offload_rt.kv.recurrent import state_rows
 from offload_rt.models.heads import Head
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.ops import extension
@@ -97,7 +98,8 @@ def load(engine_plan: EnginePlan, trace: Trace, progress: Progress | None = None
                 _serve(ranks, [runner])
             runner.tell = partial(ranks.tell, 0)
         drafter, cost = _open_drafter(engine_plan, runner, draft_runner, trace)
-        scheduler = Scheduler(engine_plan.cache_rows, engine_plan.limits.n_nodes, plan.split)
+        states = engine_plan.n_sequences, state_rows(checkpoint.spec, engine_plan.dtype.itemsize)
+        scheduler = Scheduler(engine_plan.cache_rows, engine_plan.limits.n_nodes, plan.split, *states)
         notice = "\n".join(filter(None, (_REFUSED if host.is_refused else "", extension.notice(device))))
         rule = engine_plan.drafting.rule
         return Engine(runner, drafter, rule, cost, trace, scheduler, closes.pop_all(), draft_runner, notice)

@@ -296,7 +296,7 @@ class Engine:
         """The step that feeds a cache the next n tokens of a prompt."""
         tokens, first = one.sequence.tokens, self.runner.n_committed(one.cache)
         part = torch.tensor(tokens[first : first + n], dtype=torch.int64)
-        return Step(one.cache, part, Topology.chain(n), 0, one.sequence.n_prompt, read=self._reader(one))
+        return Step(one.cache, part, Topology.chain(n), 0, one.sequence.n_prompt, n_chain=n, read=self._reader(one))
 
     def _reader(self, one: RunningSequence) -> Callable[[Tensor], None] | None:
         """What reads the log-probabilities of a prompt, if they are asked for, from its first row on."""
@@ -321,6 +321,7 @@ class Engine:
             topology=tree.topology.after_chain(len(lacking)),
             n_wanted=n_read + len(tree.topology),
             n_prompt=one.sequence.n_prompt,
+            n_chain=len(lacking),
             read=read,
         )
 

@@ -170,7 +170,7 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting
     of_weights = checkpoint.format.notice, checkpoint.spec.notice, link.notice
     notices = (_notice(config.device, device), *of_weights, _kv_notice(memory.plan))
     return EnginePlan(
-        memory.plan, memory.limits, memory.max_model_len, memory.cache_rows, memory.view_rows,
+        memory.plan, memory.limits, memory.max_model_len, memory.cache_rows, memory.view_rows, memory.n_sequences,
         checkpoint, drafting, device, dtype, disk, link,
         "\n".join(filter(None, notices)), experts,
     )  # fmt: skip

@@ -16,6 +16,7 @@ from offload_rt.errors import CapacityError, UnsupportedModelError
 from offload_rt.executor.runner import CHUNK_ROWS
 from offload_rt.kv.cache import ContiguousCache, KVBytes
 from offload_rt.kv.host import KVSplit, RowFormat
+from offload_rt.kv.recurrent import state_rows
 from offload_rt.models.architecture import Architecture, TensorShape
 from offload_rt.offload.placement import (
     ExpertSizes,
@@ -106,7 +107,9 @@ class Sizes:
 def _matrices(tensor: TensorShape) -> list[TensorShape]:
     """A tensor, or of one that holds the experts of a mixture the matrix of each, as checkpoints have them."""
     name, shape = tensor
-    return [TensorShape(f"{name}.{i}.weight", shape[1:]) for i in range(shape[0])] if len(shape) == 3 else [tensor]
+    if len(shape) != 3 or shape[1] == 1:  # of a convolution
+        return [tensor]
+    return [TensorShape(f"{name}.{i}.weight", shape[1:]) for i in range(shape[0])]
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,7 @@ class MemoryPlan:
     max_model_len  most tokens of a sequence
     cache_rows     rows of keys and values that the plan has room for
     view_rows      and of views of them, by which the target drafts itself
+    n_sequences    of that length together
     """
 
     plan: Plan
@@ -123,6 +127,7 @@ class MemoryPlan:
     max_model_len: int
     cache_rows: int
     view_rows: int
+    n_sequences: int
 
 
 def less_margin(free: int) -> int:
@@ -200,7 +205,8 @@ def plan_memory(
 
     def least(max_len: int) -> int:
         """The smallest budget that holds a context, which takes no more of it than its share."""
-        cache = ContiguousCache.nbytes(target.spec, together(max_len), dtype.itemsize).device
+        n_rows = together(max_len) + n * state_rows(target.spec, dtype.itemsize)
+        cache = ContiguousCache.nbytes(target.spec, n_rows, dtype.itemsize).device
         reserved = needed(together(max_len), limits.n_nodes)
         return max(least_budget(target.layer_nbytes, reserved, target.link), int(cache / _CACHE_SHARE))
 
@@ -208,7 +214,7 @@ def plan_memory(
     max_len = shortest + bisect_right(longer, budget.device, key=least)
     n_view_rows = _view_rows(drafting.view_rows, max_len, limits.n_nodes)
     plan = memory.place(together(max_len), limits.n_nodes)
-    return MemoryPlan(plan, limits, max_len, _cache_rows(together(max_len), limits.n_nodes), n_view_rows)
+    return MemoryPlan(plan, limits, max_len, _cache_rows(together(max_len), limits.n_nodes), n_view_rows, n)
 
 
 @dataclass(frozen=True)
@@ -230,7 +236,8 @@ class _Memory:
 
     def whole(self, max_len: int, n_nodes: int) -> ReservedMemory:
         """Bytes beside layers, with all keys and values on the device."""
-        reserved, spec = reserved_memory(self.target, self.draft, self.dtype, max_len, n_nodes), self.target.spec
+        spec, n = self.target.spec, self.config.max_num_seqs
+        reserved = reserved_memory(self.target, self.draft, self.dtype, max_len, n_nodes, n)
         # Besides the views a layer's rows, and about as much again, while some of them are chosen.
         n_rows = _view_rows(self.view_rows, max_len, n_nodes) + 2 * max_len // spec.n_layers
         views = n_rows * spec.kv_nbytes(self.dtype.itemsize) if self.view_rows else 0
@@ -297,9 +304,9 @@ class _Memory:
 
 
 def reserved_memory(
-    target: Sizes, draft: Sizes | None, dtype: torch.dtype, max_len: int, n_nodes: int
+    target: Sizes, draft: Sizes | None, dtype: torch.dtype, max_len: int, n_nodes: int, n: int = 1
 ) -> ReservedMemory:
-    """Bytes on the device besides layers, for sequences of up to `max_len` tokens together and trees of up to `n_nodes`."""
+    """Bytes on the device besides layers, for n sequences of `max_len` tokens together and trees of up to `n_nodes`."""
     spec = target.spec
     hidden = 2 * (max_len + n_nodes) * spec.hidden_size * dtype.itemsize
     rows = min(CHUNK_ROWS, max_len + n_nodes)
@@ -307,18 +314,24 @@ def reserved_memory(
     tapped = hidden // 2 * (len(draft.spec.taps) + 2) if draft and draft.spec.taps else 0
     return ReservedMemory(
         non_layer=target.non_layer_nbytes,
-        cache=ContiguousCache.nbytes(spec, _cache_rows(max_len, n_nodes), dtype.itemsize).device,
+        cache=_cache_nbytes(spec, _cache_rows(max_len, n_nodes), n_nodes, dtype.itemsize, n),
         scratch=hidden + tapped + target.view_nbytes + spec.scratch_nbytes(rows, n_nodes, dtype.itemsize),
-        draft=_draft_nbytes(draft, spec.vocab_size, max_len, n_nodes) if draft else 0,
+        draft=_draft_nbytes(draft, spec.vocab_size, max_len, n_nodes, n) if draft else 0,
         stand_in=draft.stand_in if draft else 0,
         experts=target.experts.least if target.experts else 0,
     )
 
 
-def _draft_nbytes(draft: Sizes, vocab_size: int, max_len: int, n_nodes: int) -> int:
+def _cache_nbytes(spec: Architecture, n_rows: int, n_nodes: int, itemsize: int, n: int) -> int:
+    """Of n sequences: so many rows, their states, and what so many rows of trees would add to these."""
+    of_nodes = n_nodes * sum(one.row_nbytes(itemsize) for one in spec.state_shapes)
+    return ContiguousCache.nbytes(spec, n_rows + n * state_rows(spec, itemsize), itemsize).device + of_nodes
+
+
+def _draft_nbytes(draft: Sizes, vocab_size: int, max_len: int, n_nodes: int, n: int) -> int:
     """Bytes a draft model takes on the device: weights, cache, activations, and the distributions its trees were drawn from."""
     itemsize = draft.dtype.itemsize
-    cache = ContiguousCache.nbytes(draft.spec, draft_rows(max_len, n_nodes), itemsize).device
+    cache = _cache_nbytes(draft.spec, draft_rows(max_len, n_nodes), ROWS_PER_NODE * n_nodes, itemsize, n)
     # Noise, its order and a copy of the distribution, of float32, for one level; and the distributions of all nodes.
     draft_probs = n_nodes * vocab_size * 4 * 4
     scratch = draft.view_nbytes + draft.spec.scratch_nbytes(n_nodes, n_nodes, itemsize)

@@ -29,11 +29,15 @@ class Scheduler:
     cache_rows  rows of keys and values that there is memory for
     n_nodes     nodes of all trees of a pass together, roots included
     split       of these rows, where some are beyond the device
+    n_states    sequences whose states there is memory for besides
+    state_rows  rows that take as much as the states of a sequence
     """
 
     cache_rows: int
     n_nodes: int
     split: KVSplit | None = None
+    n_states: int = 0
+    state_rows: int = 0
 
     def share(self, n_sequences: int) -> int:
         """Nodes of each tree when so many sequences run together."""
@@ -57,6 +61,7 @@ class Scheduler:
             if not self.split.fits(shares):
                 return False
         n_rows = sum(one.n_rows for one in there) + sum(one.longest - 1 + n_nodes for one in joining)
+        n_rows += self.state_rows * (len(there) + len(joining) - self.n_states)
         n_more = sum(one.n_nodes for one in there) + n_nodes * len(joining)
         # A draft model's cache takes two rows a node, and is planned for the longest sequence with the largest tree.
         return n_rows <= self.cache_rows and n_rows + n_more <= self.cache_rows + self.n_nodes

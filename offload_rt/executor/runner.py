@@ -16,6 +16,7 @@ from offload_rt.executor.step import Chunk, Segment, Step
 from offload_rt.kv.cache import ContiguousCache, KVBuffer, KVCache
 from offload_rt.kv.chosen import best_chunks
 from offload_rt.kv.host import HostCache, KVShare
+from offload_rt.kv.recurrent import RecurrentCache
 from offload_rt.kv.sparse import SparseCache
 from offload_rt.models.architecture import Architecture, LayerWeights
 from offload_rt.models.heads import HeadDecoder
@@ -86,6 +87,7 @@ class Runner:
         self._chunk_rows, self._ids = CHUNK_ROWS, itertools.count()
         self._caches: dict[int, KVCache] = {}
         self._graphs: GraphRunner | None = None
+        self.kv = RecurrentCache if self.spec.state_shapes else self.kv
 
     @_everywhere
     @torch.inference_mode()
@@ -258,13 +260,13 @@ class Runner:
             cache.query = None
             return old
         # Through memory of the host: there may be no room on the device for both.
-        tokens, rows = cache.committed, cache.to_host() if may_move and isinstance(cache, ContiguousCache) else []
+        moved = cache.to_host() if may_move and isinstance(cache, ContiguousCache) else None
         del cache
         self.free_cache(old)
         id = self.new_cache(capacity, is_alone, share)
         new = self._caches[id]
-        if rows and isinstance(new, ContiguousCache):
-            new.load(tokens, rows)
+        if moved is not None and isinstance(new, ContiguousCache):
+            new.load(moved)
         return id
 
     @_everywhere
@@ -346,7 +348,8 @@ class Runner:
         for first, segments in zip(range(0, n_rows, self._chunk_rows), parts, strict=True):
             masks = tuple(one.mask() for one in segments)
             rows = slice(first, first + segments[-1].rows.stop)
-            chunks.append(Chunk(rows, tuple(segments), masks, self._row_inputs(segments)))
+            inputs = tuple(one.inputs(self.spec.state_shapes[0].kernel) for one in segments if self.spec.state_shapes)
+            chunks.append(Chunk(rows, tuple(segments), masks, self._row_inputs(segments), inputs))
         return chunks
 
     def _row_inputs(self, segments: list[Segment]) -> tuple[Tensor, ...]:

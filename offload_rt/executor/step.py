@@ -12,6 +12,8 @@ from torch import Tensor
 from offload_rt import ops
 from offload_rt.executor.cuda_graphs import Reduce
 from offload_rt.kv.cache import Attention, KVCache
+from offload_rt.kv.recurrent import Recurrence, RecurrentCache
+from offload_rt.models.architecture import StateShape
 from offload_rt.tree.topology import GrowingTree, Topology
 
 
@@ -26,6 +28,7 @@ class Step:
     n_prompt  tokens of the prompt, which plain decoding computes together
     n_done    the first n_done tokens are pending in the cache already, computed by earlier passes
     reduce    what is made of the logits, and given in their place
+    n_chain   the first n_chain tokens follow each other and are committed whatever comes out
     states    (n_rows, hidden_size), what the rows of a head have beside their tokens
     read      is given the logits of the rows before the wanted ones, (n, vocabulary), some rows at a time
     """
@@ -37,6 +40,7 @@ class Step:
     n_prompt: int
     n_done: int = 0
     reduce: Reduce | None = None
+    n_chain: int = 0
     states: Tensor | None = None
     read: Callable[[Tensor], None] | None = None
 
@@ -47,16 +51,17 @@ class Step:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """What other ranks are sent of it: not what becomes of the logits."""
-        counts = self.n_wanted, self.n_prompt, self.n_done
+        counts = self.n_wanted, self.n_prompt, self.n_done, self.n_chain
         return _sent, (self.cache, self.tokens.numpy(), self.topology, *counts, self.read is not None)
 
 
 def _sent(
-    cache: int, tokens: np.ndarray, topology: Topology | GrowingTree, n_wanted: int, n_prompt: int, n_done: int, reads: bool
+    cache: int, tokens: np.ndarray, topology: Topology | GrowingTree, n_wanted: int, n_prompt: int, n_done: int, n_chain: int,
+    reads: bool,
 ) -> Step:  # fmt: skip
     """The step of rank 0, on another one."""
     read = _unread if reads else None
-    return Step(cache, torch.from_numpy(tokens), topology, n_wanted, n_prompt, n_done, read=read)
+    return Step(cache, torch.from_numpy(tokens), topology, n_wanted, n_prompt, n_done, n_chain=n_chain, read=read)
 
 
 def _unread(logits: Tensor) -> None:
@@ -81,18 +86,27 @@ class Segment:
         """Which cached rows each row sees, without a window; on the host."""
         return self.step.topology.mask(self.start, self.stop, self.cache.n_seen)
 
+    def inputs(self, kernel: int) -> Tensor:
+        """See `Recurrence.inputs`; on the host."""
+        parents, rows = self.step.topology.parents, [np.arange(self.start, self.stop)]
+        for _ in range(kernel - 1):  # above node 0 stand -1, -2, ...
+            rows.append(np.where(rows[-1] > 0, parents[np.maximum(rows[-1], 0)], rows[-1] - 1))
+        return torch.from_numpy(np.stack(rows, axis=1)) + (kernel - 1 - min(self.start, self.step.n_chain))
+
 
 @dataclass(frozen=True)
 class Chunk:
     """Rows of a pass that go through a layer together; to the layers it is the `PassContext`.
 
-    masks  one for each segment, without a window
+    masks   one for each segment, without a window
+    inputs  one for each segment where layers have a state, see `Recurrence`
     """
 
     rows: slice
     segments: tuple[Segment, ...]
     masks: tuple[ops.TreeMask, ...]
     row_inputs: tuple[Any, ...]
+    inputs: tuple[Tensor, ...] = ()
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, *,
@@ -110,13 +124,24 @@ class Chunk:
             outs.append(one.cache.attend(asked))
         return torch.cat(outs) if len(outs) > 1 else outs[0]
 
+    def recur(
+        self, layer: int, shape: StateShape, x: Tensor, weight: Tensor, log_decays: Tensor, beta: Tensor
+    ) -> Tensor:  # fmt: skip
+        """See `StateContext.recur`."""
+        outs = []
+        for one, mask, inputs in zip(self.segments, self.masks, self.inputs, strict=True):
+            assert isinstance(one.cache, RecurrentCache), "a model with states has such caches"
+            given = x[one.rows], weight, log_decays[one.rows], beta[one.rows]
+            outs.append(one.cache.recur(Recurrence(layer, one.start, one.step.n_chain, *given, inputs, mask)))
+        return torch.cat(outs) if len(outs) > 1 else outs[0]
+
     @property
     def tensors(self) -> list[Tensor]:
         """All that the layers need of these rows."""
-        return [*self.row_inputs, *(one for mask in self.masks for one in mask.tensors)]
+        return [*self.row_inputs, *self.inputs, *(one for mask in self.masks for one in mask.tensors)]
 
     def of(self, tensors: Iterator[Tensor]) -> "Chunk":
         """This chunk of the next `tensors`, such as copies on a device."""
-        row_inputs = tuple(itertools.islice(tensors, len(self.row_inputs)))
+        row_inputs, inputs = (tuple(itertools.islice(tensors, len(one))) for one in (self.row_inputs, self.inputs))
         masks = tuple(mask.of(itertools.islice(tensors, len(mask.tensors))) for mask in self.masks)
-        return replace(self, row_inputs=row_inputs, masks=masks)
+        return replace(self, row_inputs=row_inputs, inputs=inputs, masks=masks)

@@ -4,7 +4,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -201,6 +201,14 @@ class KVBuffer:
         return ops.tree_attention(q, *seen, mask, asked.scale, asked.softcap, asked.sinks)
 
 
+class MovedRows(NamedTuple):
+    """What a cache leaves to another one: tokens, their rows in memory of the host, and states by position, if it has some."""
+
+    tokens: list[int]
+    rows: list[KVBuffer]
+    states: dict[int, Any]
+
+
 class ContiguousCache(KVCache):
     """All rows in one buffer on the device that computes, or in one for all layers of the same shape.
 
@@ -255,16 +263,17 @@ class ContiguousCache(KVCache):
         if self.leader is not None:
             self.committed, self.leader = [], None
 
-    def to_host(self) -> list[KVBuffer]:
-        """Copies of the committed rows."""
+    def to_host(self) -> MovedRows:
+        """The committed tokens and copies of their rows."""
         n = self.n_committed
         parts = [(one.keys[:, :, :n], one.values[:, :, :n]) for one in self._buffers]
-        return [KVBuffer(*(part.to("cpu", copy=True) for part in pair)) for pair in parts]
+        rows = [KVBuffer(*(part.to("cpu", copy=True) for part in pair)) for pair in parts]
+        return MovedRows(self.committed, rows, {})
 
-    def load(self, tokens: list[int], rows: Sequence[KVBuffer]) -> None:
+    def load(self, moved: MovedRows) -> None:
         """Begin with these tokens and their rows, as `to_host` has given them."""
-        self.committed, n = tokens, len(tokens)
-        for to, source in zip(self._buffers, rows, strict=True):
+        self.committed, n = moved.tokens, len(moved.tokens)
+        for to, source in zip(self._buffers, moved.rows, strict=True):
             to.keys[:, :, :n], to.values[:, :, :n] = source.keys, source.values
 
     def move(self, rows: Sequence[int], first: int) -> None:

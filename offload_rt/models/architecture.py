@@ -55,6 +55,31 @@ class LayerExperts:
     expect: Callable[[Sequence[int]], None]
 
 
+class StateShape(NamedTuple):
+    """What a gated delta net keeps besides keys and values: a matrix k_dim x v_dim for each head of values, in float32, and
+    the inputs of its convolution over `kernel` rows.
+    """
+
+    n_k_heads: int
+    n_v_heads: int
+    k_dim: int
+    v_dim: int
+    kernel: int
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """Channels of queries, keys and values."""
+        return self.n_k_heads * self.k_dim, self.n_k_heads * self.k_dim, self.n_v_heads * self.v_dim
+
+    def nbytes(self, itemsize: int) -> int:
+        """Of a state."""
+        return 4 * self.k_dim * self.widths[2] + (self.kernel - 1) * sum(self.widths) * itemsize
+
+    def row_nbytes(self, itemsize: int) -> int:
+        """Of what is kept of a row that may yet be rejected."""
+        return sum(self.widths) * itemsize + 4 * (sum(self.widths[1:]) + 2 * self.n_v_heads)
+
+
 class LayerWeights(Protocol):
     """The weights of one layer, or those outside the layers, however they are stored.
 
@@ -113,6 +138,22 @@ class PassContext(Protocol):
         """
 
 
+class StateContext(PassContext, Protocol):
+    """What layers with a state see of it."""
+
+    def recur(
+        self, layer: int, shape: StateShape, x: Tensor, weight: Tensor, log_decays: Tensor, beta: Tensor
+    ) -> Tensor:
+        """The gated delta rule for these rows, each behind those that it sees (`ops.delta_rule`).
+
+        layer       among those with a state
+        x           (n, channels) queries, keys and values of all heads, before the convolution
+        weight      (channels, kernel) of the convolution, behind which stand a SiLU and a norm of queries and keys
+        log_decays, beta  (n, n_v_heads)
+        Returns (n, n_v_heads, v_dim).
+        """
+
+
 @dataclass(frozen=True)
 class Architecture(ABC):
     """A decoder-only model: its sizes, its tensors, and what it computes.
@@ -158,6 +199,11 @@ class Architecture(ABC):
     def expert_names(self, i: int) -> Mapping[str, int | None]:
         """The expert that a module of layer i belongs to, by its name; None: the tensor of that name has a row for each."""
         return {}
+
+    @property
+    def state_shapes(self) -> tuple[StateShape, ...]:
+        """Of each layer with a state, by the numbers that `recur` is called with; all are the same."""
+        return ()
 
     @abstractmethod
     def layer_prefix(self, i: int) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from offload_rt import ops
 from offload_rt.errors import UnsupportedModelError
-from offload_rt.models.architecture import LayerExperts, LayerWeights, PassContext
+from offload_rt.models.architecture import LayerExperts, LayerWeights, PassContext, StateContext, StateShape
 
 # Names under which transformers finds what is ours: in passes, where nobody makes masks, and while a model is traced.
 NAME, TRACED = "offload_rt", "offload_rt_traced"
@@ -45,6 +45,7 @@ class PassCache(Cache):
         self.chosen: dict[int, list[tuple[nn.Module, list[Tensor]]]] = {}
         self._context: PassContext | None = None
         self._numbers: dict[tuple[int, int], int] = {}
+        self.states: dict[int, int] = {}  # by layer of the model
         self._at = (0, 0)
 
     def enter(self, layer: int, context: PassContext) -> None:
@@ -70,6 +71,11 @@ class PassCache(Cache):
         return query_length, 0
 
     get_query_offset = get_seq_length  # type: ignore[assignment]
+
+    def recur(self, shape: StateShape, *rows: Tensor) -> Tensor:
+        """See `StateContext.recur`."""
+        context = cast("StateContext", self._context)
+        return context.recur(self.states.setdefault(self._at[0], len(self.states)), shape, *rows)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None,
@@ -103,6 +109,21 @@ def _attention(
     cache: PassCache = module.__dict__["pass_cache"]
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     return cache.attend(q, k, v, scale, sliding_window, softcap, s_aux), None
+
+
+def delta_net(net: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+    """What stands for the forward of a gated delta net, whose modules it calls; rows are not padded."""
+    if hasattr(net, "in_proj_qkvz"):
+        parts = net.fix_query_key_value_ordering(net.in_proj_qkvz(hidden_states), net.in_proj_ba(hidden_states))
+        x, (gate, b, a) = torch.cat([one.flatten(2) for one in parts[:3]], -1), parts[3:]
+    else:
+        x, gate, b, a = (getattr(net, f"in_proj_{one}")(hidden_states) for one in ("qkv", "z", "b", "a"))
+    log_decays = -net.A_log.float().exp() * F.softplus(a.float() + net.dt_bias)
+    weight = net.conv1d.weight.squeeze(1)
+    shape = StateShape(net.num_k_heads, net.num_v_heads, net.head_k_dim, net.head_v_dim, weight.shape[1])
+    out = net.__dict__["pass_cache"].recur(shape, x[0], weight, log_decays[0], b[0].sigmoid())
+    heads = net.norm(out.flatten(0, 1), gate.reshape(-1, net.head_v_dim))
+    return net.out_proj(heads.view(*x.shape[:2], -1))  # type: ignore[no-any-return]
 
 
 def _traced_attention(

@@ -16,8 +16,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from offload_rt.errors import UnsupportedModelError
-from offload_rt.models.architecture import KVShape, LayerExperts, LayerWeights, PassContext
-from offload_rt.models.stand_ins import NAME, OTHER_STATE, TRACED, PassCache, Table, Touched, experts_of, register
+from offload_rt.models.architecture import KVShape, LayerExperts, LayerWeights, PassContext, StateShape
+from offload_rt.models.stand_ins import (
+    NAME,
+    OTHER_STATE,
+    TRACED,
+    PassCache,
+    Table,
+    Touched,
+    delta_net,
+    experts_of,
+    register,
+)
 
 OWN_CODE = "attend by code of their own"
 # Rows that a model is traced with: no size of a model, so that they are recognised in a shape.
@@ -94,6 +104,7 @@ class _Trace:
     def __init__(self, model: "TracedModel") -> None:
         self._model = model
         self.shapes: dict[int, KVShape] = {}
+        self.state_shapes: list[StateShape] = []
         self.n_layers = self._n_calls = 0
         self.first = self._hidden = torch.empty(0)
 
@@ -103,6 +114,12 @@ class _Trace:
         if k is not None and v is not None:
             self.shapes[layer] = KVShape(k.shape[1], k.shape[2], v.shape[2])
         return q.new_empty(*q.shape[:2], self.shapes[layer].v_dim)
+
+    def recur(self, layer: int, shape: StateShape, x: Tensor, *rows: Tensor) -> Tensor:
+        """Note the shape of the state; see `StateContext.recur`."""
+        self._n_calls += 1
+        self.state_shapes.append(shape)
+        return x.new_empty(len(x), shape.n_v_heads, shape.v_dim)
 
     def visit(self, i: int, hidden: Tensor, call: Call) -> Tensor:
         """Run a layer. Raises UnsupportedModelError where it could not be run by itself, in its turn."""
@@ -130,6 +147,8 @@ class TracedModel:
     shapes        per layer those of its tensors, named without the prefix; the last are outside the layers
     hidden_shape  of the hidden states between layers, without rows
     kv_shapes     of the layers of the cache
+    state_shapes  of the layers with a state, see `Architecture`
+    has_state     layers of the model that have one
     windows       of the masks of all attentions
     mixtures      of the layers that have experts as transformers' own implementations know them, all of one kind; else empty
     """
@@ -165,6 +184,8 @@ class TracedModel:
         for i, layer in enumerate(self.layers):
             for module in layer.modules():
                 module.__dict__["pass_cache"] = self._cache
+                if type(module).__name__.endswith("GatedDeltaNet"):
+                    module.forward = partial(delta_net, module)
             places[i] = _Place(self, i)
         self._bind(self._trace(), names, tied)
 
@@ -206,6 +227,7 @@ class TracedModel:
         if trace.n_layers != len(self.layers):
             raise UnsupportedModelError("its layers are not called one after the other")
         self.kv_shapes = tuple(trace.shapes[i] for i in range(len(trace.shapes)))
+        self.state_shapes, self.has_state = tuple(trace.state_shapes), self._cache.states.keys()
         self.windows = set(self._cache.windows.values())
         shape = trace.first.shape
         (self._row_dim,) = (dim for dim, size in enumerate(shape) if size == _N_ROWS)

@@ -21,11 +21,13 @@ from offload_rt.models.architecture import (
     Mixture,
     Part,
     PassContext,
+    StateShape,
     TensorShape,
 )
 from offload_rt.models.stand_ins import OTHER_STATE, TRACED
 from offload_rt.models.tensor_names import TensorNames
 from offload_rt.models.traced import OWN_CODE, Call, ExpertNames, TracedModel
+from offload_rt.ops.delta_rule import BLOCK_ROWS
 
 # Kinds of layers whose attention is causal, whole or within a window.
 _KINDS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
@@ -74,8 +76,10 @@ def _refuse_other_state(config: PreTrainedConfig) -> None:
     if config.is_encoder_decoder:
         raise UnsupportedModelError("it is an encoder-decoder")
     text = config.get_text_config(decoder=True)
+    is_delta = hasattr(text, "linear_conv_kernel_dim") and not hasattr(text, "linear_allow_neg_eigval")
+    known = _KINDS | {"linear_attention"} if is_delta else _KINDS
     for name in ("layer_types", "layers_block_type"):
-        others = sorted(set(getattr(text, name, None) or ()) - _KINDS)
+        others = sorted(set(getattr(text, name, None) or ()) - known)
         if others:
             raise UnsupportedModelError(f"its layers of type {others[0]!r} {OTHER_STATE}")
 
@@ -131,6 +135,11 @@ class TransformersModel(Architecture):
     def kv_shapes(self) -> tuple[KVShape, ...]:
         """As the layers give them."""
         return self.model.kv_shapes
+
+    @property
+    def state_shapes(self) -> tuple[StateShape, ...]:
+        """Likewise."""
+        return self.model.state_shapes
 
     def of_checkpoint(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple["TransformersModel", Mapping[str, Part]]:
         """By transformers' own mapping of names. See `Architecture.of_checkpoint`."""
@@ -198,6 +207,10 @@ class TransformersModel(Architecture):
     def flops(self, i: int, n_rows: int, context: int) -> float:
         """Two for each weight that a row meets, and two for each number of key and value that its heads meet."""
         n_weights = sum(self._n_met(one) * math.prod(one[-2:]) for one in self.model.shapes[i].values())
+        if i in self.model.has_state:  # a row reads a state twice and adds to it; rows of a block meet each other
+            state = self.state_shapes[0]
+            of_head = 3 * state.k_dim * state.v_dim + min(n_rows, BLOCK_ROWS) * (state.k_dim + state.v_dim)
+            return 2.0 * n_rows * float(n_weights + state.n_v_heads * of_head)
         shape = self.kv_shapes[min(i, len(self.kv_shapes) - 1)]
         n_met = self.model.text.num_attention_heads * (shape.k_dim + shape.v_dim)
         return 2.0 * n_rows * float(n_weights + (context + n_rows) * n_met)
@@ -206,7 +219,11 @@ class TransformersModel(Architecture):
         """What all matrices of a layer take and give, where a row may meet several experts at once."""
         of_layers = ([one for one in shapes.values() if len(one) > 1] for shapes in self.model.shapes[:-1])
         widest = max(sum(self._n_met(one) * sum(one[-2:]) for one in matrices) for matrices in of_layers)
-        return n_rows * (widest + 4 * self.hidden_size) * itemsize + n_logits * self.vocab_size * (itemsize + 8)
+        logits = n_logits * self.vocab_size * (itemsize + 8)
+        # Of a layer with a state in float32 the channels, as they are convolved, split and normed, and pairs of rows.
+        n_pairs = min(n_rows, n_logits) * n_logits + BLOCK_ROWS**2
+        of_states = (5 * n_rows * sum(one.widths) + 4 * one.n_v_heads * n_pairs for one in self.state_shapes)
+        return n_rows * (widest + 4 * self.hidden_size) * itemsize + 4 * max(of_states, default=0) + logits
 
     def _n_met(self, shape: tuple[int, ...]) -> int:
         """How many matrices of a tensor a row meets: not all where they are of experts."""

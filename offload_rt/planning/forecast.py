@@ -306,7 +306,7 @@ def sweep(over: str, request: PlanRequest, machine: Machine) -> Sweep:
         budgets = [replace(budget, host=less_margin(int(nbytes)) // machine.ranks.n_parts) for nbytes in sizes]
     else:
         context = config.max_model_len or request.context + request.tokens
-        fixed = reserved_memory(target, draft, target.dtype, context, config.tree_size or 8)
+        fixed = reserved_memory(target, draft, target.dtype, context, config.tree_size or 8, config.max_num_seqs)
         least, most = least_budget(target.layer_nbytes, fixed), fixed.total + sum(target.layer_nbytes)
         what = "GiB of memory on the device"
         sizes = np.linspace(1.02 * least, 1.1 * most, _N_POINTS)

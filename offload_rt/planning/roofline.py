@@ -81,7 +81,8 @@ class Roof:
         share        see `product_s`
         """
         n_read, n_met = read_weights(spec, i, n_rows), met_weights(spec, i)
-        kv_nbytes = (context + n_rows) * spec.kv_nbytes(itemsize) / spec.n_layers
+        states = 2 * sum(one.nbytes(itemsize) for one in spec.state_shapes)
+        kv_nbytes = ((context + n_rows) * spec.kv_nbytes(itemsize) + states) / spec.n_layers
         attention = self.seconds(spec.flops(i, n_rows, context) - 2 * n_rows * n_met, kv_nbytes)
         # What a product reads and writes besides its weights, a kernel before or behind it writes or reads.
         widths = sum(sum(shape) for _, shape in spec.layer_tensors(i) if len(shape) == 2)

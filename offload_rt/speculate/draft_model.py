@@ -108,7 +108,7 @@ class DraftState(TreeState):
         # What is lacking comes with the root, before any other row.
         tree = Topology.chain(len(tokens)) if self.lacking else self._tree
         n_new = len(self.tokens) - self.n_done
-        return Step(self.cache, tokens, tree, n_new, self.n_prompt, self.n_done, reduce)
+        return Step(self.cache, tokens, tree, n_new, self.n_prompt, self.n_done, reduce, len(self.lacking))
 
     def computed(self) -> None:
         """The step has been taken."""
