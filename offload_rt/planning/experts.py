@@ -81,7 +81,8 @@ def experts_of(sizes: Sizes) -> tuple[TouchedExperts, float] | None:
     """The experts of a model, by its first layer that has some, and their part of what a row meets of that layer."""
     spec, layers = sizes.spec, []
     for i in range(spec.n_layers):
-        tensors = [one for one in spec.layer_tensors(i) if len(one.shape) == 3 or _ONE.search(one.name)]
+        shapes = spec.layer_tensors(i)
+        tensors = [one for one in shapes if (len(one.shape) == 3 and one.shape[1] > 1) or _ONE.search(one.name)]
         layers += [(i, tensors)] if tensors else []
     if not layers:
         return None
@@ -90,5 +91,5 @@ def experts_of(sizes: Sizes) -> tuple[TouchedExperts, float] | None:
     of_experts, met = n_weights(tensors), met_weights(spec, i)
     rest = n_weights(spec.layer_tensors(i)) - of_experts
     nbytes = (sizes.layer_nbytes[i] - rest * sizes.dtype.itemsize) // n_experts
-    n_used = round((met - rest) * n_experts / of_experts)
+    n_used = int((met - rest) * n_experts / of_experts)  # a row computes more than products
     return TouchedExperts("host", len(layers), n_experts, n_used, nbytes), 1 - rest / met
