@@ -33,7 +33,7 @@ from offload_rt.executor.step import Step
 from offload_rt.offload.placement import Plan
 from offload_rt.speculate.select import Drafting, find_draft, pick_drafter
 from offload_rt.system.progress import loading_bar, progress_bar
-from offload_rt.system.ranks import joined
+from offload_rt.system.ranks import is_first, joined
 from offload_rt.system.trace import Trace
 from offload_rt.text.detokenize import Message, TextStream, encode, encode_chat, load_tokenizer
 from offload_rt.tree.topology import Topology
@@ -93,7 +93,8 @@ class LLM:
                 revision, offline,
             )
         )  # fmt: skip
-        with loading_bar(Console(stderr=True, quiet=not (use_tqdm_on_load and sys.stderr.isatty()))) as bar:
+        is_shown = use_tqdm_on_load and sys.stderr.isatty() and is_first()
+        with loading_bar(Console(stderr=True, quiet=not is_shown)) as bar:
             self.load(progress=bar)
 
     @classmethod
@@ -125,7 +126,8 @@ class LLM:
         self._closes = weakref.finalize(self, self._thread.close)
 
     def _prepare(self, config: EngineConfig, drafting: Drafting | None = None) -> None:
-        joined()
+        if (ranks := joined()) is not None:
+            ranks.begin()
         if drafting is None:
             pick_drafter(config)  # what cannot be is refused before anything is fetched
         if config.draft_model is not None:  # before the weights of the target are fetched

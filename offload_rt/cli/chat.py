@@ -54,11 +54,14 @@ def _chat(flags: Namespace) -> None:
     # Not at the top: a wrong flag is told before the seconds that torch takes to load.
     from rich.console import Console
 
-    from offload_rt.cli.format import load, quiet_libraries
+    from offload_rt.cli.format import follow, load, quiet_libraries
     from offload_rt.llm import LLM
+    from offload_rt.system.ranks import is_first
     from offload_rt.system.trace import Trace
 
     quiet_libraries()
+    if not is_first():
+        return follow(config)
     console = Console(stderr=True, quiet=settings.quiet)
     with LLM.open(config) as llm:
         template.encode(llm, [{"role": "user", "content": "Hello"}])  # a template that is missing or fails is told now

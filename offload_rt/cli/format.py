@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from offload_rt.config import SamplingParams, format_size
+from offload_rt.config import EngineConfig, SamplingParams, format_size
 from offload_rt.offload.placement import Plan
 from offload_rt.system.machine import MachineProfile, PassBytes, pass_time
 from offload_rt.system.progress import loading_bar
@@ -25,6 +25,14 @@ def load(llm: "LLM", console: Console, trace: "Trace", params: SamplingParams) -
     by_model = f"from generation_config.json: {taken}" if taken else ""
     for notice in filter(None, (llm.engine_plan.notice, llm.engine.notice, by_model)):
         console.print(notice, highlight=False, soft_wrap=True)
+
+
+def follow(config: EngineConfig) -> None:
+    """What a rank does that is not the first: it computes with that one, which alone reads, listens and prints."""
+    from offload_rt.llm import LLM
+
+    with LLM.open(config) as llm:
+        llm.load()
 
 
 def plan_table(engine_plan: "EnginePlan", profile: MachineProfile) -> Table:

@@ -39,6 +39,8 @@ def run_program(main: Callable[[], int]) -> int:
     heeded = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores some
     for number in heeded:
         signal.signal(number, interrupt)
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ["RANK"] != "0":
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # until the process ends
     code = main()
     for number in heeded:  # what the interpreter does at its end is not interrupted by an exception
         signal.signal(number, signal.SIG_DFL)
@@ -81,7 +83,7 @@ def exit_code(work: Callable[[], object], tell_rest: Callable[[int], None] = lam
         code = int(ended.code or 0)
     except (Exception, KeyboardInterrupt) as error:
         code, sentence = _verdict(error)
-    if code and "TORCHELASTIC_RUN_ID" in os.environ:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
         from offload_rt.system import ranks  # with torch, which a wrong flag need not wait for
 
         code, sentence = ranks.end(code, sentence)

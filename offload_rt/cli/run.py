@@ -111,19 +111,22 @@ def _run(flags: Namespace, so_far: _Progress) -> None:
         problem = "--system, --enable-thinking and --chat-template-kwargs are for the model's chat template"
         raise SettingsError(problem, change="add --chat")
     so_far.as_json = settings.json and not settings.plan
-    if settings.trace is not None:
-        check_folder("--trace", settings.trace)
     # Not at the top: a wrong flag is told before the seconds that torch takes to load.
     from rich.console import Console
 
-    from offload_rt.cli.format import load, quiet_libraries, report
+    from offload_rt.cli.format import follow, load, quiet_libraries, report
     from offload_rt.llm import LLM
+    from offload_rt.system.ranks import is_first
     from offload_rt.system.trace import Trace
     from offload_rt.tree.describe import describe
 
     quiet_libraries()
     if settings.plan:
         return _print_plan(config, flags)
+    if not is_first():
+        return follow(config)
+    if settings.trace is not None:
+        check_folder("--trace", settings.trace)
     prompts = list(settings.prompt) or [_read(str(settings.prompt_file))]
     console = Console(stderr=True, quiet=settings.quiet)
     trace = Trace(on=settings.trace is not None)

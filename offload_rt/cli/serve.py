@@ -58,11 +58,14 @@ def _serve(flags: Namespace) -> None:
         raise SettingsError(f"offload-rt serve: {error}", need=need, change=change) from error
     from rich.console import Console
 
-    from offload_rt.cli.format import quiet_libraries
+    from offload_rt.cli.format import follow, quiet_libraries
     from offload_rt.llm import LLM
     from offload_rt.system.progress import loading_bar
+    from offload_rt.system.ranks import is_first
 
     quiet_libraries()
+    if not is_first():
+        return follow(config)
     key = settings.api_key or os.environ.get("OFFLOAD_RT_API_KEY") or None
     name = settings.served_model_name or Path(config.model.rstrip("/")).name
     limits = ServerLimits(parse_size(settings.max_body), settings.max_n, settings.max_waiting, settings.timeout)

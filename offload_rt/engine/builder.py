@@ -93,10 +93,10 @@ def load(engine_plan: EnginePlan, trace: Trace, progress: Progress | None = None
             n_tree_rows = n_nodes if engine_plan.drafting.type.view is None else ROWS_PER_NODE * n_nodes
             runner.use_graphs(GraphShape(n_nodes, engine_plan.cache_rows, n_tree_rows), capture, _CAPTURING_S)
         if (ranks := joined()) is not None:
-            closes.callback(ranks.leave, 0)
             if ranks.rank > 0:
                 _serve(ranks, [runner])
-            runner.tell = partial(ranks.tell, 0)
+            closes.callback(ranks.leave)
+            runner.tell = partial(ranks.telling, 0)
         drafter, cost = _open_drafter(engine_plan, runner, draft_runner, trace)
         states = engine_plan.n_sequences, state_rows(checkpoint.spec, engine_plan.dtype.itemsize)
         scheduler = Scheduler(engine_plan.cache_rows, engine_plan.limits.n_nodes, plan.split, *states)

@@ -43,16 +43,17 @@ def _everywhere(method: Method) -> Method:
     def call(self: "Runner", *args: Any, **kwargs: Any) -> Any:
         tell, self.tell = self.tell, _tell_nobody
         try:
-            tell(method.__name__, args, kwargs)
-            return method(self, *args, **kwargs)
+            with tell(method.__name__, args, kwargs):
+                return method(self, *args, **kwargs)
         finally:
             self.tell = tell
 
     return call  # type: ignore[return-value]  # it takes and gives the same
 
 
-def _tell_nobody(*call: Any) -> None:
+def _tell_nobody(*call: Any) -> AbstractContextManager[None]:
     """There are no other ranks."""
+    return nullcontext()
 
 
 @dataclass(eq=False, repr=False)
@@ -65,7 +66,7 @@ class Runner:
     taps    after how many layers a pass leaves the hidden states of its rows for a drafter, see `tapped`
     tapped  (n_rows, len(taps), hidden_size) for each step of the last pass, until the next one
     meanwhile  called behind each layer, while the next one may be on its way
-    tell    takes (method, args, kwargs) that the runners of other ranks are to do as well
+    tell    takes (method, args, kwargs) that the runners of other ranks are to do as well, while this one does
     """
 
     spec: Architecture
@@ -80,7 +81,7 @@ class Runner:
     experts: ExpertCache | None = None
     taps: tuple[int, ...] = ()
     meanwhile: Callable[[], None] = lambda: None
-    tell: Callable[..., None] = _tell_nobody
+    tell: Callable[..., AbstractContextManager[None]] = _tell_nobody
     tapped: Sequence[Tensor] = field(default=(), init=False)
 
     def __post_init__(self) -> None:

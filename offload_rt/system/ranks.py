@@ -4,6 +4,8 @@ Rank 0 decides what is computed. Each other rank keeps a connection to it, over 
 either process does: so a rank that dies is missed at once, whatever the others compute.
 """
 
+import atexit
+import json
 import os
 import secrets
 import socket
@@ -16,19 +18,23 @@ from dataclasses import dataclass
 from functools import cache
 from multiprocessing.connection import Client, Connection, Listener, wait
 from queue import SimpleQueue
+from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
-from offload_rt.errors import INTERRUPTION, OffloadError, RankError
+from offload_rt.errors import INTERRUPTION, OffloadError, RankError, SettingsError
 
 # Seconds in which a rank that has failed is missed by its connection, after those that compute with it, or torchrun, have
 # noticed.
 _SOON_S = 0.5
-# Seconds that this process has to end by itself where another rank has failed; a product on a card may wait for ever.
+# Seconds that this process has to end by itself where another rank has ended; a product on a card may wait for ever.
 _GRACE_S = 5.0
-# What a rank says that ends because others do.
+# Seconds in which all ranks have to come, as torch's own default, and between looks.
+_COME_S, _LOOK_S = 1800.0, 0.02
+# What a rank says that ends because all is done, or others end.
 _DONE = "done"
 
 
@@ -49,7 +55,7 @@ def end(code: int, sentence: str) -> tuple[int, str]:
     ranks = joined() if joined.cache_info().currsize else None
     if ranks is None:
         return code, sentence if is_first() else ""
-    return ranks.leave(code, sentence)
+    return ranks.end(code, sentence)
 
 
 @dataclass(frozen=True)
@@ -76,36 +82,71 @@ class Ranks:
         self.rank, self.size = rank, size
         self.failure: RankError | None = None
         self.n_local = int(os.environ["LOCAL_WORLD_SIZE"])
+        self._calls: SimpleQueue[Any] = SimpleQueue()
+        self._has_begun = self._has_left = self._has_spoken = False
+        self._broken: BaseException | None = None  # what has ended a call of this rank that others were told of
+        self._failed = threading.Event()
+        self._sent: list[tuple[Any, torch.Tensor]] = []  # what is on its way, with what is sent
+        # Before anything that waits where no signal is heard.
+        with self._together():
+            store, *_ = next(rendezvous("env://"))
+            self._peers = self._connect(store)
+        threading.Thread(target=self._watch, name="ranks", daemon=True).start()
+        atexit.register(self.leave)
+        sys.excepthook = self._uncaught
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-        self._calls: SimpleQueue[Any] = SimpleQueue()
-        self._is_leaving, self._failed = False, threading.Event()
-        self._peers = self._connect()
-        threading.Thread(target=self._watch, name="ranks", daemon=True).start()
+        with self._together():
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size)
 
-    def _connect(self) -> dict[Connection, Peer]:
+    def _connect(self, store: Any) -> dict[Connection, Peer]:
         """Connections to the others: of rank 0 to all, of the others to rank 0."""
         me = Peer(self.rank, os.getpid(), socket.gethostname())
+        first, *others = (f"rank {i}" for i in range(self.size))
         if self.rank > 0:
-            found: list[Any] = [None]
-            dist.broadcast_object_list(found, 0)
-            address, key, first = found[0]
-            connection = Client(address, authkey=key)
+            store.set(others[self.rank - 1], "")
+            self._await(store, [first])
+            host, port, key = json.loads(store.get(first))
+            connection = Client((host, port), authkey=bytes.fromhex(key))
             connection.send(me)
-            return {connection: first}
+            return {connection: connection.recv()}
         host, key = "127.0.0.1" if self.n_local == self.size else "", secrets.token_bytes(32)
         with Listener((host, 0), backlog=self.size, authkey=key) as listener:
-            address = (host or os.environ["MASTER_ADDR"], listener.address[1])
-            dist.broadcast_object_list([(address, key, me)], 0)
-            accepted = [listener.accept() for _ in range(1, self.size)]
+            self._await(store, others)
+            store.set(first, json.dumps([host or os.environ["MASTER_ADDR"], listener.address[1], key.hex()]))
+            accepted = [listener.accept() for _ in others]
+        for one in accepted:
+            one.send(me)
         return {one: one.recv() for one in accepted}
 
-    def tell(self, *call: Any) -> None:
-        """Send the other ranks what they are to do; by rank 0."""
+    def _await(self, store: Any, names: list[str]) -> None:
+        until = time.monotonic() + _COME_S
+        while not store.check(names):
+            if time.monotonic() > until:
+                raise RankError(f"not all of {self.size} ranks have come in {_COME_S:.0f} s")
+            time.sleep(_LOOK_S)
+
+    def begin(self) -> None:
+        """Let the others compute with this one from now on. Raises SettingsError if they have done so before."""
+        if self._has_begun:
+            raise SettingsError("a second LLM in a run of several ranks", change="go on with the first, or run anew")
+        self._has_begun = True
+
+    @contextmanager
+    def telling(self, *call: Any) -> Iterator[None]:
+        """Send the other ranks what they are to do while rank 0 does the same. Where it fails, they are lost."""
         self._check()
-        for one in self._peers:
-            one.send(call)
+        with self._together():
+            for one in self._peers:
+                one.send(call)
+        try:
+            yield
+        except BaseException as error:
+            self._broken = error
+            if isinstance(error, Exception):
+                self._abandon()
+            raise
 
     def told(self) -> Iterator[Any]:
         """What rank 0 tells this one, until all is done. Raises RankError where rank 0 has ended otherwise."""
@@ -122,10 +163,10 @@ class Ranks:
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """x (n, width) of all ranks side by side: (n, size * width)."""
-        parts = x.new_empty(self.size, *x.shape)
+        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
         with self._together():
-            dist.all_gather_into_tensor(parts, x.contiguous())
-        return parts.movedim(0, 1).flatten(1)
+            dist.all_gather(parts, x.contiguous())
+        return torch.cat(parts, 1)
 
     def least(self, *numbers: int) -> list[int]:
         """The least of each of these numbers over all ranks."""
@@ -134,23 +175,63 @@ class Ranks:
             dist.all_reduce(found, dist.ReduceOp.MIN)
         return found.tolist()
 
-    def leave(self, code: int, sentence: str = "") -> tuple[int, str]:
-        """End this rank's part; returns exit code and what is to be printed, see `end`."""
-        if code:  # perhaps it comes of a rank that has just ended, and torchrun has ended this one
-            self._failed.wait(_SOON_S)
-        self._is_leaving = True
-        if self.failure is not None and not (sentence == INTERRUPTION == self.failure.said):
-            is_said = self.rank == 0 or (self.rank == 1 and self.failure.rank == 0)
-            code, sentence, told = OffloadError.exit_code, f"error: {self.failure}" if is_said else "", _DONE
-        else:
-            told = sentence.removeprefix("error: ") if self.rank and sentence else _DONE
-            sentence = "" if self.rank else sentence
+    def total(self, *numbers: float) -> list[float]:
+        """The sum of each of these numbers over all ranks."""
+        found = torch.tensor(numbers, dtype=torch.float64)
+        with self._together():
+            dist.all_reduce(found)
+        return found.tolist()
+
+    def send(self, x: torch.Tensor, to: int) -> None:
+        """Begin to send x, which nothing overwrites before `finish_sending`, to another rank."""
+        with self._together():
+            self._sent.append((dist.isend(x := x.contiguous(), to), x))
+
+    def finish_sending(self) -> None:
+        """Wait until all is there that is on its way."""
+        with self._together():
+            while self._sent:
+                self._sent.pop(0)[0].wait()
+
+    def receive(self, into: torch.Tensor, source: int) -> None:
+        """Wait for what another rank sends."""
+        with self._together():
+            dist.recv(into, source)
+
+    def leave(self, said: str = "") -> None:
+        """End this rank's part; `said` is why, for rank 0. May be called again."""
+        if self._has_left:
+            return
+        self._has_left = True
         for one in self._peers:
             with suppress(OSError):  # it has gone already
-                one.send(told)
-        return code, sentence
+                one.send(said or _DONE if self.rank else _DONE)
+
+    def end(self, code: int, sentence: str) -> tuple[int, str]:
+        """See `end`."""
+        if code:  # perhaps it comes of a rank that has just ended, and torchrun has ended this one
+            self._failed.wait(_SOON_S)
+        self.leave(sentence.removeprefix("error: "))
+        speaks, self._has_spoken = self.rank == 0 and not self._has_spoken, True
+        if self.failure is not None and not (sentence == INTERRUPTION == self.failure.said):
+            code, sentence = OffloadError.exit_code, f"error: {self.failure}"
+            speaks = speaks or (self.rank == 1 and self.failure.rank == 0)
+        return code, sentence if speaks else ""
+
+    def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """A program that handles no errors ends: rank 0 with a traceback, others with a sentence that rank 0 is told."""
+        is_known = isinstance(error, OffloadError | KeyboardInterrupt)
+        if self.rank == 0 or not is_known:
+            sys.__excepthook__(kind, error, trace)
+            self._has_spoken = True
+        said = str(error) if is_known else f"{kind.__name__}: {error}"
+        _, sentence = self.end(1, INTERRUPTION if isinstance(error, KeyboardInterrupt) else said)
+        if sentence:
+            print(sentence, file=sys.stderr)
 
     def _check(self) -> None:
+        if self._broken is not None:
+            raise self._broken
         if self.failure is not None:
             raise self.failure
 
@@ -161,7 +242,7 @@ class Ranks:
             yield
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:  # of the libraries that ranks talk by
+        except (RuntimeError, EOFError, OSError) as error:  # of the libraries that ranks talk by
             self._failed.wait(_SOON_S)
             self._check()
             raise RankError(f"the ranks have lost each other: {error}") from error
@@ -176,25 +257,30 @@ class Ranks:
                     said = one.recv()
                 except (EOFError, OSError):
                     said = None
-                if self.rank > 0 and said is not None:
-                    self._calls.put(said)
                 if said is None or isinstance(said, str):
-                    peer = there.pop(one)
-                    self._missed(peer, said)
+                    self._missed(there.pop(one), said)
+                if self.rank > 0:
+                    self._calls.put(said)
 
     def _missed(self, peer: Peer, said: str | None) -> None:
         """Another rank has gone, and may have said why."""
-        if self._is_leaving or self.failure is not None or said == _DONE:
+        if self._has_left or self.failure is not None or (self.rank == 0 and said == _DONE):
             return
-        self.failure = RankError(f"{peer} has ended" if said is None else f"{peer}: {said}", peer.rank, said)
-        self._failed.set()
-        self._calls.put(None)
-        threading.Thread(target=self._abandon, name="ranks-end", daemon=True).start()
+        if said != _DONE:
+            sentence = f"{peer} has ended" if said is None else f"{peer}: {said}"
+            self.failure = RankError(sentence, peer.rank, said)
+            self._failed.set()
+        self._abandon()
 
     def _abandon(self) -> None:
-        """End this process where it cannot do so itself."""
-        time.sleep(_GRACE_S)
-        code, sentence = self.leave(OffloadError.exit_code)
-        if sentence:
-            print(sentence, file=sys.stderr, flush=True)
-        os._exit(code)
+        """End this process soon, in case that it cannot do so itself."""
+
+        def abandon() -> None:
+            time.sleep(_GRACE_S)
+            own = f"error: {OffloadError(str(self._broken))}" if self._broken is not None else ""
+            code, sentence = self.end(OffloadError.exit_code if self.failure or own else 0, own)
+            if sentence:
+                print(sentence, file=sys.stderr, flush=True)
+            os._exit(code)
+
+        threading.Thread(target=abandon, name="ranks-end", daemon=True).start()
