@@ -98,6 +98,10 @@ class EngineConfig:
     )  # fmt: skip
     revision: str | None = setting(None, "branch, tag or commit on the hub")
     offline: bool = setting(False, "use only what the hub cache already holds")
+    pipeline: int = setting(
+        1, parse=int, text="divide the layers among so many ranks, all that torchrun has started, as of machines joined by a "
+        "slow network: each holds what fits of its own, and hidden states go from one to the next",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -109,7 +113,7 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None:
                 check_positive(name, parse_size(value))
-        for name in ("max_model_len", "max_num_seqs", "tree_size", "tree_depth", "draft_context"):
+        for name in ("max_model_len", "max_num_seqs", "tree_size", "tree_depth", "draft_context", "pipeline"):
             check_positive(name, getattr(self, name))
 
     @property

@@ -80,6 +80,7 @@ class LLM:
         learn_draft: str = "off",
         revision: str | None = None,
         offline: bool = False,
+        pipeline: int = 1,
         use_tqdm_on_load: bool = True,
     ) -> None:
         """The arguments are the fields of `EngineConfig`. Raises an OffloadError if the model cannot be served.
@@ -90,7 +91,7 @@ class LLM:
             EngineConfig(
                 model, draft_model, device, dtype, device_memory, host_memory, kv_memory, kv_dtype, max_model_len,
                 max_num_seqs, link_format, sidecar, drafter, rule, tree_size, tree_depth, draft_context, learn_draft,
-                revision, offline,
+                revision, offline, pipeline,
             )
         )  # fmt: skip
         is_shown = use_tqdm_on_load and sys.stderr.isatty() and is_first()

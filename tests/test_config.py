@@ -39,6 +39,7 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "learn_draft": (["keep"], "keep"),
     "revision": (["main"], "main"),
     "offline": ([], True),
+    "pipeline": (["2"], 2),
     "max_tokens": (["7"], 7),
     "max_new_tokens": (["7"], 7),
     "temperature": (["0.7"], 0.7),

@@ -47,7 +47,7 @@ def plan_table(engine_plan: "EnginePlan", profile: MachineProfile) -> Table:
         context = engine_plan.max_model_len - 1
         nbytes = plan.pass_bytes.rows.of_pass(context)
         table.add_row(f"and of the cache after {context} tokens", f"{plan.kv_tier} to device", format_size(nbytes))
-    seconds = pass_time(profile, plan.pass_bytes)
+    seconds = pass_time(profile, engine_plan.pass_bytes)
     per = "token" if engine_plan.limits.n_nodes == 1 else "pass of a token"
     what = f"predicted, weights read at {profile.memory_gbps:.1f} GB/s"
     table.add_row(what, profile.source, f"{seconds:.3f} s per {per}")

@@ -240,7 +240,7 @@ def _print_plan(config: EngineConfig, flags: Namespace) -> None:
         measured = profile.profile(engine_plan.disk, n_layers, engine_plan.dtype, engine_plan.device)
     if not flags.json:
         return print_table(plan_table(engine_plan, measured))
-    seconds = pass_time(measured, engine_plan.plan.pass_bytes)
+    seconds = pass_time(measured, engine_plan.pass_bytes)
     found = {"plan": asdict(engine_plan.plan), "profile": asdict(measured), "predicted_seconds_per_token": seconds}
     print(json.dumps(found, default=str))  # of a dtype
 

@@ -131,7 +131,7 @@ def _sum_in_float32(closes: ExitStack) -> None:
 def _open_drafter(
     engine_plan: EnginePlan, runner: Runner, draft: Runner | None, trace: Trace
 ) -> tuple[Drafter, CostEstimator]:
-    drafting, limits, moved = engine_plan.drafting, engine_plan.limits, engine_plan.plan.pass_bytes
+    drafting, limits, moved = engine_plan.drafting, engine_plan.limits, engine_plan.pass_bytes
     if limits.n_nodes == 1:
         machine = MachineProfile("not measured", False, (("disk", 1.0), ("host", 1.0)), 1.0)
     else:

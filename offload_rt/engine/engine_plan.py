@@ -12,6 +12,7 @@ from offload_rt.config import EngineConfig, format_size
 from offload_rt.engine import profile
 from offload_rt.engine.link import Link, choose_link
 from offload_rt.engine.memory_plan import LIBRARIES, READ_BUFFERS, MemoryPlan, Sizes, less_margin, plan_touched
+from offload_rt.engine.stages import of_all, stage_of
 from offload_rt.errors import CapacityError, DeviceError, SettingsError
 from offload_rt.offload.disk import DiskTier
 from offload_rt.offload.placement import ExpertSizes, MemoryBudget, Plan
@@ -19,7 +20,7 @@ from offload_rt.offload.sidecar import SidecarTier
 from offload_rt.speculate.draft_model import DraftModel
 from offload_rt.speculate.learner import learning_nbytes
 from offload_rt.speculate.select import Drafting
-from offload_rt.system.machine import cards, memory_free, memory_limit
+from offload_rt.system.machine import PassBytes, cards, memory_free, memory_limit
 from offload_rt.system.ranks import joined
 from offload_rt.weights import int4
 from offload_rt.weights.checkpoint import Checkpoint
@@ -49,6 +50,7 @@ class EnginePlan(MemoryPlan):
     disk    the target's layers, opened
     experts of the target that are no part of its layers; None: they are
     link    how those that are streamed come
+    pass_bytes  what a pass moves, over all ranks of a pipeline
     notice  what the user should know of device and weights; empty if nothing
     """
 
@@ -58,6 +60,7 @@ class EnginePlan(MemoryPlan):
     dtype: torch.dtype
     disk: DiskTier | SidecarTier
     link: Link
+    pass_bytes: PassBytes
     notice: str
     experts: ExpertFiles | None = None
 
@@ -127,7 +130,11 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting
         problem = "--host-memory is for pinned memory beside a GPU"
         raise SettingsError(problem, change="on a CPU, set --device-memory alone")
     dtype = _pick_dtype(config.dtype, checkpoint)
-    budget = memory_budget(config, device)
+    budget, ranks = memory_budget(config, device), joined()
+    if config.pipeline > 1:
+        checkpoint = stage_of(config, checkpoint, drafting, dtype, budget)
+    if ranks is not None and ranks.rank > 0:  # rank 0 drafts
+        drafting = replace(drafting, draft=None, learning="off")
     link = choose_link(config, checkpoint, device)
     disk: DiskTier | SidecarTier = DiskTier(checkpoint.layers)
     experts: ExpertFiles | None = None
@@ -141,10 +148,12 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting
 
         divide = partial(_divided, checkpoint, target, is_packed)
         memory = plan_touched(config, drafting, (target, draft), divide, dtype, budget)
-        if (ranks := joined()) is not None:
+        if ranks is not None:
             max_len, n_nodes = ranks.least(memory.max_model_len, memory.limits.n_nodes)
             same = replace(config, max_model_len=max_len, tree_size=n_nodes)
             memory = plan_touched(same, drafting, (target, draft), divide, dtype, budget)
+            limits = replace(memory.limits, fixed_size=config.tree_size is not None)
+            memory = replace(memory, limits=limits)
         _check_resident(memory.plan, drafting)
         if link.encodes and memory.plan.tiers.count("disk"):
             raise CapacityError(
@@ -167,11 +176,14 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting
     except BaseException:
         disk.close()
         raise
+    moved = memory.plan.pass_bytes
+    if ranks is not None and config.pipeline > 1:
+        moved = of_all(memory.plan, ranks)
     of_weights = checkpoint.format.notice, checkpoint.spec.notice, link.notice
     notices = (_notice(config.device, device), *of_weights, _kv_notice(memory.plan))
     return EnginePlan(
         memory.plan, memory.limits, memory.max_model_len, memory.cache_rows, memory.view_rows, memory.n_sequences,
-        checkpoint, drafting, device, dtype, disk, link,
+        checkpoint, drafting, device, dtype, disk, link, moved,
         "\n".join(filter(None, notices)), experts,
     )  # fmt: skip
 

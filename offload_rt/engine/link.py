@@ -49,7 +49,9 @@ def choose_link(config: EngineConfig, checkpoint: Checkpoint, device: torch.devi
     """
     is_asked = config.link_format == "lossless"
     directory, on_card = sidecar_of(checkpoint, config.sidecar), device.type == "cuda"
-    if config.link_format == "raw" or not (is_asked or config.sidecar or directory.is_dir()):
+    if is_asked and config.pipeline > 1:
+        raise SettingsError("--link-format lossless with --pipeline", change="leave one of them out")
+    if config.pipeline > 1 or config.link_format == "raw" or not (is_asked or config.sidecar or directory.is_dir()):
         return Link()
     if checkpoint.format.name != "dense":
         problem = "--link-format lossless is for weights that are not quantised"

@@ -45,7 +45,7 @@ READ_BUFFERS = 17 << 20
 # Part of the budget that the default context may take.
 _CACHE_SHARE = 1 / 8
 # The default context is never shorter, however small the budget: a refusal is better than a model that forgets at once.
-_SHORTEST_CONTEXT = 256
+SHORTEST_CONTEXT = 256
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ def plan_memory(
         raise UnsupportedModelError(problem, change="take another --drafter")
     if asked is not None and asked > limit:
         raise CapacityError("--max-model-len", need=str(asked), have=f"a model of {limit} positions", change="lower it")
-    shortest, n = asked or min(_SHORTEST_CONTEXT, limit), config.max_num_seqs
+    shortest, n = asked or min(SHORTEST_CONTEXT, limit), config.max_num_seqs
 
     def together(max_len: int) -> int:
         """Tokens of all sequences; each but the first may need a row more, of its tree."""

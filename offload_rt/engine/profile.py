@@ -7,6 +7,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
+from copy import copy
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -18,6 +20,7 @@ import torch
 
 from offload_rt.executor.runner import Runner
 from offload_rt.executor.step import Step
+from offload_rt.models.stage import Stage
 from offload_rt.offload.disk import DiskTier, ReadSettings
 from offload_rt.offload.pinning import pin, unpin
 from offload_rt.offload.streamer import LayerView
@@ -142,11 +145,11 @@ def pass_profile(runner: Runner, moved: PassBytes, rows: tuple[int, int], disk: 
     key = hashlib.sha256(repr((*machine, *model)).encode()).hexdigest()[:24]
     known = read_cached(_PASSES, _PASSES_VERSION)
     compute = _restore(known.get(key), *_grid(*rows))
-    if compute is None or not _still_holds(runner, compute):
-        compute = compute_times(runner, *rows)
+    if compute is None or not runner.do(_still_holds, compute):
+        compute = runner.do(compute_times, *rows)
         write_cached(_PASSES, _PASSES_VERSION, {**known, key: compute.seconds})
     streamed = {tier for tier, nbytes in moved.streamed if nbytes}
-    rate = _arrival_gbps(runner, max(nbytes for _, nbytes in moved.streamed)) if streamed else 0.0
+    rate = runner.do(_arrival_gbps, max(nbytes for _, nbytes in moved.streamed)) if streamed else 0.0
     beside = {one.tier for one in (moved.rows, moved.experts) if one is not None}
     if beside:
         streamed |= beside
@@ -162,18 +165,25 @@ def _arrival_gbps(runner: Runner, nbytes: int, n_layers: int = 4) -> float:
     nbytes  of all that are streamed, as they cross the link
     By the clock, for a meter of events lags behind on a card. The first few layers may have come in already.
     """
-    order, arrived = runner.streamer.order, []
+    order, arrived, seconds = runner.streamer.order, [], 0.0
     n_there = min(3, len(order) - 1)
     started = _now(runner)
     with closing(runner.streamer.sweep()) as sweep:
-        for block in sweep:
+        for block in sweep if order else ():
             if block.i in order:
                 arrived.append(_now(runner))
             if len(arrived) == n_there + n_layers:
                 break
-    begun = arrived[n_there - 1] if n_there else started
-    moved = nbytes / len(order) * (len(arrived) - n_there)
-    return moved / max(arrived[-1] - begun, 1e-9) / 1e9
+    if order:
+        begun = arrived[n_there - 1] if n_there else started
+        seconds = max(arrived[-1] - begun, 1e-9) * len(order) / (len(arrived) - n_there)
+    return nbytes / _of_all(runner, seconds) / 1e9
+
+
+def _of_all(runner: Runner, seconds: float) -> float:
+    """Seconds of all stages of a model, one after the other, where this is one of them."""
+    ranks = runner.spec.ranks if isinstance(runner.spec, Stage) else None
+    return seconds if ranks is None else ranks.total(seconds)[0]
 
 
 def _restore(entry: Any, widths: tuple[int, ...], contexts: tuple[int, ...]) -> ComputeTimes | None:
@@ -238,7 +248,7 @@ def _seconds_of_passes(runner: Runner, passes: Sequence[tuple[int, int]]) -> lis
             if not n_left:
                 break
     runner.free_cache(cache)
-    return seconds
+    return [_of_all(runner, one) for one in seconds]
 
 
 def _seconds_replayed(runner: Runner, step: Step) -> float:
@@ -253,13 +263,15 @@ def _seconds_replayed(runner: Runner, step: Step) -> float:
 @torch.inference_mode()
 def _seconds_of_parts(runner: Runner, block: LayerView, step: Step) -> list[float]:
     """Seconds of a layer, and of the head."""
-    best = [float("inf"), float("inf")]
+    best, alone = [float("inf"), float("inf")], copy(runner)
+    if isinstance(runner.spec, Stage):
+        alone.spec = replace(runner.spec, ranks=None)
     for _ in range(_REPEATS):
-        hidden, chunks = runner.embed(*runner.upload([step]))
+        hidden, chunks = alone.embed(*alone.upload([step]))
         moments = [_now(runner)]
-        runner.layer(block, hidden, chunks)
+        alone.layer(block, hidden, chunks)
         moments.append(_now(runner))
-        runner.logits(hidden, [step])
+        alone.logits(hidden, [step])
         moments.append(_now(runner))
         best = [min(old, b - a) for old, (a, b) in zip(best, pairwise(moments), strict=True)]
     return best

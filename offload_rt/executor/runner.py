@@ -20,6 +20,7 @@ from offload_rt.kv.recurrent import RecurrentCache
 from offload_rt.kv.sparse import SparseCache
 from offload_rt.models.architecture import Architecture, LayerWeights
 from offload_rt.models.heads import HeadDecoder
+from offload_rt.models.stage import Stage
 from offload_rt.offload.expert_cache import ExpertCache
 from offload_rt.offload.far_rows import FarRows
 from offload_rt.offload.streamer import LayerView, Streamer
@@ -34,6 +35,7 @@ _READ_ROWS = 64
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
+Result = TypeVar("Result")
 
 
 def _everywhere(method: Method) -> Method:
@@ -108,12 +110,15 @@ class Runner:
         hidden = self._joined(hidden, steps)
         tapped = hidden.new_empty(len(hidden), len(self.taps), hidden.shape[1])
         keep_tapped(self.taps, tapped, hidden, 0)
-        with self._bring_rows(chunks), closing(self.streamer.sweep()) as sweep:
-            for block in sweep:
-                with self.trace.span(COMPUTE, f"layer {block.i}"):
-                    self.layer(block, hidden, chunks)
-                keep_tapped(self.taps, tapped, hidden, block.i + 1)
-                self.meanwhile()
+        # Where nothing is streamed, chunks follow each other through the ranks of a pipeline.
+        goes_by_chunk = isinstance(self.spec, Stage) and not self.streamer.order and self.far is None
+        for some in [[one] for one in chunks] if goes_by_chunk else [chunks]:
+            with self._bring_rows(some), closing(self.streamer.sweep()) as sweep:
+                for block in sweep:
+                    with self.trace.span(COMPUTE, f"layer {block.i}"):
+                        self.layer(block, hidden, some)
+                    keep_tapped(self.taps, tapped, hidden, block.i + 1)
+                    self.meanwhile()
         self.tapped = torch.split(tapped, [step.n_rows for step in steps])
         with self.trace.span(COMPUTE, "head"):
             logits = self.logits(hidden, steps)
@@ -150,7 +155,7 @@ class Runner:
 
         seconds  spent at most, beside one pass, on capturing those that are likely to come
         """
-        if self.kv is not ContiguousCache or not self.spec.is_native:
+        if self.kv is not ContiguousCache or not self.spec.is_native or isinstance(self.spec, Stage):
             return
         model = ResidentModel(self.spec, self.resident_layers(), self.non_layer, self.taps)
         new_buffer = partial(KVBuffer.empty, self.spec.kv_shapes, dtype=self.dtype, device=self.device)
@@ -319,6 +324,11 @@ class Runner:
     def best_chunks(self, id: int, n_tokens: int, n: int, size: int) -> list[int]:
         """See `chosen.best_chunks`; none in captured passes."""
         return best_chunks(self._caches[id], n_tokens, n, size)
+
+    @_everywhere
+    def do(self, work: Callable[..., Result], *args: Any) -> Result:
+        """A function of this runner and other arguments, of which all that this runner does is no news to other ranks."""
+        return work(self, *args)
 
     @_everywhere
     def assume_context(self, id: int, n: int) -> None:

@@ -32,6 +32,11 @@ class KVShape(NamedTuple):
     k_dim: int
     v_dim: int
 
+    @property
+    def n_numbers(self) -> int:
+        """Numbers of one token."""
+        return self.n_heads * (self.k_dim + self.v_dim)
+
 
 class Mixture(NamedTuple):
     """Layers that have experts: `n_experts` each, of which a row takes `n_used`."""
@@ -191,6 +196,10 @@ class Architecture(ABC):
         """Of each layer of the cache, by the numbers that `attend` is called with."""
         return (KVShape(self.n_kv_heads, self.head_dim, self.head_dim),) * self.n_layers
 
+    def kv_layers(self, i: int) -> Sequence[int]:
+        """Numbers of the layers of the cache that layer i writes to."""
+        return (i,)
+
     @property
     def mixture(self) -> Mixture | None:
         """Of layers whose experts may come one by one; None where there are none."""
@@ -256,7 +265,7 @@ class Architecture(ABC):
 
     def kv_nbytes(self, itemsize: int) -> int:
         """Bytes of one cached token over all layers."""
-        return sum(one.n_heads * (one.k_dim + one.v_dim) for one in self.kv_shapes) * itemsize
+        return sum(one.n_numbers for one in self.kv_shapes) * itemsize
 
     @abstractmethod
     def scratch_nbytes(self, n_rows: int, n_logits: int, itemsize: int) -> int:

@@ -56,6 +56,10 @@ class PassCache(Cache):
         """A traced layer has come to its experts."""
         self.chosen.setdefault(self._at[0], []).append((module, given))
 
+    def of_layer(self, layer: int) -> list[int]:
+        """Layers of the cache that a layer of the model keeps keys and values in."""
+        return [number for (i, _), number in self._numbers.items() if i == layer]
+
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:

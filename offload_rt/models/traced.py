@@ -285,6 +285,10 @@ class TracedModel:
             else:
                 self._tensors[i] += own
 
+    def kv_layers(self, i: int) -> list[int]:
+        """Numbers of the layers of the cache that layer i writes to."""
+        return self._cache.of_layer(i)
+
     def _linear(self, name: str, x: Tensor) -> Tensor:
         return self._weights.linear(x, name)
 

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -140,6 +140,10 @@ class TransformersModel(Architecture):
     def state_shapes(self) -> tuple[StateShape, ...]:
         """Likewise."""
         return self.model.state_shapes
+
+    def kv_layers(self, i: int) -> Sequence[int]:
+        """As they were numbered when the model was traced."""
+        return self.model.kv_layers(i)
 
     def of_checkpoint(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple["TransformersModel", Mapping[str, Part]]:
         """By transformers' own mapping of names. See `Architecture.of_checkpoint`."""

@@ -1,0 +1,217 @@
+"""Several ranks of which one dies, is interrupted or fails: all end soon, with one sentence that says why."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from run_ranks import PATIENCE_S, Rank, started
+from test_command_line import surroundings
+
+# What runs go on with until they are stopped.
+ENDLESS = ["--device", "cpu", "--prompt", "the quick brown", "--quiet", "--max-tokens", "8000", "--drafter", "none"]
+SHORT = ["--device", "cpu", "--prompt", "the quick brown", "--max-tokens", "5", "--pipeline", "2"]
+SOON_S = 10.0
+
+_LOADS = """
+import os, signal, sys
+from offload_rt.cli import run
+from offload_rt.cli.process import run_program
+from offload_rt.engine.loader import Loader
+from offload_rt.errors import LinkError
+from offload_rt.executor.runner import Runner
+how, rank, *arguments = sys.argv[1:]
+if os.environ["RANK"] == rank:
+    def dies(*_):
+        os.kill(os.getpid(), signal.SIGKILL)
+    def fails(*_):
+        raise LinkError("the disk has gone")
+    if how == "dies":
+        Loader.sources = dies
+    elif how == "fails":
+        Runner.layer = fails
+    else:
+        arguments[arguments.index("--model") + 1] = how
+sys.exit(run_program(lambda: run.main(arguments)))
+"""
+
+_FORGETFUL = """
+import sys
+from offload_rt import LLM, SamplingParams
+llm = LLM(sys.argv[1], device="cpu", max_model_len=64, drafter="none")
+print(len(llm.generate("a", SamplingParams(max_tokens=20))[0].token_ids))
+try:
+    LLM(sys.argv[1], device="cpu", max_model_len=64)
+except Exception as error:
+    print(error)
+"""
+
+_RAISING = """
+import os, sys
+from offload_rt import LLM
+LLM(sys.argv[1] if os.environ["RANK"] == "0" else "/no/such/model", device="cpu", max_model_len=64)
+"""
+
+
+def _when(is_so: Callable[[], bool]) -> None:
+    """Wait for a state."""
+    until = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def _ends(ranks: list[Rank]) -> list[int | None]:
+    """Exit codes of all ranks, which end soon."""
+    until = time.monotonic() + SOON_S
+    return [one.code(max(until - time.monotonic(), 0)) for one in ranks]
+
+
+def _kill(rank: Rank, number: signal.Signals = signal.SIGKILL) -> None:
+    os.kill(rank.process.pid, number)
+
+
+def _named(rank: int, ranks: list[Rank]) -> str:
+    return f"error: rank {rank} (process {ranks[rank].process.pid} on {os.uname().nodename})"
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_rank_that_is_killed_in_a_pass_ends_the_other_with_its_name(
+    killed: int, model: Path, begins_with: str, tmp_path: Path
+) -> None:
+    with started("offload_rt.run", ["--model", str(model), *ENDLESS], tmp_path) as ranks:
+        _when(lambda: len(ranks[0].out) > 20)
+        _kill(ranks[killed])
+        assert _ends(ranks) == ([-9, 3] if killed == 0 else [3, -9])
+        assert ranks[1 - killed].err == f"{_named(killed, ranks)} has ended\n"
+        assert ranks[0].out[:20] == begins_with[:20] and ranks[1].out == ""
+
+
+@pytest.mark.parametrize("how", ["dies", "fails", "/no/such/model"])
+def test_a_rank_that_does_not_come_up_is_named_with_its_reason(how: str, model: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_LOADS)
+    with started(str(script), [how, "1", "--model", str(model), *ENDLESS], tmp_path) as ranks:
+        _when(lambda: ranks[1].process.exitcode is not None)
+        codes = _ends(ranks)
+        why = {"dies": " has ended\n", "fails": ": the disk has gone\n"}.get(how, f": no model called {how}: no such")
+        assert codes == [3, {"dies": -9, "fails": 3}.get(how, 2)]
+        assert ranks[0].err.startswith(_named(1, ranks) + why) and ranks[0].err.count("\n") == 1
+        assert ranks[1].err == ""
+
+
+def test_an_interrupt_ends_all_ranks_with_one_word(model: Path, tmp_path: Path) -> None:
+    """A terminal sends it to all of them."""
+    with started("offload_rt.run", ["--model", str(model), *ENDLESS], tmp_path) as ranks:
+        _when(lambda: len(ranks[0].out) > 20)
+        for one in ranks:
+            _kill(one, signal.SIGINT)
+        assert _ends(ranks)[0] == 130
+        assert (ranks[0].err, ranks[1].err) == ("interrupted\n", "")
+        assert ranks[0].out.endswith("\n")
+    assert all(path.suffix == ".json" for path in (tmp_path / "cache").rglob("*") if path.is_file())
+
+
+def test_a_script_has_one_llm_and_may_forget_to_close_it(model: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_FORGETFUL)
+    with started(str(script), [str(model)], tmp_path) as ranks:
+        assert [one.code() for one in ranks] == [0, 0]
+        refusal = "a second LLM in a run of several ranks; go on with the first, or run anew"
+        assert ranks[0].out.splitlines() == ["20", refusal]
+        assert (ranks[1].out, ranks[1].err) == ("", "")
+
+
+def test_a_script_that_handles_no_errors_says_which_rank_failed(model: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_RAISING)
+    with started(str(script), [str(model)], tmp_path) as ranks:
+        assert _ends(ranks) == [1, 1]
+        assert f"{_named(1, ranks)[7:]}: no model called /no/such/model" in ranks[0].err.splitlines()[-1]
+        assert ranks[1].err == ""
+
+
+def test_rank_0_alone_prints_and_writes(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with started("offload_rt.run", ["--model", str(model), *SHORT, "--json", "--trace", str(path)], tmp_path) as ranks:
+        assert [one.code() for one in ranks] == [0, 0]
+        assert len(json.loads(ranks[0].out)["token_ids"]) == 5 and json.loads(path.read_text())["traceEvents"]
+        assert "5 tokens in" in ranks[0].err and (ranks[1].out, ranks[1].err) == ("", "")
+
+
+def test_a_plan_is_that_of_rank_0(model: Path, tmp_path: Path) -> None:
+    with started(
+        "offload_rt.run", ["--model", str(model), "--device", "cpu", "--plan", "--pipeline", "2"], tmp_path
+    ) as ranks:
+        assert [one.code() for one in ranks] == [0, 0]
+        assert "3 of 3 layers" in ranks[0].out and (ranks[0].err, ranks[1].out, ranks[1].err) == ("", "", "")
+
+
+def test_a_conversation_is_had_with_all_ranks(model: Path, tmp_path: Path) -> None:
+    shutil.copytree(model, tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text("{% for one in messages %}{{ one.content }}{% endfor %}")
+    line = [
+        "--model",
+        str(tmp_path / "model"),
+        "--device",
+        "cpu",
+        "--max-tokens",
+        "5",
+        "--drafter",
+        "none",
+        "--pipeline",
+        "2",
+    ]
+    with started("offload_rt.chat", line, tmp_path, given="the quick\nbrown\n") as ranks:
+        assert [one.code() for one in ranks] == [0, 0], ranks[0].err
+        assert ranks[0].out.count("\n") >= 2 and (ranks[1].out, ranks[1].err) == ("", "")
+
+
+def test_a_server_whose_rank_dies_between_passes_ends(model: Path, tmp_path: Path) -> None:
+    line = ["--model", str(model), "--device", "cpu", "--port", "0", "--pipeline", "2"]
+    with started("offload_rt.serve", line, tmp_path) as ranks:
+        _when(lambda: "for people" in ranks[0].err)
+        url = re.search(r"http://127.0.0.1:\d+/v1", ranks[0].err)[0] + "/completions"
+        body = json.dumps({"prompt": "the quick", "max_tokens": 4}).encode()
+        request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+        answer = json.load(urllib.request.urlopen(request, timeout=PATIENCE_S))
+        assert answer["usage"]["completion_tokens"] == 4
+        _kill(ranks[1])
+        assert _ends(ranks) == [3, -9]
+        assert ranks[0].err.splitlines()[-1] == f"{_named(1, ranks)} has ended" and ranks[1].err == ""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_torchrun_ends_what_it_has_started(number: signal.Signals, model: Path, tmp_path: Path) -> None:
+    """An interrupt of all its processes, as of a terminal, or one rank that is killed."""
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    env = surroundings(XDG_CACHE_HOME=str(tmp_path / "cache"))
+    with (tmp_path / "err").open("w") as err:
+        run = subprocess.Popen(
+            [*line, "offload_rt.run", "--model", str(model), *ENDLESS], stdout=subprocess.PIPE, stderr=err, env=env, cwd=tmp_path,
+            start_new_session=True,
+        )  # fmt: skip
+    try:
+        assert run.stdout is not None and len(os.read(run.stdout.fileno(), 1)) == 1
+        ranks = psutil.Process(run.pid).children()
+        if number == signal.SIGINT:
+            os.killpg(run.pid, number)
+        else:
+            (killed,) = (one for one in ranks if one.environ()["RANK"] == "1")
+            killed.send_signal(number)
+        run.communicate(timeout=PATIENCE_S)
+        assert run.returncode != 0 and not any(one.is_running() for one in ranks)
+        lines = (tmp_path / "err").read_text().splitlines()
+        (said,) = (one for one in lines if one.startswith(("error: ", "interrupted")))
+        assert said.startswith("interrupted" if number == signal.SIGINT else f"error: rank 1 (process {killed.pid} on ")
+    finally:
+        run.kill()

@@ -1,0 +1,121 @@
+"""Layers divided among ranks: the same tokens as one rank's, whatever each of them streams."""
+
+import itertools
+import json
+from argparse import Namespace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from run_ranks import started
+from tiny import CASES, Zoo, generate, prompt_of
+
+from bench.models import config_of, random_model
+from offload_rt import LLM
+from offload_rt.config import EngineConfig
+from offload_rt.errors import SettingsError, UnsupportedModelError
+from offload_rt.models.families import spec_of
+from offload_rt.models.stage import Stage, divide_layers
+
+_SCRIPT = """
+import json, sys
+from offload_rt import LLM, SamplingParams
+settings, prompts, params = json.loads(sys.argv[1])
+with LLM(device="cpu", **settings) as llm:
+    for seed in (0, 1):
+        for one in llm.generate(prompts, SamplingParams(max_tokens=12, logprobs=3, seed=seed, ignore_eos=True, **params)):
+            print(json.dumps([one.token_ids, one.prompt_logprobs, one.logprobs]))
+    print(json.dumps(llm.plan.tiers), file=sys.stderr)
+"""
+
+
+def _said(folder: Path, n: int, settings: dict, prompts: list[list[int]], **params: object) -> tuple[str, list[str]]:
+    """What ranks give, and where the layers of rank 0 lie."""
+    folder.mkdir()
+    script = folder / "script.py"
+    script.write_text(_SCRIPT)
+    settings = {"max_model_len": 1300, **settings, **({"pipeline": n} if n > 1 else {})}
+    with started(str(script), [json.dumps([settings, prompts, params])], folder, n) as ranks:
+        assert [one.code() for one in ranks] == [0] * n, "".join(one.err for one in ranks)[-2000:]
+        assert not any(one.out for one in ranks[1:])
+        return ranks[0].out, json.loads(ranks[0].err.splitlines()[-1])
+
+
+def _as_one(folder: Path, n: int, settings: dict, prompts: list[list[int]], **params: object) -> list[str]:
+    """Where the layers of rank 0 lie; what the ranks gave is what one gives, bit for bit."""
+    text, tiers = _said(folder / "several", n, settings, prompts, **params)
+    one, _ = _said(folder / "one", 1, settings, prompts, **params)
+    assert text == one and len(text.splitlines()) == 2 * len(prompts)
+    return tiers
+
+
+def _tokens(text: str) -> list[list[int]]:
+    return [json.loads(line)[0] for line in text.splitlines()]
+
+
+def test_resident_layers_give_what_one_rank_gives_chunk_by_chunk(zoo: Zoo, tmp_path: Path) -> None:
+    """A prompt of three chunks beside a short one, of which all rows are read."""
+    model = CASES["qwen3"].build(0, max_position_embeddings=2048)
+    model.save_pretrained(tmp_path / "model")
+    settings = {"model": str(tmp_path / "model"), "drafter": "none", "max_num_seqs": 2}
+    prompts = [prompt_of(0, 1200), prompt_of(1, 30)]
+    tiers = _as_one(tmp_path, 3, settings, prompts, temperature=0.8, prompt_logprobs=0)
+    assert tiers == ["device"] * 2
+
+
+@pytest.mark.parametrize("drafter", ["none", "recycle"])
+def test_streamed_layers_give_what_one_rank_gives(drafter: str, zoo: Zoo, tmp_path: Path) -> None:
+    """With trees, whose size depends on times that all ranks measure, the same tokens."""
+    settings = {"model": str(zoo.directory("llama-tied", 0)), "drafter": drafter, "max_model_len": 128}
+    settings |= {} if drafter == "none" else {"tree_size": 8}
+    with LLM.open(EngineConfig(**settings, device="cpu", device_memory="1GB")) as whole:
+        settings["device_memory"] = whole.plan.reserved.total + 2 * max(whole.plan.layer_nbytes)
+    if drafter == "none":
+        assert "disk" in _as_one(tmp_path, 2, settings, [prompt_of(0)])
+    else:
+        text, tiers = _said(tmp_path / "ranks", 2, settings, [prompt_of(0)], temperature=0)
+        assert "disk" in tiers and _tokens(text) == [zoo.greedy("llama-tied", 0)[:12]] * 2
+
+
+def test_drafted_tokens_are_those_of_the_model(zoo: Zoo, tmp_path: Path) -> None:
+    """The draft is on rank 0 alone."""
+    pair = zoo.pair("llama", 0)
+    settings = {"model": str(pair.target), "draft_model": str(pair.draft), "max_model_len": 128, "tree_size": 8}
+    text, _ = _said(tmp_path / "ranks", 2, settings, [prompt_of(0)], temperature=0)
+    assert _tokens(text) == [generate(pair.model, prompt_of(0), 12)] * 2
+
+
+@pytest.mark.parametrize("kind", ["diffllama", "gemma2"])
+def test_layers_of_transformers_give_what_one_rank_gives(kind: str, tmp_path: Path) -> None:
+    """Two attentions in a layer; windows and softcaps."""
+    random_model(config_of(kind)).save_pretrained(tmp_path / "model")
+    settings = {"model": str(tmp_path / "model"), "max_model_len": 64, "drafter": "none", "dtype": "float32"}
+    _as_one(tmp_path, 2, settings, [[5, 3, 8, 1]])
+
+
+def test_a_pipeline_needs_as_many_ranks(zoo: Zoo) -> None:
+    with pytest.raises(SettingsError, match="--pipeline 2: needs as many ranks, has 1 of them, and 6 layers"):
+        LLM(str(zoo.directory("llama", 0)), device="cpu", pipeline=2)
+
+
+def test_layers_that_attend_to_those_of_others_are_not_divided() -> None:
+    spec = spec_of(config_of("gemma3n_text").to_dict())
+    with pytest.raises(UnsupportedModelError, match="attend to the keys and values of others; leave --pipeline out"):
+        Stage.of(spec, range(1), Namespace(rank=0))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_layers_are_divided_so_that_the_fullest_rank_is_least_full(seed: int) -> None:
+    """Against all ways to divide them."""
+    chance = np.random.default_rng(seed)
+    n, n_ranks = int(chance.integers(3, 9)), int(chance.integers(1, 4))
+    sizes, rooms = chance.integers(1, 10, n).tolist(), chance.integers(1, 30, n_ranks).tolist()
+    found = divide_layers(sizes, rooms)
+
+    def load(stops: tuple[int, ...]) -> float:
+        ranges = itertools.pairwise((0, *stops, n))
+        return max(sum(sizes[a:b]) / room for (a, b), room in zip(ranges, rooms, strict=True))
+
+    best = min(load(stops) for stops in itertools.combinations(range(1, n), n_ranks - 1))
+    assert [one.start for one in found] == [0, *(one.stop for one in found[:-1])] and found[-1].stop == n
+    assert load(tuple(one.stop for one in found[:-1])) == pytest.approx(best)
