@@ -1,0 +1,85 @@
+"""What do two machines that together hold a model save one that streams it?
+
+    OMP_NUM_THREADS=1 python -m bench.pipeline [--size 256MB] [--gbps 1] [--rounds 5]
+
+Two processes stand for the machines, joined by gloo, each with a budget for some 6 of 10 layers; so no weight moves. One
+process with this budget streams over a link of a set rate. The floor is a process with memory for all: every layer computed
+once, nothing moved. A prompt of 1,000 tokens is two chunks, so two ranks that compute at the same time are to take 3/4 of its
+time. Ratios are of the same round; the last line is one JSON object.
+"""
+
+import argparse
+import json
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from bench.lossless import PacedDisk
+from bench.measure import Spread, commit, expanded_model, machine, run_json
+from offload_rt import LLM, SamplingParams
+from offload_rt.config import EngineConfig, parse_size
+from offload_rt.tree.topology import Topology
+
+WIDTHS, CONTEXT, N_PROMPT = (1, 64), 256, 1000
+
+
+def config(model: Path, nbytes: int, **more: int) -> EngineConfig:
+    """Of an engine with so much memory, which decodes plainly."""
+    return EngineConfig(
+        str(model), device="cpu", device_memory=nbytes, drafter="none", max_model_len=N_PROMPT + 2, **more
+    )
+
+
+def seconds(llm: LLM, chance: torch.Generator) -> list[float]:
+    """Of a pass of each width, and of a prompt that nobody has seen."""
+    found = [min(llm.time_passes(Topology.chain(n), CONTEXT)) for n in WIDTHS]
+    prompt = torch.randint(llm.engine_plan.checkpoint.spec.vocab_size, (N_PROMPT,), generator=chance).tolist()
+    started = time.perf_counter()
+    llm.generate(prompt, SamplingParams(max_tokens=1, ignore_eos=True))
+    return [*found, time.perf_counter() - started]
+
+
+def main() -> None:
+    """Measure and print, or be one of the ranks."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", default="256MB")
+    parser.add_argument("--gbps", type=float, default=1.0)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--budget", type=int, help=argparse.SUPPRESS)
+    flags = parser.parse_args()
+    chance = torch.Generator().manual_seed(time.time_ns())
+    if flags.rank_of:
+        with LLM.from_config(config(flags.rank_of, flags.budget, pipeline=2)) as llm:
+            assert llm.plan.is_resident, "each holds what it has"
+            return print(json.dumps(seconds(llm, chance)))
+    model = expanded_model(flags.size)
+    rounds: list[dict[str, list[float]]] = []
+    with ExitStack() as closes:
+        whole = closes.enter_context(LLM.from_config(config(model, 3 * parse_size(flags.size) + (1 << 29))))
+        plan = whole.plan
+        budget = plan.reserved.total + int(0.6 * sum(plan.layer_nbytes))
+        one = closes.enter_context(LLM.open(config(model, budget)))
+        object.__setattr__(one.engine_plan, "disk", PacedDisk(one.engine_plan.disk, flags.gbps))
+        one.load()
+        ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "bench.pipeline"]
+        for _ in range(flags.rounds):
+            found = {"floor": seconds(whole, chance), "one": seconds(one, chance)}
+            result = run_json([*ranks, "--rank-of", str(model), "--budget", str(budget)]).result
+            rounds.append(found | {"two": result})  # type: ignore[dict-item]  # a list
+    print(f"{machine()}, commit {commit()}; {sum(plan.layer_nbytes) / 1e6:.0f} MB of layers, link {flags.gbps} GB/s")
+    print(f"{'':28}{'two / one that streams':>32}{'two / floor':>32}")
+    table = {}
+    for i, what in enumerate((*(f"pass of {n} rows" for n in WIDTHS), f"prompt of {N_PROMPT} tokens")):
+        ratios = [Spread.of([one["two"][i] / one[other][i] for one in rounds]) for other in ("one", "floor")]
+        table[what] = dict(zip(("two_over_one", "two_over_floor"), map(asdict, ratios), strict=True))
+        print(f"{what:28}{ratios[0]!s:>32}{ratios[1]!s:>32}")
+    print(json.dumps(table))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
