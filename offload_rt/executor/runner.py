@@ -1,8 +1,8 @@
 """One model, one pass: every layer is visited once, for all sequences of the batch."""
 
 import itertools
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from typing import Any, TypeVar
@@ -43,12 +43,8 @@ def _everywhere(method: Method) -> Method:
 
     @wraps(method)
     def call(self: "Runner", *args: Any, **kwargs: Any) -> Any:
-        tell, self.tell = self.tell, _tell_nobody
-        try:
-            with tell(method.__name__, args, kwargs):
-                return method(self, *args, **kwargs)
-        finally:
-            self.tell = tell
+        with self.everywhere(method.__name__, args, kwargs):
+            return method(self, *args, **kwargs)
 
     return call  # type: ignore[return-value]  # it takes and gives the same
 
@@ -92,7 +88,6 @@ class Runner:
         self._graphs: GraphRunner | None = None
         self.kv = RecurrentCache if self.spec.state_shapes else self.kv
 
-    @_everywhere
     @torch.inference_mode()
     def forward(self, steps: Sequence[Step]) -> list[Tensor]:
         """One sweep over the layers; writes the pending rows of every cache.
@@ -100,29 +95,30 @@ class Runner:
         Returns per step logits (n_wanted, vocabulary) in the dtype of the computation, or what its `reduce` makes of them.
         Raises CapacityError if a cache is too small, LinkError if a layer does not arrive.
         """
-        self.tapped = ()
-        for step in steps:
-            self._caches[step.cache].begin(step.tokens.tolist())
-        if len(steps) == 1 and self.replays(steps[0]):
-            return [self._replay(steps[0])]
-        ids, chunks = self.upload(steps)
-        hidden, chunks = self.embed(ids, chunks)
-        hidden = self._joined(hidden, steps)
-        tapped = hidden.new_empty(len(hidden), len(self.taps), hidden.shape[1])
-        keep_tapped(self.taps, tapped, hidden, 0)
-        # Where nothing is streamed, chunks follow each other through the ranks of a pipeline.
-        goes_by_chunk = isinstance(self.spec, Stage) and not self.streamer.order and self.far is None
-        for some in [[one] for one in chunks] if goes_by_chunk else [chunks]:
-            with self._bring_rows(some), closing(self.streamer.sweep()) as sweep:
-                for block in sweep:
-                    with self.trace.span(COMPUTE, f"layer {block.i}"):
-                        self.layer(block, hidden, some)
-                    keep_tapped(self.taps, tapped, hidden, block.i + 1)
-                    self.meanwhile()
-        self.tapped = torch.split(tapped, [step.n_rows for step in steps])
-        with self.trace.span(COMPUTE, "head"):
-            logits = self.logits(hidden, steps)
-        return [step.reduce(rows) if step.reduce else rows for step, rows in zip(steps, logits, strict=True)]
+        with self.everywhere("forward", (steps,)):  # not by a decorator: no frame more in the way of each product
+            self.tapped = ()
+            for step in steps:
+                self._caches[step.cache].begin(step.tokens.tolist())
+            if len(steps) == 1 and self.replays(steps[0]):
+                return [self._replay(steps[0])]
+            ids, chunks = self.upload(steps)
+            hidden, chunks = self.embed(ids, chunks)
+            hidden = self._joined(hidden, steps)
+            tapped = hidden.new_empty(len(hidden), len(self.taps), hidden.shape[1])
+            keep_tapped(self.taps, tapped, hidden, 0)
+            # Where nothing is streamed, chunks follow each other through the ranks of a pipeline.
+            goes_by_chunk = isinstance(self.spec, Stage) and not self.streamer.order and self.far is None
+            for some in [[one] for one in chunks] if goes_by_chunk else [chunks]:
+                with self._bring_rows(some), closing(self.streamer.sweep()) as sweep:
+                    for block in sweep:
+                        with self.trace.span(COMPUTE, f"layer {block.i}"):
+                            self.layer(block, hidden, some)
+                        keep_tapped(self.taps, tapped, hidden, block.i + 1)
+                        self.meanwhile()
+            self.tapped = torch.split(tapped, [step.n_rows for step in steps])
+            with self.trace.span(COMPUTE, "head"):
+                logits = self.logits(hidden, steps)
+            return [step.reduce(rows) if step.reduce else rows for step, rows in zip(steps, logits, strict=True)]
 
     def _joined(self, x: Tensor, steps: Sequence[Step]) -> Tensor:
         states = [step.states for step in steps if step.states is not None]
@@ -138,6 +134,16 @@ class Runner:
         segments = [one for chunk in chunks for one in chunk.segments]
         layers = range(self.spec.n_layers)
         return self.far.bring([rows for i in layers for one in segments for rows in one.cache.beyond(i)])
+
+    @contextmanager
+    def everywhere(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Iterator[None]:
+        """What is done within, the runners of other ranks do by this method; they are told of the outermost one."""
+        tell, self.tell = self.tell, _tell_nobody
+        try:
+            with tell(method, args, kwargs or {}):
+                yield
+        finally:
+            self.tell = tell
 
     def finish(self, logits: Sequence[Tensor] = ()) -> list[bool]:
         """Wait until the device has computed all that was enqueued; copies go on.
