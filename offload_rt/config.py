@@ -96,6 +96,9 @@ class EngineConfig:
         "off", "let a draft model learn from the target's predictions in time that the link leaves; keep: for later runs, too",
         choices=("off", "on", "keep"),
     )  # fmt: skip
+    exact_parallel: bool = setting(
+        False, "under torchrun, divide every matrix by its outputs: each sum is one rank's, as if it computed alone"
+    )
     revision: str | None = setting(None, "branch, tag or commit on the hub")
     offline: bool = setting(False, "use only what the hub cache already holds")
     pipeline: int = setting(

@@ -78,6 +78,7 @@ class LLM:
         tree_depth: int | None = None,
         draft_context: int | None = None,
         learn_draft: str = "off",
+        exact_parallel: bool = False,
         revision: str | None = None,
         offline: bool = False,
         pipeline: int = 1,
@@ -91,7 +92,7 @@ class LLM:
             EngineConfig(
                 model, draft_model, device, dtype, device_memory, host_memory, kv_memory, kv_dtype, max_model_len,
                 max_num_seqs, link_format, sidecar, drafter, rule, tree_size, tree_depth, draft_context, learn_draft,
-                revision, offline, pipeline,
+                exact_parallel, revision, offline, pipeline,
             )
         )  # fmt: skip
         is_shown = use_tqdm_on_load and sys.stderr.isatty() and is_first()

@@ -53,19 +53,20 @@ class PlanSettings:
     context: int = setting(128, "tokens before the first pass", parse=int)
     max_new_tokens: int = setting(128, "tokens that are generated", parse=int)
     ranks: int = setting(1, "cards of a machine of which each computes its part of every layer", parse=int)
-    pipeline: int = setting(1, "cards of a machine of which each computes layers of its own", parse=int)
     shared_link: bool = setting(False, "every two ranks hang on one link")
     network: str | None = setting(None, "rate between ranks, default: by NVLink, without it through the host's memory")
-    exact_parallel: bool = setting(False, "gather what ranks compute rather than sum it: the numbers of one rank")
     split_draft: bool = setting(False, "divide the draft model among the ranks too; else it is on the first")
     sweep: str | None = setting(None, "print the curve over this", choices=_SWEEPS)
     json: bool = setting(False, "print one JSON object instead of tables")
 
     def __post_init__(self) -> None:
         SamplingParams(temperature=self.temperature, max_new_tokens=self.max_new_tokens)
-        for name in ("context", "ranks", "pipeline"):
+        for name in ("context", "ranks"):
             check_positive(name, getattr(self, name))
-        asked = {"--link": self.link, "--ranks": self.ranks > 1, "--pipeline": self.pipeline > 1}
+
+    def check(self, config: EngineConfig) -> None:
+        """Raises SettingsError for what cannot be planned together."""
+        asked = {"--link": self.link, "--ranks": self.ranks > 1, "--pipeline": config.pipeline > 1}
         flags = [flag for flag, value in asked.items() if value]
         if flags and self.gpu == "this":
             raise SettingsError(flags[0], need="a card that is not here", have="--gpu this", change="name a card")
@@ -107,6 +108,7 @@ def main(arguments: list[str] | None = None) -> int:
 def print_plan(flags: Namespace) -> None:
     """What the flags of this verb ask for, of which those not given have their defaults."""
     settings, config = from_flags(PlanSettings, flags), from_flags(EngineConfig, flags)
+    settings.check(config)
     machine = None if settings.gpu == "this" else _with_card(settings, config)
     if config.drafter not in (_DRAFTERS if config.draft_model is None else _DRAFTERS[:1] + _OF_MODELS):
         need = "a draft model" if config.drafter in _OF_MODELS else "a drafter whose tokens per pass can be foreseen"
@@ -149,9 +151,9 @@ def _with_card(settings: PlanSettings, config: EngineConfig) -> "Machine":
     defaults = (("--ram", settings.ram, _RAM), ("--disk", settings.disk, _DISK))
     assumed = tuple(f"{flag} was not given: {default} is assumed" for flag, given, default in defaults if given is None)
     ranks = Parallelism.of(
-        max(settings.ranks, settings.pipeline), card, link or card.link.gbps,
-        None if settings.network is None else parse_rate(settings.network, "--network"), exact=settings.exact_parallel,
-        pipeline=settings.pipeline > 1, shared_link=settings.shared_link, split_draft=settings.split_draft,
+        max(settings.ranks, config.pipeline), card, link or card.link.gbps,
+        None if settings.network is None else parse_rate(settings.network, "--network"), exact=config.exact_parallel,
+        pipeline=config.pipeline > 1, shared_link=settings.shared_link, split_draft=settings.split_draft,
     )  # fmt: skip
     return replace(machine, sources=(*machine.sources, *assumed)).of_rank(ranks)
 

@@ -1,8 +1,9 @@
 """Building an engine by its plan: models are loaded, streamers started, and the drafter is opened."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from functools import partial
-from typing import NoReturn
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from offload_rt.executor.cuda_graphs import CudaCapture, GraphShape
 from offload_rt.executor.runner import Runner
 from offload_rt.kv.recurrent import state_rows
 from offload_rt.models.heads import Head
+from offload_rt.models.tensor_parallel import SharedWeights, TensorParallelModel
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.ops import extension
 from offload_rt.speculate.draft_model import ROWS_PER_NODE, DraftModel, SelfDraftModel, draft_rows
@@ -85,18 +87,18 @@ def load(engine_plan: EnginePlan, trace: Trace, progress: Progress | None = None
             n_keys = draft_rows(engine_plan.max_model_len, n_nodes)
             draft_runner.use_graphs(GraphShape(n_nodes, n_keys, ROWS_PER_NODE * n_nodes), capture, _CAPTURING_S)
         runner = loader.runner(checkpoint.spec, checkpoint.format, engine_plan.dtype, target, trace, engine_plan)
+        part = runner.spec if isinstance(runner.spec, TensorParallelModel) else None
+        beside = SharedWeights(runner.non_layer, part, device) if part is not None else runner.non_layer
         if draft_runner is not None and isinstance(draft_runner.spec, Head):
             runner.taps, draft_runner.taps = draft_runner.spec.taps, (1,)
-            draft_runner.non_layer = draft_runner.spec.weights_beside(draft_runner.non_layer, runner.non_layer, device)
+            draft_runner.non_layer = draft_runner.spec.weights_beside(draft_runner.non_layer, beside, device)
         if capture is not None and plan.is_resident:
             # Where the target drafts itself, its passes have the rows of trees under way.
             n_tree_rows = n_nodes if engine_plan.drafting.type.view is None else ROWS_PER_NODE * n_nodes
             runner.use_graphs(GraphShape(n_nodes, engine_plan.cache_rows, n_tree_rows), capture, _CAPTURING_S)
         if (ranks := joined()) is not None:
-            if ranks.rank > 0:
-                _serve(ranks, [runner])
-            closes.callback(ranks.leave)
-            runner.tell = partial(ranks.telling, 0)
+            divided = runner, beside if part is not None else None, draft_runner if draft is None else None
+            _compute_together(ranks, divided, closes)
         drafter, cost = _open_drafter(engine_plan, runner, draft_runner, trace)
         states = engine_plan.n_sequences, state_rows(checkpoint.spec, engine_plan.dtype.itemsize)
         scheduler = Scheduler(engine_plan.cache_rows, engine_plan.limits.n_nodes, plan.split, *states)
@@ -105,11 +107,16 @@ def load(engine_plan: EnginePlan, trace: Trace, progress: Progress | None = None
         return Engine(runner, drafter, rule, cost, trace, scheduler, closes.pop_all(), draft_runner, notice)
 
 
-def _serve(ranks: Ranks, runners: list[Runner]) -> NoReturn:
-    """Do what rank 0 says until it has ended, and end this process."""
-    for number, method, args, kwargs in ranks.told():
-        getattr(runners[number], method)(*args, **kwargs)
-    raise SystemExit
+def _compute_together(ranks: Ranks, divided: Sequence[Any], closes: ExitStack) -> None:
+    """Let other ranks do what rank 0 does with what they have together, until it has ended, and end their processes."""
+    if ranks.rank > 0:
+        for number, method, args, kwargs in ranks.told():
+            getattr(divided[number], method)(*args, **kwargs)
+        raise SystemExit
+    closes.callback(ranks.leave)
+    for number, one in enumerate(divided):
+        if one is not None:
+            one.tell = partial(ranks.telling, number)
 
 
 def _cap_device_memory(nbytes: int, device: torch.device, closes: ExitStack) -> None:

@@ -14,6 +14,7 @@ from offload_rt.engine.link import Link, choose_link
 from offload_rt.engine.memory_plan import LIBRARIES, READ_BUFFERS, MemoryPlan, Sizes, less_margin, plan_touched
 from offload_rt.engine.stages import of_all, stage_of
 from offload_rt.errors import CapacityError, DeviceError, SettingsError
+from offload_rt.models.tensor_parallel import TensorParallelModel
 from offload_rt.offload.disk import DiskTier
 from offload_rt.offload.placement import ExpertSizes, MemoryBudget, Plan
 from offload_rt.offload.sidecar import SidecarTier
@@ -24,6 +25,7 @@ from offload_rt.system.machine import PassBytes, cards, memory_free, memory_limi
 from offload_rt.system.ranks import joined
 from offload_rt.weights import int4
 from offload_rt.weights.checkpoint import Checkpoint
+from offload_rt.weights.divided import divide
 from offload_rt.weights.header import TensorRecord
 from offload_rt.weights.layout import PAGE, align_up
 from offload_rt.weights.lossless import decoded_layout
@@ -129,10 +131,9 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting
     if device.type == "cpu" and config.host_memory is not None:
         problem = "--host-memory is for pinned memory beside a GPU"
         raise SettingsError(problem, change="on a CPU, set --device-memory alone")
-    dtype = _pick_dtype(config.dtype, checkpoint)
-    budget, ranks = memory_budget(config, device), joined()
-    if config.pipeline > 1:
-        checkpoint = stage_of(config, checkpoint, drafting, dtype, budget)
+    whole, ranks, dtype = checkpoint, joined(), _pick_dtype(config.dtype, checkpoint)
+    budget = memory_budget(config, device)
+    checkpoint = _of_rank(config, whole, drafting, dtype, budget)
     if ranks is not None and ranks.rank > 0:  # rank 0 drafts
         drafting = replace(drafting, draft=None, learning="off")
     link = choose_link(config, checkpoint, device)
@@ -145,15 +146,19 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting
         if link.encodes:  # a layer is read whole before it is encoded
             budget = replace(budget, buffers=budget.buffers + max(_packed_nbytes(checkpoint)))
         target = replace(Sizes.of_checkpoint(checkpoint, dtype), layer_nbytes=layer_nbytes, link=link.sizes)
-
-        divide = partial(_divided, checkpoint, target, is_packed)
-        memory = plan_touched(config, drafting, (target, draft), divide, dtype, budget)
+        touched = partial(_divided, checkpoint, target, is_packed)
+        memory = plan_touched(config, drafting, (target, draft), touched, dtype, budget)
         if ranks is not None:
-            max_len, n_nodes = ranks.least(memory.max_model_len, memory.limits.n_nodes)
+            is_in_memory = "disk" not in memory.plan.tiers
+            max_len, n_nodes, all_are = ranks.least(memory.max_model_len, memory.limits.n_nodes, is_in_memory)
+            if not (
+                all_are or config.exact_parallel or config.pipeline > 1
+            ):  # a part of each row has few of a disk's pages
+                disk.close()
+                return plan_engine(replace(config, exact_parallel=True), whole, drafting)
             same = replace(config, max_model_len=max_len, tree_size=n_nodes)
-            memory = plan_touched(same, drafting, (target, draft), divide, dtype, budget)
-            limits = replace(memory.limits, fixed_size=config.tree_size is not None)
-            memory = replace(memory, limits=limits)
+            memory = plan_touched(same, drafting, (target, draft), touched, dtype, budget)
+            memory = replace(memory, limits=replace(memory.limits, fixed_size=config.tree_size is not None))
         _check_resident(memory.plan, drafting)
         if link.encodes and memory.plan.tiers.count("disk"):
             raise CapacityError(
@@ -162,30 +167,37 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting
                 change="run offload-rt convert first, raise --host-memory, or use --link-format raw",
             )
         reads_disk = "disk" in memory.plan.pass_bytes.at(memory.max_model_len)
-        if reads_disk or link.sidecar:
-            settings = profile.read_settings(checkpoint.layers) if reads_disk else disk.settings
-            disk.close()
-            decodes = device.type == "cpu"
-            disk = (
-                SidecarTier(link.sidecar, settings, decodes) if link.sidecar else DiskTier(checkpoint.layers, settings)
-            )
-        if memory.plan.experts is not None and (divided := checkpoint.by_expert()) is not None:
-            disk.close()
-            disk = DiskTier(divided[0].layers, disk.settings)
-            experts = ExpertFiles(*divided, DiskTier(divided[1], disk.settings, packed=device.type == "cuda"))
+        settings = profile.read_settings(checkpoint.layers) if reads_disk else disk.settings
     except BaseException:
         disk.close()
         raise
+    disk.close()
+    if memory.plan.experts is not None and (divided := checkpoint.by_expert()) is not None:
+        disk = DiskTier(divided[0].layers, settings)
+        experts = ExpertFiles(*divided, DiskTier(divided[1], settings, packed=device.type == "cuda"))
+    elif link.sidecar:
+        disk = SidecarTier(link.sidecar, settings, decodes=device.type == "cpu")
+    else:
+        disk = DiskTier(checkpoint.layers, settings)
     moved = memory.plan.pass_bytes
     if ranks is not None and config.pipeline > 1:
         moved = of_all(memory.plan, ranks)
     of_weights = checkpoint.format.notice, checkpoint.spec.notice, link.notice
-    notices = (_notice(config.device, device), *of_weights, _kv_notice(memory.plan))
     return EnginePlan(
         memory.plan, memory.limits, memory.max_model_len, memory.cache_rows, memory.view_rows, memory.n_sequences,
         checkpoint, drafting, device, dtype, disk, link, moved,
-        "\n".join(filter(None, notices)), experts,
+        "\n".join(filter(None, (_notice(config.device, device), *of_weights, _kv_notice(memory.plan)))), experts,
     )  # fmt: skip
+
+
+def _of_rank(
+    config: EngineConfig, whole: Checkpoint, drafting: Drafting, dtype: torch.dtype, budget: MemoryBudget
+) -> Checkpoint:
+    """The part of a checkpoint that this rank has. Raises an OffloadError where it cannot be divided as is asked for."""
+    ranks = joined()
+    if config.pipeline > 1:
+        return stage_of(config, whole, drafting, dtype, budget)
+    return whole if ranks is None else divide(whole, TensorParallelModel.of(whole.spec, ranks, config.exact_parallel))
 
 
 def _divided(checkpoint: Checkpoint, whole: Sizes, is_packed: bool) -> Sizes | None:

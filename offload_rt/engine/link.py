@@ -7,6 +7,7 @@ import torch
 
 from offload_rt.config import EngineConfig
 from offload_rt.errors import CheckpointError, DeviceError, SettingsError
+from offload_rt.models.tensor_parallel import TensorParallelModel
 from offload_rt.offload.placement import LinkSizes
 from offload_rt.offload.sidecar import open_sidecar
 from offload_rt.ops import extension
@@ -53,9 +54,11 @@ def choose_link(config: EngineConfig, checkpoint: Checkpoint, device: torch.devi
         raise SettingsError("--link-format lossless with --pipeline", change="leave one of them out")
     if config.pipeline > 1 or config.link_format == "raw" or not (is_asked or config.sidecar or directory.is_dir()):
         return Link()
-    if checkpoint.format.name != "dense":
-        problem = "--link-format lossless is for weights that are not quantised"
-        return _without(is_asked, SettingsError(problem, have=checkpoint.format.name, change="leave it out"))
+    is_divided = isinstance(checkpoint.spec, TensorParallelModel)
+    if checkpoint.format.name != "dense" or is_divided:
+        problem = "--link-format lossless is for weights that are not quantised, and not divided among ranks"
+        have = "several ranks" if is_divided else checkpoint.format.name
+        return _without(is_asked, SettingsError(problem, have=have, change="leave it out"))
     if on_card and not extension.serves(torch.empty(0, device=device)):
         problem = f"no kernel decodes lossless weights: {extension.missing()}"
         return _without(is_asked, DeviceError(problem, change="use --link-format raw"))

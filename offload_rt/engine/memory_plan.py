@@ -81,8 +81,8 @@ class Sizes:
         stored = [StoredTensor(one.key, one.shape, one.torch_dtype()) for one in checkpoint.records]
         return cls(
             spec=checkpoint.spec,
-            layer_nbytes=tuple(sum(one.stop - one.start for one in layer) for layer in checkpoint.layers),
-            non_layer_nbytes=sum(record.stop - record.start for record in checkpoint.non_layer),
+            layer_nbytes=tuple(sum(one.nbytes for one in layer) for layer in checkpoint.layers),
+            non_layer_nbytes=sum(record.nbytes for record in checkpoint.non_layer),
             dtype=dtype if checkpoint.spec.taps else checkpoint.dtype,
             view_nbytes=max(checkpoint.format.scratch_nbytes(one, CHUNK_ROWS, dtype) for one in stored),
         )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from offload_rt import ops
+from offload_rt.errors import machine_error
 from offload_rt.executor.cuda_graphs import Capture, GraphRunner, GraphShape, PassRows, ResidentModel, keep_tapped
 from offload_rt.executor.step import Chunk, Segment, Step
 from offload_rt.kv.cache import ContiguousCache, KVBuffer, KVCache
@@ -21,6 +22,7 @@ from offload_rt.kv.sparse import SparseCache
 from offload_rt.models.architecture import Architecture, LayerWeights
 from offload_rt.models.heads import HeadDecoder
 from offload_rt.models.stage import Stage
+from offload_rt.models.tensor_parallel import TensorParallelModel
 from offload_rt.offload.expert_cache import ExpertCache
 from offload_rt.offload.far_rows import FarRows
 from offload_rt.offload.streamer import LayerView, Streamer
@@ -142,6 +144,10 @@ class Runner:
         try:
             with tell(method, args, kwargs or {}):
                 yield
+        except torch.OutOfMemoryError as error:
+            if tell is _tell_nobody:
+                raise
+            raise machine_error(error) from error  # the others cannot go back and try again
         finally:
             self.tell = tell
 
@@ -161,7 +167,8 @@ class Runner:
 
         seconds  spent at most, beside one pass, on capturing those that are likely to come
         """
-        if self.kv is not ContiguousCache or not self.spec.is_native or isinstance(self.spec, Stage):
+        is_whole = not isinstance(self.spec, Stage | TensorParallelModel)
+        if self.kv is not ContiguousCache or not self.spec.is_native or not is_whole:
             return
         model = ResidentModel(self.spec, self.resident_layers(), self.non_layer, self.taps)
         new_buffer = partial(KVBuffer.empty, self.spec.kv_shapes, dtype=self.dtype, device=self.device)

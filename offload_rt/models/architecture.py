@@ -167,6 +167,7 @@ class Architecture(ABC):
     dtype_name            the config's dtype; None where it names none
     taps                  of a head that drafts by the hidden states of its target: after how many layers it takes them;
                           empty for a model of its own
+    tp_plan               how transformers divides the modules of its layers among ranks; None: it does not say
     """
 
     # What the user should know of how it is run.
@@ -183,6 +184,7 @@ class Architecture(ABC):
     head_dim: int
     max_positions: int
     taps: tuple[int, ...] = field(default=(), kw_only=True)
+    tp_plan: Mapping[str, str] | None = field(default=None, kw_only=True, compare=False, repr=False)
 
     def of_checkpoint(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Self, Mapping[str, Part]]:
         """This model as a checkpoint stores it whose tensors have these shapes, and where the tensors it names lie in there.

@@ -110,6 +110,7 @@ def _native(config: Any) -> NativeDecoder:
         windows=(None,) * config.num_hidden_layers,
         rope=Rope(config),
         n_mtp=getattr(config, "num_nextn_predict_layers", None) or 0,
+        tp_plan=config.base_model_tp_plan,
     )
 
 

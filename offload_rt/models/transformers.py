@@ -65,6 +65,7 @@ def spec_of(raw: dict[str, Any]) -> "TransformersModel":
         max_positions=_max_positions(model.text, model.windows),
         config=config.to_json_string(),
         model=model,
+        tp_plan=model.text.base_model_tp_plan,
     )
 
 

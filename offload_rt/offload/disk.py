@@ -46,6 +46,7 @@ class _Part:
     """Bytes [start, start + nbytes) of a file, which belong at `offset` of a block.
 
     phased  the block keeps the file's phase, so whole pages may be read into it without touching another tensor
+    n_pieces, stride  of a part of a matrix: so many pieces in all, the first bytes of every `stride`
     """
 
     path: Path
@@ -53,6 +54,8 @@ class _Part:
     nbytes: int
     offset: int
     phased: bool
+    n_pieces: int = 1
+    stride: int = 0
 
 
 class DirectFiles:
@@ -147,8 +150,11 @@ class DiskTier:
             # The pages at both ends may hold bytes of other tensors of this block: those are read as they are in the file.
             self._files.fill(part.path, part.start - lead, into[at : at + align_up(need, PAGE)], need)
         else:
-            content = self._files.bounced(part.path, part.start, part.nbytes)
-            into[part.offset : part.offset + part.nbytes].copy_(content)
+            piece = part.nbytes // part.n_pieces
+            # What lies between pieces is read with them: they are shorter than requests, and seldom begin at a page.
+            content = self._files.bounced(part.path, part.start, (part.n_pieces - 1) * part.stride + piece)
+            pieces = content.as_strided((part.n_pieces, piece), (part.stride, 1))
+            into[part.offset : part.offset + part.nbytes].view(part.n_pieces, piece).copy_(pieces)
         self._files.check(part.path)
         return part.nbytes
 
@@ -173,6 +179,7 @@ def fill(into: Tensor, need: int, file: int, start: int, name: str) -> None:
 
 def _plan(records: Sequence[TensorRecord], request_nbytes: int, packed: bool) -> tuple[Layout, tuple[_Part, ...]]:
     """The layout of a block, and the requests that fill it."""
+    packed = packed or any(record.n_pieces > 1 for record in records)
     runs = _runs(records)
     layout = _phased_layout(runs)
     # Where tensors of one block are moved or packed, they keep the order of the records: that in which they are used.
@@ -213,7 +220,14 @@ def _phased_layout(runs: Sequence[_Run]) -> Layout:
 
 
 def _parts(run: _Run, offset: int, request_nbytes: int, phased: bool) -> list[_Part]:
-    """Cut a run where requests end, at multiples of the request size in the file."""
+    """Cut a run where requests end, at multiples of the request size in the file, or between pieces."""
+    if (one := run.records[0]).n_pieces > 1:
+        piece, n = one.stop - one.start, max(request_nbytes // one.stride, 1)
+        counts = [(first, min(n, one.n_pieces - first)) for first in range(0, one.n_pieces, n)]
+        return [
+            _Part(run.path, run.start + first * one.stride, k * piece, offset + first * piece, False, k, one.stride)
+            for first, k in counts
+        ]
     cuts = [run.start, *range(align_up(run.start + 1, request_nbytes), run.stop, request_nbytes), run.stop]
     return [_Part(run.path, a, b - a, offset + a - run.start, phased) for a, b in itertools.pairwise(cuts)]
 

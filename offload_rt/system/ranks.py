@@ -96,6 +96,8 @@ class Ranks:
         sys.excepthook = self._uncaught
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        if os.environ.get("OMP_NUM_THREADS") == "1":  # as torchrun sets it, whatever there is
+            torch.set_num_threads(max(len(os.sched_getaffinity(0)) // self.n_local, 1))
         with self._together():
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
             dist.init_process_group(backend, store=store, rank=rank, world_size=size)
@@ -167,6 +169,13 @@ class Ranks:
         with self._together():
             dist.all_gather(parts, x.contiguous())
         return torch.cat(parts, 1)
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """x of rank 0, which the others may overwrite theirs with."""
+        x = x.contiguous()
+        with self._together():
+            dist.broadcast(x, 0)
+        return x
 
     def least(self, *numbers: int) -> list[int]:
         """The least of each of these numbers over all ranks."""

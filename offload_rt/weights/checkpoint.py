@@ -2,8 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import accumulate
 from pathlib import Path
@@ -42,6 +42,7 @@ class Checkpoint:
     path       its directory, or its GGUF file
     layers     per layer the stored tensors, in the order of `spec.layer_tensors(i)`
     non_layer  in the order of `spec.non_layer_tensors()`
+    found      all tensors, by the names that the model has for them
     """
 
     path: Path
@@ -49,6 +50,7 @@ class Checkpoint:
     format: WeightFormat
     layers: tuple[tuple[TensorRecord, ...], ...]
     non_layer: tuple[TensorRecord, ...]
+    found: Mapping[str, TensorRecord] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def records(self) -> Iterable[TensorRecord]:
@@ -58,7 +60,7 @@ class Checkpoint:
     @property
     def nbytes(self) -> int:
         """Bytes of all weights."""
-        return sum(record.stop - record.start for record in self.records)
+        return sum(record.nbytes for record in self.records)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -274,7 +276,7 @@ def assemble(
         return tuple(source.expect(one) for one in stored)
 
     layers = tuple(records(spec.layer_tensors(i), spec.layer_prefix(i)) for i in range(spec.n_layers))
-    checkpoint = Checkpoint(path, spec, weight_format, layers, records(spec.non_layer_tensors()))
+    checkpoint = Checkpoint(path, spec, weight_format, layers, records(spec.non_layer_tensors()), found)
     expected = {(record.name, record.start) for record in checkpoint.records}
     for name, record in found.items():
         is_expected = (record.name, record.start) in expected or spec.is_unused(name)

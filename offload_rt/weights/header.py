@@ -23,7 +23,7 @@ _DTYPES = FLOATS | {
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """Where a tensor lies: bytes [start, stop) of a file.
+    """Where a tensor lies: bytes [start, stop) of a file, or several pieces of so many bytes, one `stride` after the other.
 
     dtype  the file's own word for it
     key    its name in a block, without the prefix of its layer
@@ -38,6 +38,13 @@ class TensorRecord:
     stop: int
     key: str
     stamp: tuple[int, int] | None = None
+    n_pieces: int = 1
+    stride: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return (self.stop - self.start) * self.n_pieces
 
     def torch_dtype(self) -> torch.dtype:
         """Raises CheckpointError for a dtype that torch has no tensors of."""

@@ -1,0 +1,468 @@
+"""Ranks that divide the weights give what one gives alone. Here they are threads, and once the processes of torchrun."""
+
+import json
+import pickle
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, nullcontext
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+import torch
+from quantize import Choice, config_of, quantized
+from safetensors.torch import save_file
+from test_formats import id_of
+from test_gguf import build
+from test_heads import few_tokens, random_head
+from tiny import (
+    CASES,
+    DRAFTERS,
+    Pair,
+    Zoo,
+    generate,
+    keep_steady,
+    measure_little,
+    nearly,
+    open_llm,
+    prompt_of,
+    save_pair,
+)
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+import offload_rt.llm
+from offload_rt import LLM, SamplingParams
+from offload_rt.config import EngineConfig
+from offload_rt.engine import builder, engine_plan
+from offload_rt.errors import CheckpointError, DeviceError, SettingsError, UnsupportedModelError
+from offload_rt.models.tensor_parallel import Cut, TensorParallelModel
+from offload_rt.offload.disk import DirectFiles, DiskTier, ReadSettings
+from offload_rt.speculate.select import drafter_type
+from offload_rt.weights.checkpoint import open_checkpoint
+from offload_rt.weights.divided import divide, parts
+from offload_rt.weights.formats import Source, format_of
+from offload_rt.weights.header import read_header
+from offload_rt.weights.layout import host_block
+
+MINE = threading.local()
+NAME, SHAPE = "mlp.down_proj.weight", (128, 256)
+PATIENCE_S = 120.0
+
+
+class Board:
+    """Where the ranks of one run meet."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.barrier = size, threading.Barrier(size, timeout=PATIENCE_S)
+        self.given: list[Any] = [None] * size
+        self.calls: list[SimpleQueue[bytes]] = [SimpleQueue() for _ in range(size)]
+
+
+class ThreadRanks:
+    """`Ranks` that are threads of this process."""
+
+    def __init__(self, rank: int, board: Board) -> None:
+        self.rank, self.size, self.n_local, self._board = rank, board.size, board.size, board
+        self.n_reduced = self.n_gathered = 0
+
+    def _together(self, given: Any, make: Callable[[list[Any]], Any]) -> Any:
+        self._board.given[self.rank] = given
+        self._board.barrier.wait()
+        found = make(self._board.given)
+        self._board.barrier.wait()
+        return found
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self.n_reduced += 1
+        return self._together(x, lambda given: sum(one.float() for one in given).to(x.dtype))
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        self.n_gathered += 1
+        return self._together(x, lambda given: torch.cat(given, 1))
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        return self._together(x, lambda given: given[0].clone())
+
+    def least(self, *numbers: int) -> list[int]:
+        return self._together(numbers, lambda given: list(map(min, zip(*given, strict=True))))
+
+    def begin(self) -> None:
+        pass
+
+    def telling(self, *call: Any) -> AbstractContextManager[None]:
+        for queue in self._board.calls[1:]:
+            queue.put(pickle.dumps(call))
+        return nullcontext()
+
+    def told(self) -> Iterator[Any]:
+        return map(pickle.loads, iter(self._board.calls[self.rank].get, b""))
+
+    def leave(self) -> None:
+        if self.rank == 0:
+            for queue in self._board.calls[1:]:
+                queue.put(b"")
+
+
+@pytest.fixture(autouse=True)
+def threads_are_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (engine_plan, builder, offload_rt.llm):
+        monkeypatch.setattr(module, "joined", lambda: getattr(MINE, "ranks", None))
+
+
+def together(size: int, work: Callable[[], Any]) -> list[Any]:
+    """What each rank's `work` gives; None for one that has served rank 0 until its end. Raises the first error of a rank."""
+    board, found, errors = Board(size), [None] * size, list[BaseException]()
+
+    def run(rank: int) -> None:
+        MINE.ranks = ThreadRanks(rank, board)
+        try:
+            found[rank] = work()
+        except SystemExit:
+            pass
+        except BaseException as error:
+            errors.append(error)
+            board.barrier.abort()
+            MINE.ranks.leave()
+
+    ranks = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for one in ranks:
+        one.start()
+    for one in ranks:
+        one.join(PATIENCE_S)
+    causes = [one for one in errors if not isinstance(one, threading.BrokenBarrierError)]
+    if errors:
+        raise (causes or errors)[0]
+    return found
+
+
+def tokens_of(llm: LLM, prompt: list[int], n: int = 16, **params: Any) -> list[int]:
+    return llm.generate([prompt], SamplingParams(max_tokens=n, ignore_eos=True, **params))[0].token_ids
+
+
+def divided_tokens(size: int, directory: Path, prompt: list[int], n: int = 16, **settings: Any) -> list[int]:
+    """The tokens of so many ranks."""
+
+    def work() -> list[int]:
+        with open_llm(directory, **settings) as llm:
+            return tokens_of(llm, prompt, n)
+
+    return together(size, work)[0]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """Heads enough for two ranks, and matrices that int4 packs."""
+    sizes = {"num_hidden_layers": 3, "max_position_embeddings": 512}
+    model = CASES["llama"].build(5, **sizes)
+    return save_pair(tmp_path_factory.mktemp("pair"), model, nearly(model, 0.03))
+
+
+# The cuts
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize(
+    "choice",
+    [
+        Choice("pack-quantized"), Choice("pack-quantized", group_size=-1), Choice("pack-quantized", 3), Choice("fp8"),
+        Choice("pack-quantized", desc_act=True), Choice("pack-quantized", group_size=80), Choice("awq"), Choice("nf4"),
+        Choice("int-quantized", group_size=-1), Choice("float-quantized"), Choice("mxfp4-pack-quantized"),
+        Choice("gptq", 3), Choice("gptq", 4), Choice("gptq", desc_act=True), None,
+    ],
+    ids=lambda choice: id_of(choice) or "dense",
+)  # fmt: skip
+def test_the_parts_of_a_matrix_are_the_whole(tmp_path: Path, choice: Choice | None, dim: int) -> None:
+    """Whatever the format; or it is refused, which act-order and ragged groups are where inputs are divided."""
+    weight = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1)).bfloat16() / 10
+    stored, exact = quantized({NAME: weight}, choice) if choice else ({NAME: weight},) * 2
+    save_file(stored, tmp_path / "model.safetensors")
+    source, n = Source(read_header(tmp_path / "model.safetensors")), SHAPE[dim] // 2
+    is_refused = choice is not None and (
+        choice.format == "nf4" or (dim == 1 and (choice.desc_act or choice.group_size == 80))
+    )
+    found = []
+    for rank in (0, 1):
+        fmt, cut = format_of(config_of(choice) if choice else None), Cut(dim, rank * n, n)
+        if is_refused:
+            with pytest.raises(CheckpointError):
+                parts(fmt, (NAME, SHAPE), cut, source)
+            return
+        records = parts(fmt, (NAME, SHAPE), cut, source)
+        with closing(DiskTier([records], ReadSettings(8192))) as files:
+            block = host_block(files.layout(0).nbytes)
+            for read in files.reads(0, block):
+                read()
+            view = fmt.view(files.layout(0), block, torch.bfloat16)
+            found.append(view.rows(torch.arange(cut.shape(SHAPE)[0]), NAME.removesuffix(".weight")))
+    assert torch.equal(torch.cat(found, dim), exact[NAME].bfloat16())
+
+
+@pytest.mark.parametrize("name", ["llama-biases", "llama-tied", "qwen3-window"])
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_ranks_have_all_tensors_between_them(zoo: Zoo, name: str, is_exact: bool) -> None:
+    """Each byte once, but for norms and for heads of keys and values of which there are fewer than ranks."""
+    checkpoint, size = open_checkpoint(zoo.directory(name, 0)), 4
+    boards = [TensorParallelModel.of(checkpoint.spec, ThreadRanks(rank, Board(size)), is_exact) for rank in range(size)]
+    ranks = [divide(checkpoint, one) for one in boards]
+    for one in checkpoint.records:
+        shares = [own for rank in ranks for own in rank.records if own.name == one.name]
+        n_bytes, is_vector = sum(own.nbytes for own in shares), "norm" in one.name
+        n_same = (
+            size
+            if is_vector
+            else size // min(checkpoint.spec.n_kv_heads, size)
+            if re.search("[kv]_proj", one.name)
+            else 1
+        )
+        assert n_bytes == n_same * one.nbytes, one.name
+        starts = {own.start + k * own.stride for own in shares for k in range(own.n_pieces)}
+        assert len(starts) * (shares[0].stop - shares[0].start) == one.nbytes
+    assert all(one.kv_shapes[0].n_heads == max(checkpoint.spec.n_kv_heads // size, 1) for one in boards)
+
+
+def test_a_rank_reads_and_holds_its_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the bytes of all, counted where they are read: at most 1.03 of them over the ranks."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "num_key_value_heads": 4}
+    LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=4, vocab_size=512)).save_pretrained(tmp_path)
+    whole = open_checkpoint(tmp_path)
+    n_layers = sum(one.nbytes for layer in whole.layers for one in layer)
+
+    fill = DirectFiles.fill
+
+    def count(self: DirectFiles, path: Path, start: int, into: Tensor, need: int) -> None:
+        MINE.n_read = getattr(MINE, "n_read", 0) + need
+        fill(self, path, start, into, need)
+
+    monkeypatch.setattr(DirectFiles, "fill", count)
+
+    def work() -> tuple[int, int, int]:
+        with LLM.open(
+            EngineConfig(str(tmp_path), device="cpu", drafter="none", device_memory="16MB", max_model_len=64)
+        ) as llm:
+            plan, disk = llm.engine_plan, llm.engine_plan.disk
+            assert set(plan.plan.tiers) == {"disk"}
+            MINE.n_read = 0
+            for i in range(4):
+                block = host_block(disk.layout(i).nbytes)
+                for read in disk.reads(i, block):
+                    read()
+            return MINE.n_read, plan.checkpoint.nbytes, plan.plan.streamed_nbytes
+
+    for n_read, n_held, n_streamed in together(2, work):
+        assert n_read <= 1.03 * n_layers / 2
+        assert n_held <= 1.03 * whole.nbytes / 2
+        assert n_streamed <= 1.03 * n_layers / 2
+
+
+# What they compute
+
+
+@pytest.mark.parametrize("place", ["resident", "disk"])
+@pytest.mark.parametrize(
+    ("name", "size"), [("llama-biases", 2), ("llama-tied", 4), ("qwen3-window", 4), ("qwen2", 2), ("mistral", 2)]
+)
+def test_greedy_tokens_are_transformers(zoo: Zoo, name: str, size: int, place: str) -> None:
+    """With fewer heads of keys and values than ranks, too."""
+    tokens = divided_tokens(size, zoo.directory(name, 0), prompt_of(0), 24, place=place, exact_parallel=place == "disk")
+    assert tokens == zoo.greedy(name, 0)[:24]
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "olmo2", "phi3", "starcoder2"])
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_models_of_transformers_are_divided_by_their_plan(tmp_path: Path, kind: str, is_exact: bool) -> None:
+    """Heads of each rank, or the whole of fused and normed ones gathered; biases are added once."""
+    model = general_model(kind)
+    model.save_pretrained(tmp_path)
+    prompt = prompt_of(1, vocab_size=96)
+    tokens = divided_tokens(2, tmp_path, prompt, 12, exact_parallel=is_exact, dtype="float32")
+    assert tokens == generate(model, prompt, 12)
+
+
+def general_model(kind: str) -> Any:
+    sizes = {
+        "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 128, "head_dim": 16, "pad_token_id": 0, "eos_token_id": None,
+        "bos_token_id": None,
+    }  # fmt: skip
+    torch.manual_seed(4)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**sizes)).eval()
+    for one in model.parameters():
+        one.data = float(one.dim() == 1 and one.mean() == 1) + 0.2 * torch.randn(one.shape)
+    return model
+
+
+@pytest.mark.parametrize("is_exact", [False, True])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_any_drafter_gives_the_targets_tokens(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, drafter: str, is_exact: bool
+) -> None:
+    keep_steady(monkeypatch)
+    prompt = prompt_of(2, 40)
+    settings = pair.settings(drafter) | {"tree_depth": 4, "exact_parallel": is_exact}
+    if drafter_type(drafter).view is not None:
+        settings["draft_context"] = 32
+    if drafter == "none":
+        settings.pop("tree_depth")
+    assert divided_tokens(2, pair.target, prompt, 24, **settings) == generate(pair.model, prompt, 24)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "medusa", "nextn"])
+def test_heads_of_rank_0_draft_with_tables_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    keep_steady(monkeypatch)
+    model, prompt = few_tokens(), [3, 1, 4, 1, 5, 2, 6]
+    tokens = divided_tokens(2, prompt=prompt, **random_head(tmp_path, kind, model))
+    assert tokens == generate(model, prompt, 16)
+
+
+def test_gguf_blocks_are_divided_by_outputs_alone_where_inputs_would_break_them(tmp_path: Path) -> None:
+    model = build(tmp_path / "m.gguf", CASES["llama"].build(3), "Q8_0")
+    settings = {"directory": tmp_path / "m.gguf", "prompt": prompt_of(0), "dtype": "float32"}
+    assert divided_tokens(2, **settings, exact_parallel=True) == generate(model, prompt_of(0), 16)
+    with pytest.raises(UnsupportedModelError, match="of format gguf cannot be divided"):
+        divided_tokens(2, **settings)
+
+
+def test_samples_batches_and_what_is_read_of_prompts_are_those_of_one_rank(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefixes that are shared and taken over, log-probabilities of a prompt, seeds under the coupled rule."""
+    keep_steady(monkeypatch)
+    prompts = [prompt_of(7, 30), prompt_of(7, 30)[:20] + prompt_of(8, 5), prompt_of(9, 12)]
+    params = [
+        SamplingParams(
+            max_tokens=12, temperature=0.8, seed=seed, ignore_eos=True, prompt_logprobs=2 if seed == 3 else None
+        )
+        for seed in (1, 2, 3)
+    ]
+
+    def work() -> list[Any]:
+        settings = pair.settings("adaptive_tree", "coupled") | {"max_num_seqs": 2}
+        with open_llm(pair.target, **settings) as llm:
+            first = llm.generate(prompts, params, use_tqdm=False)
+            again = llm.generate([prompts[0] + first[0].token_ids], params[0])
+            return [*first, *again]
+
+    alone, ranks = work(), together(2, work)[0]
+    assert [one.token_ids for one in ranks] == [one.token_ids for one in alone]
+    for mine, theirs in zip(ranks[2].prompt_logprobs[1:], alone[2].prompt_logprobs[1:], strict=True):
+        assert mine.keys() == theirs.keys()
+        for token, logprob in mine.items():
+            assert logprob.logprob == pytest.approx(theirs[token].logprob, abs=1e-4)
+
+
+def test_sums_of_exact_parallel_are_bit_for_bit_those_of_one_rank(pair: Pair) -> None:
+    settings, prompt = {"dtype": "bfloat16", "drafter": "none", "place": "resident"}, prompt_of(3, 30)
+
+    def work() -> Tensor:
+        with open_llm(pair.target, **settings, exact_parallel=True) as llm:
+            params = SamplingParams(max_tokens=8, ignore_eos=True, logprobs=-1, prompt_logprobs=-1)
+            output = llm.generate([prompt], params)[0]
+            ranks = llm.engine.runner.spec.ranks if hasattr(MINE, "ranks") else None
+            assert ranks is None or ranks.n_reduced == ranks.n_gathered // (1 + 4 * 3)  # of embeddings alone
+            rows = [one for one in (*output.prompt_logprobs, *output.logprobs) if one]
+            return torch.tensor([[one[token].logprob for token in sorted(one)] for one in rows])
+
+    assert torch.equal(work(), together(2, work)[0])
+
+
+def test_passes_are_timed_by_all_ranks(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a drafter is told of the cost of passes, and the baseline."""
+    measure_little(monkeypatch)
+
+    def work() -> tuple[list[int], list[float], int]:
+        with open_llm(pair.target, "disk", draft_model=str(pair.draft), exact_parallel=True) as llm:
+            compute = llm.engine.cost.profile.compute
+            return tokens_of(llm, prompt_of(4)), llm.time_plain(20), len(compute.widths)
+
+    tokens, seconds, n_widths = together(2, work)[0]
+    assert tokens == generate(pair.model, prompt_of(4), 16)
+    assert len(seconds) == 3
+    assert n_widths > 1
+
+
+def test_memory_that_runs_out_on_rank_0_ends_the_run(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are in the middle of the pass: it cannot be made again."""
+    layer = TensorParallelModel.layer
+
+    def fails(self: TensorParallelModel, i: int, *rest: Any) -> Tensor:
+        if (self.rank, i) == (0, 1):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return layer(self, i, *rest)
+
+    monkeypatch.setattr(TensorParallelModel, "layer", fails)
+    with pytest.raises(DeviceError, match="out of memory"):
+        divided_tokens(2, pair.target, prompt_of(6), drafter="none")
+
+
+def test_a_draft_model_is_of_rank_0_alone(pair: Pair) -> None:
+    def work() -> tuple[int, bool]:
+        with LLM.open(EngineConfig(str(pair.target), str(pair.draft), device="cpu", max_model_len=64)) as llm:
+            return llm.plan.reserved.draft, llm.engine_plan.drafting.draft is None
+
+    (first, is_none), (second, other_is_none) = together(2, work)
+    assert (first > 0, is_none) == (True, False)
+    assert (second, other_is_none) == (0, True)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "size", "words"),
+    [
+        ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}, 2, "experts"),
+        ("stablelm", {}, 2, "no plan"),
+        ("llama", {}, 3, "heads"),
+        ("llama", {"intermediate_size": 97}, 2, "97 outputs"),
+        ("llama", {"num_key_value_heads": 4}, 8, "heads"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_in_a_sentence(
+    tmp_path: Path, kind: str, changes: dict[str, Any], size: int, words: str
+) -> None:
+    sizes = {
+        "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16,
+    }  # fmt: skip
+    AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**sizes | changes)).save_pretrained(tmp_path)
+    spec = open_checkpoint(tmp_path).spec
+    with pytest.raises(UnsupportedModelError, match=words):
+        TensorParallelModel.of(spec, ThreadRanks(0, Board(size)), False)
+
+
+def test_lossless_weights_are_refused(pair: Pair) -> None:
+    config = EngineConfig(str(pair.target), device="cpu", drafter="none", link_format="lossless")
+    with pytest.raises(SettingsError, match="divided among ranks"):
+        together(2, lambda: LLM.open(config).close())
+
+
+# Processes
+
+
+def test_torchrun_gives_the_text_of_one_process(pair: Pair, tmp_path: Path) -> None:
+    """Over gloo, in bfloat16, with layers from the disk."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import json, sys\n"
+        "from offload_rt import LLM, SamplingParams\n"
+        "settings, prompt = json.loads(sys.argv[1])\n"
+        "with LLM(**settings) as llm:\n"
+        "    tokens = llm.generate([prompt], SamplingParams(max_tokens=12, ignore_eos=True))[0].token_ids\n"
+        "    print(json.dumps([tokens, sorted(set(llm.plan.tiers))]))\n"
+    )
+    settings = {"model": str(pair.target), "dtype": "bfloat16", "device": "cpu", "max_model_len": 64, "drafter": "self"}
+    with open_llm(pair.target, "resident", dtype="bfloat16", max_model_len=64) as llm:
+        expected = tokens_of(llm, prompt_of(5), 12)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(program)]
+    budget = {"exact_parallel": True, "device_memory": 12_000_000, "tree_size": 4}
+    done = subprocess.run(
+        [*command, json.dumps([settings | budget, prompt_of(5)])], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.strip().splitlines()[-1])[0] == expected
