@@ -132,7 +132,7 @@ class Learner:
         rest = draft.non_layer
         assert isinstance(rest, dense.View), "no others are learned"
         # Views of its own: those that drafts have made are of inference, which gradients refuse.
-        self._rest = dense.View(rest._layout, rest._block, draft.dtype)
+        self._rest = dense.View(rest.layout, rest.block, draft.dtype)
         parameters = self._parameters()
         self._optimizer = torch.optim.AdamW(parameters.values(), lr=_RATE, weight_decay=0.0)
         self._rows: dict[Sequence, tuple[int, list[TopTokens]]] = {}  # from which token on

@@ -3,14 +3,10 @@
 The products are torch's own (tinygemm): they are fast for few rows, and what they round is of no matter to a draft.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from offload_rt.models.architecture import LayerWeights
 from offload_rt.weights.formats import dense
-from offload_rt.weights.formats.dense import View as DenseView
 from offload_rt.weights.layout import Layout, PackedLayer, host_block, packed_layout
 
 # What torch's products take and give on every device.
@@ -92,15 +88,12 @@ class Format(dense.Format):
 
     name = "int4"
 
-    def __init__(self) -> None:
-        super().__init__(None)
-
     def view(self, layout: Layout, block: Tensor, dtype: torch.dtype) -> "View":
         """Weights that are not packed are converted to DTYPE at each use."""
         return View(layout, block, dtype)
 
 
-class View(DenseView):
+class View(dense.View):
     """The weights of a layer."""
 
     def linear(self, x: Tensor, name: str) -> Tensor:
@@ -113,7 +106,3 @@ class View(DenseView):
         out: Tensor = product(x, codes, x.shape[1] // len(scales), scales)
         bias = self._tensors.get(f"{name}.bias")
         return out if bias is None else out.add_(bias)
-
-    def linears(self, x: Tensor, names: Sequence[str]) -> tuple[Tensor, ...]:
-        """See `LayerWeights.linears`."""
-        return LayerWeights.linears(self, x, names)

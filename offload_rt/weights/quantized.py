@@ -3,9 +3,9 @@
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -44,25 +44,28 @@ class NestedScales:
     offset: float
 
 
-class Matrix(Protocol):
-    """How a matrix is stored; its tensors have names behind that of the module, such as "weight_packed"."""
+@dataclass(frozen=True)
+class Matrix(ABC):
+    """How a matrix is stored; its tensors have names behind that of the module, such as "weight_packed".
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(n_out, n_in)."""
+    shape  (n_out, n_in)
+    codes  the tensor that tells that the matrix is there
+    """
 
-    @property
-    def codes(self) -> StoredTensor:
-        """The one that tells that the matrix is there."""
+    shape: tuple[int, int]
+    codes: StoredTensor
 
     @property
     def stored(self) -> tuple[StoredTensor, ...]:
         """All its tensors."""
+        return (self.codes,)
 
     @property
     def has_rows(self) -> bool:
         """Whether some of its rows can be made without the others."""
+        return True
 
+    @abstractmethod
     def weight(self, tensors: Mapping[str, Tensor], out: Tensor, rows: Tensor | None = None) -> Tensor:
         """The matrix, or these rows (n,) of it, written to `out`, which has as many numbers.
 
@@ -71,16 +74,13 @@ class Matrix(Protocol):
 
 
 @dataclass(frozen=True)
-class QuantizedMatrix:
-    """A `Matrix` of codes and scales.
+class QuantizedMatrix(Matrix):
+    """One of codes and scales; where the codes are packed by columns or for AWQ, they are of its transpose.
 
-    shape    (n_out, n_in); where the codes are packed by columns or for AWQ, they are of its transpose
     product  dtype of code times scale; None: that of the scales
     """
 
-    shape: tuple[int, int]
     packing: Packing
-    codes: StoredTensor
     scales: StoredTensor
     zeros: ZeroPoints | None = None
     groups: StoredTensor | None = None
@@ -112,7 +112,8 @@ class QuantizedMatrix:
             codes, scales = _rows_of(codes, rows), _rows_of(scales, places)
             zeros = None if zeros is None else zeros[places]
             packing = replace(packing, block=(1, packing.block[1]))
-        scales = _exponents(scales) if scales.dtype in (torch.uint8, torch.float8_e8m0fnu) else scales
+        if scales.dtype in (torch.uint8, torch.float8_e8m0fnu):  # exponents of two
+            scales = torch.exp2(scales.view(torch.uint8).float() - 127)
         matrix = out.view(-1, shape[1])
         dequantize(codes, scales.to(self.product or scales.dtype), zeros, groups, packing, matrix)
         return matrix if self.has_rows else matrix.T
@@ -135,11 +136,6 @@ class QuantizedMatrix:
 def _rows_of(x: Tensor, rows: Tensor) -> Tensor:
     """x[rows], also of float8, which torch does not index."""
     return x.view(torch.uint8)[rows].view(x.dtype)
-
-
-def _exponents(scales: Tensor) -> Tensor:
-    """Scales that are powers of two, of their exponents."""
-    return torch.exp2(scales.view(torch.uint8).float() - 127)
 
 
 class QuantizedFormat(ABC):
@@ -238,19 +234,6 @@ class View(dense.View):
         super().__init__(layout, block, dtype)
         self._format, self._matrices = format, format.matrices(layout)
 
-    def linear(self, x: Tensor, name: str) -> Tensor:
-        """See `LayerWeights.linear`."""
-        if name not in self._matrices:
-            return super().linear(x, name)
-        bias = self._tensors.get(f"{name}.bias")
-        return F.linear(x, self._weight(name), None if bias is None else bias.to(self._dtype))
-
-    def linears(self, x: Tensor, names: Sequence[str]) -> tuple[Tensor, ...]:
-        """One product after the other where one is dequantised: they share the memory for that."""
-        if self._matrices.keys().isdisjoint(names):
-            return super().linears(x, names)
-        return tuple(self.linear(x, name) for name in names)
-
     def rows(self, ids: Tensor, name: str) -> Tensor:
         """See `LayerWeights.rows`; only these are dequantised, where the matrix is stored by rows."""
         matrix = self._matrices.get(name)
@@ -262,7 +245,8 @@ class View(dense.View):
         return matrix.weight(self._stored(name), out, ids)
 
     def _weight(self, name: str) -> Tensor:
-        """The matrix (n_out, n_in), until the next one is asked for."""
+        if name not in self._matrices:
+            return super()._weight(name)
         matrix, tensors = self._matrices[name], self._stored(name)
         device = tensors[matrix.codes.name].device
         return matrix.weight(tensors, self._format.scratch(math.prod(matrix.shape), self._dtype, device))
@@ -281,11 +265,20 @@ def refuse(problem: str, need: str = "") -> UnsupportedModelError:
     return UnsupportedModelError(f"config.json: quantization_config: {problem}", need=need)
 
 
+def of_method(name: str) -> Callable[[object], bool]:
+    """Whether a quantization_config is of this quant_method: the `matches` of a format."""
+    return lambda config: isinstance(config, dict) and config.get("quant_method") == name
+
+
+def _first(config: Mapping[str, Any], names: tuple[str, ...], default: object) -> tuple[str, Any]:
+    """The first of these keys that the config has, and its value."""
+    found = ((name, config[name]) for name in names if config.get(name) is not None)
+    return next(found, (names[0], default))
+
+
 def setting(config: Mapping[str, Any], names: tuple[str, ...], default: object, allowed: tuple[object, ...]) -> Any:
     """The value of the first of these keys that the config has. Raises UnsupportedModelError if it is none of `allowed`."""
-    name = next((one for one in names if config.get(one) is not None), names[0])
-    value = config.get(name, default)
-    value = default if value is None else value
+    name, value = _first(config, names, default)
     if not any(type(value) is type(one) and value == one for one in allowed):
         raise refuse(f"{name} is {value!r}", need="one of " + ", ".join(map(str, allowed)))
     return value
@@ -293,9 +286,7 @@ def setting(config: Mapping[str, Any], names: tuple[str, ...], default: object, 
 
 def group_size(config: Mapping[str, Any], names: tuple[str, ...], default: int) -> int:
     """Numbers that share a scale; -1: all of a row. Raises UnsupportedModelError for what is no such number."""
-    name = next((one for one in names if config.get(one) is not None), names[0])
-    value = config.get(name)
-    value = default if value is None else value
+    name, value = _first(config, names, default)
     if type(value) is not int or not (value == -1 or 1 <= value <= 1 << 24):
         raise refuse(f"{name} is {value!r}", need="a positive number, or -1")
     return value

@@ -5,13 +5,11 @@ from typing import Any
 import torch
 
 from offload_rt.ops.dequantize import Packing
+from offload_rt.weights import quantized
 from offload_rt.weights.formats import Source, StoredTensor
-from offload_rt.weights.quantized import QuantizedFormat, QuantizedMatrix, ZeroPoints, group_size, refuse, setting
+from offload_rt.weights.quantized import QuantizedFormat, QuantizedMatrix, ZeroPoints
 
-
-def matches(quantization_config: object) -> bool:
-    """The quant_method of AutoAWQ."""
-    return isinstance(quantization_config, dict) and quantization_config.get("quant_method") == "awq"
+matches = quantized.of_method("awq")
 
 
 class Format(QuantizedFormat):
@@ -21,14 +19,14 @@ class Format(QuantizedFormat):
     unused_zeros = frozenset({"bias"})
 
     def __init__(self, quantization_config: dict[str, Any]) -> None:
-        setting(quantization_config, ("bits", "w_bit"), 4, (4,))
+        quantized.setting(quantization_config, ("bits", "w_bit"), 4, (4,))
         version = quantization_config.get("version") or "gemm"
         if not isinstance(version, str) or version.lower() != "gemm":
-            raise refuse(f"version {version!r} is not understood", need="gemm")
+            raise quantized.refuse(f"version {version!r} is not understood", need="gemm")
         if quantization_config.get("backend") == "llm-awq":
-            raise refuse("backend 'llm-awq' packs in another order", need="autoawq")
-        self._size = group_size(quantization_config, ("group_size", "q_group_size"), 128)
-        self._has_zeros = setting(quantization_config, ("zero_point",), True, (False, True))
+            raise quantized.refuse("backend 'llm-awq' packs in another order", need="autoawq")
+        self._size = quantized.group_size(quantization_config, ("group_size", "q_group_size"), 128)
+        self._has_zeros = quantized.setting(quantization_config, ("zero_point",), True, (False, True))
         super().__init__()
 
     def matrix(self, module: str, shape: tuple[int, int], source: Source) -> QuantizedMatrix | None:
@@ -40,4 +38,4 @@ class Format(QuantizedFormat):
         zeros = ZeroPoints(StoredTensor("qzeros", packing.words(n_groups, n_out), torch.int32), "awq")
         has_zeros = self._has_zeros or source.find(f"{module}.qzeros") is not None
         scales = StoredTensor("scales", (n_groups, n_out), None)
-        return QuantizedMatrix(shape, packing, codes, scales, zeros if has_zeros else None)
+        return QuantizedMatrix(shape, codes, packing, scales, zeros if has_zeros else None)

@@ -7,18 +7,16 @@ import torch
 
 from offload_rt.errors import CheckpointError
 from offload_rt.ops.dequantize import NF4, Packing
+from offload_rt.weights import quantized
 from offload_rt.weights.formats import Source, StoredTensor
-from offload_rt.weights.quantized import NestedScales, QuantizedFormat, QuantizedMatrix, refuse, setting
+from offload_rt.weights.quantized import NestedScales, QuantizedFormat, QuantizedMatrix
 from offload_rt.weights.source import OTHER_CONFIG
 
 _STATE = "weight.quant_state.bitsandbytes__nf4"
 # Bytes of the longest state that is read; real ones have some two hundred.
 _LONGEST = 1 << 16
 
-
-def matches(quantization_config: object) -> bool:
-    """The quant_method of bitsandbytes."""
-    return isinstance(quantization_config, dict) and quantization_config.get("quant_method") == "bitsandbytes"
+matches = quantized.of_method("bitsandbytes")
 
 
 class Format(QuantizedFormat):
@@ -28,10 +26,10 @@ class Format(QuantizedFormat):
     unused = frozenset({"quant_map", "bitsandbytes__nf4"})
 
     def __init__(self, quantization_config: dict[str, Any]) -> None:
-        if not setting(quantization_config, ("load_in_4bit", "_load_in_4bit"), False, (False, True)):
-            raise refuse("only load_in_4bit is understood")
-        setting(quantization_config, ("bnb_4bit_quant_type",), "fp4", ("nf4",))
-        setting(quantization_config, ("bnb_4bit_quant_storage",), "uint8", ("uint8",))
+        if not quantized.setting(quantization_config, ("load_in_4bit", "_load_in_4bit"), False, (False, True)):
+            raise quantized.refuse("only load_in_4bit is understood")
+        quantized.setting(quantization_config, ("bnb_4bit_quant_type",), "fp4", ("nf4",))
+        quantized.setting(quantization_config, ("bnb_4bit_quant_storage",), "uint8", ("uint8",))
         super().__init__()
 
     def matrix(self, module: str, shape: tuple[int, int], source: Source) -> QuantizedMatrix | None:
@@ -57,7 +55,7 @@ class Format(QuantizedFormat):
             scales = StoredTensor(name, (-(-n_scales // block),), torch.float32, f"{name}{offset!r}")
             nested = NestedScales(scales, StoredTensor("weight.nested_quant_map", (256,), torch.float32), block, offset)
         own = StoredTensor("weight.absmax", (n_scales,), torch.uint8 if is_nested else torch.float32)
-        return QuantizedMatrix(shape, Packing("nf4", 4, (1, size)), codes, own, product=torch.float32, nested=nested)
+        return QuantizedMatrix(shape, codes, Packing("nf4", 4, (1, size)), own, product=torch.float32, nested=nested)
 
 
 def _state(source: Source, name: str, shape: tuple[int, int]) -> dict[str, Any]:

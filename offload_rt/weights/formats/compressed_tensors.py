@@ -34,9 +34,7 @@ _KINDS = {
 }
 
 
-def matches(quantization_config: object) -> bool:
-    """The quant_method of llm-compressor."""
-    return isinstance(quantization_config, dict) and quantization_config.get("quant_method") == "compressed-tensors"
+matches = quantized.of_method("compressed-tensors")
 
 
 @dataclass(frozen=True)
@@ -104,11 +102,11 @@ class Format(QuantizedFormat):
         if scheme.format == _MXFP4:
             packing = Packing("e2m1", 4, block)
             codes = StoredTensor("weight_packed", packing.words(*shape), torch.uint8)
-            return QuantizedMatrix(shape, packing, codes, scales._replace(dtype=torch.uint8), product=torch.bfloat16)
+            return QuantizedMatrix(shape, codes, packing, scales._replace(dtype=torch.uint8), product=torch.bfloat16)
         codes = StoredTensor("weight", shape, torch.float8_e4m3fn if scheme.is_float else torch.int8)
         zeros = ZeroPoints(StoredTensor("weight_zero_point", scales.shape, torch.int8), "plain")
         packing = Packing("plain", 8, block)
-        return QuantizedMatrix(shape, packing, codes, scales, None if scheme.is_symmetric else zeros)
+        return QuantizedMatrix(shape, codes, packing, scales, None if scheme.is_symmetric else zeros)
 
     def _scheme_of(self, module: str) -> _Scheme | None:
         """The scheme of the group that names a module most narrowly; where there is one group, what it quantises is its own."""
@@ -131,7 +129,7 @@ def _packed(
     zeros = ZeroPoints(StoredTensor("weight_zero_point", words, torch.int32), "columns")
     groups = StoredTensor("weight_g_idx", shape[1:], torch.int32)
     given = quantized.groups_of(source, module, groups, block[1], grid[1])
-    return QuantizedMatrix(shape, packing, codes, scales, None if is_symmetric else zeros, given)
+    return QuantizedMatrix(shape, codes, packing, scales, None if is_symmetric else zeros, given)
 
 
 def _check_shape(source: Source, name: str, shape: tuple[int, int]) -> None:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from itertools import starmap
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ class Format:
     name = "dense"
     notice = ""
 
-    def __init__(self, quantization_config: None) -> None:
+    def __init__(self, quantization_config: None = None) -> None:
         pass
 
     def stored(
@@ -67,7 +66,7 @@ class View(LayerWeights):
 
     def __init__(self, layout: Layout, block: Tensor, dtype: torch.dtype) -> None:
         self._tensors = _Views(layout, block)
-        self._layout, self._block, self._dtype = layout, block, dtype
+        self.layout, self.block, self._dtype = layout, block, dtype
 
     @property
     def dtype(self) -> torch.dtype:
@@ -80,26 +79,26 @@ class View(LayerWeights):
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         """x (n, n_in) times `<name>.weight` (n_out, n_in) transposed, plus `<name>.bias` where there is one: (n, n_out)."""
-        return F.linear(x, *self._matrix(name))
-
-    def _matrix(self, name: str) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of a product."""
         bias = self._tensors.get(f"{name}.bias")
-        return self._tensors[f"{name}.weight"].to(self._dtype), None if bias is None else bias.to(self._dtype)
+        return F.linear(x, self._weight(name), None if bias is None else bias.to(self._dtype))
+
+    def _weight(self, name: str) -> Tensor:
+        """The matrix of a product (n_out, n_in), until the next one is asked for."""
+        return self._tensors[f"{name}.weight"].to(self._dtype)
 
     def linears(self, x: Tensor, names: Sequence[str]) -> tuple[Tensor, ...]:
         """See `LayerWeights.linears`; one product on a card, where each takes a launch, if the matrices lie back to back."""
         weight = self.joined(names) if x.is_cuda else None
         bias = self.joined(names, "bias") if weight is not None else None
-        if weight is None or (bias is None and any(f"{name}.bias" in self._layout.by_name for name in names)):
-            return tuple(starmap(F.linear, [(x, *self._matrix(name)) for name in names]))
+        if weight is None or (bias is None and any(f"{name}.bias" in self.layout.by_name for name in names)):
+            return super().linears(x, names)
         widths = [len(self._tensors[f"{name}.weight"]) for name in names]
         return tuple(torch.split(F.linear(x, weight, bias), widths, dim=1))
 
     def joined(self, names: Sequence[str], part: str = "weight") -> Tensor | None:
         """See `LayerWeights.joined`, of the tensors `<name>.<part>`. What is converted is planned one by one."""
-        entry = self._layout.joined([f"{name}.{part}" for name in names])
-        return entry.view(self._block) if entry is not None and entry.dtype == self._dtype else None
+        entry = self.layout.joined([f"{name}.{part}" for name in names])
+        return entry.view(self.block) if entry is not None and entry.dtype == self._dtype else None
 
     def rows(self, ids: Tensor, name: str) -> Tensor:
         """Rows `ids` (n,) of the table `<name>.weight`, in the dtype of the computation: (n, width)."""

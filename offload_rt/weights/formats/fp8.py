@@ -5,13 +5,11 @@ from typing import Any
 import torch
 
 from offload_rt.ops.dequantize import Packing
+from offload_rt.weights import quantized
 from offload_rt.weights.formats import Source, StoredTensor
-from offload_rt.weights.quantized import QuantizedFormat, QuantizedMatrix, finer_notice, setting, shape_of, two_numbers
+from offload_rt.weights.quantized import QuantizedFormat, QuantizedMatrix
 
-
-def matches(quantization_config: object) -> bool:
-    """The quant_method of fine-grained float8."""
-    return isinstance(quantization_config, dict) and quantization_config.get("quant_method") == "fp8"
+matches = quantized.of_method("fp8")
 
 
 class Format(QuantizedFormat):
@@ -21,11 +19,12 @@ class Format(QuantizedFormat):
     unused = frozenset({"input_scale", "activation_scale", "k_scale", "v_scale"})
 
     def __init__(self, quantization_config: dict[str, Any]) -> None:
-        setting(quantization_config, ("fmt",), "e4m3", ("e4m3",))
-        setting(quantization_config, ("activation_scheme",), "dynamic", ("dynamic", "static"))
+        quantized.setting(quantization_config, ("fmt",), "e4m3", ("e4m3",))
+        quantized.setting(quantization_config, ("activation_scheme",), "dynamic", ("dynamic", "static"))
         name = "weight_block_size"
-        self._block = None if quantization_config.get(name) is None else two_numbers(quantization_config, name)
-        super().__init__(finer_notice(["activations"]))
+        has_block = quantization_config.get(name) is not None
+        self._block = quantized.two_numbers(quantization_config, name) if has_block else None
+        super().__init__(quantized.finer_notice(["activations"]))
 
     def matrix(self, module: str, shape: tuple[int, int], source: Source) -> QuantizedMatrix | None:
         """See `QuantizedFormat.matrix`."""
@@ -38,6 +37,6 @@ class Format(QuantizedFormat):
         record = source.find(full)
         dtype = torch.float8_e8m0fnu if record is not None and record.dtype == "F8_E8M0" else None
         shapes = ((), (1,), grid) if self._block is None else (grid,)
-        scales = StoredTensor(name, shape_of(source, full, shapes), dtype)
+        scales = StoredTensor(name, quantized.shape_of(source, full, shapes), dtype)
         codes = StoredTensor("weight", shape, torch.float8_e4m3fn)
-        return QuantizedMatrix(shape, Packing("plain", 8, block), codes, scales, product=torch.float32)
+        return QuantizedMatrix(shape, codes, Packing("plain", 8, block), scales, product=torch.float32)

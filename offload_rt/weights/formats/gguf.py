@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from offload_rt.errors import CheckpointError
+from offload_rt.models.architecture import LayerWeights
 from offload_rt.ops.dequantize import BLOCKS, dequantize_blocks
 from offload_rt.weights import quantized
 from offload_rt.weights.formats import Source, StoredTensor
@@ -23,18 +24,10 @@ def matches(quantization_config: object) -> bool:
 
 
 @dataclass(frozen=True)
-class BlockMatrix:
-    """A matrix (n_out, n_in) in blocks of this type."""
+class BlockMatrix(quantized.Matrix):
+    """A matrix in blocks of this type."""
 
-    shape: tuple[int, int]
     type: str
-    codes: StoredTensor
-    has_rows = True
-
-    @property
-    def stored(self) -> tuple[StoredTensor, ...]:
-        """The blocks alone."""
-        return (self.codes,)
 
     def weight(self, tensors: Mapping[str, Tensor], out: Tensor, rows: Tensor | None = None) -> Tensor:
         """See `Matrix.weight`."""
@@ -64,7 +57,8 @@ class Format(quantized.QuantizedFormat):
             raise CheckpointError(problem, have=f"rows of {shape[1]}", change=OTHER_CONFIG)
         nbytes = shape[1] // block.n * block.size
         # The type is another in each layer: the name in the block tells it.
-        return BlockMatrix(shape, record.dtype, StoredTensor("weight", (shape[0], nbytes), torch.uint8, record.dtype))
+        codes = StoredTensor("weight", (shape[0], nbytes), torch.uint8, record.dtype)
+        return BlockMatrix(shape, codes, record.dtype)
 
     def is_unused(self, name: str, source: Source) -> bool:
         """What has gone into the config."""
@@ -93,4 +87,4 @@ class View(quantized.View):
         """One product after the other where one of them needs its numbers put in order."""
         if self._head_dim is None or set(names).isdisjoint(_ROTATED):
             return super().linears(x, names)
-        return tuple(self.linear(x, name) for name in names)
+        return LayerWeights.linears(self, x, names)

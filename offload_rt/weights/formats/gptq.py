@@ -6,24 +6,13 @@ from typing import Any
 import torch
 
 from offload_rt.ops.dequantize import Packing
+from offload_rt.weights import quantized
 from offload_rt.weights.formats import Source, StoredTensor
-from offload_rt.weights.quantized import (
-    QuantizedFormat,
-    QuantizedMatrix,
-    ZeroPoints,
-    group_size,
-    groups_of,
-    matches_pattern,
-    refuse,
-    setting,
-)  # fmt: skip
+from offload_rt.weights.quantized import QuantizedFormat, QuantizedMatrix, ZeroPoints
 
 _BITS = (2, 3, 4, 8)
 
-
-def matches(quantization_config: object) -> bool:
-    """The quant_method of GPTQ."""
-    return isinstance(quantization_config, dict) and quantization_config.get("quant_method") == "gptq"
+matches = quantized.of_method("gptq")
 
 
 class Format(QuantizedFormat):
@@ -35,15 +24,15 @@ class Format(QuantizedFormat):
 
     def __init__(self, quantization_config: dict[str, Any]) -> None:
         layouts = ("gptq", "gptq_v2")
-        layout = setting(quantization_config, ("checkpoint_format", "format"), "gptq", layouts)
+        layout = quantized.setting(quantization_config, ("checkpoint_format", "format"), "gptq", layouts)
         if quantization_config.get("is_marlin_format"):
-            raise refuse("the marlin layout is not understood", need="one of " + ", ".join(layouts))
-        setting(quantization_config, ("pack_dtype",), "int32", ("int32",))
+            raise quantized.refuse("the marlin layout is not understood", need="one of " + ", ".join(layouts))
+        quantized.setting(quantization_config, ("pack_dtype",), "int32", ("int32",))
         self._plus = 1 if layout == "gptq" else 0
         self._config = quantization_config
         self._overrides = quantization_config.get("dynamic") or {}
         if not isinstance(self._overrides, dict) or not all(isinstance(one, dict) for one in self._overrides.values()):
-            raise refuse("dynamic is no table of tables")
+            raise quantized.refuse("dynamic is no table of tables")
         for one in (quantization_config, *self._overrides.values()):
             _sizes({**quantization_config, **one})
         super().__init__()
@@ -57,17 +46,19 @@ class Format(QuantizedFormat):
         codes = StoredTensor("qweight", packing.words(n_in, n_out), torch.int32)
         words = Packing("rows", bits, (1, 1)).words(n_groups, n_out)
         zeros = ZeroPoints(StoredTensor("qzeros", words, torch.int32), "rows", self._plus)
-        groups = groups_of(source, module, StoredTensor("g_idx", (n_in,), torch.int32), packing.block[0], n_groups)
-        return QuantizedMatrix(shape, packing, codes, StoredTensor("scales", (n_groups, n_out), None), zeros, groups)
+        groups = quantized.groups_of(
+            source, module, StoredTensor("g_idx", (n_in,), torch.int32), packing.block[0], n_groups
+        )
+        return QuantizedMatrix(shape, codes, packing, StoredTensor("scales", (n_groups, n_out), None), zeros, groups)
 
     def _of(self, module: str) -> Mapping[str, Any]:
         """The config of a module: the first override whose pattern it matches."""
         for pattern, override in self._overrides.items():
-            if not pattern.startswith("-:") and matches_pattern(pattern.removeprefix("+:"), module):
+            if not pattern.startswith("-:") and quantized.matches_pattern(pattern.removeprefix("+:"), module):
                 return {**self._config, **override}
         return self._config
 
 
 def _sizes(config: Mapping[str, Any]) -> tuple[int, int]:
     """Bits, and inputs that share a scale. Raises UnsupportedModelError for others than are understood."""
-    return setting(config, ("bits",), 4, _BITS), group_size(config, ("group_size",), 128)
+    return quantized.setting(config, ("bits",), 4, _BITS), quantized.group_size(config, ("group_size",), 128)

@@ -4,14 +4,11 @@ import torch
 
 from offload_rt.ops.dequantize import Packing
 from offload_rt.weights.formats import Source, StoredTensor
-from offload_rt.weights.quantized import QuantizedFormat, QuantizedMatrix
+from offload_rt.weights.quantized import QuantizedFormat, QuantizedMatrix, of_method
 
 _SIZE = 32
 
-
-def matches(quantization_config: object) -> bool:
-    """The quant_method of gpt-oss."""
-    return isinstance(quantization_config, dict) and quantization_config.get("quant_method") == "mxfp4"
+matches = of_method("mxfp4")
 
 
 class Format(QuantizedFormat):
@@ -29,4 +26,4 @@ class Format(QuantizedFormat):
             return None
         codes = StoredTensor("blocks", (1, n_out, n_in // _SIZE, _SIZE // 2), torch.uint8)
         scales = StoredTensor("scales", codes.shape[:3], torch.uint8)
-        return QuantizedMatrix(shape, Packing("e2m1", 4, (1, _SIZE)), codes, scales, product=torch.bfloat16)
+        return QuantizedMatrix(shape, codes, Packing("e2m1", 4, (1, _SIZE)), scales, product=torch.bfloat16)
