@@ -265,6 +265,32 @@ def test_a_head_computes_what_its_definition_says(tmp_path, monkeypatch, kind, n
             torch.testing.assert_close(found, wanted, atol=2e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("n", [3, 14, 21])
+@pytest.mark.parametrize("kind", ["eagle", "qwen"])
+def test_a_head_goes_on_in_the_cache_of_a_text_that_begins_alike(tmp_path, kind, n):
+    """From within its prompt, or behind it, or behind the last rows of the head: no row and no state is of the old text."""
+    model = few_tokens()
+    weights = random_weights(kind, model)
+    settings = write_head(tmp_path, kind, model, weights)
+    with open_llm(**settings) as llm:
+        drafter = drafter_of(llm, settings["drafter"], "match", DraftLimits(24, 5, fixed_size=True))
+        engine = engine_of(llm, drafter, n_nodes=24)
+        old = TokenSequence(prompt_of(1, 12, VOCAB), SamplingParams(12), 128)
+        engine.add(old)
+        while engine.step():
+            pass
+        other = [(token + 1) % VOCAB for token in old.tokens[n : n + 2]]
+        new = TokenSequence([*old.tokens[:n], *other, 5], SamplingParams(60), 128)
+        engine.add(new)
+        assert not drafter._model.can_draft(new), "the target has not computed it"
+        for _ in range(2):
+            engine.step()
+            probe = Probe(drafter._model.start(new, 24, is_alone=True), [])
+            drafter._model.grow([probe])
+            wanted = expected_logits(kind, weights, model, new.tokens, [])[-1]
+            torch.testing.assert_close(probe.logits[0], wanted, atol=2e-4, rtol=1e-4)
+
+
 # What becomes of it
 
 

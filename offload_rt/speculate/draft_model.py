@@ -13,10 +13,9 @@ from offload_rt.executor.runner import Runner
 from offload_rt.executor.sequence import Sequence
 from offload_rt.executor.step import Step
 from offload_rt.kv.sparse import SparseCache
-from offload_rt.ops import to_host
+from offload_rt.ops import to_device, to_host
 from offload_rt.sampling import generator_on
 from offload_rt.speculate.child_sampling import fitted
-from offload_rt.speculate.perturbation import Perturbation
 from offload_rt.system.trace import DRAFT, Trace
 from offload_rt.tree.topology import GrowingTree, Topology
 
@@ -25,16 +24,19 @@ ROWS_PER_NODE = 2
 # Tokens of the beginning that a draft with a short context goes on to see, where nothing tells which ones are wanted; and
 # those of a chunk where something does.
 _N_SINKS, _CHUNK = 16, 32
+# What a softmax of logits with noise is divided by: the size of a draft's errors, at any temperature of the sequence.
+_ERROR = 0.75
 
 
 class TreeState:
     """Rows of a tree below the last token of a sequence; leaves that need no logits have none. Row 0 is the root.
 
-    vocab_size    of the target
-    most_rows     of a tree
-    lacking       tokens of the sequence that are to be computed before its rows
-    generator     of the sequence, on the device; children are drawn with it
-    perturbation  by the noise that the target's tokens are drawn with; None where the tree is not coupled
+    vocab_size  of the target
+    most_rows   of a tree
+    lacking     tokens of the sequence that are to be computed before its rows
+    generator   of the sequence, on the device; children are drawn with it
+    noise       (levels, vocabulary) float32: what the target's tokens after the nodes of each level are drawn with, times the
+                sequence's temperature; None where the tree is not coupled
     """
 
     def __init__(self, vocab_size: int, most_rows: int, sequence: Sequence, device: torch.device) -> None:
@@ -44,7 +46,7 @@ class TreeState:
         self.lacking: list[int] = []
         self._tree = GrowingTree(most_rows)
         self.n_done = 0
-        self.perturbation: Perturbation | None = None
+        self.noise: Tensor | None = None
         self._most_rows, self._probs = most_rows, torch.empty(0)
 
     @property
@@ -73,9 +75,10 @@ class TreeState:
         return self._probs[:n]
 
     def perturbed(self, logits: Tensor) -> Tensor:
-        """The logits (rows, vocabulary) of the rows added last, with the noise of their positions."""
-        assert self.perturbation is not None, "the tree is coupled"
-        return self.perturbation(fitted(logits, self.vocab_size), self._tree.depths[-len(logits) :])
+        """The logits (rows, vocabulary) of the rows added last, with their noise: the largest is the guess of the token."""
+        assert self.noise is not None, "the tree is coupled"
+        (levels,) = to_device([torch.tensor(self._tree.depths[-len(logits) :])], self.noise.device)
+        return self.noise.index_select(0, levels).add_(fitted(logits, self.vocab_size)).div_(_ERROR)
 
     def add(self, parents: Several[int], tokens: Several[int]) -> range:
         """Add rows, to be computed next; returns them."""
@@ -202,10 +205,12 @@ class DraftModel:
         n_coupled  levels whose children are ranked after the noise that the target's tokens are drawn with
         path       tokens that are taken to follow the sequence's
         """
-        state = self._begin(sequence, n_nodes, is_alone, path)
-        state.perturbation = None
+        state, n_ahead = self._begin(sequence, n_nodes, is_alone, path), len(path)
+        state.noise = None
         if n_coupled:
-            state.perturbation = Perturbation.of(sequence, n_coupled, self.vocab_size, self._runner.device, len(path))
+            place, n_levels = len(sequence.tokens), n_ahead + n_coupled
+            noise = sequence.noise.at(place, n_levels, self.vocab_size, self._runner.device)[n_ahead:]
+            state.noise = noise.log().mul_(-sequence.temperature)
         return state
 
     def _begin(self, sequence: Sequence, n_nodes: int, is_alone: bool, path: Several[int] = ()) -> TreeState:
@@ -340,12 +345,12 @@ class SelfDraftModel(DraftModel):
 
 def captured(builder: TreeBuilder) -> Reduce | None:
     """What is made of logits as part of the pass; nothing in a coupled tree, where noise is added to them first."""
-    return builder.reduce if builder.state.perturbation is None else None
+    return builder.reduce if builder.state.noise is None else None
 
 
 def chosen_of(builder: TreeBuilder, out: Tensor) -> Tensor:
     """What the host needs to know of the rows added last; `out` is what the pass gave for them."""
-    if builder.state.perturbation is not None and builder.reduce is not None:
+    if builder.state.noise is not None and builder.reduce is not None:
         out = builder.reduce(builder.state.perturbed(out))
     return builder.choose(out)
 

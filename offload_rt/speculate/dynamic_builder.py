@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -47,6 +48,7 @@ class _Nodes:
         return _Nodes(chances, place[parents], tokens, depths, rows)
 
 
+@dataclass(eq=False)
 class DynamicTreeBuilder:
     """A tree that grows in rounds until no candidate can enter it, or until a round costs more than it brings.
 
@@ -56,21 +58,17 @@ class DynamicTreeBuilder:
     least_gain   tokens that a round must promise, for each that the tree promises already
     """
 
-    n_fixed = 0
+    state: TreeState
+    size: tuple[int, int]
+    temperature: float
+    estimates: Estimates
+    copied: tuple[int, ...]
+    least_gain: float
+    n_fixed: ClassVar[int] = 0
 
-    def __init__(
-        self,
-        state: TreeState,
-        size: tuple[int, int],
-        temperature: float,
-        estimates: Estimates,
-        copied: tuple[int, ...],
-        least_gain: float,
-    ) -> None:
-        self.state, (self._n_nodes, self._n_levels), self._temperature = state, size, temperature
-        self._estimates, self.copied, self._least_gain = estimates, copied, least_gain
-        root = np.array([0])
-        self._nodes = _Nodes(np.ones(1), root - 1, np.array(state.tokens), root, root.copy())
+    def __post_init__(self) -> None:
+        root, (self._n_nodes, self._n_levels) = np.array([0]), self.size
+        self._nodes = _Nodes(np.ones(1), root - 1, np.array(self.state.tokens), root, root.copy())
         self._expanded = root  # places whose logits come next
         self._seen: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # row -> its candidates' tokens and probabilities
 
@@ -78,7 +76,7 @@ class DynamicTreeBuilder:
     def reduce(self) -> Reduce:
         """The candidates of each node and their probabilities."""
         k = min(_N_CHILDREN, self._n_nodes - 1)
-        return child_sampling.MostProbable(k, self.state.vocab_size, self._temperature or 1.0)
+        return child_sampling.MostProbable(k, self.state.vocab_size, self.temperature or 1.0)
 
     def choose(self, out: Tensor) -> Tensor:
         """They are all taken."""
@@ -91,7 +89,7 @@ class DynamicTreeBuilder:
         now, above, probabilities = self._nodes, self._expanded, values.astype(np.float64)
         self._seen.update(zip(now.rows[above].tolist(), zip(tokens, probabilities, strict=True), strict=True))
         more = _Nodes(
-            chances=(now.chances[above, None] * self._estimates.calibration.chances(probabilities)).ravel(),
+            chances=(now.chances[above, None] * self.estimates.calibration.chances(probabilities)).ravel(),
             parents=above.repeat(k),
             tokens=tokens.ravel(),
             depths=now.depths[above].repeat(k) + 1,
@@ -104,7 +102,7 @@ class DynamicTreeBuilder:
         """Add the rows of the nodes to be computed next, the best first: behind them others may drop out uncomputed."""
         now, self._expanded = self._nodes, np.array([], dtype=np.int64)
         waiting = np.flatnonzero((now.rows < 0) & (now.depths < self._n_levels - 1))
-        if now.chances[waiting].sum() < self._least_gain * now.chances.sum():
+        if now.chances[waiting].sum() < self.least_gain * now.chances.sum():
             return
         ahead = (waiting[waiting <= share * self._n_nodes] for share in _SHARES)
         places = next((some for some in ahead if len(some)), waiting)
@@ -135,5 +133,5 @@ class DynamicTreeBuilder:
             if row in self._seen:
                 tokens, probabilities = self._seen[row]
                 hit = next(iter(np.flatnonzero(tokens == token).tolist()), None)
-                self._estimates.calibration.observe(probabilities, hit)
-                self._estimates.acceptance.observe(len(tokens), hit)
+                self.estimates.calibration.observe(probabilities, hit)
+                self.estimates.acceptance.observe(len(tokens), hit)

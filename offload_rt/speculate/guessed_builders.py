@@ -10,7 +10,6 @@ from torch import Tensor
 from offload_rt.speculate import child_sampling
 from offload_rt.speculate.draft_model import ROWS_PER_NODE, DraftState
 from offload_rt.speculate.dynamic_builder import DynamicTreeBuilder
-from offload_rt.speculate.pair_stats import Estimates
 from offload_rt.speculate.residual import ResidualRule
 from offload_rt.speculate.static_builder import StaticTree, StaticTreeBuilder
 from offload_rt.tree.choose import Acceptance
@@ -22,11 +21,8 @@ _RULE = ResidualRule(bottom_up=True, child_sampling="without_replacement")
 class GuessedTreeBuilder(DynamicTreeBuilder):
     """A tree that grows by confidence. A node that was guessed has its row already: the tree is the same in fewer passes."""
 
-    def __init__(
-        self, state: DraftState, size: tuple[int, int], temperature: float, estimates: Estimates, copied: tuple[int, ...],
-        least_gain: float,
-    ) -> None:  # fmt: skip
-        super().__init__(state, size, temperature, estimates, copied, least_gain)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._row_of: dict[tuple[int, int], int] = {}  # by the row of the parent and the token
         self._outs: list[Tensor] = []  # by row
 

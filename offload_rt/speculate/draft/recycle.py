@@ -78,8 +78,9 @@ class PredictedTree:
         self._below: dict[tuple[int, ...], list[int]] = {}
         for path in copied:
             self._below.setdefault(path[:-1], []).append(path[-1])
-        self._children: list[Iterator[tuple[float, int]]] = []
-        self._best: list[tuple[float, int, int]] = []
+        self._best: list[
+            tuple[float, int, int]
+        ] = []  # the most probable candidate first: minus its chance, parent, token
         self._open(0)
 
     def grow(self, n_nodes: int) -> None:
@@ -91,24 +92,19 @@ class PredictedTree:
             self.chances.append(-chance)
             self.contexts.append((*self.contexts[parent], token)[-_LONGEST:])
             self._paths.append((*self._paths[parent], token))
-            self._compete(parent)
             self._open(len(self.parents) - 1)
 
     def _open(self, node: int) -> None:
-        """Let the children of a node compete, the best of them first."""
-        path, chance, chances = self._paths[node], self.chances[node], {}
-        if len(path) + 1 < self._n_levels:
-            chances = {token: chance * p for token, p in self._table.find(self.contexts[node])}
-            for token in self._below.get(path, ()):
-                copied = chance * self._copied[*path, token] / self._copied.get(path, 1.0)
-                chances[token] = max(chances.get(token, 0.0), copied)
-        self._children.append(iter(sorted((-p, token) for token, p in chances.items())))
-        self._compete(node)
-
-    def _compete(self, parent: int) -> None:
-        for chance, token in self._children[parent]:
-            heapq.heappush(self._best, (chance, parent, token))
-            break
+        """Let the children of a node compete."""
+        path, chance = self._paths[node], self.chances[node]
+        if len(path) + 1 >= self._n_levels:
+            return
+        chances = {token: chance * p for token, p in self._table.find(self.contexts[node])}
+        for token in self._below.get(path, ()):
+            copied = chance * self._copied[*path, token] / self._copied.get(path, 1.0)
+            chances[token] = max(chances.get(token, 0.0), copied)
+        for token, p in chances.items():
+            heapq.heappush(self._best, (-p, node, token))
 
 
 @dataclass
@@ -182,12 +178,13 @@ class Recycling(Drafter):
             tree.grow(n_most)
             n = len(tree.parents)
             if n < n_most or n_most == n_nodes:
-                return _Proposal(tree, matches[0] if matches else None)
+                break
             rows, draft_s = n_sequences * np.arange(1, n + 1), time.perf_counter() - started
             pass_s = self._cost.seconds(rows, len(sequence.tokens), draft_s)
             if 1 + best_prefix(np.array(tree.chances[1:]), pass_s) <= n_most // 2:
-                return _Proposal(tree, matches[0] if matches else None)
+                break
             n_most = min(2 * n_most, n_nodes)
+        return _Proposal(tree, matches[0] if matches else None)
 
     def _finish(self, sequence: Sequence, proposal: _Proposal, n_below: int) -> DraftTree:
         """The root and so many of the best nodes below it."""

@@ -68,7 +68,7 @@ class TriForce(TreeDrafter):
             path, n = builder.tip(_N_GUESSES)
             if n < 1 or builder.state.lacking:
                 continue
-            sequence, is_coupled = builder.state.sequence, builder.state.perturbation is not None
+            sequence, is_coupled = builder.state.sequence, builder.state.noise is not None
             kind = "without_replacement" if isinstance(builder, ResampledChainBuilder) else "deterministic"
             state = self._small.start(sequence, 1 + _N_GUESSES, len(growing) == 1, n * is_coupled, path)
             plan = StaticTree(Topology.chain(1 + n), 1.0, kind, sequence.temperature)
