@@ -116,7 +116,7 @@ def library(request: pytest.FixtureRequest) -> tuple[str, str]:
     """The name of the built kernels in torch.ops, and the device they take."""
     if request.param == "emulated":
         return emulated.load(), "cpu"
-    if not extension.is_loaded():
+    if extension.missing():
         pytest.skip("no card, or the kernels are not built for one")
     return "offload_rt", "cuda"
 

@@ -34,7 +34,7 @@ class Kernels:
 @pytest.fixture(scope="module", params=["emulated", "card"])
 def kernels(request):
     if request.param == "card":
-        if not extension.is_loaded():
+        if extension.missing():
             pytest.skip("no card, or the kernels are not built for one")
         return Kernels("offload_rt", "cuda")
     return Kernels(emulated.load(), "cpu")

@@ -32,11 +32,6 @@ def missing() -> str:
     return ""
 
 
-def is_loaded() -> bool:
-    """Whether the kernels are there, built by now if they had to be."""
-    return not missing()
-
-
 def _capability(device: torch.device | int) -> int:
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
@@ -57,7 +52,7 @@ def notice(device: torch.device) -> str:
 
 def serves(x: Tensor) -> bool:
     """Whether the kernels run on the device of `x`."""
-    return x.is_cuda and is_loaded() and _is_able(x.device)
+    return x.is_cuda and not missing() and _is_able(x.device)
 
 
 def kernels() -> Any:
@@ -67,17 +62,11 @@ def kernels() -> Any:
 
 def describe(library: str) -> None:
     """Tell torch what the ops of a library return, without computing it."""
-
-    def like_first(x: Tensor, *_: object) -> Tensor:
-        return x.new_empty(x.shape)
-
-    def nothing(*_: object) -> None:
-        return None
-
-    written = "transfer", "commit_rows", "dequantize", "dequantize_blocks", "lossless_decode"
+    like_first = "rms_norm", "add_rms_norm", "rotate_and_store", "silu_mul"
+    nothing = "transfer", "commit_rows", "dequantize", "dequantize_blocks", "lossless_decode"
     fakes: dict[str, Callable[..., object]] = {
-        **dict.fromkeys(("rms_norm", "add_rms_norm", "rotate_and_store", "silu_mul"), like_first),
-        **dict.fromkeys(written, nothing),
+        **dict.fromkeys(like_first, lambda x, *_: x.new_empty(x.shape)),
+        **dict.fromkeys(nothing, lambda *_: None),
         "tree_attention": lambda q, *_: (q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)),
         "verify": lambda starts, *_: starts.new_empty((2,)),
     }

@@ -43,9 +43,9 @@ def chunk_nbytes(n: int, n_escapes: int) -> int:
 
 
 def words_of(part: np.ndarray, kind: int) -> np.ndarray | None:
-    """The words of some bytes of a tensor, of 16 bits each; None where the lower halves of float32 are not zero."""
+    """The words of some bytes of a tensor, of 16 bits each; None if RAW, or where the lower halves of float32 are not zero."""
     if kind != FLOAT:
-        return part.view(np.uint16)
+        return None if kind == RAW else part.view(np.uint16)
     wide = part.view(np.uint32)
     return None if (wide & 0xFFFF).any() else (wide >> 16).astype(np.uint16)
 

@@ -24,7 +24,7 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Copies of tensors of the host on a device, by one transfer that nobody waits for; on a CPU the tensors themselves."""
     if device.type == "cpu":
         return list(tensors)
-    block = _pinned(_nbytes(tensors))
+    block = _pinned(_starts(tensors)[-1])
     for view, tensor in zip(_views(block, tensors), tensors, strict=True):
         view.copy_(tensor)
     there = torch.empty(len(block), dtype=torch.uint8, device=device)
@@ -49,7 +49,7 @@ def to_host(tensors: Sequence[Tensor], is_long: bool = False) -> list[Tensor]:
     """
     if not tensors or tensors[0].device.type == "cpu":
         return list(tensors)
-    views = list(_views(_pinned(_nbytes(tensors)), tensors))
+    views = list(_views(_pinned(_starts(tensors)[-1]), tensors))
     for view, tensor in zip(views, tensors, strict=True):
         if extension.serves(tensor):
             extension.kernels().transfer(view, tensor)
@@ -98,14 +98,10 @@ def _pinned(nbytes: int) -> Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
-def _starts(tensors: Sequence[Tensor]) -> Iterator[int]:
+def _starts(tensors: Sequence[Tensor]) -> list[int]:
     """Where each tensor begins in one block, and where the block ends."""
     padded = (-(-one.nbytes // _ALIGNMENT) * _ALIGNMENT for one in tensors)
-    return itertools.accumulate(padded, initial=0)
-
-
-def _nbytes(tensors: Sequence[Tensor]) -> int:
-    return list(_starts(tensors))[-1]
+    return [*itertools.accumulate(padded, initial=0)]
 
 
 def _views(block: Tensor, tensors: Sequence[Tensor]) -> Iterator[Tensor]:

@@ -3,23 +3,17 @@
 import json
 import os
 import secrets
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 
-def write_atomically(path: Path, content: str | bytes | Sequence[bytes | memoryview]) -> None:
-    """Write a file, of one piece or several, whole or not at all: a temporary name in its folder, synced, renamed.
-
-    Raises OSError.
-    """
-    content = content.encode() if isinstance(content, str) else content
-    pieces = [content] if isinstance(content, bytes) else content
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file whole or not at all: a temporary name in its folder, synced, renamed. Raises OSError."""
     # By chance, for process ids are the same in two containers; and short, for the name itself may be as long as can be.
     temporary = path.parent / f".{secrets.token_hex(8)}.tmp"
     try:
         with temporary.open("wb") as file:
-            file.writelines(pieces)
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

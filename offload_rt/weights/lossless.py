@@ -1,8 +1,6 @@
 """Layers encoded without loss, see `offload_rt.ops.lossless`, and the files of a sidecar, which hold one each."""
 
-import json
 import math
-import struct
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors import safe_open
+from safetensors.numpy import save
 from torch import Tensor
 
 from offload_rt.errors import CheckpointError
@@ -22,7 +21,7 @@ from offload_rt.system.files import write_atomically
 from offload_rt.weights.header import TensorRecord, read_header
 from offload_rt.weights.layout import Layout, PackedLayer, TensorEntry, align_up, host_block, packed_layout
 
-_VERSION = 1
+_VERSION = 2
 # What does not shrink below this stays as it is.
 _WORTH = 0.95
 # Of a sample: pages of each tensor, and how many times the escapes found in it are reckoned with.
@@ -113,7 +112,11 @@ def encode_layer(image: PackedLayer, n_threads: int) -> EncodedImage:
     entries = [(entry, content[entry.offset : entry.offset + entry.nbytes]) for entry in image.layout.entries]
     layout = packed_layout((entry.name, entry.shape, entry.dtype) for entry, _ in entries)
     with ThreadPoolExecutor(n_threads, "encodes") as pool:
-        codings = [_coding(entry, _escapes(entry, tensor, pool)) for entry, tensor in entries]
+        codings = []
+        for entry, tensor in entries:
+            kind = KIND_OF.get(entry.dtype, RAW)
+            escapes = pool.map(partial(_n_escapes, kind), _parts(entry, tensor, kind))
+            codings.append(_coding(entry, [*escapes]))
         encoded = EncodedLayer.of(layout, codings)
         block = host_block(encoded.nbytes)
         encoded.write_table(block)
@@ -128,13 +131,8 @@ def _parts(entry: TensorEntry, tensor: np.ndarray, kind: int) -> list[np.ndarray
     return [tensor[at : at + most] for at in range(0, len(tensor), most)]
 
 
-def _escapes(entry: TensorEntry, tensor: np.ndarray, pool: ThreadPoolExecutor) -> list[int | None]:
-    """The escapes of each chunk of a tensor; None where it cannot be encoded."""
-    kind = KIND_OF.get(entry.dtype, RAW)
-    return [] if kind == RAW else list(pool.map(lambda part: _n_escapes(part, kind), _parts(entry, tensor, kind)))
-
-
-def _n_escapes(part: np.ndarray, kind: int) -> int | None:
+def _n_escapes(kind: int, part: np.ndarray) -> int | None:
+    """The escapes of a chunk; None where it cannot be encoded."""
     words = lossless.words_of(part, kind)
     return None if words is None else lossless.n_escapes(lossless.count_others(words, kind))
 
@@ -142,7 +140,7 @@ def _n_escapes(part: np.ndarray, kind: int) -> int | None:
 def _coding(entry: TensorEntry, escapes: Sequence[int | None]) -> Coding:
     """Of a tensor whose chunks have so many escapes, if that shrinks it."""
     kind = KIND_OF.get(entry.dtype, RAW)
-    if kind != RAW and None not in escapes:
+    if None not in escapes:
         sizes = tuple(lossless.chunk_nbytes(n, one or 0) for n, one in zip(cut(entry, kind), escapes, strict=True))
         if sum(sizes) < _WORTH * entry.nbytes:
             return Coding(kind, sizes)
@@ -153,7 +151,7 @@ def _encode_chunk(block: np.ndarray, chunk: np.void, part: np.ndarray) -> None:
     """Write one chunk to an encoded block of zeros."""
     out = block[chunk["source"] : chunk["source"] + chunk["nbytes"]]
     kind = int(chunk["kind"])
-    words = None if kind == RAW else lossless.words_of(part, kind)
+    words = lossless.words_of(part, kind)
     if words is None:
         out[: len(part)] = part
     else:
@@ -173,7 +171,7 @@ def estimate(records: Sequence[TensorRecord]) -> int:
     layout, codings = decoded_layout(records), []
     for record, entry in zip(records, layout.entries, strict=True):
         kind, sample = KIND_OF.get(entry.dtype, RAW), _sample(record, entry.dtype.itemsize)
-        found = None if kind == RAW else _n_escapes(sample, kind)
+        found = _n_escapes(kind, sample)
         share = None if found is None else min(_CAUTION * found * entry.dtype.itemsize / len(sample), 1.0)
         codings.append(_coding(entry, [None if share is None else math.ceil(share * n) for n in cut(entry, kind)]))
     return EncodedLayer.of(layout, codings).nbytes
@@ -218,19 +216,11 @@ def write_layer(path: Path, identity: str, i: int, image: EncodedImage) -> None:
     for row, (source, _, _, nbytes, kind) in zip(index, encoded.chunks.tolist(), strict=True):
         row[:] = kind, nbytes, chunk_digest(content[source : source + nbytes], kind)
     payload = content[encoded.table_nbytes : encoded.table_nbytes + encoded.payload_nbytes]
-    stop = index.nbytes + payload.nbytes
-    header = {
-        "__metadata__": _label(identity, i),
-        "index": {"dtype": "U64", "shape": index.shape, "data_offsets": [0, index.nbytes]},
-        "payload": {"dtype": "U8", "shape": payload.shape, "data_offsets": [index.nbytes, stop]},
-    }
-    text = json.dumps(header).encode()
-    text = text.ljust(align_up(8 + len(text)) - 8)
-    write_atomically(path, [struct.pack("<Q", len(text)), text, index.tobytes(), payload.data])
+    write_atomically(path, save({"index": index, "payload": payload}, _label(identity, i)))
 
 
 def _label(identity: str, i: int) -> dict[str, str]:
-    return {"version": str(_VERSION), "checkpoint": identity, "layer": str(i)}
+    return {"layer": f"{i} of {identity}, version {_VERSION}"}  # one entry: the library writes several in any order
 
 
 def read_layer(path: Path, identity: str, i: int, layout: Layout) -> SidecarLayer:
