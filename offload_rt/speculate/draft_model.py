@@ -246,7 +246,8 @@ class DraftModel:
         if len(tokens) <= self._limit:
             return tokens
         n_older = n_chunks * _CHUNK or min(_N_SINKS, self._limit // 8)
-        start = n_older + _window_start(len(tokens) - n_older, self._limit - n_older)
+        stride = max((self._limit - n_older) // 2, 1)  # the window moves on by half of its length at a time
+        start = n_older + -(-(len(tokens) - self._limit) // stride) * stride
         first, older = self._older.get(sequence, (0, tokens[:n_older]))
         if self.target is not None and n_chunks > 1 and first != start:
             best = self.target.best_chunks(self._sources[sequence], start, n_chunks, _CHUNK)
@@ -363,9 +364,3 @@ def draft_rows(longest: int, n_nodes: int) -> int:
 def view_rows(budget: int, n_nodes: int) -> int:
     """Rows of a view for drafts of trees of up to `n_nodes`."""
     return budget + ROWS_PER_NODE * n_nodes + 1
-
-
-def _window_start(n_tokens: int, limit: int) -> int:
-    """The first token of the window, which moves on by half of its length at a time."""
-    stride = max(limit // 2, 1)
-    return -(-(n_tokens - limit) // stride) * stride

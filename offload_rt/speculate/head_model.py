@@ -12,14 +12,7 @@ from offload_rt.executor.sequence import Sequence
 from offload_rt.executor.step import Step
 from offload_rt.models.heads import Head, HeadDecoder, Medusa
 from offload_rt.ops import to_device
-from offload_rt.speculate.draft_model import (
-    ROWS_PER_NODE,
-    DraftModel,
-    DraftState,
-    TreeBuilder,
-    TreeState,
-    captured,
-)
+from offload_rt.speculate.draft_model import ROWS_PER_NODE, DraftModel, DraftState, TreeBuilder, TreeState, captured
 from offload_rt.system.trace import Trace
 from offload_rt.tree.topology import Topology
 
@@ -131,15 +124,6 @@ class HeadModel(DraftModel):
         return outs
 
 
-class MedusaState(TreeState):
-    """A tree of Medusa's heads.
-
-    logits  (heads, vocabulary): of the tokens below the nodes of each depth, whatever the node
-    """
-
-    logits = torch.empty(0)
-
-
 class MedusaModel(HeadModel):
     """Medusa's heads, which have no cache: each tells one level of a tree from the target's last hidden state."""
 
@@ -148,7 +132,7 @@ class MedusaModel(HeadModel):
     ) -> None:
         super().__init__(runner, vocab_size, min(max_levels, runner.spec.n_layers + 1), trace)
         self._layers = runner.resident_layers()
-        self._trees: dict[Sequence, MedusaState] = {}
+        self._logits: dict[Sequence, Tensor] = {}  # (heads, vocabulary): of the tokens below nodes of each depth
 
     def follow(self, old: Sequence, new: Sequence, n: int) -> int:
         """See `Drafter.follow`: the next pass gives the one hidden state that is needed."""
@@ -157,19 +141,17 @@ class MedusaModel(HeadModel):
 
     def end(self, sequence: Sequence) -> None:
         """Release what is held for a sequence."""
-        self._trees.pop(sequence, None)
+        self._logits.pop(sequence, None)
         super().end(sequence)
 
     @torch.inference_mode()
     def _begin(self, sequence: Sequence, n_nodes: int, is_alone: bool, path: Several[int] = ()) -> TreeState:
-        if sequence not in self._trees:
-            n_rows = ROWS_PER_NODE * n_nodes
-            self._trees[sequence] = MedusaState(self.vocab_size, n_rows, sequence, self._runner.device)
-        state, (first, known), spec = self._trees[sequence], self._taken[sequence], self._runner.spec
+        state = TreeState(self.vocab_size, ROWS_PER_NODE * n_nodes, sequence, self._runner.device)
+        (first, known), spec = self._taken[sequence], self._runner.spec
         assert isinstance(spec, Medusa), "it drafts by Medusa's heads"
         last = known[-1:].clone()
         self._taken[sequence] = first + len(known) - 1, last
-        state.logits = torch.cat([spec.predict(weights, last) for weights in self._layers])
+        self._logits[sequence] = torch.cat([spec.predict(weights, last) for weights in self._layers])
         state.clear(sequence.tokens[-1])
         return state
 
@@ -177,7 +159,6 @@ class MedusaModel(HeadModel):
         depths = to_device([torch.from_numpy(one.state.new_depths).long() for one in builders], self._runner.device)
         outs = []
         for one, rows in zip(builders, depths, strict=True):
-            if isinstance(one.state, MedusaState):
-                logits, reduce = one.state.logits.index_select(0, rows), captured(one)
-                outs.append(reduce(logits) if reduce else logits)
+            logits, reduce = self._logits[one.state.sequence].index_select(0, rows), captured(one)
+            outs.append(reduce(logits) if reduce else logits)
         return outs

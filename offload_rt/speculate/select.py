@@ -136,24 +136,19 @@ def find_draft(
 
 
 def check_pair(
-    target: Architecture,
-    draft: Architecture,
-    tokenizers: "tuple[PreTrainedTokenizerBase | None, PreTrainedTokenizerBase | None]",
+    target: Architecture, draft: Architecture, tokenizers: "tuple[PreTrainedTokenizerBase | None, ...]"
 ) -> None:
     """Raises SettingsError where draft and target do not mean the same by a token, naming the first that differs."""
     ours, theirs = tokenizers
-    if ours is None or theirs is None:
-        if target.vocab_size != draft.vocab_size:
-            raise _other_tokenizer(f"{draft.vocab_size} tokens", f"{target.vocab_size} tokens")
-        return
-    of_target, of_draft = ({i: text for text, i in one.get_vocab().items()} for one in (ours, theirs))
-    for token in sorted({*of_target, *of_draft}):
-        if of_target.get(token) != of_draft.get(token):
-            have, need = (repr(one[token]) if token in one else "no such token" for one in (of_draft, of_target))
-            raise _other_tokenizer(f"{have} for token {token}", f"{need}, as the target has")
-
-
-def _other_tokenizer(have: str, need: str) -> SettingsError:
-    return SettingsError(
-        "the draft model has another tokenizer", need=need, have=have, change="give a draft of the target's family"
-    )
+    have, need = (f"{one.vocab_size} tokens" for one in (draft, target))
+    if ours is not None and theirs is not None:
+        of_target, of_draft = ({i: text for text, i in one.get_vocab().items()} for one in (ours, theirs))
+        known = sorted({*of_target, *of_draft})
+        token = next((one for one in known if of_target.get(one) != of_draft.get(one)), None)
+        if token is None:
+            return
+        have, need = (repr(one[token]) if token in one else "no such token" for one in (of_draft, of_target))
+        have, need = f"{have} for token {token}", f"{need}, as the target has"
+    if have != need:
+        problem, change = "the draft model has another tokenizer", "give a draft of the target's family"
+        raise SettingsError(problem, need=need, have=have, change=change)

@@ -33,19 +33,17 @@ class Shape:
     below: tuple[np.ndarray, ...]
     row_of: np.ndarray
 
-    @classmethod
-    def of(cls, topology: Topology) -> "Shape":
-        """Prepare a topology whose nodes are numbered level by level."""
-        depths = topology.depths
-        assert (np.diff(depths) >= 0).all(), "nodes are numbered level by level"
-        has_children = np.zeros(len(topology), dtype=bool)
-        has_children[topology.parents[1:]] = True
-        levels = [np.flatnonzero(depths == depth) for depth in range(topology.n_levels)]
-        row_of = np.where(has_children, np.cumsum(has_children) - 1, -1)
-        return cls(topology, tuple(level[has_children[level]] for level in levels), tuple(levels[1:]), row_of)
 
-
-shape_of = lru_cache(maxsize=16)(Shape.of)
+@lru_cache(maxsize=16)
+def shape_of(topology: Topology) -> Shape:
+    """Prepare a topology whose nodes are numbered level by level."""
+    depths = topology.depths
+    assert (np.diff(depths) >= 0).all(), "nodes are numbered level by level"
+    has_children = np.zeros(len(topology), dtype=bool)
+    has_children[topology.parents[1:]] = True
+    levels = [np.flatnonzero(depths == depth) for depth in range(topology.n_levels)]
+    row_of = np.where(has_children, np.cumsum(has_children) - 1, -1)
+    return Shape(topology, tuple(level[has_children[level]] for level in levels), tuple(levels[1:]), row_of)
 
 
 @dataclass(frozen=True)
