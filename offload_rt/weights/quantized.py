@@ -13,7 +13,7 @@ from torch import Tensor
 
 from offload_rt.errors import CheckpointError, UnsupportedModelError
 from offload_rt.ops.dequantize import REFERENCE_NBYTES, Order, Packing, dequantize, unpack
-from offload_rt.weights.formats import Source, StoredTensor, dense
+from offload_rt.weights.formats import Source, StoredTensor, WeightFormat, dense
 from offload_rt.weights.header import FLOATS
 from offload_rt.weights.layout import Layout, host_block
 
@@ -138,17 +138,16 @@ def _rows_of(x: Tensor, rows: Tensor) -> Tensor:
     return x.view(torch.uint8)[rows].view(x.dtype)
 
 
-class QuantizedFormat(ABC):
+class QuantizedFormat(WeightFormat):
     """Which tensors are quantised is what the file says: a matrix that lies in it as floats is used as it is."""
 
-    name: str
     # Tensors of a checkpoint that are not read, by the last part of their names.
     unused: frozenset[str] = frozenset()
     # Those that are not read if they hold zeros, which some tools write where there is nothing.
     unused_zeros: frozenset[str] = frozenset()
 
-    def __init__(self, notice: str = "") -> None:
-        self.notice = notice
+    def __init__(self, quantization_config: object = None, notice: str = "") -> None:
+        super().__init__(quantization_config, notice)
         self._matrices: dict[str, set[Matrix]] = {}
         self._of_layout: dict[Layout, dict[str, Matrix]] = {}
         self._scratch = torch.empty(0, dtype=torch.uint8)
@@ -170,7 +169,7 @@ class QuantizedFormat(ABC):
             if matrix is not None:
                 self._matrices.setdefault(module, set()).add(matrix)
                 return tuple(one.of(module)._replace(dtype=one.dtype or dtype) for one in matrix.stored)
-        return (StoredTensor(name, shape, dtype),)
+        return super().stored(name, shape, dtype, source)
 
     def is_unused(self, name: str, source: Source) -> bool:
         """See `WeightFormat.is_unused`."""
@@ -194,8 +193,7 @@ class QuantizedFormat(ABC):
         numbers = max((n for codes, n in found if (codes.key, codes.shape, codes.dtype) == own), default=0)
         if numbers:
             return numbers * dtype.itemsize + REFERENCE_NBYTES
-        is_converted = stored.name.endswith((".weight", ".bias")) and stored.dtype != dtype
-        return math.prod(stored.shape) * dtype.itemsize if is_converted else 0
+        return super().scratch_nbytes(stored, n_rows, dtype) if part in ("weight", "bias") else 0
 
     def matrices(self, layout: Layout) -> dict[str, Matrix]:
         """The quantised matrices of a block, by module."""

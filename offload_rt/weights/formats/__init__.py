@@ -4,7 +4,9 @@ Each file has `matches(quantization_config) -> bool` and a class `Format`, a `We
 `quantization_config` of a config.json, None where there is none; of a GGUF file its `Storage`.
 """
 
-from typing import Protocol
+import math
+from abc import ABC, abstractmethod
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,14 +20,17 @@ from offload_rt.weights.source import Source, StoredTensor
 __all__ = ["Source", "StoredTensor", "WeightFormat", "format_of"]
 
 
-class WeightFormat(Protocol):
-    """How the tensors of an architecture are stored, and used where their bytes lie.
+class WeightFormat(ABC):
+    """How the tensors of an architecture are stored, and used where their bytes lie; as they are, unless a format says more.
 
     notice  what the user should know of how it computes; empty if nothing
     """
 
-    name: str
-    notice: str
+    name: ClassVar[str]
+
+    def __init__(self, quantization_config: object = None, notice: str = "") -> None:
+        """Raises UnsupportedModelError for a config that is not understood."""
+        self.notice = notice
 
     def stored(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None, source: Source
@@ -34,10 +39,13 @@ class WeightFormat(Protocol):
 
         Raises CheckpointError where what the source holds of it contradicts the config.
         """
+        return (StoredTensor(name, shape, dtype),)
 
     def is_unused(self, name: str, source: Source) -> bool:
         """Whether a checkpoint may hold this tensor, none of the stored ones, although nothing is computed with it."""
+        return False
 
+    @abstractmethod
     def view(self, layout: Layout, block: Tensor, dtype: torch.dtype) -> LayerWeights:
         """The weights of a block, to compute with in `dtype`.
 
@@ -46,6 +54,7 @@ class WeightFormat(Protocol):
 
     def scratch_nbytes(self, stored: StoredTensor, n_rows: int, dtype: torch.dtype) -> int:
         """Bytes taken besides while up to `n_rows` rows go through the matrix in this stored tensor, in `dtype`."""
+        return math.prod(stored.shape) * dtype.itemsize if stored.dtype != dtype else 0
 
 
 def format_of(quantization_config: object) -> WeightFormat:

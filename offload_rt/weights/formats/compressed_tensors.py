@@ -13,24 +13,15 @@ from offload_rt.weights.formats import Source, StoredTensor
 from offload_rt.weights.quantized import QuantizedFormat, QuantizedMatrix, ZeroPoints
 from offload_rt.weights.source import OTHER_CONFIG
 
-
-@dataclass(frozen=True)
-class _Kind:
-    """What a format of the config may hold."""
-
-    types: tuple[str, ...]
-    bits: tuple[int, ...]
-    strategies: tuple[str, ...]
-
-
 _ANY_BITS, _ANY_BLOCK = tuple(range(1, 9)), ("tensor", "channel", "group", "block")
 _PACKED, _MXFP4 = "pack-quantized", "mxfp4-pack-quantized"
-_KINDS = {
-    _PACKED: _Kind(("int",), _ANY_BITS, ("channel", "group")),
-    "int-quantized": _Kind(("int",), _ANY_BITS, _ANY_BLOCK),
-    "float-quantized": _Kind(("float",), (8,), _ANY_BLOCK),
-    "naive-quantized": _Kind(("int", "float"), (8,), _ANY_BLOCK),
-    _MXFP4: _Kind(("float",), (4,), ("group",)),
+# Types, numbers of bits and strategies that a format of the config may have.
+_ALLOWED: dict[str, tuple[tuple[str, ...], tuple[int, ...], tuple[str, ...]]] = {
+    _PACKED: (("int",), _ANY_BITS, ("channel", "group")),
+    "int-quantized": (("int",), _ANY_BITS, _ANY_BLOCK),
+    "float-quantized": (("float",), (8,), _ANY_BLOCK),
+    "naive-quantized": (("int", "float"), (8,), _ANY_BLOCK),
+    _MXFP4: (("float",), (4,), ("group",)),
 }
 
 
@@ -85,7 +76,7 @@ class Format(QuantizedFormat):
         ways = ("input_activations", "output_activations")
         finer = ["activations"] if any(one.get(way) for one in groups.values() for way in ways) else []
         finer += ["keys and values"] if quantization_config.get("kv_cache_scheme") else []
-        super().__init__(quantized.finer_notice(finer))
+        super().__init__(notice=quantized.finer_notice(finer))
 
     def matrix(self, module: str, shape: tuple[int, int], source: Source) -> QuantizedMatrix | None:
         """See `QuantizedFormat.matrix`."""
@@ -153,14 +144,14 @@ def _scheme(group: Mapping[str, Any], format: object) -> _Scheme:
         raise quantized.refuse("weights of a group are no table")
     if not isinstance(targets, list) or not all(isinstance(one, str) for one in targets):
         raise quantized.refuse("targets of a group are no list of names")
-    kind = _KINDS.get(format) if isinstance(format, str) else None
-    if kind is None:
-        raise quantized.refuse(f"format {format!r} is not understood", need="one of " + ", ".join(_KINDS))
+    if not isinstance(format, str) or format not in _ALLOWED:
+        raise quantized.refuse(f"format {format!r} is not understood", need="one of " + ", ".join(_ALLOWED))
+    types, all_bits, strategies = _ALLOWED[format]
     quantized.setting(weights, ("dynamic",), False, (False,))
-    is_float = quantized.setting(weights, ("type",), "int", kind.types) == "float"
+    is_float = quantized.setting(weights, ("type",), "int", types) == "float"
     symmetric = quantized.setting(weights, ("symmetric",), True, (True,) if is_float else (True, False))
-    bits = quantized.setting(weights, ("num_bits",), 8, kind.bits)
-    return _Scheme(tuple(targets), str(format), bits, is_float, symmetric, _block(weights, kind.strategies))
+    bits = quantized.setting(weights, ("num_bits",), 8, all_bits)
+    return _Scheme(tuple(targets), format, bits, is_float, symmetric, _block(weights, strategies))
 
 
 def _block(weights: Mapping[str, Any], strategies: tuple[str, ...]) -> tuple[int, int]:

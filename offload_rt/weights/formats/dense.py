@@ -1,6 +1,5 @@
 """Weights as they are in the checkpoint: a matrix is its own bytes."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from offload_rt.models.architecture import LayerWeights
-from offload_rt.weights.formats import Source, StoredTensor
+from offload_rt.weights.formats import WeightFormat
 from offload_rt.weights.layout import Layout
 
 
@@ -18,32 +17,14 @@ def matches(quantization_config: object) -> bool:
     return quantization_config is None
 
 
-class Format:
+class Format(WeightFormat):
     """Each tensor is stored as it is, in any dtype that a computation can be done in."""
 
     name = "dense"
-    notice = ""
-
-    def __init__(self, quantization_config: None = None) -> None:
-        pass
-
-    def stored(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None, source: Source
-    ) -> tuple[StoredTensor, ...]:
-        """The tensor itself."""
-        return (StoredTensor(name, shape, dtype),)
-
-    def is_unused(self, name: str, source: Source) -> bool:
-        """No tensor is."""
-        return False
 
     def view(self, layout: Layout, block: Tensor, dtype: torch.dtype) -> "View":
         """Weights of another dtype are converted at each use."""
         return View(layout, block, dtype)
-
-    def scratch_nbytes(self, stored: StoredTensor, n_rows: int, dtype: torch.dtype) -> int:
-        """A converted copy, where the dtypes differ."""
-        return math.prod(stored.shape) * dtype.itemsize if stored.dtype != dtype else 0
 
 
 class _Views(dict[str, Tensor]):

@@ -24,7 +24,7 @@ class Format(QuantizedFormat):
         name = "weight_block_size"
         has_block = quantization_config.get(name) is not None
         self._block = quantized.two_numbers(quantization_config, name) if has_block else None
-        super().__init__(quantized.finer_notice(["activations"]))
+        super().__init__(notice=quantized.finer_notice(["activations"]))
 
     def matrix(self, module: str, shape: tuple[int, int], source: Source) -> QuantizedMatrix | None:
         """See `QuantizedFormat.matrix`."""

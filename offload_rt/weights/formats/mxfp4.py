@@ -16,9 +16,6 @@ class Format(QuantizedFormat):
 
     name = "mxfp4"
 
-    def __init__(self, quantization_config: object) -> None:
-        super().__init__()
-
     def matrix(self, module: str, shape: tuple[int, int], source: Source) -> QuantizedMatrix | None:
         """Of one expert, see `QuantizedFormat.matrix`."""
         n_out, n_in = shape
