@@ -37,11 +37,7 @@ class Context(NamedTuple):
 
 
 def probs(
-    logits: Tensor,
-    params: SamplingParams,
-    context: Context,
-    paths: Sequence[Sequence[int]],
-    out: Tensor | None = None,
+    logits: Tensor, params: SamplingParams, context: Context, paths: Sequence[Sequence[int]], out: Tensor | None = None
 ) -> Tensor:
     """The distribution of the next token at each of n nodes, rows summing to one.
 

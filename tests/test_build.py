@@ -98,7 +98,7 @@ def test_without_a_compiler_or_a_place_there_is_a_reason(folders: Path, monkeypa
 def test_an_interrupt_ends_the_compiler_and_leaves_nothing_behind(
     folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(*_: object) -> None:
+    def interrupted(*_: object, **__: object) -> None:
         while not is_written(folders / "calls"):
             time.sleep(0.01)
         raise KeyboardInterrupt

@@ -57,14 +57,9 @@ def _add_flag(group: "argparse._ArgumentGroup", item: Field[Any]) -> None:
     elif isinstance(default, tuple):
         group.add_argument(flag, action="append", metavar="TEXT", type=item.metadata["parse"], help=text)
     else:
-        group.add_argument(
-            flag,
-            default=None if default is MISSING else default,
-            required=default is MISSING,
-            type=item.metadata["parse"],
-            choices=item.metadata["choices"] or None,
-            help=text,
-        )
+        kind, choices, is_missing = item.metadata["parse"], item.metadata["choices"] or None, default is MISSING
+        default = None if is_missing else default
+        group.add_argument(flag, default=default, required=is_missing, type=kind, choices=choices, help=text)
 
 
 def from_flags(cls: type[Settings], namespace: argparse.Namespace) -> Settings:

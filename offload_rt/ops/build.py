@@ -8,7 +8,6 @@ import fcntl
 import hashlib
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -54,17 +53,9 @@ class Recipe:
         print(f"building the {self.name} with {self.compiler}, once for this machine", file=sys.stderr, flush=True)
         unfinished, log = target.with_suffix(".tmp"), target.with_suffix(".log")
         command = [compiler, *self.arguments, "-o", str(unfinished)]
-        # A session of its own: what the compiler has started ends with it where this is interrupted.
-        with subprocess.Popen(
-            command, cwd=SOURCES, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-        ) as process:
-            try:
-                said, _ = process.communicate()
-            except BaseException:
-                os.killpg(process.pid, signal.SIGTERM)
-                raise
-        log.write_text(said, encoding="utf-8")
-        if process.returncode:
+        done = subprocess.run(command, cwd=SOURCES, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+        log.write_bytes(done.stdout)
+        if done.returncode:
             raise NotBuilt(f"{self.compiler} failed, see {log}, and remove it to try again")
         unfinished.replace(target)
 
@@ -75,14 +66,11 @@ DECODER = Recipe("decoder", "g++", ("-std=c++17", "-O3", "-fPIC", "-shared", "-f
 def kernels(architectures: Iterable[int] = ARCHITECTURES) -> Recipe:
     """The kernels for such cards. They are linked with what the installed torch has: its CUDA part or none."""
     known, installed = sorted(architectures), Path(torch.__file__).parent
-    targets = [
-        *(f"arch=compute_{one},code=sm_{one}" for one in known),
-        "arch=compute_{0},code=compute_{0}".format(known[-1]),
-    ]
+    pairs = [*((one, f"sm_{one}") for one in known), (known[-1], f"compute_{known[-1]}")]
     libraries = (name for name in ("torch", "torch_cpu", "torch_cuda") if (installed / f"lib/lib{name}.so").exists())
     return Recipe("kernels", "nvcc", (
         "-shared", "-cudart=static", "-std=c++20", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden", "-Xptxas=-v",
-        "--threads=0", *(f"-gencode={one}" for one in targets),
+        "--threads=0", *(f"-gencode=arch=compute_{one},code={code}" for one, code in pairs),
         "-DTORCH_TARGET_VERSION=0x020b000000000000",  # the stable ABI of torch 2.11, the earliest that setup.py admits
         f"-I{installed}/include", *sorted(path.name for path in SOURCES.glob("*.cu")), "library.cpp",
         f"-L{installed}/lib", "-Xlinker=--no-as-needed", *(f"-l{name}" for name in libraries),

@@ -105,26 +105,19 @@ def dequantize(
     groups  (columns,) int32, or of rows: the scale of each, instead of its place by `block`
     out     (rows, columns), dense, of any dtype
     """
-    run = reference_dequantize
-    if scales.dtype in _KERNEL_DTYPES and out.dtype in _KERNEL_DTYPES:
-        if extension.serves(out):
-            run = _on_card
-        elif out.device.type == "cpu":
-            from offload_rt.ops.dequantize_kernels import dequantize_on_cpu  # numba takes a second to import
+    has_kernel = scales.dtype in _KERNEL_DTYPES and out.dtype in _KERNEL_DTYPES
+    if has_kernel and extension.serves(out):
+        is_float8 = codes.dtype == torch.float8_e4m3fn
+        kind = len(ORDERS) if is_float8 else ORDERS.index(packing.order)
+        numbers = kind, packing.bits, *packing.block, packing.offset
+        codes = codes.view(torch.uint8) if is_float8 else codes
+        extension.kernels().dequantize(codes, scales, zeros, groups, *numbers, out)
+    elif has_kernel and out.device.type == "cpu":
+        from offload_rt.ops.dequantize_kernels import dequantize_on_cpu  # numba takes a second to import
 
-            run = dequantize_on_cpu
-    run(codes, scales, zeros, groups, packing, out)
-
-
-def _on_card(
-    codes: Tensor, scales: Tensor, zeros: Tensor | None, groups: Tensor | None, packing: Packing, out: Tensor
-) -> None:
-    is_float8 = codes.dtype == torch.float8_e4m3fn
-    kind = len(ORDERS) if is_float8 else ORDERS.index(packing.order)
-    codes = codes.view(torch.uint8) if is_float8 else codes
-    extension.kernels().dequantize(
-        codes, scales, zeros, groups, kind, packing.bits, *packing.block, packing.offset, out
-    )
+        dequantize_on_cpu(codes, scales, zeros, groups, packing, out)
+    else:
+        reference_dequantize(codes, scales, zeros, groups, packing, out)
 
 
 def dequantize_blocks(blocks: Tensor, name: str, out: Tensor) -> None:
@@ -134,19 +127,15 @@ def dequantize_blocks(blocks: Tensor, name: str, out: Tensor) -> None:
     name    of their type, in BLOCKS
     out     (rows, columns), dense, of any dtype
     """
-    run = reference_dequantize_blocks
-    if name in KERNEL_BLOCKS and out.dtype in _KERNEL_DTYPES:
-        if extension.serves(out):
-            run = _blocks_on_card
-        elif out.device.type == "cpu":
-            from offload_rt.ops.dequantize_kernels import dequantize_blocks_on_cpu
+    has_kernel = name in KERNEL_BLOCKS and out.dtype in _KERNEL_DTYPES
+    if has_kernel and extension.serves(out):
+        extension.kernels().dequantize_blocks(blocks, list(KERNEL_BLOCKS).index(name), out)
+    elif has_kernel and out.device.type == "cpu":
+        from offload_rt.ops.dequantize_kernels import dequantize_blocks_on_cpu
 
-            run = dequantize_blocks_on_cpu
-    run(blocks, name, out)
-
-
-def _blocks_on_card(blocks: Tensor, name: str, out: Tensor) -> None:
-    extension.kernels().dequantize_blocks(blocks, list(KERNEL_BLOCKS).index(name), out)
+        dequantize_blocks_on_cpu(blocks, name, out)
+    else:
+        reference_dequantize_blocks(blocks, name, out)
 
 
 def unpack(codes: Tensor, order: Order, bits: int, n_rows: int, n_columns: int) -> Tensor:
@@ -199,14 +188,13 @@ def reference_dequantize_blocks(blocks: Tensor, name: str, out: Tensor) -> None:
     step = max(REFERENCE_WEIGHTS // max(out.shape[1], 1), 1)
     for first in range(0, len(out), step):
         part = blocks[first : first + step].contiguous().view(-1, BLOCKS[name].size)
-        values = _five_bits(part, name) if name in ("Q5_0", "Q5_1") else _by_transformers(part, name)
+        if name in ("Q5_0", "Q5_1"):
+            values = _five_bits(part, name)
+        else:
+            from transformers.integrations.gguf import dequant  # a third of a second
+
+            values = dequant.dequantize(part, BLOCKS[name].number, torch.float32)
         out[first : first + step] = values.view(-1, out.shape[1])
-
-
-def _by_transformers(blocks: Tensor, name: str) -> Tensor:
-    from transformers.integrations.gguf import dequant
-
-    return dequant.dequantize(blocks, BLOCKS[name].number, torch.float32)
 
 
 def _five_bits(blocks: Tensor, name: str) -> Tensor:

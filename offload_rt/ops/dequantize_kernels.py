@@ -83,15 +83,12 @@ def _dequantize_pairs(codes, scales, zeros, is_half, out):  # type: ignore[no-un
     """Codes of 4 bits, two in a byte, to two numbers of 16 bits in a word; codes, out (groups, n / 2)."""
     for g in range(len(codes)):
         scale, zero = scales[g], zeros[g]
-        if is_half:
-            for i in range(codes.shape[1]):
-                low = (np.float32(np.int32(codes[g, i] & np.uint8(15))) - zero) * scale
-                high = (np.float32(np.int32(codes[g, i] >> np.uint8(4))) - zero) * scale
+        for i in range(codes.shape[1]):
+            low = (np.float32(np.int32(codes[g, i] & np.uint8(15))) - zero) * scale
+            high = (np.float32(np.int32(codes[g, i] >> np.uint8(4))) - zero) * scale
+            if is_half:
                 out[g, i] = _half(low) | _half(high) << np.uint32(16)
-        else:
-            for i in range(codes.shape[1]):
-                low = (np.float32(np.int32(codes[g, i] & np.uint8(15))) - zero) * scale
-                high = (np.float32(np.int32(codes[g, i] >> np.uint8(4))) - zero) * scale
+            else:
                 out[g, i] = _bfloat16(low) | _bfloat16(high) << np.uint32(16)
 
 
@@ -121,14 +118,12 @@ def _dequantize(rows, codes, row_nbytes, scales, zeros, groups, numbers, out):  
 
 @compiled()
 def _write(values, written, out):  # type: ignore[no-untyped-def]  # numba infers the types
-    if written == _BFLOAT16:
-        for i in range(len(values)):
+    for i in range(len(values)):
+        if written == _BFLOAT16:
             out[i] = _bfloat16(values[i])
-    elif written == _HALF:
-        for i in range(len(values)):
+        elif written == _HALF:
             out[i] = _half(values[i])
-    else:
-        for i in range(len(values)):
+        else:
             out[i] = values[i]
 
 

@@ -155,12 +155,10 @@ def _look_up(typing, a, b, c, table, escapes, n_escapes, others, at):  # type: i
 @compiled()
 def _assemble(kept, others, is_half, words):  # type: ignore[no-untyped-def]  # numba infers the types
     """Words of signs and mantissas, and of the other bits."""
-    if is_half:
-        for i in range(len(kept)):
-            sign, other = np.uint16(kept[i]), np.uint16(others[i])
-            top = (sign & np.uint16(0x80)) << np.uint16(8) | (other & np.uint16(0xF8)) << np.uint16(7)
-            words[i] = top | (sign & np.uint16(0x7F)) << np.uint16(3) | other & np.uint16(7)
-    else:
-        for i in range(len(kept)):
-            sign, other = np.uint16(kept[i]), np.uint16(others[i])
-            words[i] = (sign & np.uint16(0x80)) << np.uint16(8) | other << np.uint16(7) | sign & np.uint16(0x7F)
+    for i in range(len(kept)):
+        sign, other = np.uint16(kept[i]), np.uint16(others[i])
+        top, low = (sign & np.uint16(0x80)) << np.uint16(8), sign & np.uint16(0x7F)
+        if is_half:
+            words[i] = top | (other & np.uint16(0xF8)) << np.uint16(7) | low << np.uint16(3) | other & np.uint16(7)
+        else:
+            words[i] = top | other << np.uint16(7) | low

@@ -69,12 +69,11 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scal
     """
     if q.is_cuda and visible is not None and q.shape[1] != k.shape[0]:
         return grouped_attention(q, k, v, visible, scale)
-    if q.device.type == "cpu" and len(q) == 1 and visible is None and q.dtype in (torch.bfloat16, torch.float16):
-        return one_row_attention(q, k, v, scale)
-    if (
-        q.device.type == "cpu" and visible is None and q.shape[1] != k.shape[0]
-    ):  # torch copies keys for each head of a group
-        return partial_attention(q, k, v, None, scale)[0]
+    if q.device.type == "cpu" and visible is None:
+        if len(q) == 1 and q.dtype in (torch.bfloat16, torch.float16):
+            return one_row_attention(q, k, v, scale)
+        if q.shape[1] != k.shape[0]:  # torch copies keys for each head of a group
+            return partial_attention(q, k, v, None, scale)[0]
     return torch_attention(q, k, v, visible, scale)
 
 

@@ -104,8 +104,7 @@ class HeadModel(DraftModel):
         return sequence.tokens[1:]
 
     def _begin(self, sequence: Sequence, n_nodes: int, is_alone: bool, path: Several[int] = ()) -> TreeState:
-        super()._begin(sequence, n_nodes, is_alone, path)
-        state = self._states[sequence]
+        state = super()._begin(sequence, n_nodes, is_alone, path)
         assert isinstance(state, HeadState), "so they are made"
         first, known = self._taken[sequence]
         n_kept = self._runner.n_committed(state.cache)
