@@ -76,8 +76,8 @@ def attention_ms(heads: tuple[int, int, int], n_rows: int, n_keys: int) -> dict[
     k, v = (torch.randn(n_kv_heads, n_keys, head_dim, generator=generator).bfloat16() for _ in range(2))
     scale = head_dim**-0.5
     if n_rows == 1:
-        ours = {"one_row_attention": partial(reference.one_row_attention, q, k, v, scale)}
-        return interleaved_ms({"torch": partial(reference.torch_attention, q, k, v, None, scale), **ours})
+        ways = {"torch": reference.torch_attention, "as used": reference.tree_attention}
+        return interleaved_ms({name: partial(way, q, k, v, None, scale) for name, way in ways.items()})
     visible = torch.rand(n_rows, n_keys, generator=generator) < 0.5
     visible[:, : n_keys - n_rows] = True
     ways = {"torch": reference.torch_attention, "torch, grouped": reference.grouped_attention, "products": by_products}

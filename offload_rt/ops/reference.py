@@ -69,11 +69,8 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scal
     """
     if q.is_cuda and visible is not None and q.shape[1] != k.shape[0]:
         return grouped_attention(q, k, v, visible, scale)
-    if q.device.type == "cpu" and visible is None:
-        if len(q) == 1 and q.dtype in (torch.bfloat16, torch.float16):
-            return one_row_attention(q, k, v, scale)
-        if q.shape[1] != k.shape[0]:  # torch copies keys for each head of a group
-            return partial_attention(q, k, v, None, scale)[0]
+    if q.device.type == "cpu" and visible is None and q.shape[1] != k.shape[0]:  # torch copies keys for each head
+        return partial_attention(q, k, v, None, scale)[0]
     return torch_attention(q, k, v, visible, scale)
 
 
@@ -92,13 +89,6 @@ def grouped_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: f
     mask = visible.repeat(rows.shape[1] // n, 1)
     out = F.scaled_dot_product_attention(rows[None], k[None], v[None], attn_mask=mask, scale=scale)[0]
     return out.view(n_groups, -1, n, head_dim).permute(2, 0, 1, 3).reshape(q.shape)
-
-
-def one_row_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """The same for one row that sees all keys, in float32: torch takes two to eight times as long (`bench/compute.py`)."""
-    rows = q.view(k.shape[0], -1, q.shape[2]).float() * scale
-    weights = torch.softmax(rows @ k.transpose(1, 2).float(), dim=-1)
-    return (weights @ v.float()).view(q.shape).to(q.dtype)
 
 
 def partial_attention(
