@@ -256,4 +256,7 @@ def test_every_shape_of_the_general_way_is_one_of_transformers() -> None:
         "glm4",
         "glm4_moe",
         "deepseek_v3",
+        "qwen3_next",
+        "qwen3_5_text",
+        "qwen3_5_moe_text",
     }

@@ -1,6 +1,7 @@
 """Weights as they are in the checkpoint: a matrix is its own bytes."""
 
 from collections.abc import Sequence
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -60,8 +61,11 @@ class View(LayerWeights):
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         """x (n, n_in) times `<name>.weight` (n_out, n_in) transposed, plus `<name>.bias` where there is one: (n, n_out)."""
+        return F.linear(x, self._weight(name), self._bias(name))
+
+    def _bias(self, name: str) -> Tensor | None:
         bias = self._tensors.get(f"{name}.bias")
-        return F.linear(x, self._weight(name), None if bias is None else bias.to(self._dtype))
+        return None if bias is None else bias.to(self._dtype)
 
     def _weight(self, name: str) -> Tensor:
         """The matrix of a product (n_out, n_in), until the next one is asked for."""
@@ -72,7 +76,7 @@ class View(LayerWeights):
         weight = self.joined(names) if x.is_cuda else None
         bias = self.joined(names, "bias") if weight is not None else None
         if weight is None or (bias is None and any(f"{name}.bias" in self.layout.by_name for name in names)):
-            return super().linears(x, names)
+            return tuple(starmap(F.linear, ((x, self._weight(name), self._bias(name)) for name in names)))
         widths = [len(self._tensors[f"{name}.weight"]) for name in names]
         return tuple(torch.split(F.linear(x, weight, bias), widths, dim=1))
 
