@@ -79,6 +79,7 @@ class LLM:
         draft_context: int | None = None,
         learn_draft: str = "off",
         exact_parallel: bool = False,
+        split_draft: bool = False,
         revision: str | None = None,
         offline: bool = False,
         pipeline: int = 1,
@@ -92,7 +93,7 @@ class LLM:
             EngineConfig(
                 model, draft_model, device, dtype, device_memory, host_memory, kv_memory, kv_dtype, max_model_len,
                 max_num_seqs, link_format, sidecar, drafter, rule, tree_size, tree_depth, draft_context, learn_draft,
-                exact_parallel, revision, offline, pipeline,
+                exact_parallel, split_draft, revision, offline, pipeline,
             )
         )  # fmt: skip
         is_shown = use_tqdm_on_load and sys.stderr.isatty() and is_first()

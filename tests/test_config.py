@@ -38,6 +38,7 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "draft_context": (["256"], 256),
     "learn_draft": (["keep"], "keep"),
     "exact_parallel": ([], True),
+    "split_draft": ([], True),
     "revision": (["main"], "main"),
     "offline": ([], True),
     "pipeline": (["2"], 2),

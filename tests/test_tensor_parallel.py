@@ -312,6 +312,25 @@ def test_any_drafter_gives_the_targets_tokens(
     assert divided_tokens(2, pair.target, prompt, 24, **settings) == generate(pair.model, prompt, 24)
 
 
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_a_draft_model_may_be_divided_too(pair: Pair, monkeypatch: pytest.MonkeyPatch, is_exact: bool) -> None:
+    keep_steady(monkeypatch)
+    cut, divide = [], engine_plan.divide
+    monkeypatch.setattr(engine_plan, "divide", lambda *given: cut.append(given[0].path) or divide(*given))
+    settings = pair.settings("adaptive_tree") | {"tree_depth": 4, "exact_parallel": is_exact, "split_draft": True}
+    assert divided_tokens(2, pair.target, prompt_of(2, 40), 24, **settings) == generate(
+        pair.model, prompt_of(2, 40), 24
+    )
+    target, draft = map(Path, (pair.target, settings["draft_model"]))
+    assert cut.count(target) == cut.count(draft) > 0
+
+
+def test_what_cannot_be_done_with_a_divided_draft_is_refused(pair: Pair) -> None:
+    settings = pair.settings("adaptive_tree") | {"split_draft": True, "learn_draft": "on"}
+    with pytest.raises(SettingsError, match="--split-draft: needs a whole draft model that does not learn"):
+        divided_tokens(2, pair.target, prompt_of(2, 40), 4, **settings)
+
+
 @pytest.mark.parametrize("kind", ["eagle", "medusa", "nextn"])
 def test_heads_of_rank_0_draft_with_tables_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     keep_steady(monkeypatch)

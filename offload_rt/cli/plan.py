@@ -55,7 +55,6 @@ class PlanSettings:
     ranks: int = setting(1, "cards of a machine of which each computes its part of every layer", parse=int)
     shared_link: bool = setting(False, "every two ranks hang on one link")
     network: str | None = setting(None, "rate between ranks, default: by NVLink, without it through the host's memory")
-    split_draft: bool = setting(False, "divide the draft model among the ranks too; else it is on the first")
     sweep: str | None = setting(None, "print the curve over this", choices=_SWEEPS)
     json: bool = setting(False, "print one JSON object instead of tables")
 
@@ -153,7 +152,7 @@ def _with_card(settings: PlanSettings, config: EngineConfig) -> "Machine":
     ranks = Parallelism.of(
         max(settings.ranks, config.pipeline), card, link or card.link.gbps,
         None if settings.network is None else parse_rate(settings.network, "--network"), exact=config.exact_parallel,
-        pipeline=config.pipeline > 1, shared_link=settings.shared_link, split_draft=settings.split_draft,
+        pipeline=config.pipeline > 1, shared_link=settings.shared_link, split_draft=config.split_draft,
     )  # fmt: skip
     return replace(machine, sources=(*machine.sources, *assumed)).of_rank(ranks)
 

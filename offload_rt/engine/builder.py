@@ -17,6 +17,7 @@ from offload_rt.executor.cuda_graphs import CudaCapture, GraphShape
 from offload_rt.executor.runner import Runner
 from offload_rt.kv.recurrent import state_rows
 from offload_rt.models.heads import Head
+from offload_rt.models.stage import Stage
 from offload_rt.models.tensor_parallel import SharedWeights, TensorParallelModel
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.ops import extension
@@ -26,7 +27,7 @@ from offload_rt.speculate.pair_stats import PairStats
 from offload_rt.speculate.protocols import Drafter, DraftParts
 from offload_rt.system.machine import MachineProfile
 from offload_rt.system.numa import cpus_near
-from offload_rt.system.ranks import Ranks, joined
+from offload_rt.system.ranks import joined
 from offload_rt.system.trace import Trace
 from offload_rt.weights import int4
 
@@ -96,9 +97,7 @@ def load(engine_plan: EnginePlan, trace: Trace, progress: Progress | None = None
             # Where the target drafts itself, its passes have the rows of trees under way.
             n_tree_rows = n_nodes if engine_plan.drafting.type.view is None else ROWS_PER_NODE * n_nodes
             runner.use_graphs(GraphShape(n_nodes, engine_plan.cache_rows, n_tree_rows), capture, _CAPTURING_S)
-        if (ranks := joined()) is not None:
-            divided = runner, beside if part is not None else None, draft_runner if draft is None else None
-            _compute_together(ranks, divided, closes)
+        _compute_together((runner, beside, draft_runner), closes)
         drafter, cost = _open_drafter(engine_plan, runner, draft_runner, trace)
         states = engine_plan.n_sequences, state_rows(checkpoint.spec, engine_plan.dtype.itemsize)
         scheduler = Scheduler(engine_plan.cache_rows, engine_plan.limits.n_nodes, plan.split, *states)
@@ -107,15 +106,19 @@ def load(engine_plan: EnginePlan, trace: Trace, progress: Progress | None = None
         return Engine(runner, drafter, rule, cost, trace, scheduler, closes.pop_all(), draft_runner, notice)
 
 
-def _compute_together(ranks: Ranks, divided: Sequence[Any], closes: ExitStack) -> None:
-    """Let other ranks do what rank 0 does with what they have together, until it has ended, and end their processes."""
+def _compute_together(several: Sequence[Any], closes: ExitStack) -> None:
+    """Let other ranks do what rank 0 does with what is divided, until it has ended, and end their processes."""
+    if (ranks := joined()) is None:
+        return
     if ranks.rank > 0:
         for number, method, args, kwargs in ranks.told():
-            getattr(divided[number], method)(*args, **kwargs)
+            getattr(several[number], method)(*args, **kwargs)
         raise SystemExit
     closes.callback(ranks.leave)
-    for number, one in enumerate(divided):
-        if one is not None:
+    for number, one in enumerate(several):
+        if isinstance(one, SharedWeights) or (
+            isinstance(one, Runner) and isinstance(one.spec, Stage | TensorParallelModel)
+        ):
             one.tell = partial(ranks.telling, number)
 
 

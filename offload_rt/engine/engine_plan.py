@@ -134,8 +134,7 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting
     whole, ranks, dtype = checkpoint, joined(), _pick_dtype(config.dtype, checkpoint)
     budget = memory_budget(config, device)
     checkpoint = _of_rank(config, whole, drafting, dtype, budget)
-    if ranks is not None and ranks.rank > 0:  # rank 0 drafts
-        drafting = replace(drafting, draft=None, learning="off")
+    asked, drafting = drafting, _drafting_of_rank(config, drafting)
     link = choose_link(config, checkpoint, device)
     disk: DiskTier | SidecarTier = DiskTier(checkpoint.layers)
     experts: ExpertFiles | None = None
@@ -155,7 +154,7 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting
                 all_are or config.exact_parallel or config.pipeline > 1
             ):  # a part of each row has few of a disk's pages
                 disk.close()
-                return plan_engine(replace(config, exact_parallel=True), whole, drafting)
+                return plan_engine(replace(config, exact_parallel=True), whole, asked)
             same = replace(config, max_model_len=max_len, tree_size=n_nodes)
             memory = plan_touched(same, drafting, (target, draft), touched, dtype, budget)
             memory = replace(memory, limits=replace(memory.limits, fixed_size=config.tree_size is not None))
@@ -198,6 +197,19 @@ def _of_rank(
     if config.pipeline > 1:
         return stage_of(config, whole, drafting, dtype, budget)
     return whole if ranks is None else divide(whole, TensorParallelModel.of(whole.spec, ranks, config.exact_parallel))
+
+
+def _drafting_of_rank(config: EngineConfig, drafting: Drafting) -> Drafting:
+    """Rank 0 drafts; the others have at most a part of the draft model. Raises SettingsError where it cannot be divided."""
+    ranks, draft = joined(), drafting.draft
+    if ranks is None or draft is None:
+        return drafting
+    if not config.split_draft:
+        return drafting if ranks.rank == 0 else replace(drafting, draft=None, learning="off")
+    if draft.spec.taps or drafting.learning != "off" or config.pipeline > 1:
+        need = "a whole draft model that does not learn, and no --pipeline"
+        raise SettingsError("--split-draft", need=need, change="leave it out")
+    return replace(drafting, draft=divide(draft, TensorParallelModel.of(draft.spec, ranks, config.exact_parallel)))
 
 
 def _divided(checkpoint: Checkpoint, whole: Sizes, is_packed: bool) -> Sizes | None:
