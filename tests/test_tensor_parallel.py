@@ -39,16 +39,18 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import offload_rt.llm
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
-from offload_rt.engine import builder, engine_plan
+from offload_rt.engine import builder, engine_plan, link
 from offload_rt.errors import CheckpointError, DeviceError, SettingsError, UnsupportedModelError
 from offload_rt.models.tensor_parallel import Cut, TensorParallelModel
 from offload_rt.offload.disk import DirectFiles, DiskTier, ReadSettings
+from offload_rt.ops.lossless import decode
 from offload_rt.speculate.select import drafter_type
 from offload_rt.weights.checkpoint import open_checkpoint
 from offload_rt.weights.divided import divide, parts
 from offload_rt.weights.formats import Source, format_of
 from offload_rt.weights.header import read_header
-from offload_rt.weights.layout import host_block
+from offload_rt.weights.layout import PackedLayer, host_block
+from offload_rt.weights.lossless import encode_layer
 
 MINE = threading.local()
 NAME, SHAPE = "mlp.down_proj.weight", (128, 256)
@@ -457,11 +459,36 @@ def test_what_cannot_be_divided_is_refused_in_a_sentence(
 
 def test_lossless_weights_are_refused(pair: Pair) -> None:
     config = EngineConfig(str(pair.target), device="cpu", drafter="none", link_format="lossless")
-    with pytest.raises(SettingsError, match="divided among ranks"):
+    with pytest.raises(SettingsError, match="several ranks on cards"):
         together(2, lambda: LLM.open(config).close())
 
 
 # Processes
+
+
+def test_lossless_weights_of_ranks_with_cards_are_encoded_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as that goes without a card: the plan, and what is encoded."""
+    monkeypatch.setattr(link.extension, "serves", lambda tensor: True)
+    whole = open_checkpoint(Path(__file__).parents[1] / "models" / "demo-target")
+    config = EngineConfig(str(whole.path), link_format="lossless")
+    for rank in range(2):
+        ranks = ThreadRanks(rank, Board(2))
+        checkpoint = divide(whole, TensorParallelModel.of(whole.spec, ranks, is_exact=False))  # type: ignore[arg-type]
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", lambda *_, **__: None)  # on a card that is not here
+            chosen = link.choose_link(config, checkpoint, torch.device("cuda", 0))
+        assert chosen.encodes and chosen.sidecar is None and chosen.sizes is not None
+        with closing(DiskTier(checkpoint.layers, packed=True)) as files:
+            block = host_block(files.layout(0).nbytes)
+            for read in files.reads(0, block):
+                read()
+            image = encode_layer(PackedLayer(block, files.layout(0)), 1)
+        assert len(image.block) <= chosen.sizes.layer_nbytes[0] < len(block)
+        decoded = host_block(image.encoded.layout.nbytes)
+        for source, target, n, nbytes, kind in image.encoded.chunks.tolist():
+            assert decode(image.block.numpy()[source : source + nbytes], kind, n, decoded.numpy()[target:])
+        for name, entry in image.encoded.layout.by_name.items():
+            assert torch.equal(entry.view(decoded), files.layout(0).by_name[name].view(block))
 
 
 def test_torchrun_gives_the_text_of_one_process(pair: Pair, tmp_path: Path) -> None:

@@ -45,7 +45,8 @@ def choose_link(config: EngineConfig, checkpoint: Checkpoint, device: torch.devi
 
     `auto` uses a sidecar and nothing else: with one, loading reads fewer bytes too. Encoding at load takes about a second
     of all cores for every 4 GB, in each run, and the plan then rests on a sample of the weights; so it is done where it is
-    asked for. Quantised weights cross the link as they are.
+    asked for. Quantised weights cross the link as they are. Weights divided among ranks have no sidecar: they are encoded at
+    load.
     Raises an OffloadError where what was asked for cannot be had.
     """
     is_asked = config.link_format == "lossless"
@@ -55,14 +56,14 @@ def choose_link(config: EngineConfig, checkpoint: Checkpoint, device: torch.devi
     if config.pipeline > 1 or config.link_format == "raw" or not (is_asked or config.sidecar or directory.is_dir()):
         return Link()
     is_divided = isinstance(checkpoint.spec, TensorParallelModel)
-    if checkpoint.format.name != "dense" or is_divided:
-        problem = "--link-format lossless is for weights that are not quantised, and not divided among ranks"
+    if checkpoint.format.name != "dense" or (is_divided and not (is_asked and on_card)):
+        problem = "--link-format lossless is for weights that are not quantised, with several ranks on cards where it is given"
         have = "several ranks" if is_divided else checkpoint.format.name
         return _without(is_asked, SettingsError(problem, have=have, change="leave it out"))
     if on_card and not extension.serves(torch.empty(0, device=device)):
         problem = f"no kernel decodes lossless weights: {extension.missing()}"
         return _without(is_asked, DeviceError(problem, change="use --link-format raw"))
-    if is_asked and on_card and not config.sidecar and not directory.is_dir():
+    if is_asked and on_card and (is_divided or not (config.sidecar or directory.is_dir())):
         encoded = tuple(estimate(layer) for layer in checkpoint.layers)
         return Link(encodes=True, sizes=_sizes(checkpoint, encoded, on_card))
     if not directory.is_dir():
