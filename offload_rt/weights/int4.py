@@ -6,6 +6,7 @@ The products are torch's own (tinygemm): they are fast for few rows, and what th
 import torch
 from torch import Tensor
 
+from offload_rt.models.architecture import LayerWeights
 from offload_rt.weights.formats import dense
 from offload_rt.weights.layout import Layout, PackedLayer, host_block, packed_layout
 
@@ -95,6 +96,8 @@ class Format(dense.Format):
 
 class View(dense.View):
     """The weights of a layer."""
+
+    linears = LayerWeights.linears  # each by itself
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         """See `LayerWeights.linear`."""
