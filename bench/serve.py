@@ -68,11 +68,6 @@ class Asked:
         """Of those after the first."""
         return (self.seconds - self.first_s) / (self.n_tokens - 1)
 
-    @property
-    def per_chunk_s(self) -> float:
-        """The same by chunks: of this package's server one is a pass."""
-        return (self.seconds - self.first_s) / (self.n_chunks - 1)
-
 
 @dataclass(frozen=True)
 class Round:
@@ -174,11 +169,14 @@ def through_http(client: Client, llm: LLM, server: Server, prompts: Sequence[lis
         for way in ("http", "stream") if i % 2 else ("stream", "http"):
             llm.engine.reset_prefix_cache()
             if way == "http":
-                found[way] = client.send(server, [prompt], n_new).answers[0].per_chunk_s
+                answer = client.send(server, [prompt], n_new).answers[0]
+                found[way] = answer.seconds - answer.first_s, answer.n_chunks - 1  # a chunk is a pass
             else:
                 moments = [time.perf_counter() for _ in llm.stream(prompt, params)]
-                found[way] = (moments[-1] - moments[0]) / (len(moments) - 1)
-        ratios.append(found["http"] / found["stream"])
+                found[way] = moments[-1] - moments[0], len(moments) - 1
+        if all(n for _, n in found.values()):  # not of what the first pass has answered
+            http, stream = (seconds / n for seconds, n in (found["http"], found["stream"]))
+            ratios.append(http / stream)
     return ratios
 
 

@@ -130,7 +130,7 @@ class LLM:
 
     def _prepare(self, config: EngineConfig, drafting: Drafting | None = None) -> None:
         if (ranks := joined()) is not None:
-            ranks.begin()
+            ranks.refuse_second()
         if drafting is None:
             pick_drafter(config)  # what cannot be is refused before anything is fetched
         if config.draft_model is not None:  # before the weights of the target are fetched

@@ -94,7 +94,7 @@ class ThreadRanks:
     def least(self, *numbers: int) -> list[int]:
         return self._together(numbers, lambda given: list(map(min, zip(*given, strict=True))))
 
-    def begin(self) -> None:
+    def refuse_second(self) -> None:
         pass
 
     def telling(self, *call: Any) -> AbstractContextManager[None]:

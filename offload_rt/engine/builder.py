@@ -110,6 +110,7 @@ def _compute_together(several: Sequence[Any], closes: ExitStack) -> None:
     """Let other ranks do what rank 0 does with what is divided, until it has ended, and end their processes."""
     if (ranks := joined()) is None:
         return
+    ranks.has_begun = True
     if ranks.rank > 0:
         for number, method, args, kwargs in ranks.told():
             getattr(several[number], method)(*args, **kwargs)

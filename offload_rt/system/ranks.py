@@ -76,6 +76,7 @@ class Ranks:
     rank, size  the number of this one, and how many there are
     n_local     ranks on this machine
     failure     what has become of another rank
+    has_begun   the others compute with this one, or have done so
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -83,7 +84,7 @@ class Ranks:
         self.failure: RankError | None = None
         self.n_local = int(os.environ["LOCAL_WORLD_SIZE"])
         self._calls: SimpleQueue[Any] = SimpleQueue()
-        self._has_begun = self._has_left = self._has_spoken = False
+        self.has_begun = self._has_left = self._has_spoken = False
         self._broken: BaseException | None = None  # what has ended a call of this rank that others were told of
         self._failed = threading.Event()
         self._sent: list[tuple[Any, torch.Tensor]] = []  # what is on its way, with what is sent
@@ -129,11 +130,10 @@ class Ranks:
                 raise RankError(f"not all of {self.size} ranks have come in {_COME_S:.0f} s")
             time.sleep(_LOOK_S)
 
-    def begin(self) -> None:
-        """Let the others compute with this one from now on. Raises SettingsError if they have done so before."""
-        if self._has_begun:
+    def refuse_second(self) -> None:
+        """Raises SettingsError once the others compute with this one, or have done so."""
+        if self.has_begun:
             raise SettingsError("a second LLM in a run of several ranks", change="go on with the first, or run anew")
-        self._has_begun = True
 
     @contextmanager
     def telling(self, *call: Any) -> Iterator[None]:
