@@ -162,8 +162,8 @@ class TensorParallelModel(Architecture):
 
     @property
     def notice(self) -> str:  # type: ignore[override]  # it is read alone
-        """Says what divided models go without."""
-        return "\n".join(filter(None, (self.whole.notice, "passes of several ranks are not captured as CUDA graphs")))
+        """As the whole model."""
+        return self.whole.notice
 
     @property
     def kv_shapes(self) -> tuple[KVShape, ...]:

@@ -220,9 +220,10 @@ class Ranks:
         """See `end`."""
         if code:  # perhaps it comes of a rank that has just ended, and torchrun has ended this one
             self._failed.wait(_SOON_S)
-        self.leave(sentence.removeprefix("error: "))
+        said = sentence.removeprefix("error: ")
+        self.leave(said)
         speaks, self._has_spoken = self.rank == 0 and not self._has_spoken, True
-        if self.failure is not None and not (sentence == INTERRUPTION == self.failure.said):
+        if self.failure is not None and self.failure.said != said:
             code, sentence = OffloadError.exit_code, f"error: {self.failure}"
             speaks = speaks or (self.rank == 1 and self.failure.rank == 0)
         return code, sentence if speaks else ""
