@@ -150,9 +150,8 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting
         if ranks is not None:
             is_in_memory = "disk" not in memory.plan.tiers
             max_len, n_nodes, all_are = ranks.least(memory.max_model_len, memory.limits.n_nodes, is_in_memory)
-            if not (
-                all_are or config.exact_parallel or config.pipeline > 1
-            ):  # a part of each row has few of a disk's pages
+            # A disk is read in pages, of which a part of each row has few.
+            if not (all_are or config.exact_parallel or config.pipeline > 1):
                 disk.close()
                 return plan_engine(replace(config, exact_parallel=True), whole, asked)
             same = replace(config, max_model_len=max_len, tree_size=n_nodes)

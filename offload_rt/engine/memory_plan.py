@@ -144,24 +144,19 @@ def plan_touched(
     divide  gives the target so divided; None: it cannot be
     Beside a card all its experts lie on the host. Raises CapacityError as `plan_memory` where neither can lie anywhere.
     """
-    whole, problem = None, None
-    try:
+    whole, besides = None, budget
+    with suppress(CapacityError):
         whole = plan_memory(config, drafting, models, dtype, budget)
-    except CapacityError as error:
-        problem = error
     divided = None if whole is not None and whole.plan.is_resident else divide()
     if divided is not None and divided.experts is not None:
         if budget.has_card:
-            budget = replace(budget, buffers=budget.buffers + divided.experts.n_blocks * divided.experts.nbytes)
-        if budget.host >= budget.buffers:
+            besides = replace(budget, buffers=budget.buffers + divided.experts.n_blocks * divided.experts.nbytes)
+        if besides.host >= besides.buffers:
             with suppress(CapacityError):
-                touched = plan_memory(config, drafting, (divided, models[1]), dtype, budget)
+                touched = plan_memory(config, drafting, (divided, models[1]), dtype, besides)
                 if whole is None or _moved(touched, config) < _moved(whole, config):
                     return touched
-    if whole is None:
-        assert problem is not None
-        raise problem
-    return whole
+    return whole or plan_memory(config, drafting, models, dtype, budget)  # which says what is lacking
 
 
 def _moved(memory: MemoryPlan, config: EngineConfig) -> int:

@@ -1,7 +1,8 @@
 """The ranks of a run that torchrun has started: who they are, what they tell each other, and what becomes of them.
 
 Rank 0 decides what is computed. Each other rank keeps a connection to it, over which it is told what to do and which ends when
-either process does: so a rank that dies is missed at once, whatever the others compute.
+either process does: so a rank that dies is missed at once, whatever the others compute. What is said over it is pickled, so
+ranks trust each other; the key of the connections is made for each run and passed on by torchrun's store.
 """
 
 import atexit
