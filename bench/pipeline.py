@@ -6,14 +6,23 @@ Two processes stand for the machines, joined by gloo, each with a budget for som
 process with this budget streams over a link of a set rate. The floor is a process with memory for all: every layer computed
 once, nothing moved. A prompt of 1,000 tokens is two chunks, so two ranks that compute at the same time are to take 3/4 of its
 time. Ratios are of the same round; the last line is one JSON object.
+
+    python -m bench.pipeline --ahead
+
+tells by simulation what sending rows before the verdict on the last tree could gain at most: drafting takes no time, a part of
+a pass takes a stage as long as any other, and whatever is in the stages when a verdict makes it useless still takes its turn.
 """
 
 import argparse
+import heapq
 import json
+import random
 import sys
 import time
+from collections.abc import Container, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -24,14 +33,13 @@ from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig, parse_size
 from offload_rt.tree.topology import Topology
 
-WIDTHS, CONTEXT, N_PROMPT = (1, 64), 256, 1000
+WIDTHS, CONTEXT, N_PROMPT = (1, 64, 256), 256, 1000
 
 
 def config(model: Path, nbytes: int, **more: int) -> EngineConfig:
-    """Of an engine with so much memory, which decodes plainly."""
-    return EngineConfig(
-        str(model), device="cpu", device_memory=nbytes, drafter="none", max_model_len=N_PROMPT + 2, **more
-    )
+    """Of an engine with so much memory, that knows what its passes take."""
+    more |= {"tree_size": WIDTHS[-1], "max_model_len": 1280}
+    return EngineConfig(str(model), device="cpu", device_memory=nbytes, drafter="recycle", **more)
 
 
 def seconds(llm: LLM, chance: torch.Generator) -> list[float]:
@@ -43,6 +51,48 @@ def seconds(llm: LLM, chance: torch.Generator) -> list[float]:
     return [*found, time.perf_counter() - started]
 
 
+Node = tuple[
+    int, ...
+]  # the place of each token from the root on among the children of the one before, likely ones first
+
+
+def likely(root: Node, chances: Sequence[float], besides: Container[Node], n: int) -> list[Node]:
+    """The n nodes at and below the root, without those named, that are most likely to be accepted."""
+    found, heap = list[Node](), [(-1.0, root)]
+    while len(found) < n:
+        chance, node = heapq.heappop(heap)
+        found += [] if node in besides else [node]
+        for k, of_child in enumerate(chances):
+            heapq.heappush(heap, (chance * of_child, (*node, k)))
+    return found
+
+
+def tokens_a_turn(chances: Sequence[float], n_stages: int, n_rows: int, ahead: bool, n_turns: int = 4000) -> float:
+    """Tokens for each turn of a stage, with a tree behind each verdict, or more rows of it in every turn."""
+    chance, n_tokens, root = random.Random(0), 0, Node()
+    sent = dict[Node, int]()  # the turn at whose end a node's logits are there
+    for turn in range(n_turns):
+        if ahead or not sent:
+            sent |= dict.fromkeys(likely(root, chances, sent, n_rows), turn + n_stages - 1)
+        while sent.get(root, turn + 1) <= turn:
+            n_tokens += 1
+            (k,) = chance.choices(range(len(chances) + 1), [*chances, 1 - sum(chances)])
+            root = (*root, k)
+            sent = {node: end for node, end in sent.items() if node[: len(root)] == root}
+            root = root if sent else Node()
+    return n_tokens / n_turns
+
+
+def print_gains() -> None:
+    """A line for each chance that the first guess for a token is right, with smaller ones for others."""
+    for chances in ((0.8, 0.08, 0.03, 0.02, 0.01), (0.6, 0.14, 0.07, 0.04, 0.03), (0.45, 0.15, 0.08, 0.05, 0.04)):
+        for n_stages, n_rows in product((2, 4, 8), (16, 64)):
+            waiting, ahead = (tokens_a_turn(chances, n_stages, n_rows, way) for way in (False, True))
+            print(
+                f"{chances[0]:.2f} {n_stages} stages, {n_rows:2} rows: {waiting:.3f} -> {ahead:.3f}, {ahead / waiting:.2f}"
+            )
+
+
 def main() -> None:
     """Measure and print, or be one of the ranks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -51,7 +101,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--budget", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--ahead", action="store_true")
     flags = parser.parse_args()
+    if flags.ahead:
+        return print_gains()
     chance = torch.Generator().manual_seed(time.time_ns())
     if flags.rank_of:
         with LLM.from_config(config(flags.rank_of, flags.budget, pipeline=2)) as llm:

@@ -16,11 +16,15 @@ from offload_rt.config import EngineConfig
 from offload_rt.errors import SettingsError, UnsupportedModelError
 from offload_rt.models.families import spec_of
 from offload_rt.models.stage import Stage, divide_layers
+from offload_rt.system.machine import ComputeTimes
 
 _SCRIPT = """
 import json, sys
 from offload_rt import LLM, SamplingParams
-settings, prompts, params = json.loads(sys.argv[1])
+from offload_rt.system.machine import ComputeTimes
+settings, prompts, params, n_parts = json.loads(sys.argv[1])
+if n_parts:
+    ComputeTimes.n_parts = lambda self, n_rows, n_stages: min(n_rows, n_parts)
 with LLM(device="cpu", **settings) as llm:
     for seed in (0, 1):
         for one in llm.generate(prompts, SamplingParams(max_tokens=12, logprobs=3, seed=seed, ignore_eos=True, **params)):
@@ -29,13 +33,15 @@ with LLM(device="cpu", **settings) as llm:
 """
 
 
-def _said(folder: Path, n: int, settings: dict, prompts: list[list[int]], **params: object) -> tuple[str, list[str]]:
-    """What ranks give, and where the layers of rank 0 lie."""
+def _said(
+    folder: Path, n: int, settings: dict, prompts: list[list[int]], n_parts: int = 0, **params: object
+) -> tuple[str, list[str]]:
+    """What ranks give, and where the layers of rank 0 lie; n_parts: of each pass, whatever is measured."""
     folder.mkdir()
     script = folder / "script.py"
     script.write_text(_SCRIPT)
     settings = {"max_model_len": 1300, **settings, **({"pipeline": n} if n > 1 else {})}
-    with started(str(script), [json.dumps([settings, prompts, params])], folder, n) as ranks:
+    with started(str(script), [json.dumps([settings, prompts, params, n_parts])], folder, n) as ranks:
         assert [one.code() for one in ranks] == [0] * n, "".join(one.err for one in ranks)[-2000:]
         assert not any(one.out for one in ranks[1:])
         return ranks[0].out, json.loads(ranks[0].err.splitlines()[-1])
@@ -78,10 +84,10 @@ def test_streamed_layers_give_what_one_rank_gives(drafter: str, zoo: Zoo, tmp_pa
 
 
 def test_drafted_tokens_are_those_of_the_model(zoo: Zoo, tmp_path: Path) -> None:
-    """The draft is on rank 0 alone."""
+    """The draft is on rank 0 alone; the rows of a tree follow each other through the ranks in three parts."""
     pair = zoo.pair("llama", 0)
     settings = {"model": str(pair.target), "draft_model": str(pair.draft), "max_model_len": 128, "tree_size": 8}
-    text, _ = _said(tmp_path / "ranks", 2, settings, [prompt_of(0)], temperature=0)
+    text, _ = _said(tmp_path / "ranks", 2, settings, [prompt_of(0)], n_parts=3, temperature=0)
     assert _tokens(text) == [generate(pair.model, prompt_of(0), 12)] * 2
 
 
@@ -102,6 +108,28 @@ def test_layers_that_attend_to_those_of_others_are_not_divided() -> None:
     spec = spec_of(config_of("gemma3n_text").to_dict())
     with pytest.raises(UnsupportedModelError, match="attend to the keys and values of others; leave --pipeline out"):
         Stage.of(spec, range(1), Namespace(rank=0))
+
+
+@pytest.mark.parametrize("n_stages", [2, 4])
+def test_rows_go_through_stages_in_as_many_parts_as_is_soonest(n_stages: int) -> None:
+    """Reading the weights takes as long as computing 50 rows: against a clock that lets each stage take part after part."""
+    times = ComputeTimes((1, 512), (64, 128), ((51.0, 562.0), (51.0, 562.0)))
+
+    def seconds(n_rows: int, n_parts: int) -> float:
+        ends = [0.0] * n_stages  # of the last part in each stage
+        for _ in range(n_parts):
+            for stage in range(n_stages):
+                ends[stage] = max(ends[stage], ends[stage - 1] if stage else 0.0) + (50 + n_rows / n_parts) / n_stages
+        return ends[-1]
+
+    of_stages = times.of_stages(n_stages)
+    for n_rows in (1, 16, 64, 512):
+        best = min(seconds(n_rows, n) for n in range(1, min(n_rows, 16) + 1))
+        chosen = seconds(n_rows, times.n_parts(n_rows, n_stages))
+        assert best <= chosen <= 1.05 * best
+        if n_rows in times.widths:
+            assert of_stages.at(np.array([n_rows]), 64)[0] == pytest.approx(chosen)
+    assert times.n_parts(1, n_stages) == 1 < times.n_parts(512, n_stages)
 
 
 @pytest.mark.parametrize("seed", range(20))

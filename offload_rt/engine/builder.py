@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -154,6 +155,9 @@ def _open_drafter(
             longest = min(longest, split.n_on_device - limits.n_nodes - 1)
         disk = engine_plan.disk if engine_plan.device.type == "cpu" else None
         machine = profile.pass_profile(runner, moved, (limits.n_nodes, longest), disk)
+        if isinstance(runner.spec, Stage) and runner.spec.ranks and machine.compute and not machine.link_gbps:
+            runner.follow_each_other(machine.compute)
+            machine = replace(machine, compute=machine.compute.of_stages(runner.spec.ranks.size))
     view, n_levels = drafting.type.view, limits.n_levels
     draft_nbytes = (
         drafting.draft.nbytes if drafting.draft else runner.spec.n_layers * engine_plan.plan.reserved.stand_in

@@ -26,6 +26,7 @@ from offload_rt.models.tensor_parallel import TensorParallelModel
 from offload_rt.offload.expert_cache import ExpertCache
 from offload_rt.offload.far_rows import FarRows
 from offload_rt.offload.streamer import LayerView, Streamer
+from offload_rt.system.machine import ComputeTimes
 from offload_rt.system.trace import COMPUTE, Trace
 from offload_rt.weights.formats import WeightFormat
 
@@ -88,6 +89,7 @@ class Runner:
         self._chunk_rows, self._ids = CHUNK_ROWS, itertools.count()
         self._caches: dict[int, KVCache] = {}
         self._graphs: GraphRunner | None = None
+        self._times: ComputeTimes | None = None
         self.kv = RecurrentCache if self.spec.state_shapes else self.kv
 
     @torch.inference_mode()
@@ -246,6 +248,11 @@ class Runner:
         return could
 
     @_everywhere
+    def follow_each_other(self, times: ComputeTimes) -> None:
+        """Let the rows of a pass go through the ranks of a pipeline in parts, as soon as they can by these times."""
+        self._times = times
+
+    @_everywhere
     def new_cache(self, capacity: int, is_alone: bool = False, share: KVShare | None = None) -> int:
         """Id of an empty cache for one sequence, with room for `capacity` rows. The caller frees it.
 
@@ -358,23 +365,30 @@ class Runner:
     def _chunks(self, steps: Sequence[Step]) -> list[Chunk]:
         """Cut the rows of all steps, one behind the other, into chunks; on the host."""
         parts: list[list[Segment]] = []
-        n_rows = 0
+        n_rows, chunk_rows = 0, self._rows_together(sum(step.n_rows for step in steps))
         for step in steps:
             start, cache = step.n_done, self._caches[step.cache]
             while start < len(step.tokens):
-                at = n_rows % self._chunk_rows
+                at = n_rows % chunk_rows
                 if at == 0:
                     parts.append([])
-                n = min(self._chunk_rows - at, len(step.tokens) - start)
+                n = min(chunk_rows - at, len(step.tokens) - start)
                 parts[-1].append(Segment(step, cache, start, start + n, slice(at, at + n)))
                 start, n_rows = start + n, n_rows + n
         chunks = []
-        for first, segments in zip(range(0, n_rows, self._chunk_rows), parts, strict=True):
+        for first, segments in zip(range(0, n_rows, chunk_rows), parts, strict=True):
             masks = tuple(one.mask() for one in segments)
             rows = slice(first, first + segments[-1].rows.stop)
             inputs = tuple(one.inputs(self.spec.state_shapes[0].kernel) for one in segments if self.spec.state_shapes)
             chunks.append(Chunk(rows, tuple(segments), masks, self._row_inputs(segments), inputs))
         return chunks
+
+    def _rows_together(self, n_rows: int) -> int:
+        """Rows of a chunk in a pass of so many."""
+        if self._times is None:
+            return self._chunk_rows
+        assert isinstance(self.spec, Stage) and self.spec.ranks is not None, "rows follow each other through stages"
+        return min(self._chunk_rows, -(-n_rows // self._times.n_parts(n_rows, self.spec.ranks.size)))
 
     def _row_inputs(self, segments: list[Segment]) -> tuple[Tensor, ...]:
         """What the architecture's layers need to know of all rows, on the host."""

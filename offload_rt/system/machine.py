@@ -14,6 +14,9 @@ import psutil
 # Exponent of the norm by which link and compute add up to a pass; infinite would be the longer of the two. Measured on two
 # cores and a disk: a pass of 150 rows whose compute and link took 1.05 s each took 1.13 s, one of 0.94 and 1.03 took 1.09.
 _ROUNDING = 8.0
+# Parts of a pass through the stages of a pipeline at most, and how much longer than the best fewer of them may take: each
+# costs a hand-over, which nobody measures.
+_MOST_PARTS, _WORTH_PARTS = 16, 1.05
 # Of control groups, by the controller that their line names (none in version 2): folder, files of the limit and the usage.
 _CGROUPS = {
     "": (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
@@ -66,6 +69,24 @@ class ComputeTimes:
         least = min(context, self.contexts[0])
         attention = self._at(n_rows / n_sequences, context) - self._at(n_rows / n_sequences, least)
         return np.asarray(self._at(n_rows, least) + n_sequences * attention)
+
+    def n_parts(self, n_rows: int, n_stages: int) -> int:
+        """In how many parts so many rows are soonest through stages that take as long as each other, one behind the other."""
+        parts = np.arange(1, min(n_rows, _MOST_PARTS) + 1)
+        seconds = self._in_parts(n_rows, parts, n_stages)
+        return int(parts[seconds < _WORTH_PARTS * seconds.min()][0])
+
+    def of_stages(self, n: int) -> "ComputeTimes":
+        """What passes take whose parts follow each other through n stages; see `n_parts`."""
+
+        def seconds(width: int, context: int) -> float:
+            return float(self._in_parts(width, np.array([self.n_parts(width, n)]), n, context)[0])
+
+        rows = tuple(tuple(seconds(width, context) for width in self.widths) for context in self.contexts)
+        return replace(self, seconds=rows)
+
+    def _in_parts(self, n_rows: int, parts: np.ndarray, n_stages: int, context: int = 0) -> np.ndarray:
+        return self._at(n_rows / parts, max(context, self.contexts[0])) * (1 + (parts - 1) / n_stages)
 
     def _at(self, n_rows: np.ndarray, context: int) -> np.ndarray:
         table = np.array(self.seconds)
