@@ -3,16 +3,19 @@
 `python -m bench.experts` writes two mixtures of random weights, one as Mixtral (8 experts of which a token takes 2) and one as
 Qwen3-MoE (128, of which it takes 8), and decodes both ways in a quarter of their memory, in turn, over a link of a set speed;
 the tokens, which are drawn by a seed, must be the same. Routers of random weights take every expert about equally often,
-whatever came before: the worst case for what is kept. The floor is what the link needs for the bytes that came. The last line
-is one JSON object.
+whatever came before: the worst case for what is kept. The floor is what the link needs for the bytes that came.
+
+`--host` compares others: touched experts that lie in memory behind such a link, all of them moved, or those computed there that
+are there sooner, by a thread of its own. What plays the device computes on another one. The last line is one JSON object.
 """
 
 import argparse
 import json
 import tempfile
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -21,17 +24,21 @@ from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedConfig, 
 
 from bench.lossless import PacedDisk
 from bench.measure import Spread, commit, machine
-from bench.paced import PacedLink
+from bench.paced import PacedLink, PacedTier
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig, format_size, parse_size
+from offload_rt.offload.host_experts import HostExperts
+from offload_rt.offload.memory import MemoryTier
+from offload_rt.offload.tier import read_parallel
 from offload_rt.weights.checkpoint import Checkpoint
+from offload_rt.weights.layout import PackedLayer, host_block
 
 _SHAPE = {
     "vocab_size": 1024, "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64,
     "max_position_embeddings": 512, "tie_word_embeddings": False, "eos_token_id": None, "bos_token_id": None,
     "pad_token_id": None, "dtype": "bfloat16",
 }  # fmt: skip
-_WAYS = ("whole layers", "touched experts")
+_WAYS, _HOST_WAYS = ("whole layers", "touched experts"), ("always moved", "host computes")
 
 
 def configs(nbytes: int) -> dict[str, PreTrainedConfig]:
@@ -62,13 +69,32 @@ def open_paced(folder: Path, way: str, memory: int, gbps: float) -> LLM:
     return llm
 
 
+def open_beside_host(folder: Path, way: str, memory: int, gbps: float) -> LLM:
+    """A model whose experts lie in memory behind a link, where a thread may compute them."""
+    llm = LLM.open(EngineConfig(str(folder), device="cpu", drafter="none", device_memory=memory, max_model_len=64))
+    plan, images = llm.engine_plan, MemoryTier()
+    assert plan.experts is not None and plan.plan.experts is not None
+    with closing(plan.experts.tier) as files:
+        for i in range(len(plan.experts.records)):
+            images.put(i, PackedLayer(host_block(files.layout(i).nbytes), files.layout(i)))
+            read_parallel(files.reads(i, images.image(i).block), files.n_parallel)
+    llm.engine_plan = replace(plan, experts=replace(plan.experts, tier=PacedTier(images, gbps)))
+    llm.load()
+    runner, copy_s = llm.engine.runner, plan.plan.experts.nbytes / gbps / 1e9
+    view = partial(runner.format.view, dtype=runner.dtype)
+    host = runner.experts.host = HostExperts(images, view, copy_s, runner.device, torch.get_num_threads())
+    host.is_on = way == _HOST_WAYS[1]
+    return llm
+
+
 def measure(folder: Path, flags: argparse.Namespace) -> dict[str, object]:
     """Seconds per token and bytes per pass both ways, in turn."""
-    seconds: dict[str, list[float]] = {way: [] for way in _WAYS}
-    moved: dict[str, list[float]] = {way: [] for way in _WAYS}
+    ways, open_way = (_HOST_WAYS, open_beside_host) if flags.host else (_WAYS, open_paced)
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    moved: dict[str, list[float]] = {way: [] for way in ways}
     prompts = torch.randint(1024, (flags.rounds + 1, 4), generator=torch.Generator().manual_seed(0)).tolist()
     with ExitStack() as stack:
-        llms = {way: stack.enter_context(open_paced(folder, way, flags.memory, flags.gbps)) for way in _WAYS}
+        llms = {way: stack.enter_context(open_way(folder, way, flags.memory, flags.gbps)) for way in ways}
         for n, prompt in enumerate(prompts):
             texts, params = [], SamplingParams(max_new_tokens=flags.tokens, temperature=1.0, seed=n)
             for way, llm in llms.items():
@@ -79,17 +105,22 @@ def measure(folder: Path, flags: argparse.Namespace) -> dict[str, object]:
                 moved[way].append((meter.read()[0] - before) / output.stats.n_passes)
                 texts.append(output.token_ids)
             assert texts[0] == texts[1], "both ways give the same tokens"
-        slots = llms[_WAYS[1]].plan
+        slots, host = llms[ways[1]].plan, llms[ways[1]].engine.runner.experts.host
     found: dict[str, object] = {}
-    for way in _WAYS:
+    if host is not None:
+        found["host_s"], found["copy_s"] = host.times.seconds, host.copy_s
+        print(
+            f"an expert: {host.copy_s:.5f} s on the link, {host.times.seconds} s on the host with {host.times.widths} rows"
+        )
+    for way in ways:
         time_s, nbytes = Spread.of(seconds[way][1:]), Spread.of(moved[way][1:])  # the first round fills the slots
         floor = nbytes.median / flags.gbps / 1e9
         print(
             f"{way:16s} {time_s} s per token; {format_size(int(nbytes.median))} a pass, {time_s.median / floor:.2f} of it"
         )
         found[way] = {"seconds": asdict(time_s), "nbytes": nbytes.median, "over_floor": time_s.median / floor}
-    ratio = Spread.of([b / a for a, b in zip(*(seconds[way][1:] for way in _WAYS), strict=True)])
-    print(f"touched / whole  {ratio}; {slots.n_expert_slots} of {slots.experts.n_blocks} experts kept")
+    ratio = Spread.of([b / a for a, b in zip(*(seconds[way][1:] for way in ways), strict=True)])
+    print(f"{ways[1]} / {ways[0]}  {ratio}; {slots.n_expert_slots} of {slots.experts.n_blocks} experts kept")
     return found | {"ratio": asdict(ratio)}
 
 
@@ -101,6 +132,7 @@ def main() -> None:
     parser.add_argument("--gbps", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=6)
+    parser.add_argument("--host", action="store_true", help="compare moving experts with computing some where they lie")
     parser.add_argument("--kinds", default="qwen3_moe,mixtral")
     parser.add_argument("--folder", help="of the models while they are needed; default: that of temporary files")
     flags = parser.parse_args()

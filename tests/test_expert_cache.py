@@ -243,10 +243,10 @@ def test_a_pass_reads_the_experts_that_it_touches_and_no_others(model_of, monkey
         of_block = Counter({i: tier._source.nbytes(i) for i in range(32)})
         arrive, missing = cache.arrive, []
 
-        def watched(k, n_rows):
+        def watched(k, n_rows, work):
             missing.extend(8 * k + one for one in n_rows if 8 * k + one not in cache._slot_of)
             touched.append(set(n_rows))
-            return arrive(k, n_rows)
+            return arrive(k, n_rows, work)
 
         monkeypatch.setattr(cache, "arrive", watched)
         for start, stop in ((0, 9), *((at, at + 1) for at in range(9, 17))):

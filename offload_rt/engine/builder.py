@@ -158,6 +158,9 @@ def _open_drafter(
         if isinstance(runner.spec, Stage) and runner.spec.ranks and machine.compute and not machine.link_gbps:
             runner.follow_each_other(machine.compute)
             machine = replace(machine, compute=machine.compute.of_stages(runner.spec.ranks.size))
+    if moved.experts is not None and runner.experts is not None and (host := runner.experts.host) is not None:
+        host.is_on = True  # passes have been timed without what it computes
+        moved = replace(moved, experts=replace(moved.experts, host=host.times))
     view, n_levels = drafting.type.view, limits.n_levels
     draft_nbytes = (
         drafting.draft.nbytes if drafting.draft else runner.spec.n_layers * engine_plan.plan.reserved.stand_in

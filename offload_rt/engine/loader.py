@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, closing
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,6 +18,7 @@ from offload_rt.offload import stream_cuda, stream_threads
 from offload_rt.offload.disk import DiskTier, ReadSettings
 from offload_rt.offload.expert_cache import CardExperts, ExpertCache, ThreadExperts
 from offload_rt.offload.far_rows import FileRows, HostRows
+from offload_rt.offload.host_experts import HostExperts
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.offload.placement import ExpertSizes, with_host_slots
 from offload_rt.offload.sidecar import SidecarTier
@@ -135,7 +137,12 @@ class Loader:
             return partial(self._read, files.tier, i, host_block(files.tier.layout(i).nbytes))
 
         self._fill({"host": tier}, [("host", one) for one in files.records], work)
-        return CardExperts(sizes, n_slots, tier, view, runner.streamer)
+        cache = CardExperts(sizes, n_slots, tier, view, runner.streamer)
+        # A copy of the format: it has a buffer on the host that is the thread's own. One thread is left for launching kernels.
+        view, n_threads = partial(copy(runner.format).view, dtype=runner.dtype), max(torch.get_num_threads() - 1, 1)
+        host = HostExperts(tier, view, cache.copy_s, self.device, n_threads, self.cpus)
+        cache.host = self.closes.enter_context(closing(host))
+        return cache
 
     def _sources(self, resident: MemoryTier, engine_plan: EnginePlan) -> LayerSources:
         """Where the layers of a plan are, which gives up layers on the host where the driver has refused to pin some."""

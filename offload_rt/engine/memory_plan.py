@@ -150,7 +150,8 @@ def plan_touched(
     divided = None if whole is not None and whole.plan.is_resident else divide()
     if divided is not None and divided.experts is not None:
         if budget.has_card:
-            besides = replace(budget, buffers=budget.buffers + divided.experts.n_blocks * divided.experts.nbytes)
+            on_host = divided.experts.n_blocks * divided.experts.nbytes + divided.view_nbytes  # where some are computed
+            besides = replace(budget, buffers=budget.buffers + on_host)
         if besides.host >= besides.buffers:
             with suppress(CapacityError):
                 touched = plan_memory(config, drafting, (divided, models[1]), dtype, besides)

@@ -50,14 +50,28 @@ class Mixture(NamedTuple):
 class LayerExperts:
     """The experts of one layer where they are no part of it but come as rows need them.
 
-    arrive     each of the experts that so many rows take, first what is there; its weights are gone at the next step
+    arrive     each of the experts that so many rows take, first what is there: its weights, which are gone at the next step,
+               or last, where `HostWork` has computed it, its outputs
     following  the weights of the next layer that has experts, without these; None where they are not there
     expect     is told which experts rows are likely to take there, the likeliest first; empty: nobody knows
+    has_host   whether the host computes some, for which it needs the rows
     """
 
-    arrive: Callable[[Mapping[int, int]], "Iterator[tuple[int, LayerWeights]]"]
+    arrive: Callable[[Mapping[int, int], "HostWork | None"], "Iterator[tuple[int, LayerWeights | Tensor]]"]
     following: Callable[[], "LayerWeights | None"]
     expect: Callable[[Sequence[int]], None]
+    has_host: bool = False
+
+
+class HostWork(NamedTuple):
+    """What the host needs to compute experts of a layer.
+
+    compute  outputs of rows (n, width), all on the host, by the number of an expert and its weights
+    rows     those of an expert
+    """
+
+    compute: Callable[[Tensor, int, "LayerWeights"], Tensor]
+    rows: Callable[[int], Tensor]
 
 
 class StateShape(NamedTuple):

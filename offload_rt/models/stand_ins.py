@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -14,7 +15,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from offload_rt import ops
 from offload_rt.errors import UnsupportedModelError
-from offload_rt.models.architecture import LayerExperts, LayerWeights, PassContext, StateContext, StateShape
+from offload_rt.models.architecture import HostWork, LayerExperts, LayerWeights, PassContext, StateContext, StateShape
 
 # Names under which transformers finds what is ours: in passes, where nobody makes masks, and while a model is traced.
 NAME, TRACED = "offload_rt", "offload_rt_traced"
@@ -239,18 +240,26 @@ class Touched:
         chosen, scores  (n_rows, n_used)
         The outputs are added in the order of the experts, so a sum does not depend on what was there.
         """
-        predicted = self.predict(hidden)
-        counts = [
-            one.flatten().bincount(minlength=module.num_experts)
-            for one in ops.to_host([chosen] if predicted is None else [chosen, predicted])
-        ]
+        predicted, n_used, has_host = self.predict(hidden), chosen.shape[1], self.experts.has_host
+        choices = [chosen] if predicted is None else [chosen, predicted]
+        on_host = ops.to_host([*choices, *([hidden.contiguous()] if has_host else [])])
+        counts = [one.flatten().bincount(minlength=module.num_experts) for one in on_host[: len(choices)]]
         self.experts.expect([] if predicted is None else _ranked(counts[1]))
         n_rows, ends = counts[0].tolist(), counts[0].cumsum(0).tolist()
+
+        def places(expert: int, order: Tensor) -> Tensor:
+            return order[ends[expert] - n_rows[expert] : ends[expert]]
+
         order, outputs = chosen.flatten().argsort(stable=True), dict[int, tuple[Tensor, Tensor]]()
-        for expert, weights in self.experts.arrive({one: n for one, n in enumerate(n_rows) if n}):
-            at = order[ends[expert] - n_rows[expert] : ends[expert]]
-            rows = at // chosen.shape[1]
-            out = self._expert(module, hidden[rows], expert, weights)
+        order_there, compute = on_host[0].flatten().argsort(stable=True), partial(self._expert, module)
+        work = HostWork(compute, lambda one: on_host[-1][places(one, order_there) // n_used])
+        for expert, came in self.experts.arrive(
+            {one: n for one, n in enumerate(n_rows) if n}, work if has_host else None
+        ):
+            at = places(expert, order)
+            rows = at // n_used
+            out = came if isinstance(came, Tensor) else self._expert(module, hidden[rows], expert, came)
+            out = module.post_expert_norm(out) if module.has_post_expert_norm else out
             outputs[expert] = rows, (out * scores.flatten()[at, None]).to(hidden.dtype)
         mixed = torch.zeros_like(hidden)
         for expert in sorted(outputs):
@@ -258,11 +267,10 @@ class Touched:
         return mixed
 
     def _expert(self, module: Any, x: Tensor, expert: int, weights: LayerWeights) -> Tensor:
-        """One expert on its rows, by the attributes that transformers' own implementations go by."""
+        """One expert on its rows, but for a norm behind it, by the attributes that transformers' own implementations go by."""
         up = self._product(module, x, expert, weights, "gate_up_proj" if module.has_gate else "up_proj")
         inner = module._apply_gate(up) if module.has_gate else module.act_fn(up)
-        out = self._product(module, inner, expert, weights, "down_proj")
-        return module.post_expert_norm(out) if module.has_post_expert_norm else out
+        return self._product(module, inner, expert, weights, "down_proj")
 
     def _product(self, module: Any, x: Tensor, expert: int, weights: LayerWeights, key: str) -> Tensor:
         name = f"{self.name}.{key}"

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.cuda import Event
 
 from offload_rt.errors import LinkError
-from offload_rt.models.architecture import LayerExperts, LayerWeights
+from offload_rt.models.architecture import HostWork, LayerExperts, LayerWeights
+from offload_rt.offload.host_experts import HostExperts
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.offload.placement import ExpertSizes
 from offload_rt.offload.stream_cuda import CudaStreamer
@@ -39,7 +40,11 @@ class ExpertCache(ABC):
     A layer's router says which its rows need. Those that are there are computed while others arrive; behind them come those
     that the next layer is likely to need. Room is made by the one of the least use: the share of rows that took it, with
     older passes counting less. None is left out, however few slots there are.
+
+    host  computes some of those that are not there; None: all are brought
     """
+
+    host: HostExperts | None = None
 
     def __init__(self, sizes: ExpertSizes, tier: Tier, view: View, slots: list[Tensor]) -> None:
         """tier: has expert e of layer `mixture.layers[k]` as block `k * mixture.n_experts + e`."""
@@ -59,13 +64,17 @@ class ExpertCache(ABC):
         if i not in layers:
             return None
         k = layers.index(i)
-        return LayerExperts(partial(self.arrive, k), following, partial(self.expect, (k + 1) % len(layers)))
+        expect = partial(self.expect, (k + 1) % len(layers))
+        return LayerExperts(partial(self.arrive, k), following, expect, self.host is not None)
 
-    def arrive(self, k: int, n_rows: Mapping[int, int]) -> Iterator[tuple[int, LayerWeights]]:
+    def arrive(
+        self, k: int, n_rows: Mapping[int, int], work: HostWork | None = None
+    ) -> Iterator[tuple[int, LayerWeights | Tensor]]:
         """See `LayerExperts.arrive`, of the k-th layer that has some. Raises LinkError if one cannot be read."""
         first = k * self.mixture.n_experts
         try:
-            self._want(first, n_rows)
+            here = self._want(first, n_rows, work)
+            begun = self.host.begin(first, here, work) if self.host and work and here else None
             while self._wanted:
                 block = self._await()
                 slot = self._slot_of[block]
@@ -75,6 +84,8 @@ class ExpertCache(ABC):
                     self._wanted.discard(block)
                     self._taken[slot] = False
                     self._fill()
+            if self.host and begun:
+                yield from zip((one - first for one in here), self.host.finish(begun), strict=True)
         finally:
             if self._wanted:
                 self._forget()
@@ -88,7 +99,7 @@ class ExpertCache(ABC):
         with self._changed:
             if not experts:
                 likely = np.argsort(-use[k * n : (k + 1) * n], kind="stable")[: self.mixture.n_used]
-                least = np.where(self._held < 0, 0.0, use[self._held]).min()
+                least = self._least_use()
                 experts = [one for one in likely.tolist() if use[k * n + one] > least]
             self._ahead = deque(k * n + one for one in experts[: int(_AHEAD * len(self._slots))])
 
@@ -105,6 +116,10 @@ class ExpertCache(ABC):
         """A wanted block that is there, or whatever is computed from now on comes after its arrival."""
 
     @abstractmethod
+    def _on_way(self) -> tuple[set[int], int]:
+        """The wanted blocks that have a slot and are not there, and how many others are on their way."""
+
+    @abstractmethod
     def _sort(self) -> None:
         """Of what was likely, hurry what is wanted now, and forget the rest if it has not begun to come."""
 
@@ -116,7 +131,8 @@ class ExpertCache(ABC):
     def _settle(self) -> None:
         """Wait for what is under way, free the slots of what has not come, and forget errors."""
 
-    def _want(self, first: int, n_rows: Mapping[int, int]) -> None:
+    def _want(self, first: int, n_rows: Mapping[int, int], work: HostWork | None = None) -> list[int]:
+        """Begin to bring what is not there; returns the blocks that the host is to compute instead."""
         n, total = self.mixture.n_experts, sum(n_rows.values())
         with self._changed:
             use = self._use[first : first + n]
@@ -127,9 +143,28 @@ class ExpertCache(ABC):
             self._soon[first : first + n] = self._soon[list(self._ahead)] = _SOON
             self._wanted = {first + expert for expert in n_rows}
             self._sort()
+            here = [] if self.host is None or work is None else self._leave(self.host, first, n_rows, work)
             self._needed = deque(one for one in sorted(self._wanted) if one not in self._slot_of)
             self._taken[[self._slot_of[one] for one in self._wanted & self._slot_of.keys()]] = True
             self._fill()
+            return here
+
+    def _leave(self, host: HostExperts, first: int, n_rows: Mapping[int, int], work: HostWork) -> list[int]:
+        """What the host computes of what is wanted and not there; the most used of it comes all the same, if worth the room."""
+        if host.times is None:
+            host.measure(first, self.mixture.n_experts, work.rows(next(iter(n_rows)))[:1], work)
+        coming, n_before = self._on_way()
+        missing = {one: n_rows[one - first] for one in self._wanted if one in coming or one not in self._slot_of}
+        here = host.choose(missing, self._use, coming, n_before)
+        self._wanted.difference_update(here)
+        most = max((one for one in here if one not in coming), key=lambda one: self._use[one], default=None)
+        if most is not None and self._use[most] > self._least_use():
+            self._ahead.append(most)
+        return here
+
+    def _least_use(self) -> float:
+        """Of what makes room."""
+        return float(np.where(self._held < 0, 0.0, self._use[self._held]).min())
 
     def _fill(self) -> None:
         """Begin fetches as far as there is room: all that are needed, then likely ones. Called with the lock held."""
@@ -213,6 +248,10 @@ class ThreadExperts(ReadThreads, ExpertCache):
         self._count_wait(started, span_name(EXPERTS, block))
         return block
 
+    def _on_way(self) -> tuple[set[int], int]:
+        wanted = self._wanted & self._coming.keys()
+        return wanted, len(self._coming) - len(wanted)
+
     def _sort(self) -> None:
         likely, self._idle = self._idle, deque[Fetch]()
         for fetch in likely:
@@ -262,9 +301,16 @@ class CardExperts(ExpertCache):
         """link: the streamer of the layers, over whose streams these are copied."""
         self._images, self._meter, self._device = tier.image, link.meter, link.device
         super().__init__(sizes, tier, view, [self._device.allocate(sizes.nbytes) for _ in range(n_slots)])
+        self.copy_s = min(map(self._seconds_of_copy, range(3)))
         self._last_use = [self._device.event() for _ in self._slots]
         self._ready = list(self._last_use)
         self._timings: deque[tuple[Event, Event, int]] = deque()  # of copies, and of waits for them, which move nothing
+
+    def _seconds_of_copy(self, block: int) -> float:
+        source = self._images(block).block
+        started, ended = self._device.copy([(self._slots[0][: len(source)], source)], self._device.event())
+        self._device.wait(ended)
+        return self._device.seconds_between(started, ended) or 0.0
 
     def close(self) -> None:
         """See `ExpertCache.close`."""
@@ -287,11 +333,20 @@ class CardExperts(ExpertCache):
         self._device.compute_waits_for(there[block])
         return block
 
+    def _on_way(self) -> tuple[set[int], int]:
+        self._count_finished()
+        ready = {one: self._ready[self._slot_of[one]] for one in self._wanted if one in self._slot_of}
+        wanted = {one for one, event in ready.items() if self._device.seconds_between(event, event) is None}
+        return wanted, sum(nbytes > 0 for *_, nbytes in self._timings) - len(wanted)
+
     def _sort(self) -> None:
         """What was enqueued comes."""
 
     def _computed(self, slot: int) -> None:
         self._last_use[slot] = self._device.record_compute()
+        self._count_finished()
+
+    def _count_finished(self) -> None:
         while self._timings and (seconds := self._device.seconds_between(*self._timings[0][:2])) is not None:
             nbytes = self._timings.popleft()[2]
             self._meter.add(nbytes, seconds if nbytes else 0.0)

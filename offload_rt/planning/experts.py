@@ -13,10 +13,13 @@ import numpy as np
 from offload_rt.engine.memory_plan import Sizes
 from offload_rt.planning.forecast import Forecast
 from offload_rt.planning.roofline import met_weights, n_weights
-from offload_rt.system.machine import MachineProfile, PassBytes, TouchedExperts, pass_time
+from offload_rt.planning.sizes import decoded_nbytes, is_plain
+from offload_rt.system.machine import HostTimes, MachineProfile, PassBytes, TouchedExperts, pass_time
 
 # GB/s at which a processor reads weights from its memory (assumed): two channels of DDR5-5600 have 89.6.
 RAM_GBPS = 60.0
+# GB/s of weights that it decodes of quantised experts (assumed): eight threads of 10^9 weights a second, in 16 bits.
+CPU_DECODE_GBPS = 16.0
 # Of a checkpoint that has experts one by one; else those of a layer are one tensor of three dimensions.
 _ONE = re.compile(r"experts\.(?:\w+\.)?(\d+)\.")
 # Tokens a second, by the model's name.
@@ -40,7 +43,8 @@ class TouchedForecast:
     nbytes      of them that a token needs
     n_on_host   of those of a layer, on average; the others are on the disk
     streamed_s  seconds of a token where they are brought to the card
-    on_cpu_s    where the processor computes with those that are not resident, and the card with the rest
+    on_cpu_s    where the processor computes some of those meanwhile, and the card the rest
+    host_nbytes brought to the card then
     """
 
     experts: TouchedExperts
@@ -48,6 +52,7 @@ class TouchedForecast:
     n_on_host: float
     streamed_s: float
     on_cpu_s: float
+    host_nbytes: int
 
 
 def touched(forecast: Forecast) -> TouchedForecast | None:
@@ -67,14 +72,17 @@ def touched(forecast: Forecast) -> TouchedForecast | None:
     experts = replace(experts, n_resident=n_on_device)
     of_disk, links = replace(experts, tier="disk", n_resident=n_on_device + n_on_host), dict(machine.links)
 
-    def seconds(host_gbps: float, computing_s: float) -> float:
-        rates = (("disk", links["disk"]), ("host", host_gbps))
-        profile = MachineProfile(machine.title, False, rates, 1.0, machine.fixed_s + computing_s)
-        return max(pass_time(profile, PassBytes((), 0, experts=one)) for one in (experts, of_disk))
+    def seconds(of_host: TouchedExperts, computing_s: float) -> float:
+        profile = MachineProfile(machine.title, False, machine.links, 1.0, machine.fixed_s + computing_s)
+        return max(pass_time(profile, PassBytes((), 0, experts=one)) for one in (of_host, of_disk))
 
-    of_cpu = share * (1 - n_on_device / experts.n_experts)
-    streamed_s, on_cpu_s = seconds(links["host"], forecast.row_s), seconds(RAM_GBPS, (1 - of_cpu) * forecast.row_s)
-    return TouchedForecast(experts, int(experts.of_pass(np.array(1))), n_on_host, streamed_s, on_cpu_s)
+    decoded = 0.0 if is_plain(target) else decoded_nbytes(target) / sum(target.layer_nbytes)
+    host_s = experts.nbytes * max(1 / RAM_GBPS, decoded / CPU_DECODE_GBPS) / 1e9
+    beside = replace(experts, host=HostTimes((1,), (host_s,)))
+    moved, less = (int(one.of_pass(np.array(1), links["host"])) for one in (experts, beside))
+    of_cpu = share * (moved - less) / (of_each * experts.n_used)
+    streamed_s, on_cpu_s = seconds(experts, forecast.row_s), seconds(beside, (1 - of_cpu) * forecast.row_s)
+    return TouchedForecast(experts, moved, n_on_host, streamed_s, on_cpu_s, less)
 
 
 def experts_of(sizes: Sizes) -> tuple[TouchedExperts, float] | None:

@@ -122,6 +122,18 @@ class StreamedRows:
 
 
 @dataclass(frozen=True)
+class HostTimes:
+    """Seconds in which the host computes an expert where it lies, by rows, ascending."""
+
+    widths: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def at(self, n_rows: np.ndarray) -> np.ndarray:
+        """Of any number of rows, as `ComputeTimes.at`."""
+        return _line(n_rows, self.widths, self.seconds)
+
+
+@dataclass(frozen=True)
 class TouchedExperts:
     """Experts of mixtures that come over a link as the rows of a pass need them.
 
@@ -130,6 +142,7 @@ class TouchedExperts:
     n_experts   of each of them, of which a row takes `n_used`
     nbytes      of one expert
     n_resident  of a layer on the device, on average
+    host        computes some of the others while the link brings the rest; None: all come
     """
 
     tier: str
@@ -138,11 +151,19 @@ class TouchedExperts:
     n_used: int
     nbytes: int
     n_resident: float = 0.0
+    host: HostTimes | None = None
 
-    def of_pass(self, n_rows: np.ndarray) -> np.ndarray:
-        """Bytes that come in a pass of so many rows, if each took any experts as often as others."""
-        n_touched = 1 - (1 - self.n_used / self.n_experts) ** n_rows
-        return np.asarray(n_touched * (self.n_experts - self.n_resident) * self.n_layers * self.nbytes)
+    def of_pass(self, n_rows: np.ndarray, gbps: float = 0.0) -> np.ndarray:
+        """Bytes that come in a pass of so many rows, if each took any experts as often as others.
+
+        gbps  of the link: the host and it end together, but one of them has the last expert to itself; 0: all come
+        """
+        touched = 1 - (1 - self.n_used / self.n_experts) ** n_rows
+        n_missing = touched * (self.n_experts - self.n_resident)
+        if self.host is not None and gbps:
+            share = self.host.at(n_rows * self.n_used / (touched * self.n_experts)) / (self.nbytes / gbps / 1e9)
+            n_missing = np.maximum(n_missing * share / (1 + share), np.minimum(n_missing, 1) * np.minimum(share, 1))
+        return np.asarray(n_missing * self.n_layers * self.nbytes)
 
 
 @dataclass(frozen=True)
@@ -204,7 +225,7 @@ def pass_times(
     n_chunks = np.ceil(n_rows / moved.rows.chunk_rows) if moved.rows is not None else np.ones(n_rows.shape)
     link, experts = np.zeros(n_rows.shape), moved.experts
     for tier, weights, nbytes, its_rate in links:
-        by_rows = experts.of_pass(n_rows) if experts is not None and experts.tier == tier else 0
+        by_rows = experts.of_pass(n_rows, its_rate / 1e9) if experts is not None and experts.tier == tier else 0
         by_rows = by_rows + n_rows * moved.exchanged * (tier == "host")
         link = np.maximum(link, (weights + (nbytes - weights) * n_chunks + by_rows) / its_rate)
     if profile.compute is None:
