@@ -11,7 +11,7 @@ import pytest
 import torch
 from checkpoints import pack
 from pretended_card import pretended_card
-from test_contracts_stream import PATIENCE_S, PretendedGPU
+from test_contracts_stream import PATIENCE_S, Host, PretendedGPU, _layers, files  # noqa: F401
 from test_expert_cache import cache_on, model_of, open_touched  # noqa: F401
 from test_mxfp4 import published  # noqa: F401
 from tiny import feed, generate, keep_steady, prompt_of, runner_of
@@ -154,6 +154,26 @@ def test_what_is_used_often_comes_although_the_host_has_computed_it():
         assert visit(cache, 0, [0, 1], lambda x, *_: x)[0] == {0, 1}
 
 
+def test_the_host_does_not_wait_for_a_copy_that_has_begun(files):  # noqa: F811
+    """Where a product ends before it; the copy goes on, and is there for the next pass."""
+    go, images = threading.Event(), MemoryTier()
+    for i, layer in enumerate(_layers()):
+        images.put(i, pack(layer))
+    trap = lambda i, n: i == 3 and (go.wait(PATIENCE_S), go.set())  # noqa: E731
+    with cache_on(Host, files, 3, n_parallel=1, trap=trap) as (cache, *_):
+        cache.host = HostExperts(images, lambda layout, block: block, 1.0, CPU, 1)
+        set_rates(cache.host, 2.0)
+        cache.expect(1, [0])
+        assert visit(cache, 0, [1], lambda x, *_: x)[0] == {1}  # and block 3 is being read
+        set_rates(cache.host, 0.5)
+        assert visit(cache, 1, [0], lambda x, *_: x)[0] == set()
+        go.set()
+        while cache._coming:
+            time.sleep(0.001)
+        assert visit(cache, 1, [0], lambda x, *_: x)[0] == {0}
+        cache.host.close()
+
+
 def test_what_fails_on_the_host_raises_in_the_caller():
     def fail(*_):
         raise MemoryError("no room")
@@ -192,21 +212,23 @@ def test_host_and_link_end_as_early_as_any_division_lets_them():
 
 
 def test_experts_are_timed_by_rows_with_what_these_take_on_the_link():
-    images, seen = MemoryTier(), []
-    for i in range(4):
+    images, seen, n_threads = MemoryTier(), [], torch.get_num_threads()
+    for i in range(6):
         images.put(i, pack({"w": torch.full((64,), float(i))}))
 
     def compute(x, expert, weights):
         seen.append((len(x), expert))
+        assert torch.get_num_threads() == n_threads + 1
         time.sleep(1e-4 * len(x))
         return x
 
-    host = HostExperts(images, lambda layout, block: block, 2.0, CPU, 1)
-    host.measure(0, 4, torch.ones(1, 8), HostWork(compute, None))
+    host = HostExperts(images, lambda layout, block: block, 2.0, CPU, n_threads + 1)
+    host.measure(0, 6, torch.ones(1, 8), HostWork(compute, None))
     host.close()
+    assert torch.get_num_threads() == n_threads  # of other threads
     for n_rows, seconds in zip(host.times.widths, host.times.seconds, strict=True):
         assert seconds >= n_rows * (1e-4 + 2.0 * 2 * 32 / 256)
-        assert len({expert for n, expert in seen[3:] if n == n_rows}) == 3
+        assert len({expert for n, expert in seen[5:] if n == n_rows}) == 5
 
 
 def test_the_cost_model_divides_experts_as_they_are_divided():

@@ -18,7 +18,7 @@ from offload_rt.system.numa import Cpus, stay_near
 from offload_rt.weights.layout import Layout
 
 # Rows that experts are timed with, and how many experts each: other ones each time, which no cache holds.
-_WIDTHS, _N_TIMED = (1, 8, 64), 3
+_WIDTHS, _N_TIMED = (1, 8, 64), 5
 
 
 class HostExperts:
