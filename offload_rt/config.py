@@ -99,9 +99,10 @@ class EngineConfig:
     exact_parallel: bool = setting(
         False, "under torchrun, divide every matrix by its outputs: each sum is one rank's, as if it computed alone"
     )
-    split_draft: bool = setting(
-        False, "under torchrun, divide the draft model among the ranks too; else the first one has all of it"
-    )
+    split_draft: str = setting(
+        "auto", choices=("auto", "on", "off"),
+        text="under torchrun, divide the draft model among the ranks too; off: the first one has it; auto: whichever is faster",
+    )  # fmt: skip
     revision: str | None = setting(None, "branch, tag or commit on the hub")
     offline: bool = setting(False, "use only what the hub cache already holds")
     pipeline: int = setting(

@@ -79,7 +79,7 @@ class LLM:
         draft_context: int | None = None,
         learn_draft: str = "off",
         exact_parallel: bool = False,
-        split_draft: bool = False,
+        split_draft: str = "auto",
         revision: str | None = None,
         offline: bool = False,
         pipeline: int = 1,

@@ -38,7 +38,7 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "draft_context": (["256"], 256),
     "learn_draft": (["keep"], "keep"),
     "exact_parallel": ([], True),
-    "split_draft": ([], True),
+    "split_draft": (["on"], "on"),
     "revision": (["main"], "main"),
     "offline": ([], True),
     "pipeline": (["2"], 2),

@@ -39,13 +39,14 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import offload_rt.llm
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
-from offload_rt.engine import builder, engine_plan, link
+from offload_rt.engine import builder, draft_place, engine_plan, link, profile
 from offload_rt.errors import CheckpointError, DeviceError, SettingsError, UnsupportedModelError
 from offload_rt.models.tensor_parallel import Cut, TensorParallelModel
 from offload_rt.offload.disk import DirectFiles, DiskTier, ReadSettings
+from offload_rt.offload.placement import Plan
 from offload_rt.ops.lossless import decode
 from offload_rt.speculate.select import drafter_type
-from offload_rt.weights.checkpoint import open_checkpoint
+from offload_rt.weights.checkpoint import Checkpoint, open_checkpoint
 from offload_rt.weights.divided import divide, parts
 from offload_rt.weights.formats import Source, format_of
 from offload_rt.weights.header import read_header
@@ -314,23 +315,99 @@ def test_any_drafter_gives_the_targets_tokens(
     assert divided_tokens(2, pair.target, prompt, 24, **settings) == generate(pair.model, prompt, 24)
 
 
-@pytest.mark.parametrize("is_exact", [False, True])
-def test_a_draft_model_may_be_divided_too(pair: Pair, monkeypatch: pytest.MonkeyPatch, is_exact: bool) -> None:
+@pytest.mark.parametrize(("split", "is_exact"), [("on", False), ("on", True), ("off", False), ("auto", False)])
+def test_a_draft_model_may_be_divided_too(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, split: str, is_exact: bool
+) -> None:
+    """With auto the levels are timed by all ranks."""
     keep_steady(monkeypatch)
     cut, divide = [], engine_plan.divide
     monkeypatch.setattr(engine_plan, "divide", lambda *given: cut.append(given[0].path) or divide(*given))
-    settings = pair.settings("adaptive_tree") | {"tree_depth": 4, "exact_parallel": is_exact, "split_draft": True}
+    settings = pair.settings("adaptive_tree") | {"tree_depth": 4, "exact_parallel": is_exact, "split_draft": split}
     assert divided_tokens(2, pair.target, prompt_of(2, 40), 24, **settings) == generate(
         pair.model, prompt_of(2, 40), 24
     )
     target, draft = map(Path, (pair.target, settings["draft_model"]))
-    assert cut.count(target) == cut.count(draft) > 0
+    assert cut.count(draft) == (cut.count(target) if split != "off" else 0)
 
 
 def test_what_cannot_be_done_with_a_divided_draft_is_refused(pair: Pair) -> None:
-    settings = pair.settings("adaptive_tree") | {"split_draft": True, "learn_draft": "on"}
-    with pytest.raises(SettingsError, match="--split-draft: needs a whole draft model that does not learn"):
+    settings = pair.settings("adaptive_tree") | {"split_draft": "on", "learn_draft": "on"}
+    with pytest.raises(SettingsError, match="--split-draft on: needs a whole draft model that does not learn"):
         divided_tokens(2, pair.target, prompt_of(2, 40), 4, **settings)
+
+
+# Where a draft model is
+
+
+def places(pair: Pair, monkeypatch: pytest.MonkeyPatch, whole_s: float, *parts_s: float, **settings: Any) -> list[str]:
+    """Where each rank plans to have the draft, if a level takes so long whole and by the parts of the ranks."""
+
+    def level_seconds(draft: Checkpoint, *_: Any) -> float:
+        return parts_s[MINE.ranks.rank] if isinstance(draft.spec, TensorParallelModel) else whole_s
+
+    monkeypatch.setattr(draft_place, "level_seconds", level_seconds)
+    settings = {"draft_model": str(pair.draft), "max_model_len": 64, "tree_size": 16, "tree_depth": 5} | settings
+
+    def work() -> str:
+        with LLM.open(EngineConfig(str(pair.target), device="cpu", **settings)) as llm:
+            draft = llm.engine_plan.drafting.draft
+            return "nothing" if draft is None else "part" if isinstance(draft.spec, TensorParallelModel) else "all"
+
+    return together(2, work)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "found"),
+    [
+        ((1.0, 2.0, 2.0), ["all", "nothing"]),
+        ((2.0, 1.0, 1.0), ["part", "part"]),
+        ((2.0, 1.0, 3.0), ["all", "nothing"]),  # by the slowest rank
+    ],
+)
+def test_a_draft_is_where_levels_take_least(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, seconds: tuple[float, ...], found: list[str]
+) -> None:
+    assert places(pair, monkeypatch, *seconds) == found
+    assert places(pair, monkeypatch, *seconds, split_draft="on") == ["part", "part"]
+    assert places(pair, monkeypatch, *seconds, split_draft="off") == ["all", "nothing"]
+    assert places(pair, monkeypatch, 9.0, 1.0, 1.0, learn_draft="on") == ["all", "nothing"]
+
+
+def planned(pair: Pair, split: str, **settings: Any) -> Plan:
+    """What of all lies where on rank 0, with memory for all of it."""
+    config = EngineConfig(
+        str(pair.target), str(pair.draft), "cpu", max_model_len=64, tree_size=16, tree_depth=5, split_draft=split, **settings
+    )
+
+    def work() -> Plan:
+        with LLM.open(config) as llm:
+            return llm.plan
+
+    return together(2, work)[0]
+
+
+def test_what_a_draft_takes_of_the_targets_room_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafted faster by rank 0 alone, which would have no room for slots then, would read some of its layers, or read more."""
+    measure_little(monkeypatch)
+    models = [CASES["llama"].build(n, num_hidden_layers=n, max_position_embeddings=512) for n in (8, 5)]
+    pair, drafted = save_pair(tmp_path, *models), (1e-4, 1.1e-4, 1.1e-4)
+    divided, exact, whole = planned(pair, "on"), *(planned(pair, one, exact_parallel=True) for one in ("on", "off"))
+    assert places(pair, monkeypatch, *drafted, device_memory=divided.device_nbytes) == ["part", "part"]
+    least, enough = (one.reserved.total + 2 * one.slot_nbytes + 16384 for one in (exact, whole))  # and some pages
+    assert places(pair, monkeypatch, *drafted, device_memory=least) == ["part", "part"]
+    found = []
+    for gbps in (1e-3, 1e3):
+        monkeypatch.setattr(profile, "link_gbps", lambda *_, rate=gbps, **__: rate)
+        found.append(places(pair, monkeypatch, *drafted, device_memory=enough, exact_parallel=True))
+    assert found == [["part", "part"], ["all", "nothing"]]
+
+
+def test_a_draft_that_cannot_be_divided_is_on_rank_0(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    odd = save_pair(tmp_path, pair.model, CASES["llama"].build(6, intermediate_size=97))
+    assert places(odd, monkeypatch, 2.0, 1.0, 1.0) == ["all", "nothing"]
+    with pytest.raises(UnsupportedModelError, match="97 outputs"):
+        places(odd, monkeypatch, 2.0, 1.0, 1.0, split_draft="on")
 
 
 @pytest.mark.parametrize("kind", ["eagle", "medusa", "nextn"])
@@ -419,16 +496,6 @@ def test_memory_that_runs_out_on_rank_0_ends_the_run(pair: Pair, monkeypatch: py
     monkeypatch.setattr(TensorParallelModel, "layer", fails)
     with pytest.raises(DeviceError, match="out of memory"):
         divided_tokens(2, pair.target, prompt_of(6), drafter="none")
-
-
-def test_a_draft_model_is_of_rank_0_alone(pair: Pair) -> None:
-    def work() -> tuple[int, bool]:
-        with LLM.open(EngineConfig(str(pair.target), str(pair.draft), device="cpu", max_model_len=64)) as llm:
-            return llm.plan.reserved.draft, llm.engine_plan.drafting.draft is None
-
-    (first, is_none), (second, other_is_none) = together(2, work)
-    assert (first > 0, is_none) == (True, False)
-    assert (second, other_is_none) == (0, True)
 
 
 # What is refused

@@ -10,10 +10,11 @@ import torch
 
 from offload_rt.config import EngineConfig, format_size
 from offload_rt.engine import profile
+from offload_rt.engine.draft_place import agree
 from offload_rt.engine.link import Link, choose_link
 from offload_rt.engine.memory_plan import LIBRARIES, READ_BUFFERS, MemoryPlan, Sizes, less_margin, plan_touched
 from offload_rt.engine.stages import of_all, stage_of
-from offload_rt.errors import CapacityError, DeviceError, SettingsError
+from offload_rt.errors import CapacityError, DeviceError, SettingsError, UnsupportedModelError
 from offload_rt.models.tensor_parallel import TensorParallelModel
 from offload_rt.offload.disk import DiskTier
 from offload_rt.offload.placement import ExpertSizes, MemoryBudget, Plan
@@ -134,28 +135,32 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting
     whole, ranks, dtype = checkpoint, joined(), _pick_dtype(config.dtype, checkpoint)
     budget = memory_budget(config, device)
     checkpoint = _of_rank(config, whole, drafting, dtype, budget)
-    asked, drafting = drafting, _drafting_of_rank(config, drafting)
     link = choose_link(config, checkpoint, device)
     disk: DiskTier | SidecarTier = DiskTier(checkpoint.layers)
     experts: ExpertFiles | None = None
     try:
-        draft = _draft_sizes(checkpoint, drafting, dtype, device)
         is_packed = device.type == "cuda" or link.sizes is not None
         layer_nbytes = _layer_nbytes(checkpoint, disk, is_packed)
         if link.encodes:  # a layer is read whole before it is encoded
             budget = replace(budget, buffers=budget.buffers + max(_packed_nbytes(checkpoint)))
         target = replace(Sizes.of_checkpoint(checkpoint, dtype), layer_nbytes=layer_nbytes, link=link.sizes)
         touched = partial(_divided, checkpoint, target, is_packed)
-        memory = plan_touched(config, drafting, (target, draft), touched, dtype, budget)
-        if ranks is not None:
-            is_in_memory = "disk" not in memory.plan.tiers
-            max_len, n_nodes, all_are = ranks.least(memory.max_model_len, memory.limits.n_nodes, is_in_memory)
+
+        def fit(way: Drafting, config: EngineConfig = config) -> MemoryPlan:
+            draft = _draft_sizes(checkpoint, way, dtype, device)
+            return plan_touched(config, way, (target, draft), touched, dtype, budget)
+
+        if ranks is None:
+            memory = fit(drafting)
+        else:
+            way = agree(_ways(config, drafting), fit, disk, ranks, (dtype, device))
             # A disk is read in pages, of which a part of each row has few.
-            if not (all_are or config.exact_parallel or config.pipeline > 1):
+            if not (way.is_in_memory or config.exact_parallel or config.pipeline > 1):
                 disk.close()
-                return plan_engine(replace(config, exact_parallel=True), whole, asked)
-            same = replace(config, max_model_len=max_len, tree_size=n_nodes)
-            memory = plan_touched(same, drafting, (target, draft), touched, dtype, budget)
+                return plan_engine(replace(config, exact_parallel=True), whole, drafting)
+            drafting = way.drafting
+            max_len, n_nodes = way.max_model_len or config.max_model_len, way.n_nodes or config.tree_size
+            memory = fit(drafting, replace(config, max_model_len=max_len, tree_size=n_nodes))
             memory = replace(memory, limits=replace(memory.limits, fixed_size=config.tree_size is not None))
         _check_resident(memory.plan, drafting)
         if link.encodes and memory.plan.tiers.count("disk"):
@@ -198,17 +203,31 @@ def _of_rank(
     return whole if ranks is None else divide(whole, TensorParallelModel.of(whole.spec, ranks, config.exact_parallel))
 
 
-def _drafting_of_rank(config: EngineConfig, drafting: Drafting) -> Drafting:
-    """Rank 0 drafts; the others have at most a part of the draft model. Raises SettingsError where it cannot be divided."""
-    ranks, draft = joined(), drafting.draft
+def _ways(config: EngineConfig, drafting: Drafting) -> list[Drafting]:
+    """What this rank may draft with: all of a draft model on rank 0 and nothing elsewhere, or a part of it.
+
+    Raises an OffloadError where it is to be divided and cannot.
+    """
+    ranks, draft, split = joined(), drafting.draft, config.split_draft
     if ranks is None or draft is None:
-        return drafting
-    if not config.split_draft:
-        return drafting if ranks.rank == 0 else replace(drafting, draft=None, learning="off")
-    if draft.spec.taps or drafting.learning != "off" or config.pipeline > 1:
+        return [drafting]
+    is_one = bool(draft.spec.taps) or drafting.learning != "off" or config.pipeline > 1
+    if is_one and split == "on":
         need = "a whole draft model that does not learn, and no --pipeline"
-        raise SettingsError("--split-draft", need=need, change="leave it out")
-    return replace(drafting, draft=divide(draft, TensorParallelModel.of(draft.spec, ranks, config.exact_parallel)))
+        raise SettingsError("--split-draft on", need=need, change="leave it out")
+    whole = drafting if ranks.rank == 0 else replace(drafting, draft=None, learning="off")
+    if is_one or split == "off":
+        return [whole]
+    part = None
+    try:
+        part = divide(draft, TensorParallelModel.of(draft.spec, ranks, config.exact_parallel))
+    except UnsupportedModelError:
+        if split == "on":
+            raise
+    if not ranks.least(part is not None)[0]:
+        return [whole]
+    divided = replace(drafting, draft=part)
+    return [divided] if split == "on" else [whole, divided]
 
 
 def _divided(checkpoint: Checkpoint, whole: Sizes, is_packed: bool) -> Sizes | None:

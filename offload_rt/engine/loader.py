@@ -6,11 +6,11 @@ from contextlib import ExitStack, closing
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
 from offload_rt.config import format_size
-from offload_rt.engine.engine_plan import EnginePlan, ExpertFiles
 from offload_rt.errors import CapacityError, DeviceError
 from offload_rt.executor.runner import Runner
 from offload_rt.models.architecture import Architecture
@@ -33,6 +33,9 @@ from offload_rt.weights.formats import WeightFormat
 from offload_rt.weights.header import TensorRecord
 from offload_rt.weights.layout import PackedLayer, host_block
 from offload_rt.weights.lossless import EncodedImage, EncodedLayer, encode_layer
+
+if TYPE_CHECKING:  # it measures what drafts take with what is here
+    from offload_rt.engine.engine_plan import EnginePlan, ExpertFiles
 
 Progress = Callable[[int, int], None]
 
@@ -72,7 +75,7 @@ class Loader:
     closes: ExitStack
     cpus: Cpus
 
-    def sources(self, checkpoint: Checkpoint, files: DiskTier, streamed: EnginePlan | None = None) -> LayerSources:
+    def sources(self, checkpoint: Checkpoint, files: DiskTier, streamed: "EnginePlan | None" = None) -> LayerSources:
         """A model read from `files`: its layers, then the rest. All lies on the device, or where a plan says."""
         n, blocks = checkpoint.spec.n_layers, [*checkpoint.layers, checkpoint.non_layer]
         resident = self.closes.enter_context(closing(MemoryTier()))
@@ -107,7 +110,7 @@ class Loader:
         dtype: torch.dtype,
         sources: LayerSources,
         trace: Trace,
-        streamed: EnginePlan | None = None,
+        streamed: "EnginePlan | None" = None,
     ) -> Runner:
         """A model whose weights are there; what lies outside of its layers is behind them in the resident tier."""
         n, rest = spec.n_layers, sources.resident.image(spec.n_layers)
@@ -126,7 +129,7 @@ class Loader:
             )
         return runner
 
-    def _experts(self, runner: Runner, files: ExpertFiles, sizes: ExpertSizes, n_slots: int) -> ExpertCache:
+    def _experts(self, runner: Runner, files: "ExpertFiles", sizes: ExpertSizes, n_slots: int) -> ExpertCache:
         """Slots for experts, which beside a card are brought to the host."""
         view = partial(runner.format.view, dtype=runner.dtype)
         if not isinstance(runner.streamer, CudaStreamer):
@@ -144,7 +147,7 @@ class Loader:
         cache.host = self.closes.enter_context(closing(host))
         return cache
 
-    def _sources(self, resident: MemoryTier, engine_plan: EnginePlan) -> LayerSources:
+    def _sources(self, resident: MemoryTier, engine_plan: "EnginePlan") -> LayerSources:
         """Where the layers of a plan are, which gives up layers on the host where the driver has refused to pin some."""
         plan, link = engine_plan.plan, engine_plan.link
         now = with_host_slots(plan) if self.host.is_refused else plan

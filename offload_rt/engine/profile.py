@@ -206,7 +206,7 @@ def _grid(n_rows: int, max_context: int) -> tuple[tuple[int, ...], tuple[int, ..
 def _still_holds(runner: Runner, compute: ComputeTimes) -> bool:
     """Whether one width takes about as long as it did; the times may be of an hour in which others used the machine."""
     width, context = compute.widths[len(compute.widths) // 2], compute.contexts[0]
-    (now,) = _seconds_of_passes(runner, [(width, context)])
+    (now,) = seconds_of_passes(runner, [(width, context)])
     return 1 / _STALE < now / float(compute.at(np.array([width]), context)[0]) < _STALE
 
 
@@ -217,13 +217,13 @@ def compute_times(runner: Runner, n_rows: int, max_context: int) -> ComputeTimes
     """
     widths, contexts = _grid(n_rows, max_context)
     passes = [*((one, contexts[0]) for one in widths), *((one, contexts[1]) for one in (widths[0], widths[-1]))]
-    seconds = _seconds_of_passes(runner, passes)
+    seconds = seconds_of_passes(runner, passes)
     short, far = seconds[:-2], seconds[-2:]
     more = np.interp(widths, (widths[0], widths[-1]), (far[0] - short[0], far[1] - short[-1]))
     return ComputeTimes(widths, contexts, (tuple(short), tuple((np.array(short) + np.maximum(more, 0)).tolist())))
 
 
-def _seconds_of_passes(runner: Runner, passes: Sequence[tuple[int, int]]) -> list[float]:
+def seconds_of_passes(runner: Runner, passes: Sequence[tuple[int, int]]) -> list[float]:
     """Seconds of passes for which no layer is waited: replayed ones, or all layers, each as slow as the first of its kind.
 
     passes  rows of each, and the context before
