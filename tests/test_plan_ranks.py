@@ -200,6 +200,37 @@ def test_the_plan_of_two_ranks_says_what_each_has_and_receives(capsys: pytest.Ca
         assert told in out
 
 
+def test_a_draft_is_planned_where_it_is_faster(capsys: pytest.CaptureFixture[str]) -> None:
+    """On a fast network among all cards, on a slow one on the first; and there if it cannot be divided."""
+    for more, first in (
+        ([], "divided among all"), (["--network", "0.2GB/s"], "on the first card"),
+        (["--draft-model", "qwen2.5-0.5b", "--ranks", "4"], "on the first card"),
+    ):  # fmt: skip
+        seconds = {}
+        for split in ("auto", "on", "off"):
+            asked = [
+                *PAIR,
+                "--ranks",
+                "2",
+                *more,
+                "--max-new-tokens",
+                "16",
+                "--tree-size",
+                "64",
+                "--split-draft",
+                split,
+            ]
+            assert plan.main([*asked, "--json"]) == (2 if split == "on" and "4" in more else 0)
+            out = capsys.readouterr().out
+            found = json.loads(out) if out else {"predicted_seconds_per_token": None}
+            seconds[split] = found["predicted_seconds_per_token"]
+            if split == "auto":
+                by_place = found["draft_places"]
+                assert next(iter(by_place)) == first and list(by_place.values()) == sorted(by_place.values())
+                assert found["ranks"]["split_draft"] == (first == "divided among all")
+        assert seconds["auto"] == min(one for one in seconds.values() if one)
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -219,7 +250,10 @@ def test_a_mistake_is_one_sentence(arguments: list[str], told: str, capsys: pyte
 
 def test_one_rank_is_planned_as_ever(capsys: pytest.CaptureFixture[str]) -> None:
     texts = []
-    for more in ([], ["--ranks", "1", "--split-draft", "--exact-parallel", "--network", "1GB/s", "--shared-link"]):
+    for more in (
+        [],
+        ["--ranks", "1", "--split-draft", "on", "--exact-parallel", "--network", "1GB/s", "--shared-link"],
+    ):
         assert plan.main([*PAIR, "--max-new-tokens", "16", *more]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] and "rank" not in texts[0]

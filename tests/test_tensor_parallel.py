@@ -39,8 +39,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import offload_rt.llm
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
-from offload_rt.engine import builder, draft_place, engine_plan, link, profile
+from offload_rt.engine import builder, draft_place, engine_plan, link, loader, profile
 from offload_rt.errors import CheckpointError, DeviceError, SettingsError, UnsupportedModelError
+from offload_rt.executor.cuda_graphs import GraphPass, GraphShape
+from offload_rt.executor.runner import Runner
 from offload_rt.models.tensor_parallel import Cut, TensorParallelModel
 from offload_rt.offload.disk import DirectFiles, DiskTier, ReadSettings
 from offload_rt.offload.placement import Plan
@@ -377,7 +379,14 @@ def test_a_draft_is_where_levels_take_least(
 def planned(pair: Pair, split: str, **settings: Any) -> Plan:
     """What of all lies where on rank 0, with memory for all of it."""
     config = EngineConfig(
-        str(pair.target), str(pair.draft), "cpu", max_model_len=64, tree_size=16, tree_depth=5, split_draft=split, **settings
+        str(pair.target),
+        str(pair.draft),
+        "cpu",
+        max_model_len=64,
+        tree_size=16,
+        tree_depth=5,
+        split_draft=split,
+        **settings,
     )
 
     def work() -> Plan:
@@ -403,7 +412,9 @@ def test_what_a_draft_takes_of_the_targets_room_counts(tmp_path: Path, monkeypat
     assert found == [["part", "part"], ["all", "nothing"]]
 
 
-def test_a_draft_that_cannot_be_divided_is_on_rank_0(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_that_cannot_be_divided_is_on_rank_0(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     odd = save_pair(tmp_path, pair.model, CASES["llama"].build(6, intermediate_size=97))
     assert places(odd, monkeypatch, 2.0, 1.0, 1.0) == ["all", "nothing"]
     with pytest.raises(UnsupportedModelError, match="97 outputs"):
@@ -498,6 +509,59 @@ def test_memory_that_runs_out_on_rank_0_ends_the_run(pair: Pair, monkeypatch: py
         divided_tokens(2, pair.target, prompt_of(6), drafter="none")
 
 
+@pytest.mark.parametrize("fails", ["", "at first", "always"])
+def test_ranks_capture_and_replay_the_same_passes(pair: Pair, monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+    """Of draft and target; where one rank has no memory for a graph, none has it."""
+    keep_steady(monkeypatch)
+    logs: list[list[tuple[str, Any]]] = [[], []]
+    refuses = {"": (), "at first": range(3), "always": range(10**6)}[fails]
+    make = loader.Loader.runner
+
+    def capture(compute: Callable[[], None]) -> Callable[[], None]:
+        log, of = logs[MINE.ranks.rank], compute.__self__  # type: ignore[attr-defined]
+        if not isinstance(of, GraphPass):  # what rank 0 makes of logits
+            return compute
+        what, n = len(of._logits), [one for one, _ in log].count("capture")
+        log.append(("capture", what))
+        if MINE.ranks.rank == 1 and n in refuses:
+            raise torch.OutOfMemoryError
+
+        def replay() -> None:
+            log.append(("replay", what))
+            compute()
+
+        return replay
+
+    def runner(*given: Any) -> Runner:
+        found = make(*given)
+        found.use_graphs(GraphShape(64, 512, 128), capture, 1.0)
+        return found
+
+    monkeypatch.setattr(loader.Loader, "runner", runner)
+    settings = pair.settings("adaptive_tree") | {"split_draft": "on", "tree_size": 16, "tree_depth": 5}
+    prompt = prompt_of(2, 40)
+
+    def work() -> list[list[int]]:
+        with open_llm(pair.target, **settings) as llm:
+            return [tokens_of(llm, prompt, 24), tokens_of(llm, prompt_of(3, 9), 12)]
+
+    assert together(2, work)[0] == [generate(pair.model, prompt, 24), generate(pair.model, prompt_of(3, 9), 12)]
+    assert logs[0] == logs[1]
+    n_replays = [one for one, _ in logs[0]].count("replay")
+    assert n_replays == 0 if fails == "always" else n_replays > 20
+
+
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_what_is_learned_of_a_pair_is_the_same_for_ranks(pair: Pair, is_exact: bool) -> None:
+    def work(**settings: Any) -> tuple[str, str]:
+        config = EngineConfig(str(pair.target), str(pair.draft), device="cpu", max_model_len=64, **settings)
+        with LLM.open(config) as llm:
+            draft = llm.engine_plan.drafting.draft
+            return llm.engine_plan.checkpoint.identity, draft.identity
+
+    assert together(2, lambda: work(split_draft="on", exact_parallel=is_exact)) == [work()] * 2
+
+
 # What is refused
 
 
@@ -559,7 +623,7 @@ def test_lossless_weights_of_ranks_with_cards_are_encoded_at_load(monkeypatch: p
 
 
 def test_torchrun_gives_the_text_of_one_process(pair: Pair, tmp_path: Path) -> None:
-    """Over gloo, in bfloat16, with layers from the disk."""
+    """Over gloo, in bfloat16, with layers from the disk, and a draft model where that is found to be faster."""
     program = tmp_path / "program.py"
     program.write_text(
         "import json, sys\n"
@@ -569,11 +633,11 @@ def test_torchrun_gives_the_text_of_one_process(pair: Pair, tmp_path: Path) -> N
         "    tokens = llm.generate([prompt], SamplingParams(max_tokens=12, ignore_eos=True))[0].token_ids\n"
         "    print(json.dumps([tokens, sorted(set(llm.plan.tiers))]))\n"
     )
-    settings = {"model": str(pair.target), "dtype": "bfloat16", "device": "cpu", "max_model_len": 64, "drafter": "self"}
+    settings = {"model": str(pair.target), "dtype": "bfloat16", "device": "cpu", "max_model_len": 64}
     with open_llm(pair.target, "resident", dtype="bfloat16", max_model_len=64) as llm:
         expected = tokens_of(llm, prompt_of(5), 12)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(program)]
-    budget = {"exact_parallel": True, "device_memory": 12_000_000, "tree_size": 4}
+    budget = {"exact_parallel": True, "device_memory": 12_000_000, "tree_size": 4, "draft_model": str(pair.draft)}
     done = subprocess.run(
         [*command, json.dumps([settings | budget, prompt_of(5)])], capture_output=True, text=True, timeout=240
     )

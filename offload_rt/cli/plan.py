@@ -9,6 +9,7 @@ import gc
 import json
 from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -123,15 +124,21 @@ def print_plan(flags: Namespace) -> None:
         disk_gbps = None if settings.disk is None else parse_rate(settings.disk, "--disk")
         machine = this_machine(replace(config, host_memory=settings.ram), disk_gbps, parse_rate(_DISK, "--disk"))
     request = _request(settings, config, machine)
-    forecast = predict(request, machine)
+    places = _by_place(config.split_draft, request, machine)
+    forecast = next(iter(places.values()), None) or predict(request, machine)
+    request, machine = forecast.request, forecast.machine
     of_self = request.acceptance if config.drafter == _SELF else _assumed("auto", settings.temperature, config, _SELF)
     others = alternatives(request, of_self, machine)
     curve = None if settings.sweep is None else sweep(settings.sweep, request, machine)
     experts = touched(forecast)
     if settings.json:
-        print(json.dumps(_as_json(forecast, others, experts, curve), default=str))  # of a dtype
+        by_place = {place: one.run.seconds_per_token for place, one in places.items()}
+        found = {**_as_json(forecast, others, experts, curve), "draft_places": by_place}
+        print(json.dumps(found, default=str))  # of a dtype
     else:
         _print(forecast, others, experts, curve)
+        for place, one in places.items():
+            print(f"with the draft model {place}: {one.run.seconds_per_token:.3f} s per token")
 
 
 def _with_card(settings: PlanSettings, config: EngineConfig) -> "Machine":
@@ -152,7 +159,7 @@ def _with_card(settings: PlanSettings, config: EngineConfig) -> "Machine":
     ranks = Parallelism.of(
         max(settings.ranks, config.pipeline), card, link or card.link.gbps,
         None if settings.network is None else parse_rate(settings.network, "--network"), exact=config.exact_parallel,
-        pipeline=config.pipeline > 1, shared_link=settings.shared_link, split_draft=config.split_draft,
+        pipeline=config.pipeline > 1, shared_link=settings.shared_link, split_draft=config.split_draft == "on",
     )  # fmt: skip
     return replace(machine, sources=(*machine.sources, *assumed)).of_rank(ranks)
 
@@ -175,6 +182,21 @@ def _request(settings: PlanSettings, config: EngineConfig, machine: "Machine") -
     acceptance = _assumed(settings.acceptance, settings.temperature, config, drafter)
     config = replace(config, drafter=drafter)
     return PlanRequest(config, (target, draft), acceptance, settings.context, settings.max_new_tokens)
+
+
+def _by_place(split: str, request: "PlanRequest", machine: "Machine") -> "dict[str, Forecast]":
+    """What a draft model gives on the first of several cards and divided among all, the faster first, where both can be."""
+    from offload_rt.planning.forecast import predict_if_it_fits
+
+    (target, draft), ranks = request.models, replace(machine.ranks, split_draft=True)
+    if split != "auto" or ranks.n_parts == 1 or draft is None or draft.stand_in:
+        return {}
+    both = {"on the first card": predict_if_it_fits(request, machine)}
+    with suppress(OffloadError):  # it cannot be divided
+        divided = replace(request, models=(target, ranks.part(draft)))
+        both["divided among all"] = predict_if_it_fits(divided, replace(machine, ranks=ranks))
+    found = [(one.run.seconds_per_token, place, one) for place, one in both.items() if one is not None]
+    return {place: one for _, place, one in sorted(found, key=lambda one: one[0])}
 
 
 def _assumed(name: str, temperature: float, config: EngineConfig, drafter: str) -> "Assumed":

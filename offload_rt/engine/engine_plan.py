@@ -23,7 +23,7 @@ from offload_rt.speculate.draft_model import DraftModel
 from offload_rt.speculate.learner import learning_nbytes
 from offload_rt.speculate.select import Drafting
 from offload_rt.system.machine import PassBytes, cards, memory_free, memory_limit
-from offload_rt.system.ranks import joined
+from offload_rt.system.ranks import Ranks, joined
 from offload_rt.weights import int4
 from offload_rt.weights.checkpoint import Checkpoint
 from offload_rt.weights.divided import divide
@@ -199,8 +199,13 @@ def _of_rank(
     """The part of a checkpoint that this rank has. Raises an OffloadError where it cannot be divided as is asked for."""
     ranks = joined()
     if config.pipeline > 1:
-        return stage_of(config, whole, drafting, dtype, budget)
-    return whole if ranks is None else divide(whole, TensorParallelModel.of(whole.spec, ranks, config.exact_parallel))
+        return replace(stage_of(config, whole, drafting, dtype, budget), whole=whole)
+    return whole if ranks is None else _part(config, whole, ranks)
+
+
+def _part(config: EngineConfig, whole: Checkpoint, ranks: Ranks) -> Checkpoint:
+    divided = divide(whole, TensorParallelModel.of(whole.spec, ranks, config.exact_parallel))
+    return replace(divided, whole=whole)
 
 
 def _ways(config: EngineConfig, drafting: Drafting) -> list[Drafting]:
@@ -220,7 +225,7 @@ def _ways(config: EngineConfig, drafting: Drafting) -> list[Drafting]:
         return [whole]
     part = None
     try:
-        part = divide(draft, TensorParallelModel.of(draft.spec, ranks, config.exact_parallel))
+        part = _part(config, draft, ranks)
     except UnsupportedModelError:
         if split == "on":
             raise

@@ -4,15 +4,18 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from offload_rt import ops
+from offload_rt.errors import RankError
 from offload_rt.kv.cache import Attention, ContiguousCache, KVBuffer, KVCache
 from offload_rt.models.architecture import Architecture, LayerWeights
 from offload_rt.ops import extension
+from offload_rt.system.ranks import Ranks
 from offload_rt.weights.layout import packed_layout
 
 # Rows and keys are rounded up to these, so that few shapes are captured: a level of 5 rows is computed as 8.
@@ -196,13 +199,16 @@ class GraphRunner:
     most        the largest pass
     new_buffer  makes one of so many rows
     capture     turns a computation into one that replays it; a CUDA graph on a card
+    ranks       among which the model is divided; None: it is whole
     tapped      (rows, len(taps), hidden_size) of the last pass
     """
 
     def __init__(
-        self, model: ResidentModel, most: GraphShape, new_buffer: Callable[[int], KVBuffer], capture: Capture
-    ) -> None:
+        self, model: ResidentModel, most: GraphShape, new_buffer: Callable[[int], KVBuffer], capture: Capture,
+        ranks: Ranks | None = None,
+    ) -> None:  # fmt: skip
         self._model, self._most, self._new_buffer, self._capture = model, most, new_buffer, capture
+        self._capture_pass = capture if ranks is None else partial(capture_together, capture, ranks)
         self._most_rows = max(width for width in _WIDTHS if width <= max(most.n_rows, 1))
         self._passes: dict[KVBuffer, dict[GraphShape, GraphPass]] = {}
         self._reductions: dict[tuple[int, Reduce], _Reduction] = {}
@@ -269,7 +275,7 @@ class GraphRunner:
         shape = self._rounded(n, rows.mask.n_keys, buffer)
         _most_recent(
             self._passes[buffer], shape, lambda: GraphPass(self._model, buffer, shape, logits, self.tapped)
-        ).run(rows, self._capture)
+        ).run(rows, self._capture_pass)
         if reduce is None:
             return logits[:n]
         reduction = _most_recent(
@@ -295,6 +301,19 @@ def _most_recent(kept: dict[_Key, _Value], key: _Key, make: Callable[[], _Value]
     if len(kept) > _MOST_KEPT:
         del kept[next(iter(kept))]
     return kept[key]
+
+
+def capture_together(capture: Capture, ranks: Ranks, compute: Callable[[], None]) -> Replay:
+    """Capture what ranks exchange between their products on all of them, or, as NCCL asks, on none.
+
+    Raises OutOfMemoryError where one of them could not.
+    """
+    replay = None
+    with suppress(torch.OutOfMemoryError, extension.NotCapturable, RankError):
+        replay = capture(compute)
+    if not ranks.least(replay is not None)[0] or replay is None:
+        raise torch.OutOfMemoryError("not all ranks could capture it")
+    return replay
 
 
 class CudaCapture:

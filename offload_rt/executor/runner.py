@@ -169,13 +169,13 @@ class Runner:
 
         seconds  spent at most, beside one pass, on capturing those that are likely to come
         """
-        is_whole = not isinstance(self.spec, Stage | TensorParallelModel)
-        if self.kv is not ContiguousCache or not self.spec.is_native or not is_whole:
+        if self.kv is not ContiguousCache or not self.spec.is_native or isinstance(self.spec, Stage):
             return
         model = ResidentModel(self.spec, self.resident_layers(), self.non_layer, self.taps)
         new_buffer = partial(KVBuffer.empty, self.spec.kv_shapes, dtype=self.dtype, device=self.device)
-        self._graphs = GraphRunner(model, most, new_buffer, capture)
-        if seconds:
+        ranks = self.spec.ranks if isinstance(self.spec, TensorParallelModel) else None
+        self._graphs = GraphRunner(model, most, new_buffer, capture, ranks)
+        if seconds and ranks is None:  # these have clocks of their own, and capture alike what comes
             self._graphs.prepare(seconds)
 
     def resident_layers(self) -> list[LayerWeights]:

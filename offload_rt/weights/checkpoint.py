@@ -43,6 +43,7 @@ class Checkpoint:
     layers     per layer the stored tensors, in the order of `spec.layer_tensors(i)`
     non_layer  in the order of `spec.non_layer_tensors()`
     found      all tensors, by the names that the model has for them
+    whole      of which this is a part, if it is one
     """
 
     path: Path
@@ -51,6 +52,7 @@ class Checkpoint:
     layers: tuple[tuple[TensorRecord, ...], ...]
     non_layer: tuple[TensorRecord, ...]
     found: Mapping[str, TensorRecord] = field(default_factory=dict, compare=False, repr=False)
+    whole: "Checkpoint | None" = field(default=None, compare=False, repr=False)
 
     @property
     def records(self) -> Iterable[TensorRecord]:
@@ -100,14 +102,14 @@ class Checkpoint:
 
     @cached_property
     def identity(self) -> str:
-        """A short hash of what makes the weights: the config, and of each tensor its name, shape, dtype and one page.
+        """A short hash of what makes the whole weights: the config, and of each tensor its name, shape, dtype and one page.
 
         A page of content tells a fine-tune from its base, which have the same headers; unlike times of files it stays
         the same in a copy, a new download or other shards. It costs one small read a tensor.
         Raises CheckpointError where a file cannot be read.
         """
         found = hashlib.sha256(repr(sorted(read_config(self.path).items())).encode())
-        for one in self.records:
+        for one in (self.whole or self).records:
             middle = (one.start + one.stop) // 2
             try:
                 with one.path.open("rb", buffering=0) as file:
