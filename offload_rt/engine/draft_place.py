@@ -1,7 +1,7 @@
 """Where a draft model is among ranks: on the first one or divided among all, by what is measured before a weight moves."""
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from statistics import median
 
@@ -36,6 +36,19 @@ class Way:
     n_nodes: int
     is_in_memory: bool
 
+    def draft_s(self, dtype: torch.dtype, device: torch.device) -> float:
+        """Seconds of drafting a tree of all levels that it may have, each of as many rows; called by all ranks."""
+        draft, n_levels = self.drafting.draft, self.plan.limits.n_levels if self.plan else 1
+        if draft is None:
+            return 0.0
+        n_rows = -(-self.n_nodes // n_levels)
+        return (n_levels - 1) * level_seconds(draft, self.drafting.draft_dtype(dtype), device, n_rows)
+
+    def step_s(self, draft_s: float, machine: MachineProfile) -> float:
+        """Seconds of a step of this rank."""
+        assert self.plan is not None, "it fits"
+        return pass_time(machine, self.plan.plan.pass_bytes, self.n_nodes, between_s=draft_s)
+
 
 def agree(
     options: Sequence[Drafting], fit: Callable[[Drafting], MemoryPlan], disk: DiskTier, ranks: Ranks,
@@ -48,47 +61,26 @@ def agree(
     of       dtype of the target, and the device
     What comes from a disk takes longest: options for which nothing does come first.
     """
-    plans = [_fitted(fit, one) for one in options] if options[1:] else [fit(options[0])]
-    least = ranks.least(*(n for one in plans for n in _sizes(one)))
-    ways = [Way(one, plan, *least[3 * i :][:3]) for i, (one, plan) in enumerate(zip(options, plans, strict=True))]
-    found = [one for one in ways if one.is_in_memory] or [one for one in ways if one.n_nodes] or ways[-1:]
+    ways, sizes = [], list[int]()
+    for one in options:
+        plan = None
+        try:
+            plan = fit(one)
+        except CapacityError:
+            if len(options) == 1:
+                raise
+        sizes += (plan.max_model_len, plan.limits.n_nodes, "disk" not in plan.plan.tiers) if plan else (0, 0, False)
+        ways.append((one, plan))
+    least = iter(ranks.least(*sizes))
+    agreed = [Way(*one, next(least), next(least), bool(next(least))) for one in ways]
+    found = [one for one in agreed if one.is_in_memory] or [one for one in agreed if one.n_nodes] or agreed[-1:]
     if len(found) == 1:
         return found[0]
-    drafts_s = ranks.least(*(-_draft_s(one, *of) for one in found))
-    machine = _machine(found, disk, *of)
-    steps_s = ranks.least(*(-_step_s(one, -draft_s, machine) for one, draft_s in zip(found, drafts_s, strict=True)))
+    drafts_s = ranks.least(*(-one.draft_s(*of) for one in found))
+    streams = any(one.plan and not one.plan.plan.is_resident for one in found)
+    machine = profile.profile(disk, 1, *of) if streams else MachineProfile("passes are alike", False, (), 1.0)
+    steps_s = ranks.least(*(-one.step_s(-draft_s, machine) for one, draft_s in zip(found, drafts_s, strict=True)))
     return found[steps_s.index(max(steps_s))]
-
-
-def _fitted(fit: Callable[[Drafting], MemoryPlan], option: Drafting) -> MemoryPlan | None:
-    with suppress(CapacityError):
-        return fit(option)
-    return None
-
-
-def _sizes(plan: MemoryPlan | None) -> tuple[int, int, bool]:
-    return (0, 0, False) if plan is None else (plan.max_model_len, plan.limits.n_nodes, "disk" not in plan.plan.tiers)
-
-
-def _draft_s(way: Way, dtype: torch.dtype, device: torch.device) -> float:
-    """Seconds of drafting a tree of all levels that it may have, each of as many rows."""
-    draft, n_levels = way.drafting.draft, way.plan.limits.n_levels if way.plan else 1
-    if draft is None:
-        return 0.0
-    return (n_levels - 1) * level_seconds(draft, way.drafting.draft_dtype(dtype), device, -(-way.n_nodes // n_levels))
-
-
-def _step_s(way: Way, draft_s: float, machine: MachineProfile) -> float:
-    assert way.plan is not None, "it fits"
-    return pass_time(machine, way.plan.plan.pass_bytes, way.n_nodes, between_s=draft_s)
-
-
-def _machine(ways: Sequence[Way], disk: DiskTier, dtype: torch.dtype, device: torch.device) -> MachineProfile:
-    """Rates of the links of these plans; where nothing is streamed, passes are alike."""
-    tiers = {tier for one in ways if one.plan for tier in one.plan.plan.pass_bytes.at(one.max_model_len)}
-    gbps = {one: profile.link_gbps(disk, 1) if one == "disk" else profile.upload_gbps(device) for one in tiers}
-    memory_gbps = profile.memory_gbps(dtype, device) if tiers else 1.0
-    return MachineProfile("this machine", True, tuple(gbps.items()), memory_gbps)
 
 
 def level_seconds(draft: Checkpoint, dtype: torch.dtype, device: torch.device, n_rows: int) -> float:
