@@ -209,17 +209,19 @@ def test_the_plan_of_two_ranks_says_what_each_has_and_receives(capsys: pytest.Ca
     ],
 )
 def test_a_draft_is_planned_where_it_is_faster(more: list[str], place: str, capsys: pytest.CaptureFixture[str]) -> None:
-    asked, found = [*PAIR, "--ranks", "2", *more, "--max-new-tokens", "16", "--tree-size", "64", "--json"], {}
+    asked, found = [*PAIR, "--ranks", "2", *more, "--max-new-tokens", "16", "--tree-size", "64"], {}
     for split in ("auto", "on", "off"):
         is_refused = split == "on" and "8" in more
-        assert plan.main([*asked, "--split-draft", split]) == (2 if is_refused else 0)
+        assert plan.main([*asked, "--split-draft", split, "--json"]) == (2 if is_refused else 0)
         out = capsys.readouterr().out
         found[split] = json.loads(out) if out else {"predicted_seconds_per_token": None}
     seconds = {split: one["predicted_seconds_per_token"] for split, one in found.items()}
     assert seconds["auto"] == min(filter(None, seconds.values()))
-    assert list(found["auto"]["draft_places"].values()) == sorted(filter(None, (seconds["on"], seconds["off"])))
-    assert next(iter(found["auto"]["draft_places"])) == place
     assert found["auto"]["ranks"]["split_draft"] == (place != "on the first card")
+    assert plan.main(asked) == 0
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("with the draft model")]
+    by_place = sorted(filter(None, (seconds["on"], seconds["off"])))
+    assert place in told[0] and [line.split(": ")[1] for line in told] == [f"{s:.3f} s per token" for s in by_place]
 
 
 @pytest.mark.parametrize(

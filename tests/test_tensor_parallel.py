@@ -47,8 +47,8 @@ from offload_rt.models.tensor_parallel import Cut, TensorParallelModel
 from offload_rt.offload.disk import DirectFiles, DiskTier, ReadSettings
 from offload_rt.offload.placement import Plan
 from offload_rt.ops.lossless import decode
-from offload_rt.speculate.select import drafter_type
-from offload_rt.weights.checkpoint import Checkpoint, open_checkpoint
+from offload_rt.speculate.select import Drafting, drafter_type
+from offload_rt.weights.checkpoint import open_checkpoint
 from offload_rt.weights.divided import divide, parts
 from offload_rt.weights.formats import Source, format_of
 from offload_rt.weights.header import read_header
@@ -345,8 +345,10 @@ def test_what_cannot_be_done_with_a_divided_draft_is_refused(pair: Pair) -> None
 def places(pair: Pair, monkeypatch: pytest.MonkeyPatch, whole_s: float, *parts_s: float, **settings: Any) -> list[str]:
     """Where each rank plans to have the draft, if a level takes so long whole and by the parts of the ranks."""
 
-    def level_seconds(draft: Checkpoint, *_: Any) -> float:
-        return parts_s[MINE.ranks.rank] if isinstance(draft.spec, TensorParallelModel) else whole_s
+    def level_seconds(drafting: Drafting, *_: Any) -> float:
+        if drafting.draft is None:
+            return 0.0
+        return parts_s[MINE.ranks.rank] if isinstance(drafting.draft.spec, TensorParallelModel) else whole_s
 
     monkeypatch.setattr(draft_place, "level_seconds", level_seconds)
     settings = {"draft_model": str(pair.draft), "max_model_len": 64, "tree_size": 16, "tree_depth": 5} | settings

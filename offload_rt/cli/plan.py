@@ -132,9 +132,7 @@ def print_plan(flags: Namespace) -> None:
     curve = None if settings.sweep is None else sweep(settings.sweep, request, machine)
     experts = touched(forecast)
     if settings.json:
-        by_place = {place: one.run.seconds_per_token for place, one in places.items()}
-        found = {**_as_json(forecast, others, experts, curve), "draft_places": by_place}
-        print(json.dumps(found, default=str))  # of a dtype
+        print(json.dumps(_as_json(forecast, others, experts, curve), default=str))  # of a dtype
     else:
         _print(forecast, others, experts, curve)
         for place, one in places.items():

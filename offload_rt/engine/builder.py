@@ -44,8 +44,6 @@ _REFUSED = (
     "which costs CPU time and some speed; raise the limit of locked memory, or lower --host-memory"
 )
 
-_UNCAPTURED = "passes of a pipeline are not captured as CUDA graphs"
-
 
 def load(engine_plan: EnginePlan, trace: Trace, progress: Progress | None = None) -> Engine:
     """Load what the plan keeps in memory, start the streamer, and measure what passes cost where a drafter asks.
@@ -104,7 +102,8 @@ def load(engine_plan: EnginePlan, trace: Trace, progress: Progress | None = None
         drafter, cost = _open_drafter(engine_plan, runner, draft_runner, trace)
         states = engine_plan.n_sequences, state_rows(checkpoint.spec, engine_plan.dtype.itemsize)
         scheduler = Scheduler(engine_plan.cache_rows, engine_plan.limits.n_nodes, plan.split, *states)
-        uncaptured = _UNCAPTURED if device.type == "cuda" and isinstance(runner.spec, Stage) else ""
+        is_captured = device.type == "cpu" or not isinstance(runner.spec, Stage)
+        uncaptured = "" if is_captured else "passes of a pipeline are not captured as CUDA graphs"
         notice = "\n".join(filter(None, (_REFUSED if host.is_refused else "", uncaptured, extension.notice(device))))
         rule = engine_plan.drafting.rule
         return Engine(runner, drafter, rule, cost, trace, scheduler, closes.pop_all(), draft_runner, notice)

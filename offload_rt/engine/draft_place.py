@@ -19,7 +19,6 @@ from offload_rt.speculate.select import Drafting
 from offload_rt.system.machine import MachineProfile, pass_time
 from offload_rt.system.ranks import Ranks
 from offload_rt.system.trace import Trace
-from offload_rt.weights.checkpoint import Checkpoint
 from offload_rt.weights.layout import PAGE, PackedLayer, align_up
 
 # Times of which the median counts.
@@ -36,19 +35,6 @@ class Way:
     n_nodes: int
     is_in_memory: bool
 
-    def draft_s(self, dtype: torch.dtype, device: torch.device) -> float:
-        """Seconds of drafting a tree of all levels that it may have, each of as many rows; called by all ranks."""
-        draft, n_levels = self.drafting.draft, self.plan.limits.n_levels if self.plan else 1
-        if draft is None:
-            return 0.0
-        n_rows = -(-self.n_nodes // n_levels)
-        return (n_levels - 1) * level_seconds(draft, self.drafting.draft_dtype(dtype), device, n_rows)
-
-    def step_s(self, draft_s: float, machine: MachineProfile) -> float:
-        """Seconds of a step of this rank."""
-        assert self.plan is not None, "it fits"
-        return pass_time(machine, self.plan.plan.pass_bytes, self.n_nodes, between_s=draft_s)
-
 
 def agree(
     options: Sequence[Drafting], fit: Callable[[Drafting], MemoryPlan], disk: DiskTier, ranks: Ranks,
@@ -59,9 +45,10 @@ def agree(
     options  what this rank may draft with
     fit      its memory plan. Raises CapacityError as this does where there is one option alone
     of       dtype of the target, and the device
-    What comes from a disk takes longest: options for which nothing does come first.
+    What comes from a disk takes longest: options for which nothing does come first. A step has a tree of all levels that
+    it may have, each of as many rows, and takes as long as the slowest rank.
     """
-    ways, sizes = [], list[int]()
+    plans, sizes = list[MemoryPlan | None](), list[int]()
     for one in options:
         plan = None
         try:
@@ -70,38 +57,46 @@ def agree(
             if len(options) == 1:
                 raise
         sizes += (plan.max_model_len, plan.limits.n_nodes, "disk" not in plan.plan.tiers) if plan else (0, 0, False)
-        ways.append((one, plan))
+        plans.append(plan)
     least = iter(ranks.least(*sizes))
-    agreed = [Way(*one, next(least), next(least), bool(next(least))) for one in ways]
-    found = [one for one in agreed if one.is_in_memory] or [one for one in agreed if one.n_nodes] or agreed[-1:]
+    ways = [Way(*both, next(least), next(least), bool(next(least))) for both in zip(options, plans, strict=True)]
+    found = [one for one in ways if one.is_in_memory] or [one for one in ways if one.n_nodes] or ways[-1:]
     if len(found) == 1:
         return found[0]
-    drafts_s = ranks.least(*(-one.draft_s(*of) for one in found))
-    streams = any(one.plan and not one.plan.plan.is_resident for one in found)
+    known = [(one, one.plan.limits.n_levels, one.plan.plan) for one in found if one.plan]
+    levels = (level_seconds(one.drafting, *of, -(-one.n_nodes // n)) for one, n, _ in known)
+    levels_s = ranks.least(*(-level_s for level_s in levels))
+    torch.cuda.empty_cache()
+    streams = any(not plan.is_resident for _, _, plan in known)
     machine = profile.profile(disk, 1, *of) if streams else MachineProfile("passes are alike", False, (), 1.0)
-    steps_s = ranks.least(*(-one.step_s(-draft_s, machine) for one, draft_s in zip(found, drafts_s, strict=True)))
-    return found[steps_s.index(max(steps_s))]
+    steps_s = [
+        -pass_time(machine, plan.pass_bytes, one.n_nodes, between_s=-(n - 1) * level_s)
+        for level_s, (one, n, plan) in zip(levels_s, known, strict=True)
+    ]
+    agreed = ranks.least(*steps_s)
+    return found[agreed.index(max(agreed))]
 
 
-def level_seconds(draft: Checkpoint, dtype: torch.dtype, device: torch.device, n_rows: int) -> float:
-    """Seconds of a pass of so many rows, called by all ranks where the model is divided among them.
+def level_seconds(drafting: Drafting, dtype: torch.dtype, device: torch.device, n_rows: int) -> float:
+    """Seconds of a pass of a draft of so many rows, called by all ranks where the model is divided among them; else 0.
 
     Nothing is read: weights are zeros, of which there are no more than caches of the device do not hold.
     """
-    spec = draft.spec
+    draft = drafting.draft
+    if draft is None:
+        return 0.0
     with ExitStack() as closes:
         files = closes.enter_context(closing(DiskTier([*draft.layers, draft.non_layer], packed=device.type == "cuda")))
+        layouts = [files.layout(i) for i in range(len(draft.layers) + 1)]
+        size = align_up(max(one.nbytes for one in layouts), PAGE)
+        n_blocks = min(-(-profile.beyond_caches(device) // size), len(layouts))
+        zeros = torch.empty(n_blocks, size, dtype=torch.uint8, device=device).zero_()
         resident = closes.enter_context(closing(MemoryTier()))
-        *layers, rest = (files.layout(i) for i in range(spec.n_layers + 1))
-        size = align_up(max(one.nbytes for one in layers), PAGE)
-        n_blocks = min(-(-profile.beyond_caches(device) // size), len(layers))
-        zeros = torch.empty(n_blocks * size + rest.nbytes, dtype=torch.uint8, device=device).zero_()
-        for i, layout in enumerate((*layers, rest)):
-            start = size * (n_blocks if layout is rest else i % n_blocks)
-            resident.put(i, PackedLayer(zeros[start : start + layout.nbytes], layout))
-        sources = LayerSources(resident, (None,) * spec.n_layers, 0)
+        for i, layout in enumerate(layouts):
+            resident.put(i, PackedLayer(zeros[i % n_blocks, : layout.nbytes], layout))
         loader = Loader(device, resident, Meter(0, None), closes, frozenset())
-        runner = loader.runner(spec, draft.format, dtype, sources, Trace(on=False))
+        sources = LayerSources(resident, (None,) * len(draft.layers), 0)
+        runner = loader.runner(draft.spec, draft.format, drafting.draft_dtype(dtype), sources, Trace(on=False))
         if device.type == "cuda":
             runner.use_graphs(GraphShape(2 * n_rows, 2 * n_rows + 1, n_rows), CudaCapture())
         return median(profile.seconds_of_passes(runner, [(n_rows, n_rows)] * _N_TIMES))

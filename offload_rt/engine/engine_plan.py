@@ -136,11 +136,10 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting
     budget = memory_budget(config, device)
     checkpoint = _of_rank(config, whole, drafting, dtype, budget)
     link = choose_link(config, checkpoint, device)
-    disk: DiskTier | SidecarTier = DiskTier(checkpoint.layers)
     experts: ExpertFiles | None = None
-    try:
+    with closing(DiskTier(checkpoint.layers)) as files:
         is_packed = device.type == "cuda" or link.sizes is not None
-        layer_nbytes = _layer_nbytes(checkpoint, disk, is_packed)
+        layer_nbytes = _layer_nbytes(checkpoint, files, is_packed)
         if link.encodes:  # a layer is read whole before it is encoded
             budget = replace(budget, buffers=budget.buffers + max(_packed_nbytes(checkpoint)))
         target = replace(Sizes.of_checkpoint(checkpoint, dtype), layer_nbytes=layer_nbytes, link=link.sizes)
@@ -153,10 +152,9 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting
         if ranks is None:
             memory = fit(drafting)
         else:
-            way = agree(_ways(config, drafting), fit, disk, ranks, (dtype, device))
+            way = agree(_ways(config, drafting), fit, files, ranks, (dtype, device))
             # A disk is read in pages, of which a part of each row has few.
             if not (way.is_in_memory or config.exact_parallel or config.pipeline > 1):
-                disk.close()
                 return plan_engine(replace(config, exact_parallel=True), whole, drafting)
             drafting = way.drafting
             max_len, n_nodes = way.max_model_len or config.max_model_len, way.n_nodes or config.tree_size
@@ -170,11 +168,8 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting
                 change="run offload-rt convert first, raise --host-memory, or use --link-format raw",
             )
         reads_disk = "disk" in memory.plan.pass_bytes.at(memory.max_model_len)
-        settings = profile.read_settings(checkpoint.layers) if reads_disk else disk.settings
-    except BaseException:
-        disk.close()
-        raise
-    disk.close()
+        settings = profile.read_settings(checkpoint.layers) if reads_disk else files.settings
+    disk: DiskTier | SidecarTier
     if memory.plan.experts is not None and (divided := checkpoint.by_expert()) is not None:
         disk = DiskTier(divided[0].layers, settings)
         experts = ExpertFiles(*divided, DiskTier(divided[1], settings, packed=device.type == "cuda"))
