@@ -404,7 +404,9 @@ def test_what_a_draft_takes_of_the_targets_room_counts(tmp_path: Path, monkeypat
     models = [CASES["llama"].build(n, num_hidden_layers=n, max_position_embeddings=512) for n in (8, 5)]
     pair, drafted = save_pair(tmp_path, *models), (1e-4, 1.1e-4, 1.1e-4)
     divided, exact, whole = planned(pair, "on"), *(planned(pair, one, exact_parallel=True) for one in ("on", "off"))
-    assert places(pair, monkeypatch, *drafted, device_memory=divided.device_nbytes) == ["part", "part"]
+    with monkeypatch.context() as patch:
+        patch.setattr(profile, "link_gbps", lambda *_, **__: 1e3)
+        assert places(pair, monkeypatch, *drafted, device_memory=divided.device_nbytes) == ["part", "part"]
     least, enough = (one.reserved.total + 2 * one.slot_nbytes + 16384 for one in (exact, whole))  # and some pages
     assert places(pair, monkeypatch, *drafted, device_memory=least) == ["part", "part"]
     found = []

@@ -64,13 +64,12 @@ def agree(
     if len(found) == 1:
         return found[0]
     known = [(one, one.plan.limits.n_levels, one.plan.plan) for one in found if one.plan]
-    levels = (level_seconds(one.drafting, *of, -(-one.n_nodes // n)) for one, n, _ in known)
-    levels_s = ranks.least(*(-level_s for level_s in levels))
+    levels_s = [level_seconds(one.drafting, *of, -(-one.n_nodes // n)) for one, n, _ in known]
     torch.cuda.empty_cache()
     streams = any(not plan.is_resident for _, _, plan in known)
     machine = profile.profile(disk, 1, *of) if streams else MachineProfile("passes are alike", False, (), 1.0)
     steps_s = [
-        -pass_time(machine, plan.pass_bytes, one.n_nodes, between_s=-(n - 1) * level_s)
+        -pass_time(machine, plan.pass_bytes, one.n_nodes, between_s=(n - 1) * level_s)
         for level_s, (one, n, plan) in zip(levels_s, known, strict=True)
     ]
     agreed = ranks.least(*steps_s)
