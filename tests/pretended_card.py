@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offload_rt.engine import builder
+from offload_rt.engine import builder, draft_place
 from offload_rt.ops import extension, transfer
 
 CARD = torch.device("cuda", 0)
@@ -205,7 +205,8 @@ def pretended_card(
     fractions = [1.0]
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device=None: fractions[-1])
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part, device=None: fractions.append(part))
-    monkeypatch.setattr(builder, "CudaCapture", lambda: record)
+    for module in (builder, draft_place):
+        monkeypatch.setattr(module, "CudaCapture", lambda: record)
     monkeypatch.setattr(builder, "_CAPTURING_S", 0.0)  # passes of a pretended card take long
     monkeypatch.setattr(extension, "serves", lambda tensor: has_kernels and isinstance(tensor, CardTensor))
     monkeypatch.setattr(extension, "kernels", lambda: kernels)

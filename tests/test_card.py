@@ -13,7 +13,7 @@ from tiny import CASES, feed, generate, keep_steady, prefill, prompt_of, random_
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
-from offload_rt.engine import builder, engine_plan, loader
+from offload_rt.engine import builder, draft_place, engine_plan, loader, profile
 from offload_rt.engine.memory_plan import READ_BUFFERS
 from offload_rt.errors import LinkError, NumericsError
 from offload_rt.executor.cuda_graphs import GraphPass
@@ -113,6 +113,24 @@ def test_a_model_that_the_kernels_serve_strays_no_further_than_rounding_does(tmp
         found = [one.cpu().float() for one in logits_on("cuda", tmp_path, "bfloat16")]
     for mine, its, probs in zip(found, rounded, exact, strict=True):
         assert (mine - probs).abs().mean() < 1.5 * (its - probs).abs().mean() + 1e-3
+
+
+def test_levels_of_a_draft_are_timed_as_they_are_replayed(zoo, card, monkeypatch):
+    """Before a run of several ranks is planned; nothing stays on the card."""
+    pair, made = zoo.pair("llama", 0), []
+    settings = {"device": "cuda", "max_model_len": 128, **pair.settings("adaptive_tree")}
+    runner = loader.Loader.runner
+    monkeypatch.setattr(loader.Loader, "runner", lambda *given: made.append(runner(*given)) or made[-1])
+    replays = []
+    replay = profile._seconds_replayed
+    monkeypatch.setattr(profile, "_seconds_replayed", lambda *given: replays.append(given) or replay(*given))
+    with card(), LLM.open(EngineConfig(str(pair.target), **settings)) as unloaded:
+        plan = unloaded.engine_plan
+        assert 0 < draft_place.level_seconds(plan.drafting, plan.dtype, plan.device, 5) < 60
+    assert len(replays) == 3
+    gone = weakref.ref(made.pop())
+    replays.clear()
+    assert gone() is None
 
 
 def test_closing_lets_go_of_what_was_captured(zoo, card):

@@ -45,8 +45,8 @@ def agree(
     options  what this rank may draft with
     fit      its memory plan. Raises CapacityError as this does where there is one option alone
     of       dtype of the target, and the device
-    What comes from a disk takes longest: options for which nothing does come first. A step has a tree of all levels that
-    it may have, each of as many rows, and takes as long as the slowest rank.
+    A disk is slowest: options that need none come first. A step has the deepest tree, with as many rows on each level, and
+    takes as long as on the slowest rank.
     """
     plans, sizes = list[MemoryPlan | None](), list[int]()
     for one in options:

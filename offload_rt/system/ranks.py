@@ -20,7 +20,7 @@ from functools import cache
 from multiprocessing.connection import Client, Connection, Listener, wait
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,8 +37,6 @@ _GRACE_S = 5.0
 _COME_S, _LOOK_S = 1800.0, 0.02
 # What a rank says that ends because all is done, or others end.
 _DONE = "done"
-
-Number = TypeVar("Number", int, float)
 
 
 def is_first() -> bool:
@@ -180,7 +178,7 @@ class Ranks:
             dist.broadcast(x, 0)
         return x
 
-    def least(self, *numbers: Number) -> list[Number]:
+    def least(self, *numbers: float) -> list[Any]:
         """The least of each of these numbers over all ranks."""
         found = torch.tensor(numbers)
         with self._together():
