@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import torch
 
+from bench.measure import flag_parser
 from offload_rt.config import EngineConfig, parse_size
 from offload_rt.engine.memory_plan import Sizes
 from offload_rt.models.families import spec_of
@@ -52,7 +53,7 @@ def forecasts(flags: argparse.Namespace, how: dict[str, bool]) -> Iterator[tuple
 
 def main() -> None:
     """Print a table for each way and one JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flag_parser(__doc__)
     parser.add_argument("--model", default="llama2-70b", choices=KNOWN, metavar="NAME")
     parser.add_argument("--draft-model", default="llama2-7b", choices=KNOWN, metavar="NAME")
     parser.add_argument("--gpu", default="rtx4090")

@@ -5,8 +5,6 @@
 The pass is one over a tree with all layers resident, under torch's profiler. Implementations of attention are interleaved.
 """
 
-import argparse
-import json
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -17,7 +15,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from bench.gpu.shapes import random_tree
-from bench.measure import Spread, commit, expanded_model, machine
+from bench.measure import Spread, commit, expanded_model, flag_parser, machine, print_result
 from offload_rt import LLM
 from offload_rt.ops import reference
 from offload_rt.tree.topology import Topology
@@ -86,7 +84,7 @@ def attention_ms(heads: tuple[int, int, int], n_rows: int, n_keys: int) -> dict[
 
 def main() -> None:
     """Print the shares, a line for each comparison, and one JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flag_parser(__doc__)
     parser.add_argument("--size", default="2100MB")
     parser.add_argument("--rows", type=int, default=176)
     parser.add_argument("--context", type=int, default=300)
@@ -104,8 +102,7 @@ def main() -> None:
             times = attention_ms(heads, n_rows, n_keys)
             attention[case] = {name: vars(spread) for name, spread in times.items()}
             print(f"{case}, ms: " + "; ".join(f"{name} {spread}" for name, spread in times.items()))
-    result = {"shares": found, "attention_ms": attention}
-    print(json.dumps({"bench": "compute", "machine": machine(), "commit": commit(), **vars(flags), **result}))
+    print_result("compute", flags, shares=found, attention_ms=attention)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ integers, whose layers are read from the disk and held back to a set rate, again
 Without rates there is no such pass. The last line is one JSON object.
 """
 
-import argparse
 import json
 import time
 from collections.abc import Callable
@@ -22,7 +21,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from bench.measure import ROOT, Spread, commit, machine
+from bench.measure import ROOT, Spread, commit, flag_parser, machine, print_result
 from bench.paced import PacedTier
 from bench.stream import Passes
 from offload_rt.llm import LLM
@@ -150,7 +149,7 @@ def passes_over_a_link(gbps: list[float], n_rounds: int) -> dict[str, dict[str, 
 
 def main() -> None:
     """Run both and print one JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flag_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--formats", nargs="+", default=[""], help="how their names begin; default: all")
     parser.add_argument("--rates", default="0.25,0.5,1", help="of the link, in GB/s")
@@ -158,11 +157,9 @@ def main() -> None:
     torch.set_num_threads(1)
     print(f"{machine()}; commit {commit()}")
     gbps = [float(rate) for rate in flags.rates.split(",") if rate]
-    results = {
-        "weights_per_s": rates(flags.rounds, flags.formats),
-        "pass": passes_over_a_link(gbps, max(flags.rounds // 2, 2)) if gbps else {},
-    }
-    print(json.dumps({"machine": machine(), "commit": commit(), **results}))
+    weights_per_s = rates(flags.rounds, flags.formats)
+    of_pass = passes_over_a_link(gbps, max(flags.rounds // 2, 2)) if gbps else {}
+    print_result("dequantize", flags, weights_per_s=weights_per_s, of_pass=of_pass)
 
 
 if __name__ == "__main__":

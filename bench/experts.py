@@ -10,7 +10,6 @@ are there sooner, by a thread of its own. What plays the device computes on anot
 """
 
 import argparse
-import json
 import tempfile
 import time
 from contextlib import ExitStack, closing
@@ -22,9 +21,8 @@ from unittest.mock import patch
 import torch
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedConfig, Qwen3MoeConfig
 
-from bench.lossless import PacedDisk
-from bench.measure import Spread, commit, machine
-from bench.paced import PacedLink, PacedTier
+from bench.measure import Spread, commit, flag_parser, machine, print_result
+from bench.paced import PacedTier, pace
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig, format_size, parse_size
 from offload_rt.offload.host_experts import HostExperts
@@ -61,10 +59,8 @@ def open_paced(folder: Path, way: str, memory: int, gbps: float) -> LLM:
         if way == _WAYS[0]:
             stack.enter_context(patch.object(Checkpoint, "by_expert", lambda _: None))
         llm = LLM.open(config)
-    plan, link = llm.engine_plan, PacedLink(gbps)
-    assert (plan.experts is None) == (way == _WAYS[0])
-    experts = plan.experts and replace(plan.experts, tier=PacedDisk(plan.experts.tier, link))
-    llm.engine_plan = replace(plan, disk=PacedDisk(plan.disk, link), experts=experts)
+    assert (llm.engine_plan.experts is None) == (way == _WAYS[0])
+    pace(llm, gbps)
     llm.load()
     return llm
 
@@ -126,7 +122,7 @@ def measure(folder: Path, flags: argparse.Namespace) -> dict[str, object]:
 
 def main() -> None:
     """Print both models and one JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flag_parser(__doc__)
     parser.add_argument("--size", type=parse_size, default=parse_size("3GB"))
     parser.add_argument("--memory", type=parse_size, default=parse_size("0.75GB"))
     parser.add_argument("--gbps", type=float, default=1.0)
@@ -137,7 +133,7 @@ def main() -> None:
     parser.add_argument("--folder", help="of the models while they are needed; default: that of temporary files")
     flags = parser.parse_args()
     print(f"{machine()}; commit {commit()}; a link of {flags.gbps} GB/s")
-    results: dict[str, object] = {"machine": machine(), "commit": commit(), "gbps": flags.gbps}
+    results: dict[str, object] = {}
     for kind in flags.kinds.split(","):
         config = configs(flags.size)[kind]
         with tempfile.TemporaryDirectory(dir=flags.folder) as folder:
@@ -145,7 +141,7 @@ def main() -> None:
             AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
             print(f"\n## {kind}: {config.num_hidden_layers} layers, {format_size(flags.memory)} of memory")
             results[kind] = measure(Path(folder), flags)
-    print(json.dumps(results))
+    print_result("experts", flags, **results)
 
 
 if __name__ == "__main__":

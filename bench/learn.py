@@ -12,7 +12,6 @@ prompt. The last line is one JSON object.
 """
 
 import argparse
-import json
 import random
 import shutil
 import time
@@ -26,9 +25,9 @@ from unittest import mock
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from bench.lossless import PacedDisk
-from bench.measure import ROOT, Spread, commit, expanded_model, machine
+from bench.measure import ROOT, Spread, commit, expanded_model, flag_parser, machine, print_result
 from bench.methods import DRAFT, TARGET, no_pair_stats
+from bench.paced import pace
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig, parse_size
 from offload_rt.llm import Stats
@@ -87,7 +86,7 @@ def open_pair(target: Path, learn: str, memory: int, gbps: float = 0.0) -> LLM:
 
     llm = LLM.open(config, replace(drafting, type=replace(drafting.type, open=open_drafter)))
     if gbps:
-        llm.engine_plan = replace(llm.engine_plan, disk=PacedDisk(llm.engine_plan.disk, gbps))
+        pace(llm, gbps)
     llm.load()
     return llm
 
@@ -134,7 +133,7 @@ def timed(target: Path, prompts: list[list[int]], flags: argparse.Namespace) -> 
 
 def main() -> None:
     """Print both parts and one JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flag_parser(__doc__)
     parser.add_argument(
         "--minutes", type=float, default=3.0, help="of training the target, the first time; 0: as it is"
     )
@@ -150,7 +149,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
     texts, prompts = headers(tokenizer)
     target = tuned_target(texts, flags.minutes) if flags.minutes else Path(TARGET)
-    result = {"bench": "learn", "machine": machine(), "commit": commit(), **vars(flags)}
+    result = {}
     with no_pair_stats():
         if "count" in flags.parts:
             counted = {learn: count(target, learn, prompts, flags) for learn in ("off", "on")}
@@ -173,7 +172,7 @@ def main() -> None:
             waits = [[one.wait_seconds / one.seconds for one in found] for found in both.values()]
             print(f"share of time waited for the link: {fmean(waits[0]):.2f}, while learning {fmean(waits[1]):.2f}")
             result |= {"of_token": of_token, "of_pass": of_pass, "waits": waits}
-    print(json.dumps(result))
+    print_result("learn", flags, **result)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,6 @@ speed the bytes of weights and rows over that speed. Bytes are those that the me
 plan. The last line is one JSON object.
 """
 
-import argparse
-import json
 import time
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
@@ -19,7 +17,7 @@ from tempfile import TemporaryDirectory
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bench.measure import Spread, commit, machine, resident_layers
+from bench.measure import Spread, commit, flag_parser, machine, print_result, resident_layers
 from bench.paced import N_QUEUED, PacedLink, PacedRows, PacedTier
 from offload_rt.config import format_size
 from offload_rt.executor.runner import Runner
@@ -122,19 +120,14 @@ def measure(name: str, passes: Passes, rounds: int, gbps: float | None) -> dict[
 
 def main() -> None:
     """Run both and print one JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flag_parser(__doc__)
     parser.add_argument("--context", type=int, default=32768)
     parser.add_argument("--gbps", type=float, default=0.25)
     parser.add_argument("--dtype", default="float32", help="of weights, keys and values")
     parser.add_argument("--rounds", type=int, default=5)
     flags = parser.parse_args()
     print(f"{machine()}; commit {commit()}")
-    results: dict[str, object] = {
-        "machine": machine(),
-        "commit": commit(),
-        "context": flags.context,
-        "dtype": flags.dtype,
-    }
+    results: dict[str, object] = {}
     with TemporaryDirectory(dir=Path.cwd()) as folder:
         config = LlamaConfig(**_SIZES, dtype=flags.dtype, max_position_embeddings=2 * flags.context)
         LlamaForCausalLM(config).to(getattr(torch, flags.dtype)).save_pretrained(folder)
@@ -152,7 +145,7 @@ def main() -> None:
                     results[name] = measure(
                         name, Passes(llm, tier, flags.context, its_link, closes), flags.rounds, gbps
                     )
-    print(json.dumps(results))
+    print_result("long_context", flags, **results)
 
 
 if __name__ == "__main__":

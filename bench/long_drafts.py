@@ -28,7 +28,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from bench.measure import ROOT, Spread, commit, machine
+from bench.measure import ROOT, Spread, commit, flag_parser, machine, print_result
 from bench.methods import DRAFT, TARGET
 from bench.paced import PacedLink, PacedRows
 from offload_rt import LLM, SamplingParams
@@ -183,7 +183,7 @@ def measure(case: Case, flags: argparse.Namespace, folder: Path) -> Outcome:
 
 def main() -> None:
     """Print a line for each case and one JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flag_parser(__doc__)
     parser.add_argument("cases", nargs="*", default=list(CASES))
     parser.add_argument("--gbps", type=float, default=1.0, help="of the link that keys and values come over")
     parser.add_argument("--rounds", type=int, default=6)
@@ -202,7 +202,7 @@ def main() -> None:
                 f"drafted in {one.draft_s:.3f} s; seconds for a token of each sequence: "
                 f"plain {Spread.of(one.plain_s)}, drafted {Spread.of(one.drafted_s)}"
             )
-    print(json.dumps({"bench": "long_drafts", "machine": machine(), "commit": commit(), **vars(flags), "found": found}))
+    print_result("long_drafts", flags, found=found)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,6 @@ rate is set to --gbps, so that the link is the limit, encoded to raw in turn; an
 line is one JSON object.
 """
 
-import argparse
-import json
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -17,11 +15,11 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from bench.measure import Spread, commit, expanded_model, machine
-from bench.paced import PacedLink, PacedTier
+from bench.measure import Spread, commit, expanded_model, flag_parser, machine, print_result
+from bench.paced import pace
 from offload_rt.config import EngineConfig, SamplingParams
 from offload_rt.llm import LLM
-from offload_rt.offload.disk import DiskTier, ReadSettings
+from offload_rt.offload.disk import ReadSettings
 from offload_rt.offload.sidecar import SidecarTier, open_sidecar, write_sidecar
 from offload_rt.ops import lossless, lossless_kernels
 from offload_rt.weights.checkpoint import open_checkpoint
@@ -30,14 +28,6 @@ from offload_rt.weights.lossless import EncodedImage, encode_layer
 
 PROMPT = [0, 300, 17, 511, 42]
 TOKENS = 6
-
-
-class PacedDisk(PacedTier):
-    """A tier of a plan at a set rate."""
-
-    def __init__(self, source: SidecarTier | DiskTier, link: float | PacedLink) -> None:
-        super().__init__(source, link)
-        self.settings: ReadSettings = source.settings
 
 
 def random_normal(n: int = 45_000_000) -> PackedLayer:
@@ -90,7 +80,7 @@ def passes(model: Path, sidecar: Path, gbps: float, rounds: int) -> tuple[Spread
                 plan = unloaded.plan
             least = plan.reserved.total + plan.link.buffer + 3 * plan.slot_nbytes
             llm = LLM.open(replace(config, device_memory=least))
-            llm.engine_plan = replace(llm.engine_plan, disk=PacedDisk(llm.engine_plan.disk, gbps))
+            pace(llm, gbps)
             llm.load()
             with llm:
                 llm.generate([PROMPT], SamplingParams(max_new_tokens=1))
@@ -104,7 +94,7 @@ def passes(model: Path, sidecar: Path, gbps: float, rounds: int) -> tuple[Spread
 
 def main() -> None:
     """Measure all of it and print one JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flag_parser(__doc__)
     parser.add_argument("--size", default="400MB")
     parser.add_argument("--gbps", type=float, default=0.5, help="of the paced disk: a rate at which it is the limit")
     parser.add_argument("--rounds", type=int, default=5)
@@ -133,8 +123,7 @@ def main() -> None:
     )
     print(f"convert                     {convert_gbps:.2f} GB/s of raw bytes, with reading and writing")
     found = {name: speed.median for name, speed in speeds.items()}
-    print(json.dumps({"machine": machine(), "commit": commit(), "bytes": shares, "decode_gbps": found,
-                      "pass": ratio.median, "same_tokens": same}))  # fmt: skip
+    print_result("lossless", flags, bytes=shares, decode_gbps=found, of_pass=ratio.median, same_tokens=same)
 
 
 if __name__ == "__main__":

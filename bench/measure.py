@@ -1,5 +1,6 @@
 """What all benchmarks share: the machine in a line, spreads, models of a size, other processes."""
 
+import argparse
 import json
 import math
 import os
@@ -40,6 +41,16 @@ class Spread:
 
     def __str__(self) -> str:
         return f"{self.median:.3f} ({self.least:.3f} to {self.largest:.3f})"
+
+
+def flag_parser(text: str | None) -> argparse.ArgumentParser:
+    """A parser for a benchmark whose module says this of itself."""
+    return argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def print_result(bench: str, flags: argparse.Namespace, **found: object) -> None:
+    """Print the last line of a benchmark: one JSON object of where it ran, with which flags, and what it found."""
+    print(json.dumps({"bench": bench, "machine": machine(), "commit": commit(), **vars(flags), **found}, default=str))
 
 
 def machine() -> str:

@@ -3,12 +3,16 @@
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
 from offload_rt.kv.cache import RowRange
 from offload_rt.kv.host import KVSplit
+from offload_rt.llm import LLM
+from offload_rt.offload.disk import DiskTier, ReadSettings
 from offload_rt.offload.far_rows import FileRows
+from offload_rt.offload.sidecar import SidecarTier
 from offload_rt.offload.streamer import Streamer
 from offload_rt.offload.tier import Read, Tier
 from offload_rt.weights.layout import Layout
@@ -59,6 +63,19 @@ class PacedTier:
     def close(self) -> None:
         """Close the source."""
         self._source.close()
+
+
+class _PacedDisk(PacedTier):
+    def __init__(self, source: SidecarTier | DiskTier, link: PacedLink) -> None:
+        super().__init__(source, link)
+        self.settings: ReadSettings = source.settings
+
+
+def pace(llm: LLM, gbps: float) -> None:
+    """Put the layers and experts that an opened model will read from its disk behind one link of this rate."""
+    plan, link = llm.engine_plan, PacedLink(gbps)
+    experts = plan.experts and replace(plan.experts, tier=_PacedDisk(plan.experts.tier, link))
+    llm.engine_plan = replace(plan, disk=_PacedDisk(plan.disk, link), experts=experts)
 
 
 class PacedRows(FileRows):

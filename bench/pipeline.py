@@ -27,8 +27,8 @@ from pathlib import Path
 
 import torch
 
-from bench.lossless import PacedDisk
-from bench.measure import Spread, commit, expanded_model, machine, run_json
+from bench.measure import Spread, commit, expanded_model, flag_parser, machine, print_result, run_json
+from bench.paced import pace
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig, parse_size
 from offload_rt.tree.topology import Topology
@@ -95,7 +95,7 @@ def print_gains() -> None:
 
 def main() -> None:
     """Measure and print, or be one of the ranks."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flag_parser(__doc__)
     parser.add_argument("--size", default="256MB")
     parser.add_argument("--gbps", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=5)
@@ -117,7 +117,7 @@ def main() -> None:
         plan = whole.plan
         budget = plan.reserved.total + int(0.6 * sum(plan.layer_nbytes))
         one = closes.enter_context(LLM.open(config(model, budget)))
-        object.__setattr__(one.engine_plan, "disk", PacedDisk(one.engine_plan.disk, flags.gbps))
+        pace(one, flags.gbps)
         one.load()
         ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "bench.pipeline"]
         for _ in range(flags.rounds):
@@ -131,7 +131,7 @@ def main() -> None:
         ratios = [Spread.of([one["two"][i] / one[other][i] for one in rounds]) for other in ("one", "floor")]
         table[what] = dict(zip(("two_over_one", "two_over_floor"), map(asdict, ratios), strict=True))
         print(f"{what:28}{ratios[0]!s:>32}{ratios[1]!s:>32}")
-    print(json.dumps(table))
+    print_result("pipeline", flags, **table)
 
 
 if __name__ == "__main__":

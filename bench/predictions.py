@@ -7,9 +7,7 @@ recorded, and corrected again (`ExpectedTokensBias`) with each weight and memory
 of a whole text, as a share of its tokens, averaged over the texts. The last line is one JSON object.
 """
 
-import argparse
 import itertools
-import json
 import os
 from collections.abc import Sequence
 from statistics import mean
@@ -18,7 +16,7 @@ from unittest import mock
 
 from transformers import AutoTokenizer
 
-from bench.measure import commit, machine
+from bench.measure import commit, flag_parser, machine, print_result
 from bench.methods import DRAFT, TARGET
 from bench.prompts import held_out_prompts
 from offload_rt import LLM, SamplingParams
@@ -61,7 +59,7 @@ def error(found: Sequence[Text], known: ExpectedTokensBias) -> float:
 
 def main() -> None:
     """Print a line for each weight and memory, and one JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flag_parser(__doc__)
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--nodes", type=int, default=160)
@@ -77,7 +75,7 @@ def main() -> None:
         errors = [error(at_temperature, ExpectedTokensBias(weight, memory)) for at_temperature in found]
         print(f"weight {weight:5.0f}, memory {memory:.3f}: " + ", ".join(f"{one:.1%}" for one in errors))
         figures.append({"weight": weight, "memory": memory, "errors": errors})
-    print(json.dumps({"bench": "bias", "machine": machine(), "commit": commit(), **vars(flags), "figures": figures}))
+    print_result("bias", flags, figures=figures)
 
 
 if __name__ == "__main__":

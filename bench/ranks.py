@@ -10,8 +10,8 @@ import os
 from dataclasses import asdict, replace
 from statistics import median
 
-from bench.lossless import PacedDisk
-from bench.measure import Spread, commit, expanded_model, machine, run_json
+from bench.measure import Spread, commit, expanded_model, flag_parser, machine, print_result, run_json
+from bench.paced import pace
 from offload_rt.config import EngineConfig
 from offload_rt.llm import LLM
 
@@ -26,7 +26,7 @@ def measure(model: str, gbps: float, n_passes: int) -> None:
     with LLM.open(config) as unloaded:
         plan = unloaded.plan
     llm = LLM.open(replace(config, device_memory=plan.reserved.total + N_SLOTS * plan.slot_nbytes))
-    llm.engine_plan = replace(llm.engine_plan, disk=PacedDisk(llm.engine_plan.disk, gbps))
+    pace(llm, gbps)
     assert set(llm.plan.tiers) == {"disk"}, llm.plan.tiers
     llm.load()
     with llm:
@@ -36,7 +36,7 @@ def measure(model: str, gbps: float, n_passes: int) -> None:
 
 def main() -> None:
     """Run both in turn and print one JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flag_parser(__doc__)
     parser.add_argument("--size", default="200MB", help="the demo target is expanded to it")
     parser.add_argument("--gbps", type=float, default=0.1)
     parser.add_argument("--rounds", type=int, default=3)
@@ -57,10 +57,8 @@ def main() -> None:
     print(f"pass / floor, one rank          {over[0]}")
     print(f"pass / floor, two ranks         {over[1]}")
     print(f"pass of two ranks / of one      {ratio}; floor {floors[1] / floors[0]:.4f}")
-    print(json.dumps({
-        "machine": machine(), "commit": commit(), "gbps": flags.gbps, "bytes_ratio": two["nbytes"] / one["nbytes"],
-        "ratio": asdict(ratio), "over_floor": [asdict(spread) for spread in over],
-    }))  # fmt: skip
+    found = {"ratio": asdict(ratio), "over_floor": [asdict(spread) for spread in over]}
+    print_result("ranks", flags, bytes_ratio=two["nbytes"] / one["nbytes"], **found)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
 from socket import create_connection, create_server
@@ -35,9 +35,9 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer
 
-from bench.learn import PacedDisk
-from bench.measure import ROOT, Spread, commit, expanded_model, family, machine
+from bench.measure import ROOT, Spread, commit, expanded_model, family, flag_parser, machine, print_result
 from bench.methods import TARGET
+from bench.paced import pace
 from bench.prompts import held_out_prompts
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig, parse_size
@@ -190,7 +190,7 @@ def of_clients(
     )  # fmt: skip
     rounds: dict[str, list[Round]] = {}
     with LLM.open(config) as llm:
-        llm.engine_plan = replace(llm.engine_plan, disk=PacedDisk(llm.engine_plan.disk, flags.gbps))
+        pace(llm, flags.gbps)
         llm.load()
         with served(llm) as server:
             client.send(server, prompts, flags.tokens, len(prompts))  # drafters learn
@@ -246,7 +246,7 @@ def table(rounds: dict[str, list[Round]], base: str) -> Table:
 
 def main() -> None:
     """Print a table, what HTTP costs, and one JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flag_parser(__doc__)
     parser.add_argument("--size", default="600MB", help="of the expanded target")
     parser.add_argument("--gbps", type=float, default=0.5, help="of its disk")
     parser.add_argument("--drafter", default="recycle", help="also none; draft models are not used")
@@ -262,7 +262,7 @@ def main() -> None:
     print(f"{machine()}; commit {commit()}")
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
     prompts = held_out_prompts(tokenizer, flags.prompts * (1 + flags.peer * flags.rounds * len(flags.clients)))
-    result = {"bench": "serve", "machine": machine(), "commit": commit(), **vars(flags)}
+    result: dict[str, object] = {}
     command = [sys.executable, "-m", "bench.serve", "--as-client"]
     with ExitStack() as ends:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -274,7 +274,8 @@ def main() -> None:
             rounds, result["http"] = of_clients(client, prompts, flags)
             Console(width=160).print(table(rounds, "one by one"))
             print(f"seconds per pass, by HTTP / by LLM.stream, prompts in turn: {Spread.of(result['http'])}")
-    print(json.dumps(result | {"rounds": {name: [asdict(one) for one in found] for name, found in rounds.items()}}))
+    result["rounds"] = {name: [asdict(one) for one in found] for name, found in rounds.items()}
+    print_result("serve", flags, **result)
 
 
 if __name__ == "__main__":

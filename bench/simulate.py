@@ -5,13 +5,10 @@
 Part "passes": passes of so many rows over a model of which a part is resident and the rest comes over a link of a set speed
 (memory behind `bench/paced.py`), against the simulator, which is told the time of a layer by width, what the link reaches while
 nothing is computed, and what a byte that arrives costs the computation, all three measured in the same run. Part "published":
-rows of Sequoia's table of Llama 70B on an L40. The last line is one JSON object, which is also appended to
-bench/results/simulate.jsonl.
+rows of Sequoia's table of Llama 70B on an L40. The last line is one JSON object.
 """
 
-import argparse
 import itertools
-import json
 import threading
 import time
 from dataclasses import asdict, dataclass, replace
@@ -22,7 +19,7 @@ import numpy as np
 import psutil
 import torch
 
-from bench.measure import ROOT, commit, expanded_model, machine, resident_layers
+from bench.measure import commit, expanded_model, flag_parser, machine, print_result, resident_layers
 from bench.paced import PacedTier
 from offload_rt import LLM
 from offload_rt.config import EngineConfig
@@ -46,7 +43,6 @@ from offload_rt.system.trace import Trace
 from offload_rt.tree.topology import Topology
 from offload_rt.weights.layout import host_block
 
-RESULTS = ROOT / "bench/results/simulate.jsonl"
 CONTEXT, N_PASSES = 64, 2
 # Rows at which the contention is measured; none of the settings has as many.
 CONTENTION_ROWS = 64
@@ -331,7 +327,7 @@ def _line(one: Compared) -> str:
 
 def main() -> None:
     """Print the table and one JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flag_parser(__doc__)
     parser.add_argument("--size", default="2100MB")
     parser.add_argument("--seconds", type=float, default=420.0, help="of measuring passes")
     # Threads of a product wait for each other: beside niced programs, two threads took 30 times as long for 32 rows.
@@ -340,7 +336,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=("passes", "published"), default=["passes", "published"])
     flags = parser.parse_args()
     print(f"{machine()}\ncommit {commit()}")
-    result: dict[str, object] = {"bench": "simulate", "machine": machine(), "commit": commit(), **vars(flags)}
+    result: dict[str, object] = {}
     torch.set_num_threads(flags.threads)
     if "passes" in flags.parts:
         compared = passes(flags.size, flags.seconds, flags.tries)
@@ -358,10 +354,7 @@ def main() -> None:
                 f"{row.plain_error:+.1%}; ours {row.ours_s:.2f}"
             )
         result["published"] = [{**asdict(row), "error": row.error, "plain_error": row.plain_error} for row in rows]
-    line = json.dumps(result)
-    with RESULTS.open("a", encoding="utf-8") as file:
-        file.write(line + "\n")
-    print(line)
+    print_result("simulate", flags, **result)
 
 
 if __name__ == "__main__":

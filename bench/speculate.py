@@ -1,15 +1,11 @@
 """How much faster is a streamed model with a draft model?
 
-    python -m bench.speculate [--size 2100MB] [--prompts 12] [--timed-prompts 8]
+    python -m bench.speculate [--size 2100MB] [--prompts 8]
 
-Part "steps": seconds of a step of each method at equal size on the expanded model, streamed from the disk in a quarter of its
-size; tokens per pass are counted on the small model, which computes the same function (`bench/systems.py` counts more of
-them). Part "chosen": whole generations with nothing configured, plain passes interleaved.
+The expanded demo target is streamed from the disk in a quarter of its size: whole generations with the demo draft and nothing
+configured, plain passes after each. (`bench/systems.py` counts tokens per pass of each way to draft.)
 """
 
-import argparse
-import json
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from statistics import mean, median
@@ -19,18 +15,16 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer
 
-from bench.measure import commit, drop_from_page_cache, expanded_model, machine
-from bench.methods import DRAFT, SYSTEMS, TARGET, Method, no_pair_stats
+from bench.measure import commit, drop_from_page_cache, expanded_model, flag_parser, machine, print_result
+from bench.methods import DRAFT, TARGET, no_pair_stats
 from bench.prompts import held_out_prompts
-from bench.systems import Texts
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import parse_size
 from offload_rt.llm import Stats
 
 TEMPERATURES = (0.0, 0.6, 1.0)
-METHODS = ("one chain", "SpecInfer's chains", "static, sequoia", "static, traversal", "dynamic, match")
-# Prompts at each temperature before timing starts, from which statistics of the pair are learned; passes timed of each method.
-_N_FIRST, _N_STEPS = 2, 8
+# Prompts at each temperature before timing starts, from which statistics of the pair are learned.
+_N_FIRST = 2
 
 
 @dataclass(frozen=True)
@@ -55,15 +49,22 @@ class Shares:
 
 
 @dataclass(frozen=True)
-class Timed:
-    """Steps on the expanded model, with the tokens per pass that were counted."""
+class Chosen:
+    """Whole generations with nothing configured, after the first pass of each.
 
-    method: str
+    faster_by_prompt  one figure a prompt
+    """
+
     temperature: float
     plain_s: float
     step_s: float
     tokens_per_pass: float
     shares: Shares
+    predicted_seconds_per_token: float
+    predicted_tokens_per_pass: float
+    nodes: float
+    levels: float
+    faster_by_prompt: tuple[float, ...]
 
     @property
     def seconds_per_token(self) -> float:
@@ -74,35 +75,6 @@ class Timed:
     def times_faster(self) -> float:
         """Than plain passes between the runs."""
         return self.plain_s / self.seconds_per_token
-
-
-def steps(size: str, texts: Texts, n_nodes: int, methods: Sequence[Method]) -> Iterator[Timed]:
-    """A few steps of each method on the expanded model at equal size."""
-    model, prompt = expanded_model(size), texts.prompts[0]
-    for method in methods:
-        rates = {one.temperature: one.mean for one in texts.count(method, n_nodes)}
-        with method.open(str(model), n_nodes, "auto", parse_size(size) // 4, 256) as llm:
-            for temperature in TEMPERATURES:
-                n_new = math.ceil((_N_STEPS + 1) * rates[temperature])
-                params = SamplingParams(max_new_tokens=n_new, temperature=temperature, seed=0)
-                run = llm.generate(prompt, params)[0].stats
-                step_s = run.measured_seconds_per_token * run.measured_tokens_per_pass
-                plain_s = median(llm.time_plain(len(prompt), 3))
-                yield Timed(method.name, temperature, plain_s, step_s, rates[temperature], Shares.of([run]))
-
-
-@dataclass(frozen=True)
-class Chosen(Timed):
-    """Whole generations with nothing configured, after the first pass of each.
-
-    faster_by_prompt  one figure a prompt
-    """
-
-    predicted_seconds_per_token: float
-    predicted_tokens_per_pass: float
-    nodes: float
-    levels: float
-    faster_by_prompt: tuple[float, ...]
 
 
 def chosen(size: str, prompts: list[list[int]], n_new: int) -> Iterator[Chosen]:
@@ -129,7 +101,6 @@ def _summary(temperature: float, runs: Sequence[Stats], plain_s: float) -> Chose
     seconds = n_passes @ np.array([run.measured_seconds_per_token * run.measured_tokens_per_pass for run in runs])
     predicted_s = n_passes @ np.array([run.predicted_seconds_per_token * run.predicted_tokens_per_pass for run in runs])
     return Chosen(
-        method="chosen",
         temperature=temperature,
         plain_s=plain_s,
         step_s=seconds / n_passes.sum(),
@@ -145,53 +116,36 @@ def _summary(temperature: float, runs: Sequence[Stats], plain_s: float) -> Chose
 
 def main() -> None:
     """Print the tables and one JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flag_parser(__doc__)
     parser.add_argument("--size", default="2100MB")
-    parser.add_argument("--prompts", type=int, default=12)
-    parser.add_argument("--timed-prompts", type=int, default=8)
+    parser.add_argument("--prompts", type=int, default=8, help="that are timed")
     parser.add_argument("--new-tokens", type=int, default=96)
-    parser.add_argument("--nodes", type=int, default=64, help="of every tree where methods are compared at equal size")
-    parser.add_argument(
-        "--methods", nargs="+", default=METHODS, help="to be compared, by their names in bench/methods.py"
-    )
-    parser.add_argument("--parts", nargs="+", choices=("steps", "chosen"), default=["steps", "chosen"])
     flags = parser.parse_args()
     console = Console(width=max(Console().width, 140))
     console.print(f"{machine()}\ncommit {commit()}")
-    n_prompts = max(flags.prompts, flags.timed_prompts + _N_FIRST)
-    prompts = held_out_prompts(AutoTokenizer.from_pretrained(TARGET), n_prompts)
-    methods = [method for method in SYSTEMS if method.name in flags.methods]
-    result: dict[str, object] = {"bench": "speculate", "machine": machine(), "commit": commit(), **vars(flags)}
+    prompts = held_out_prompts(AutoTokenizer.from_pretrained(TARGET), flags.prompts + _N_FIRST)
     with no_pair_stats():
-        timed: list[Timed] = []
-        if "steps" in flags.parts:
-            texts = Texts(TARGET, prompts[: flags.prompts], flags.new_tokens, TEMPERATURES)
-            timed += steps(flags.size, texts, flags.nodes, methods)
-        if "chosen" in flags.parts:
-            timed += chosen(flags.size, prompts[: flags.timed_prompts + _N_FIRST], flags.new_tokens)
-        result["time"] = [_entry(one) for one in timed]
-    if timed:
-        console.print(_table(timed))
-    print(json.dumps(result))
+        timed = [*chosen(flags.size, prompts, flags.new_tokens)]
+    console.print(_table(timed))
+    print_result("speculate", flags, time=[_entry(one) for one in timed])
 
 
-def _entry(one: Timed) -> dict[str, object]:
+def _entry(one: Chosen) -> dict[str, object]:
     return {**asdict(one), "seconds_per_token": one.seconds_per_token, "times_faster": one.times_faster}
 
 
-def _table(timed: Sequence[Timed]) -> Table:
+def _table(timed: Sequence[Chosen]) -> Table:
     table = Table(title="streamed within a quarter of its size; link, compute, draft, verify: shares of the time")
-    heads = ("trees", "T", "tokens/pass", "step s", "step/plain", "s/token", "predicted", "x plain",
+    heads = ("T", "nodes", "tokens/pass", "step s", "step/plain", "s/token", "predicted", "x plain",
              "link", "compute", "draft", "verify")  # fmt: skip
     for head in heads:
-        table.add_column(head, justify="left" if head == "trees" else "right")
+        table.add_column(head, justify="right")
     for one in timed:
-        predicted = f"{one.predicted_seconds_per_token:.3f}" if isinstance(one, Chosen) else ""
-        name = f"{one.method}: {one.nodes:.0f} nodes" if isinstance(one, Chosen) else one.method
         shares = [f"{share:.1%}" for share in asdict(one.shares).values()]
         table.add_row(
-            name, str(one.temperature), f"{one.tokens_per_pass:.2f}", f"{one.step_s:.3f}",
-            f"{one.step_s / one.plain_s:.3f}", f"{one.seconds_per_token:.3f}", predicted, f"{one.times_faster:.2f}", *shares,
+            f"{one.temperature}", f"{one.nodes:.0f}", f"{one.tokens_per_pass:.2f}", f"{one.step_s:.3f}",
+            f"{one.step_s / one.plain_s:.3f}", f"{one.seconds_per_token:.3f}", f"{one.predicted_seconds_per_token:.3f}",
+            f"{one.times_faster:.2f}", *shares,
         )  # fmt: skip
     return table
 

@@ -5,8 +5,6 @@ and nothing else); peak memory against the budget; seconds per token against Acc
 overlap over a link of a set speed; the time to the first token of a small resident model. The last line is one JSON object.
 """
 
-import argparse
-import json
 import sys
 import time
 from contextlib import closing
@@ -20,7 +18,17 @@ import torch
 
 from bench.compare.contract import Job
 from bench.compare.outcome import run_peer
-from bench.measure import Spread, commit, drop_from_page_cache, expanded_model, machine, resident_layers, run_json
+from bench.measure import (
+    Spread,
+    commit,
+    drop_from_page_cache,
+    expanded_model,
+    flag_parser,
+    machine,
+    print_result,
+    resident_layers,
+    run_json,
+)
 from bench.methods import DRAFT
 from bench.paced import PacedTier
 from offload_rt.config import SamplingParams, format_size, parse_size
@@ -214,7 +222,7 @@ def first_token() -> dict[str, object]:
 
 def main() -> None:
     """Run the sections and print one JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flag_parser(__doc__)
     parser.add_argument("--model", type=Path, help="a checkpoint; default: the demo target expanded to --size")
     parser.add_argument("--size", default="3GB")
     parser.add_argument("--budget", type=parse_size, help="default: a quarter of the weights")
@@ -226,8 +234,7 @@ def main() -> None:
     nbytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
     settings = Settings(model, flags.budget or nbytes // 4, flags.rounds, flags.tokens)
     print(f"{machine()}\n{model.name}: {format_size(nbytes)}, budget {format_size(settings.budget)}; commit {commit()}")
-    results: dict[str, object] = {"machine": machine(), "commit": commit()}
-    results |= {"model_bytes": nbytes, "budget_bytes": settings.budget}
+    results: dict[str, object] = {"model_bytes": nbytes, "budget_bytes": settings.budget}
     sections = {
         "pass": lambda: pass_against_floor(settings),
         "memory": lambda: peak_memory(settings),
@@ -239,7 +246,7 @@ def main() -> None:
         if name not in sections:
             sys.exit(f"no section {name!r}; there are {', '.join(sections)}")
         results[name] = sections[name]()
-    print(json.dumps(results))
+    print_result("stream", flags, **results)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.long_drafts import held_out_texts, stretched
-from bench.measure import commit, machine
+from bench.measure import commit, flag_parser, machine, print_result
 from bench.methods import DRAFT, LONG, SYSTEMS, TARGET, Method, no_pair_stats
 from bench.prompts import held_out_prompts
 from offload_rt import SamplingParams
@@ -161,7 +161,7 @@ def measured(flags: argparse.Namespace) -> list[Counted]:
 
 def main() -> None:
     """Print a table and one JSON line, or the table of earlier lines."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flag_parser(__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[64, 512])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
     parser.add_argument("--prompts", type=int, default=24)
@@ -186,8 +186,7 @@ def main() -> None:
     print(f"{machine()}\ncommit {commit()}")
     found = measured(flags)
     print(table(found))
-    result = {"bench": "systems", "machine": machine(), "commit": commit(), **vars(flags)}
-    print(json.dumps({**result, "found": [asdict(one) for one in found]}))
+    print_result("systems", flags, found=[asdict(one) for one in found])
 
 
 if __name__ == "__main__":

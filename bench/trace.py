@@ -7,8 +7,6 @@ streamed in a quarter of its size. The ratio is taken pair by pair. The spans of
 the pass, is free of the disk's noise. The last line is one JSON object.
 """
 
-import argparse
-import json
 import time
 from dataclasses import asdict
 from itertools import pairwise
@@ -18,7 +16,7 @@ from tempfile import TemporaryDirectory
 
 from transformers import AutoTokenizer
 
-from bench.measure import Spread, commit, expanded_model, machine
+from bench.measure import Spread, commit, expanded_model, flag_parser, machine, print_result
 from bench.methods import DRAFT, TARGET
 from bench.prompts import held_out_prompts
 from offload_rt import LLM, SamplingParams
@@ -67,7 +65,7 @@ def span_s(n: int = 4_000, n_times: int = 9) -> float:
 
 def main() -> None:
     """Print a line for each and one JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flag_parser(__doc__)
     parser.add_argument("--size", default="2100MB")
     parser.add_argument("--rounds", type=int, default=9)
     flags = parser.parse_args()
@@ -89,7 +87,7 @@ def main() -> None:
             f"ratio {Spread(**one['pairs'])}; {one['spans_per_pass']:.0f} spans a pass, {one['share']:.2%} of it",
             flush=True,
         )
-    print(json.dumps({"bench": "trace", "machine": machine(), "commit": commit(), **vars(flags), "cases": found}))
+    print_result("trace", flags, cases=found)
 
 
 def _within(model: str, size: str, draft: str | None) -> EngineConfig:

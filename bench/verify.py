@@ -6,20 +6,18 @@ The distributions are random and as sharp as a language model's. The draft's are
 much is accepted as with real pairs. Each rule is interleaved with the softmax of the same logits.
 """
 
-import argparse
-import json
 import time
 from statistics import mean
 
 import numpy as np
 import torch
 
-from bench.measure import Spread, commit, machine
+from bench.measure import Spread, commit, flag_parser, machine, print_result
 from offload_rt import SamplingParams
 from offload_rt.executor.sequence import Sequence
 from offload_rt.speculate import child_sampling
 from offload_rt.speculate.select import rule_of
-from offload_rt.speculate.static_builder import Shape
+from offload_rt.speculate.static_builder import shape_of
 from offload_rt.system import registry
 from offload_rt.tree.choose import Acceptance
 from offload_rt.tree.search import search
@@ -31,7 +29,7 @@ _SHARPNESS, _DISAGREEMENT, _LEVELS = 3.5, 1.0, 18
 def drawn_tree(n_nodes: int, vocabulary: int, probs: str, generator: torch.Generator) -> tuple[DraftTree, torch.Tensor]:
     """A tree as a draft draws it by a child distribution, and the target's logits (n, vocabulary) after each node."""
     topology = search(Acceptance().by_rank(), n_nodes, _LEVELS).topology(n_nodes, _LEVELS)
-    shape = Shape.of(topology)
+    shape = shape_of(topology)
     logits = _SHARPNESS * torch.randn(len(topology), vocabulary, generator=generator)
     inner = np.flatnonzero(shape.row_of >= 0)
     noise = _DISAGREEMENT * torch.randn(len(inner), vocabulary, generator=generator)
@@ -51,7 +49,7 @@ def drawn_tree(n_nodes: int, vocabulary: int, probs: str, generator: torch.Gener
 
 def main() -> None:
     """Print a line for each rule and one JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flag_parser(__doc__)
     parser.add_argument("--nodes", type=int, default=768)
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--rounds", type=int, default=20)
@@ -78,7 +76,7 @@ def main() -> None:
                 lengths.append(len(verdict.path) + 1)
         found[name] = {"verify_ms": vars(Spread.of(verify_ms)), "softmax_ms": vars(Spread.of(softmax_ms))}
         print(f"{name:10} {Spread.of(verify_ms)}; softmax {Spread.of(softmax_ms)}; {mean(lengths):.2f} tokens a pass")
-    print(json.dumps({"bench": "verify", "machine": machine(), "commit": commit(), **vars(flags), "rules": found}))
+    print_result("verify", flags, rules=found)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from bench.measure import Spread, commit, expanded_model, family, machine, run_json
+from bench.measure import Spread, commit, expanded_model, family, flag_parser, machine, print_result, run_json
 
 _DEFAULT = "libgomp's default"
 SETTINGS: dict[str, dict[str, str]] = {
@@ -162,7 +162,7 @@ def interleaved(names: Sequence[str], n_rounds: int, size: str) -> dict[str, lis
 
 def main() -> None:
     """Print the table and one JSON line; with --one, measure here under that setting."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flag_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--settings", default="passive,spin1000,spin3000,1 thread", help=f"of {', '.join(SETTINGS)}")
     parser.add_argument("--size", default="1600MB", help="of the streamed model, of which a quarter is its budget")
@@ -176,8 +176,7 @@ def main() -> None:
     table = rows(found)
     print(f"{machine()}; commit {commit()}")
     print_table(table)
-    said = {"bench": "waiting", "machine": machine(), "commit": commit(), "rounds": flags.rounds, "size": flags.size}
-    print(json.dumps(said | {"rows": [asdict(row) for row in table]}))
+    print_result("waiting", flags, rows=[asdict(row) for row in table])
 
 
 if __name__ == "__main__":

@@ -3,14 +3,13 @@
 `python -m bench.compare.chart docs/compare.png` prints and draws the last line of bench/results/compare.jsonl again.
 """
 
-import argparse
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.compare.outcome import Row, table
-from bench.measure import ROOT
+from bench.measure import ROOT, flag_parser
 from offload_rt.config import format_size
 
 _RESULTS = ROOT / "bench/results/compare.jsonl"
@@ -102,7 +101,7 @@ def _kind(row: Row) -> str:
 
 def main() -> None:
     """Print and draw what was recorded last."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flag_parser(__doc__)
     parser.add_argument("picture", type=Path, help="PNG to write")
     parser.add_argument("--results", type=Path, default=_RESULTS, help="lines of JSON; the last one is drawn")
     flags = parser.parse_args()

@@ -3,7 +3,6 @@
 `python -m bench.compare.floor --job JSON` prints GB/s for each source of a `Supply`, and how many layers fit the budget.
 """
 
-import argparse
 import json
 import time
 from contextlib import closing
@@ -12,6 +11,7 @@ from statistics import median
 import torch
 
 from bench.compare.contract import Job
+from bench.measure import flag_parser
 from offload_rt import LLM
 from offload_rt.engine.profile import memory_gbps
 
@@ -20,7 +20,7 @@ _SWEEPS = 3
 
 def main() -> None:
     """Print one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flag_parser(__doc__)
     parser.add_argument("--job", type=Job.of, required=True)
     job = parser.parse_args().job
     with LLM(str(job.plain), device_memory=job.budget, max_model_len=job.max_len, drafter="none") as llm:

@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from bench.gpu.table import table, written_into
-from bench.measure import ROOT, UNKNOWN, commit, family, lines_of
+from bench.measure import ROOT, UNKNOWN, commit, family, flag_parser, lines_of
 from offload_rt.ops import extension
 
 SECTIONS = ("ceilings", "correctness", "attention", "streamed", "generation", "onchip", "peers")
@@ -24,7 +24,7 @@ RESULTS = ROOT / "bench/results/gpu"
 
 def main() -> int:
     """Run the sections without results while there is time."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flag_parser(__doc__)
     parser.add_argument("--minutes", type=float, default=9, help="no section begins that would not end in this time")
     parser.add_argument("--section", nargs="+", choices=SECTIONS, default=SECTIONS)
     parser.add_argument("--again", action="store_true", help="also what was measured on this commit already")

@@ -3,12 +3,12 @@
 python -m bench.peers NAME --job JSON --prompts JSON --warm-up JSON --tokens N
 """
 
-import argparse
 import json
 import time
 from importlib.metadata import version
 
 from bench.compare import contract
+from bench.measure import flag_parser
 
 # Enough for caches, kernels and thread pools to be there, and for a draft to become known a little.
 _WARM_UP_TOKENS = 4
@@ -16,7 +16,7 @@ _WARM_UP_TOKENS = 4
 
 def main() -> None:
     """Run one peer."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flag_parser(__doc__)
     parser.add_argument("name", choices=contract.names())
     parser.add_argument("--job", type=contract.Job.of, required=True)
     parser.add_argument("--prompts", type=json.loads, required=True, help="lists of token ids")
