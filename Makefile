@@ -43,10 +43,10 @@ test: venv
 	$(MAKE) --no-print-directory --jobs=2 test-faults test-rest
 
 test-faults:
-	$(PY) -m pytest tests/faults tests/test_[bcfhlt]*.py tests/test_drafter_seam.py
+	$(PY) -m pytest tests/faults tests/test_[bcfhlt]*.py
 
 test-rest:
-	$(PY) -m pytest --ignore tests/faults --ignore tests/test_drafter_seam.py --ignore-glob 'tests/test_[bcfhlt]*.py'
+	$(PY) -m pytest --ignore tests/faults --ignore-glob 'tests/test_[bcfhlt]*.py'
 
 lint: venv
 	$(PY) -m ruff check .

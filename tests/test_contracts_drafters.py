@@ -148,22 +148,6 @@ def test_a_drafter_goes_on_after_every_verdict_on_every_node(llm, name, rule):
             sequences = [one for one in sequences if one.finish_reason is None]
 
 
-@every_combination
-def test_its_trees_go_through_the_rule(llm, name, rule):
-    verify = rule_of(rule).verify
-    generator = torch.Generator().manual_seed(0)
-    for temperature in (0.0, 0.8):
-        sequences = sequences_of(temperature)
-        trees = drafter_with(llm, sequences, name, rule, LIMITS).propose(sequences, 17)
-        for proposed, sequence in zip(trees, sequences, strict=True):
-            tree = proposed.candidates()
-            draft_probs = torch.rand(len(tree.topology), 128, generator=generator).pow(9)
-            verdict = verify(tree, draft_probs / draft_probs.sum(-1, keepdim=True), sequence)
-            above = [0, *verdict.path]
-            assert [int(tree.topology.parents[node]) for node in verdict.path] == above[:-1]
-            assert 0 <= verdict.bonus < 128
-
-
 def drawn_children(tree, node):
     """The sampled children of a node and the tokens of the deterministic ones."""
     children = tree.topology.children[node]

@@ -25,6 +25,17 @@ def passes_of(runner, cache):
     return runner._graphs._passes[buffer_of(runner, cache)]
 
 
+def fed_alike(llms, caches, tokens, tree):
+    """Give the same rows to both, which make the same logits of them."""
+    rows = [feed(runner_of(llm), cache, tokens, tree).clone() for llm, cache in zip(llms, caches, strict=True)]
+    torch.testing.assert_close(rows[1], rows[0], atol=2e-4, rtol=1e-4)
+
+
+def commit(llms, caches, path):
+    for llm, cache in zip(llms, caches, strict=True):
+        runner_of(llm).commit(cache, path)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_logits_and_rows_are_those_of_an_ordinary_pass(zoo, name):
     prompt, capacity = prompt_of(0), 512
@@ -33,12 +44,8 @@ def test_logits_and_rows_are_those_of_an_ordinary_pass(zoo, name):
         caches = [prefill(runner_of(llm), prompt, capacity) for llm in (plain, graphs)]
         assert len(passes_of(runner_of(graphs), caches[1])) == 1
         for n, seed in ((1, 0), (5, 1), (7, 2), (1, 3), (33, 4), (6, 5), (64, 6)):
-            tokens = prompt_of(seed, n)
-            rows = [feed(runner_of(llm), cache, tokens, random_tree(n, seed)) for llm, cache in
-                    zip((plain, graphs), caches, strict=True)]  # fmt: skip
-            torch.testing.assert_close(rows[1], rows[0], atol=2e-4, rtol=1e-4)
-            for llm, cache in zip((plain, graphs), caches, strict=True):
-                runner_of(llm).commit(cache, [0])
+            fed_alike((plain, graphs), caches, prompt_of(seed, n), random_tree(n, seed))
+            commit((plain, graphs), caches, [0])
         n = runner_of(plain).n_committed(caches[0])
         buffers = [buffer_of(runner_of(llm), cache) for llm, cache in zip((plain, graphs), caches, strict=True)]
         for part in ("keys", "values"):
@@ -95,11 +102,8 @@ def test_sequences_that_run_alone_share_what_is_captured(zoo):
         runner_of(graphs).use_graphs(GraphShape(64, 256, 128), capture)
         for seed in range(3):
             caches = [runner_of(llm).new_cache(100 + seed, is_alone=True) for llm in (plain, graphs)]
-            rows = [
-                [feed(runner_of(llm), cache, prompt_of(i + 10 * seed, 8), random_tree(8, i)).clone() for i in range(3)]
-                for llm, cache in zip((plain, graphs), caches, strict=True)
-            ]
-            torch.testing.assert_close(rows[1], rows[0], atol=2e-4, rtol=1e-4)
+            for i in range(3):
+                fed_alike((plain, graphs), caches, prompt_of(i + 10 * seed, 8), random_tree(8, i))
             buffer_of(runner_of(graphs), caches[1]).values.fill_(torch.nan)
             for llm, cache in zip((plain, graphs), caches, strict=True):
                 runner_of(llm).free_cache(cache)
@@ -133,13 +137,8 @@ def test_where_the_length_costs_nothing_few_sizes_serve_a_cache_that_grows(zoo, 
         runner.use_graphs(GraphShape(8, 100, 8), record)
         caches = [runner_of(plain).new_cache(100), runner.new_cache(100)]
         for turn in range(12):
-            rows = [
-                feed(runner_of(llm), cache, prompt_of(turn, 8), random_tree(8, turn)).clone()
-                for llm, cache in zip((plain, graphs), caches, strict=True)
-            ]
-            torch.testing.assert_close(rows[1], rows[0], atol=2e-4, rtol=1e-4)
-            for llm, cache in zip((plain, graphs), caches, strict=True):
-                runner_of(llm).commit(cache, random_tree(8, turn).path_to(7) or [0])
+            fed_alike((plain, graphs), caches, prompt_of(turn, 8), random_tree(8, turn))
+            commit((plain, graphs), caches, random_tree(8, turn).path_to(7) or [0])
         assert runner.n_committed(caches[1]) > 32
         sizes = {shape.n_keys for shape in passes_of(runner, caches[1])}
         assert sizes <= {16, 32, 64, 100} and len(sizes) >= 3
@@ -159,13 +158,8 @@ def test_where_a_capture_fails_passes_are_computed_as_ever(zoo, error):
         runner_of(graphs).use_graphs(GraphShape(8, 256, 64), capture)
         caches = [runner_of(llm).new_cache(256) for llm in (plain, graphs)]
         for turn in range(5):
-            rows = [
-                feed(runner_of(llm), cache, prompt_of(turn, 8), random_tree(8, turn)).clone()
-                for llm, cache in zip((plain, graphs), caches, strict=True)
-            ]
-            torch.testing.assert_close(rows[1], rows[0], atol=2e-4, rtol=1e-4)
-            for llm, cache in zip((plain, graphs), caches, strict=True):
-                runner_of(llm).commit(cache, [0])
+            fed_alike((plain, graphs), caches, prompt_of(turn, 8), random_tree(8, turn))
+            commit((plain, graphs), caches, [0])
     assert len(tried) == 1
 
 

@@ -145,14 +145,6 @@ def test_children_without_replacement(probs, n, struck):
     assert_drawn(children, in_order(probs, n, struck))
 
 
-def test_the_check_of_drawn_children_finds_a_wrong_distribution():
-    children = child_sampling.without_replacement(Q.expand(N_DRAWS, -1), 2, generator())
-    with pytest.raises(AssertionError):
-        assert_drawn(children, in_order(torch.tensor([0.38, 0.27, 0.2, 0.1, 0.05, 0.0]), 2))
-    with pytest.raises(AssertionError):
-        assert_drawn(children.flip(-1), in_order(Q, 2))
-
-
 # Growing
 
 

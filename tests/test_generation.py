@@ -1,7 +1,5 @@
 """Whole generations: transformers' greedy tokens, batches as their rows alone, ends, and the distribution of sampled texts."""
 
-import json
-import shutil
 import traceback
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -74,14 +72,6 @@ def test_few_frames_lie_between_the_call_and_the_matrix_product(zoo, monkeypatch
     files = [file for file, _ in groupby(deepest)]
     assert len(deepest) <= 8, deepest
     assert len(files) == len(set(files)), files
-
-
-def test_an_llm_generates_again_and_again(zoo):
-    """Nothing of one call is left for the next."""
-    with open_llm(zoo.directory("mistral", 0), "mixed") as llm:
-        first = [llm.generate(prompt_of(seed))[0].token_ids for seed in (0, 1, 0)]
-    model = zoo.model("mistral", 0)
-    assert first == [generate(model, prompt_of(seed), 64) for seed in (0, 1, 0)]
 
 
 def test_the_stream_adds_up_to_the_generation(zoo):
@@ -311,51 +301,11 @@ def test_dynamic_rope_grows_past_the_limit(tmp_path):
 # Ends
 
 
-def ends_with(directory, target, **files):
-    """A copy of a checkpoint with other small files."""
-    shutil.copytree(directory, target)
-    for name, content in files.items():
-        (target / f"{name}.json").write_text(json.dumps(content))
-    return target
-
-
 def end_at(zoo, name, place):
     """(token, n): a token of the reference text that first occurs at place n, n as near as may be to `place`."""
     text = zoo.greedy(name, 0)
     n = next(n for n in range(place, 64) if text.index(text[n]) == n)
     return text[n], n
-
-
-@pytest.mark.parametrize("form", ["int", "list", "config"])
-def test_every_end_id_ends(zoo, tmp_path, form):
-    text = zoo.greedy("llama", 0)
-    late, n_late = end_at(zoo, "llama", 20)
-    early, n_early = end_at(zoo, "llama", 6)
-    absent = next(token for token in range(128) if token not in text)
-    config = json.loads((zoo.directory("llama", 0) / "config.json").read_text())
-    files, n = {
-        "int": ({"generation_config": {"eos_token_id": late}, "config": config | {"eos_token_id": early}}, n_late),
-        "list": ({"generation_config": {"eos_token_id": [absent, late, early]}}, n_early),
-        "config": ({"generation_config": {"temperature": 1.0}, "config": config | {"eos_token_id": [early]}}, n_early),
-    }[form]
-    with open_llm(ends_with(zoo.directory("llama", 0), tmp_path / "ends", **files)) as llm:
-        output = llm.generate(prompt_of(0)).pop()
-    assert (output.token_ids, output.finish_reason) == (text[: n + 1], "stop")
-
-
-def test_end_ids_are_transformers(zoo, tmp_path):
-    """The peer decides where its own file makes it end."""
-    late, early = end_at(zoo, "llama", 20)[0], end_at(zoo, "llama", 9)[0]
-    directory = ends_with(
-        zoo.directory("llama", 0),
-        tmp_path / "ends",
-        generation_config={"eos_token_id": [late, early], "pad_token_id": 0},
-    )
-    ids = torch.tensor([prompt_of(0)])
-    model = LlamaForCausalLM.from_pretrained(directory).eval()
-    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=64, do_sample=False)
-    with open_llm(directory) as llm:
-        assert llm.generate(prompt_of(0))[0].token_ids == expected[0, ids.shape[1] :].tolist()
 
 
 def test_limits_end_with_length(zoo):

@@ -152,9 +152,8 @@ def test_a_70b_is_planned_for_a_4090_without_weights(capsys: pytest.CaptureFixtu
     assert found["bound"].startswith("the host-to-card link")
 
 
-@pytest.mark.parametrize("card", ["rtx4090", "h200"])
-def test_the_share_of_the_link_and_the_time_of_a_level_are_told(card: str, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [*PAIR, "--gpu", card, "--ram", "160GB", "--device-memory", "22GiB"]
+def test_the_share_of_the_link_and_the_time_of_a_level_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*PAIR, "--gpu", "rtx4090", "--ram", "160GB", "--tree-size", "64"]
     found = planned(arguments, capsys)
     nbytes, rate = found["link_seconds"]["host"] * found["links"]["host"], found["links"]["host"]
     assert found["pass_over_link"]["host"] == pytest.approx(found["pass_seconds"] / (nbytes / rate))

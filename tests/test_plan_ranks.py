@@ -175,7 +175,18 @@ def test_a_model_that_cannot_be_divided_is_refused() -> None:
 
 # The command line.
 
-PAIR = ["--model", "llama2-70b", "--draft-model", "llama2-7b", "--gpu", "rtx4090", "--ram", "192GiB"]
+PAIR = [
+    "--model",
+    "llama2-70b",
+    "--draft-model",
+    "llama2-7b",
+    "--gpu",
+    "rtx4090",
+    "--ram",
+    "192GiB",
+    "--tree-size",
+    "64",
+]
 
 
 def test_the_plan_of_two_ranks_says_what_each_has_and_receives(capsys: pytest.CaptureFixture[str]) -> None:
