@@ -7,7 +7,6 @@ import torch
 from torch import Generator, Tensor
 
 from offload_rt.errors import NumericsError
-from offload_rt.ops import to_host
 
 # Stands for the logarithm of 0. It is below that of every float32, so tokens of probability 0 come last, in random order.
 _LOG_ZERO = -200.0
@@ -82,9 +81,5 @@ def without_replacement(probs: Tensor, n: int, generator: Generator, excluded: T
 
 
 def independent(probs: Tensor, n: int, generator: Generator) -> Tensor:
-    """Draw n tokens from each distribution, (rows, n), with replacement.
-
-    Raises NumericsError if a distribution is of no numbers, after a wait of its own: to torch that is an error on the card.
-    """
-    unpacked(to_host([packed(probs[:, :0], probs[:, :1])])[0], 0)
-    return torch.multinomial(probs, n, replacement=True, generator=generator)
+    """Draw n tokens from each distribution, (rows, n), with replacement; any tokens from one of no numbers."""
+    return torch.multinomial(probs.nan_to_num(1.0), n, replacement=True, generator=generator)

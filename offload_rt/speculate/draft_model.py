@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from offload_rt.errors import NumericsError
 from offload_rt.executor.cuda_graphs import Reduce
 from offload_rt.executor.runner import Runner
 from offload_rt.executor.sequence import Sequence
@@ -37,7 +38,10 @@ class TreeState:
     generator   of the sequence, on the device; children are drawn with it
     noise       (levels, vocabulary) float32: what the target's tokens after the nodes of each level are drawn with, times the
                 sequence's temperature; None where the tree is not coupled
+    error       why the tree is of no use; None where it is
     """
+
+    error: NumericsError | None = None
 
     def __init__(self, vocab_size: int, most_rows: int, sequence: Sequence, device: torch.device) -> None:
         self.vocab_size, self.sequence = vocab_size, sequence
@@ -65,7 +69,7 @@ class TreeState:
 
     def clear(self, token: int) -> None:
         """Begin with the last token of the sequence."""
-        self.tokens, self.n_done = [token], 0
+        self.tokens, self.n_done, self.error = [token], 0, None
         self._tree.clear()
 
     def room(self, n: int, like: Tensor) -> Tensor:
@@ -276,10 +280,9 @@ class DraftModel:
     def grow(self, builders: Several[_Builder], guess: Callable[[list[_Builder]], None] | None = None) -> int:
         """Let all tree builders grow to their end, a level or round of all of them in each pass; returns the passes made.
 
-        The device is waited for once in each.
+        The device is waited for once in each. A tree with a logit that is no number ends there, with its error.
 
         guess  may add rows to those that the next pass computes
-        Raises NumericsError if a logit is not a number.
         """
         growing, n_passes = list(builders), 0
         while growing := [one for one in growing if len(one.state.tokens) > one.state.n_done]:
@@ -290,7 +293,10 @@ class DraftModel:
                 chosen = to_host([chosen_of(one, out) for one, out in zip(growing, outs, strict=True)])
                 for one, tokens in zip(growing, chosen, strict=True):
                     one.state.computed()
-                    one.take(tokens)
+                    try:
+                        one.take(tokens)
+                    except NumericsError as error:
+                        one.state.error = error
             n_passes += 1
         return n_passes
 

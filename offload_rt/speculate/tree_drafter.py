@@ -1,6 +1,7 @@
 """The drafters that have a model: trees of a shape chosen for the machine, or grown where the draft is confident."""
 
 import time
+import warnings
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, replace
 from functools import partial
@@ -96,6 +97,10 @@ class TreeDrafter(Drafter):
         begun = {sequence: self._start_tree(sequence, n_nodes, len(sequences)) for sequence in sequences}
         self._proposals = {sequence: one for sequence, one in begun.items() if one is not None}
         n_grown = self._grow([one.builder for one in self._proposals.values()])
+        failed = {sequence: error for sequence, one in self._proposals.items() if (error := one.builder.state.error)}
+        for sequence, error in failed.items():
+            del self._proposals[sequence]
+            warnings.warn(f"nothing is drafted where {error}", RuntimeWarning, stacklevel=2)  # once, as Python does
         sizes = self._sizes(sequences, time.perf_counter() - started)
         trees = [self._finish_tree(one, n_nodes, size) for one, size in zip(sequences, sizes, strict=True)]
         self._cost.drafted(n_grown, time.perf_counter() - started, len(sequences))

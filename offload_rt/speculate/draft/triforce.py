@@ -75,7 +75,8 @@ class TriForce(TreeDrafter):
             begun.append((builder, StaticTreeBuilder(state, plan, Acceptance())))
         self._small.grow([small for _, small in begun])
         for builder, small in begun:
-            builder.guess(small.tree(small.n_fixed))
+            if small.state.error is None:
+                builder.guess(small.tree(small.n_fixed))
 
 
 DRAFTER = DrafterType(
