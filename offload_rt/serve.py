@@ -1,9 +1,6 @@
 """`python -m offload_rt.serve`: see `offload_rt.cli.serve`."""
 
-import sys
-
-from offload_rt.cli.process import run_program
-from offload_rt.cli.serve import main
+from offload_rt.cli.main import script
 
 if __name__ == "__main__":
-    sys.exit(run_program(main))
+    script("serve")

@@ -10,7 +10,6 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 from offload_rt.cli.flags import Parser, from_flags
 from offload_rt.cli.picture import check_picture, panels, save
 from offload_rt.cli.process import exit_code
+from offload_rt.cli.run import read_prompt
 from offload_rt.config import EngineConfig, SamplingParams, check_positive, setting
 from offload_rt.errors import PromptError, SettingsError
 from offload_rt.tree.choose import choose, sizes_up_to
@@ -143,11 +143,7 @@ def _generate(llm: "LLM", settings: CalibrateSettings, prompts: list[str]) -> No
 def _prompts(path: str | None) -> list[str]:
     if path is None:
         return list(_PROMPTS)
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise PromptError(f"--prompt-file {path}: {error}", change="give a text file that can be read") from error
-    paragraphs = [part for part in text.split("\n\n") if part.strip()]
+    paragraphs = [part for part in read_prompt(path).split("\n\n") if part.strip()]
     if not paragraphs:
         raise PromptError(f"--prompt-file {path} is empty", change="give it some text")
     return paragraphs

@@ -2,8 +2,8 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
 from importlib import import_module
+from typing import NoReturn
 
 from offload_rt.cli.flags import Parser
 from offload_rt.cli.process import exit_code, run_program
@@ -19,9 +19,8 @@ VERBS = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(given: list[str]) -> int:
     """Run a verb; returns its exit code."""
-    given = sys.argv[1:] if arguments is None else list(arguments)
     if given and given[0] in VERBS:
         code: int = import_module(f"offload_rt.cli.{given[0]}").main(given[1:])
         return code
@@ -32,6 +31,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return exit_code(lambda: parser.parse_args(given))
 
 
-def script() -> int:
-    """The console script as the whole of a process; returns its exit code."""
-    return run_program(main)
+def script(*verb: str) -> NoReturn:
+    """The console script as the whole of a process, with a verb before the flags it is given."""
+    sys.exit(run_program(lambda: main([*verb, *sys.argv[1:]])))

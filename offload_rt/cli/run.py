@@ -127,7 +127,7 @@ def _run(flags: Namespace, so_far: _Progress) -> None:
         return follow(config)
     if settings.trace is not None:
         check_folder("--trace", settings.trace)
-    prompts = list(settings.prompt) or [_read(str(settings.prompt_file))]
+    prompts = list(settings.prompt) or [read_prompt(str(settings.prompt_file))]
     console = Console(stderr=True, quiet=settings.quiet)
     trace = Trace(on=settings.trace is not None)
     if settings.trace is not None:
@@ -209,7 +209,8 @@ def _more(output: "Output") -> dict[str, Any]:
     return more
 
 
-def _read(path: str) -> str:
+def read_prompt(path: str) -> str:
+    """The text of a file, or of stdin where it is "-". Raises PromptError."""
     try:
         with sys.stdin.buffer if path == "-" else Path(path).open("rb") as file:
             return file.read().decode("utf-8")

@@ -24,26 +24,19 @@ _WIDEST_NORMED = 16384
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last dimension of x (n, d) or (n, heads, d), weight (d,); see the reference."""
-    if _in_vectors(x, weight) and x.shape[-1] <= _WIDEST_NORMED:
-        out: Tensor = extension.kernels().rms_norm(x, weight, eps)
-        return out
-    return reference.rms_norm(x, weight, eps)
+    is_kernels = _in_vectors(x, weight) and x.shape[-1] <= _WIDEST_NORMED
+    return (extension.kernels() if is_kernels else reference).rms_norm(x, weight, eps)
 
 
 def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`rms_norm` of x + delta, which x becomes; x, delta (n, d)."""
-    if _in_vectors(x, delta, weight) and x.shape[-1] <= _WIDEST_NORMED:
-        out: Tensor = extension.kernels().add_rms_norm(x, delta, weight, eps)
-        return out
-    return reference.add_rms_norm(x, delta, weight, eps)
+    is_kernels = _in_vectors(x, delta, weight) and x.shape[-1] <= _WIDEST_NORMED
+    return (extension.kernels() if is_kernels else reference).add_rms_norm(x, delta, weight, eps)
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """SiLU of the gate, times up; all (n, d)."""
-    if _in_vectors(gate, up):
-        out: Tensor = extension.kernels().silu_mul(gate, up)
-        return out
-    return reference.silu_mul(gate, up)
+    return (extension.kernels() if _in_vectors(gate, up) else reference).silu_mul(gate, up)
 
 
 def rotate_and_store(

@@ -78,9 +78,8 @@ class PredictedTree:
         self._below: dict[tuple[int, ...], list[int]] = {}
         for path in copied:
             self._below.setdefault(path[:-1], []).append(path[-1])
-        self._best: list[
-            tuple[float, int, int]
-        ] = []  # the most probable candidate first: minus its chance, parent, token
+        # The most probable candidate first: minus its chance, parent, token.
+        self._best: list[tuple[float, int, int]] = []
         self._open(0)
 
     def grow(self, n_nodes: int) -> None:
