@@ -84,10 +84,11 @@ def assert_released(llm):
     assert not llm.engine.runner._caches and not (llm.engine.draft and llm.engine.draft._caches)
 
 
-@pytest.mark.parametrize("device", ["cpu", "card"])
 @pytest.mark.parametrize(
-    ("drafter", "after"), [("none", 3), ("recycle", 0), ("adaptive_tree", 0), ("adaptive_tree", 3)]
-)
+    ("device", "drafter", "after"),
+    [("cpu", "none", 3), ("cpu", "recycle", 0), ("cpu", "adaptive_tree", 0), ("cpu", "adaptive_tree", 3), ("card", "none", 3),
+     ("card", "adaptive_tree", 3)],
+)  # fmt: skip
 def test_logits_that_are_no_numbers_end_their_sequence_alone(zoo, monkeypatch, device, drafter, after):
     pair = zoo.pair("llama", 0)
     expected = [generate(pair.model, prompt, 12) for prompt in PROMPTS]

@@ -363,19 +363,6 @@ def test_a_draft_sees_what_the_target_attends_to_and_changes_no_text(zoo, monkey
             assert len(seen) <= 43 and seen[:n_older] in chosen and seen[n_older:] == tokens[n_older - len(seen) :]
 
 
-def test_the_joint_distribution_where_the_target_chooses_the_drafts_context(small, exact, monkeypatch):
-    monkeypatch.setattr(draft_model, "_CHUNK", 4)
-    prompt, params, probs = exact
-    with open_llm(small.target, draft_model=str(small.draft), max_model_len=64) as llm:
-        limits = DraftLimits(6, 4, fixed_size=True, fixed_depth=True)
-        drafter, texts = drafter_of(llm, "static_tree", "traversal", limits, draft_context=32), []
-        for first in range(0, N_DRAWS, 100):
-            several = [SamplingParams(N_NEW, seed=seed, **params) for seed in range(first, first + 100)]
-            batch = [Sequence(list(prompt), one, 64) for one in several]
-            texts += run_together(llm.engine.runner, drafter, rule_of("traversal"), batch, 6)
-    assert_distribution(texts, probs)
-
-
 @torch.no_grad()
 def looking_back():
     """A model of 12 questions, 3 possible answers to each and 16 other tokens; the questions follow each other.
