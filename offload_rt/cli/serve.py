@@ -76,8 +76,9 @@ def _serve(flags: Namespace) -> None:
         llm.engine.prompt_seconds = settings.prompt_wait
         hosts = _LOOPBACK if settings.host in _LOOPBACK else frozenset[str]()
         app = make_app(llm, name, limits, key, hosts)
-        quiet = {"log_level": "warning", "access_log": False, "server_header": False}
-        server = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=settings.drain, **quiet))
+        server = uvicorn.Server(uvicorn.Config(
+            app, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=settings.drain
+        ))  # fmt: skip
         at = f"http://{settings.host}:{listening.getsockname()[1]}"
         print(f"{name}: {at}/v1 for clients, {at} for people", file=sys.stderr, flush=True)
         with suppress(KeyboardInterrupt):  # what told it to end, again, after it has ended

@@ -25,18 +25,21 @@ _WIDEST_NORMED = 16384
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last dimension of x (n, d) or (n, heads, d), weight (d,); see the reference."""
     is_kernels = _in_vectors(x, weight) and x.shape[-1] <= _WIDEST_NORMED
-    return (extension.kernels() if is_kernels else reference).rms_norm(x, weight, eps)
+    out: Tensor = (extension.kernels() if is_kernels else reference).rms_norm(x, weight, eps)
+    return out
 
 
 def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`rms_norm` of x + delta, which x becomes; x, delta (n, d)."""
     is_kernels = _in_vectors(x, delta, weight) and x.shape[-1] <= _WIDEST_NORMED
-    return (extension.kernels() if is_kernels else reference).add_rms_norm(x, delta, weight, eps)
+    out: Tensor = (extension.kernels() if is_kernels else reference).add_rms_norm(x, delta, weight, eps)
+    return out
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """SiLU of the gate, times up; all (n, d)."""
-    return (extension.kernels() if _in_vectors(gate, up) else reference).silu_mul(gate, up)
+    out: Tensor = (extension.kernels() if _in_vectors(gate, up) else reference).silu_mul(gate, up)
+    return out
 
 
 def rotate_and_store(

@@ -60,6 +60,7 @@ class Drafter(Protocol):
 
     def read(self, sequence: Sequence, predicted: TopTokens) -> None:
         """What the target predicts after each of the last tokens of the sequence but the very last, computed just now."""
+        return
 
     def observe(self, sequence: Sequence, first: int, states: Several[Tensor]) -> None:
         """Hidden states of the tokens that were computed just now and stay, where the target's runner taps them.
@@ -67,9 +68,11 @@ class Drafter(Protocol):
         first   place of the first of these tokens in the sequence
         states  (n, taps, hidden_size), one behind the other
         """
+        return
 
     def leave(self, sequence: Sequence) -> None:
         """The sequence has ended or was aborted; its cache is kept, and what is held for it, until `follow` or `end`."""
+        return
 
     def follow(self, old: Sequence, new: Sequence, n: int) -> int:
         """A sequence takes over the cache of one that has left, with n tokens that they share: so with what is held here.
