@@ -8,11 +8,8 @@ from pydantic import BaseModel, Field
 from offload_rt.config import SamplingParams
 from offload_rt.errors import PromptError, SettingsError
 
-# Fields of both kinds of request that are fields of `SamplingParams`, by the same names.
-_SAMPLING = (
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
-    "n", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens",
-)  # fmt: skip
+# What both kinds of request share besides fields of `SamplingParams`, or for other numbers.
+_OTHERS = frozenset({"model", "stream", "stream_options", "max_tokens"})
 _MOST_LOGPROBS, _MOST_STOPS = 20, 64
 _Item = TypeVar("_Item")
 # The first wrong item is told: with a million of them, the errors would take gigabytes.
@@ -74,7 +71,8 @@ class Sampled(BaseModel):
             raise SettingsError(f"n is {self.n}", need=f"at most {n_most}", change="ask several times")
         if isinstance(self.stop, list) and len(self.stop) > _MOST_STOPS:
             raise SettingsError(f"{len(self.stop)} texts in stop", need=f"at most {_MOST_STOPS}")
-        given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        names = Sampled.model_fields.keys() - _OTHERS
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
         if (seed := given.get("seed")) is not None:
             given["seed"] = seed % 2**63
         return SamplingParams(max_tokens=max_tokens, **given, **more)

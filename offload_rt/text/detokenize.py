@@ -78,15 +78,14 @@ def load_tokenizer(path: Path) -> "PreTrainedTokenizerBase | None":
     from transformers import AutoTokenizer
 
     try:
-        tokenizer: PreTrainedTokenizerBase | None
         if path.is_file():
-            tokenizer = _of_gguf(path)
-        else:
-            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+            return _of_gguf(path)
+        found: PreTrainedTokenizerBase
+        found = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+        return found
     except Exception as error:  # transformers and tokenizers raise anything, from OSError to bare Exception
         problem = f"the tokenizer in {path} cannot be loaded: {_brief(error)}"
         raise CheckpointError(problem, change="download it again") from error
-    return tokenizer
 
 
 def _of_gguf(path: Path) -> "PreTrainedTokenizerBase | None":
