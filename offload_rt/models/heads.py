@@ -53,7 +53,7 @@ class HeadWeights(LayerWeights):
 
 
 @dataclass(frozen=True)
-class Head(NativeDecoder):
+class Head(Architecture):
     """A head; `family` is the name of its drafter, vocabulary and hidden size are the target's.
 
     token_ids  see `HeadWeights`; on the host
@@ -66,12 +66,9 @@ class Head(NativeDecoder):
         names = frozenset(name for name, _ in self.non_layer_tensors())
         return HeadWeights(own, target, names, None if self.token_ids is None else self.token_ids.to(device))
 
+    @abstractmethod
     def take(self, weights: LayerWeights, states: Tensor) -> Tensor:
-        """What rows take of the target's hidden states (n, len(taps), hidden_size): (n, hidden_size).
-
-        The last ones, behind the target's last norm, unless a head says otherwise.
-        """
-        return ops.rms_norm(states[:, 0], weights.vector(NORM), self.eps)
+        """What rows take of the target's hidden states (n, len(taps), hidden_size): (n, hidden_size)."""
 
     def is_unused(self, name: str) -> bool:
         """Whatever it has in common with the target, such as a copy of the embedding."""
@@ -91,7 +88,7 @@ class HeadDecoder(Head):
 
 
 @dataclass(frozen=True)
-class Eagle3(HeadDecoder):
+class Eagle3(HeadDecoder, NativeDecoder):
     """EAGLE-3. Its residual stream stands behind the embeddings: both are what the layer gets, (n, 2 * hidden_size).
 
     n_tokens     of its own vocabulary
@@ -165,6 +162,10 @@ class MtpLayout(NamedTuple):
     embed_first: bool = True
     is_normed: bool = True
 
+    def of(self, n: int) -> "MtpLayout":
+        """That of a target of n layers."""
+        return MtpLayout(*(one.format(n=n) if isinstance(one, str) else one for one in self))  # type: ignore[arg-type]
+
 
 _NEXTN, _MIMO = "model.layers.{n}.", "model.mtp_layers.0."
 MTP_LAYOUTS = (
@@ -182,13 +183,17 @@ MTP_LAYOUTS = (
 
 @dataclass(frozen=True)
 class Mtp(HeadDecoder):
-    """The first of a model's layers for multi-token prediction, for tokens at every distance."""
+    """The first of a model's layers for multi-token prediction, for tokens at every distance.
+
+    target_norm  the target's last norm
+    """
 
     layout: MtpLayout = MTP_LAYOUTS[0]
+    target_norm: str = NORM
 
-    def layer_prefix(self, i: int) -> str:
-        """Its one layer."""
-        return self.layout.layer
+    @abstractmethod
+    def normed(self, weights: LayerWeights, name: str, x: Tensor) -> Tensor:
+        """Norm `name` of x (n, hidden_size)."""
 
     def non_layer_tensors(self) -> tuple[TensorShape, ...]:
         """Norms, and what projects embedding and hidden state."""
@@ -198,20 +203,32 @@ class Mtp(HeadDecoder):
 
     def take(self, weights: LayerWeights, states: Tensor) -> Tensor:
         """The last, behind the target's norm or before."""
-        return super().take(weights, states) if self.layout.is_normed else states[:, 0]
+        assert isinstance(weights, HeadWeights), "a head has its target beside it"
+        last = states[:, 0]
+        return self.normed(weights.target, self.target_norm, last) if self.layout.is_normed else last
 
     def join(self, weights: LayerWeights, x: Tensor, states: Tensor) -> Tensor:
         """A norm of each, projected together."""
         names = self.layout
-        parts = (
-            ops.rms_norm(x, weights.vector(names.embed_norm), self.eps),
-            ops.rms_norm(states, weights.vector(names.hidden_norm), self.eps),
-        )
+        parts = self.normed(weights, names.embed_norm, x), self.normed(weights, names.hidden_norm, states)
         return weights.linear(torch.cat(parts if names.embed_first else parts[::-1], 1), names.project)
 
     def give(self, weights: LayerWeights, x: Tensor) -> Tensor:
         """Behind the norm, as the target's."""
-        return ops.rms_norm(x, weights.vector(self.layout.norm), self.eps)
+        return self.normed(weights, self.layout.norm, x)
+
+
+@dataclass(frozen=True)
+class NativeMtp(Mtp, NativeDecoder):
+    """That of a native decoder."""
+
+    def layer_prefix(self, i: int) -> str:
+        """Its one layer."""
+        return self.layout.layer
+
+    def normed(self, weights: LayerWeights, name: str, x: Tensor) -> Tensor:
+        """See `Mtp.normed`."""
+        return ops.rms_norm(x, weights.vector(name), self.eps)
 
     def head(self, weights: LayerWeights, x: Tensor) -> Tensor:
         """Its own norm, and the target's head."""
@@ -223,7 +240,7 @@ MEDUSA_PREFIXES = ("", "medusa_head.")
 
 
 @dataclass(frozen=True)
-class Medusa(Head):
+class Medusa(Head, NativeDecoder):
     """Medusa's heads: layer i predicts the token i + 2 places behind the one whose hidden state it gets."""
 
     prefix: str = ""
@@ -244,6 +261,10 @@ class Medusa(Head):
     def non_layer_tensors(self) -> tuple[TensorShape, ...]:
         """None."""
         return ()
+
+    def take(self, weights: LayerWeights, states: Tensor) -> Tensor:
+        """The last, behind the target's norm."""
+        return ops.rms_norm(states[:, 0], weights.vector(NORM), self.eps)
 
     def predict(self, weights: LayerWeights, x: Tensor) -> Tensor:
         """Logits (n, vocab_size) of the head with these weights."""
@@ -290,12 +311,11 @@ def _eagle_of(raw: dict[str, Any], target: NativeDecoder) -> Eagle3:
     })  # fmt: skip
 
 
-def mtp_of(target: NativeDecoder, layout: MtpLayout) -> Mtp:
+def mtp_of(target: NativeDecoder, layout: MtpLayout) -> NativeMtp:
     """The layer of a model for multi-token prediction."""
     n = target.n_layers
-    layout = MtpLayout(*(one.format(n=n) if isinstance(one, str) else one for one in layout))  # type: ignore[arg-type]
-    changes = {"family": "mtp", "n_layers": 1, "windows": (None,), "taps": (n,), "n_mtp": 0, "layout": layout}
-    return Mtp(**{**vars(target), **changes})
+    changes = {"family": "mtp", "n_layers": 1, "windows": (None,), "taps": (n,), "n_mtp": 0, "layout": layout.of(n)}
+    return NativeMtp(**{**vars(target), **changes})
 
 
 def _medusa_of(raw: dict[str, Any], target: NativeDecoder) -> Medusa:

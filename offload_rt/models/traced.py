@@ -317,6 +317,14 @@ class TracedModel:
             logits: Tensor = self._forward(self.model, lambda *_: hidden, rows, rows).logits[0]
         return logits
 
+    def normed(self, weight: Tensor, x: Tensor) -> Tensor:
+        """The norm behind the last layer of x (n, width), with any weight."""
+        table = self.decoder.norm._parameters
+        table["weight"] = weight
+        out: Tensor = self.decoder.norm(x)
+        table["weight"] = None
+        return out
+
     def run_layer(self, i: int, hidden: Tensor, call: Call, context: PassContext) -> Tensor:
         """The module of layer i on hidden states as it has them."""
         self._cache.enter(i, context)

@@ -7,7 +7,16 @@ from pathlib import Path
 import torch
 
 from offload_rt.errors import CheckpointError
-from offload_rt.models.heads import MEDUSA_PREFIXES, MTP_LAYOUTS, Eagle3, Medusa, head_of, mtp_of, of_another_target
+from offload_rt.models.heads import (
+    MEDUSA_PREFIXES,
+    MTP_LAYOUTS,
+    Eagle3,
+    Medusa,
+    Mtp,
+    head_of,
+    mtp_of,
+    of_another_target,
+)
 from offload_rt.models.native import NativeDecoder
 from offload_rt.weights.checkpoint import Checkpoint, assemble, read_config, read_json, tensors_of
 from offload_rt.weights.formats import StoredTensor, format_of
@@ -39,15 +48,21 @@ def open_head(directory: Path, target: Checkpoint) -> Checkpoint | None:
 
 def find_mtp(directory: Path, target: Checkpoint) -> Checkpoint | None:
     """The layer for multi-token prediction in a checkpoint of the target; None where there is none."""
-    if not directory.is_dir() or not isinstance(target.spec, NativeDecoder):  # no GGUF file has one
+    if not directory.is_dir():  # no GGUF file has one
         return None
-    found = tensors_of(directory)
-    for layout in MTP_LAYOUTS:
-        spec = mtp_of(target.spec, layout)
-        if f"{spec.layout.hidden_norm}.weight" in found:
-            weight_format = format_of(read_json(directory / "config.json").get("quantization_config"))
-            return assemble(directory, spec, weight_format, found)
-    return None
+    spec, found = target.spec, tensors_of(directory)
+    layout = next((one for one in MTP_LAYOUTS if f"{one.of(spec.n_layers).hidden_norm}.weight" in found), None)
+    if layout is None:
+        return None
+    if isinstance(spec, NativeDecoder):
+        head: Mtp = mtp_of(spec, layout)
+    elif spec.state_shapes:
+        from offload_rt.models.traced_mtp import traced_mtp  # takes a second, for the models that need it
+
+        head = traced_mtp(spec, layout)
+    else:
+        return None
+    return assemble(directory, head, format_of(read_json(directory / "config.json").get("quantization_config")), found)
 
 
 def _as_stored(spec: Medusa, found: dict[str, TensorRecord]) -> Medusa:
