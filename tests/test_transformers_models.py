@@ -27,10 +27,11 @@ ATOL = 2e-4
 # What is new in each: softcaps and windows; the text part of a multimodal one; heads that differ by layer; states of
 # several streams, keys of another layer, inputs of each layer; experts one by one; experts in one tensor, with biases, and
 # sinks; latent keys and wide values; fused projections; learned positions, tied head; a window that only its mask has;
-# two attentions in a layer; gated delta nets beside attention, in a mixture, without one, and with other projections.
+# two attentions in a layer; gated delta nets beside attention, in a mixture, without one, with other projections, and with
+# convolutions that are stored one by one.
 KINDS = [
     "gemma2", "gemma3", "gemma4_text", "gemma3n_text", "qwen3_moe", "gpt_oss", "deepseek_v3", "phi3", "gpt2", "phimoe",
-    "diffllama", "qwen3_next", "qwen3_5", "qwen3_5_moe",
+    "diffllama", "qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid",
 ]  # fmt: skip
 
 
@@ -168,7 +169,7 @@ def test_what_a_text_does_not_need_may_be_stored_in_any_way(model_of, monkeypatc
     ("kind", "reason"),
     [
         ("mamba", "'linear_attention' keep state that is not keys and values"),
-        ("olmo_hybrid", "'linear_attention' keep state"),
+        ("kimi_linear", "'linear_attention' keep state"),
         ("lfm3", "'conv' keep state"),
         ("t5", "encoder-decoder"),
         ("codegen", "attend by code of their own"),

@@ -121,14 +121,19 @@ def delta_net(net: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
     if hasattr(net, "in_proj_qkvz"):
         parts = net.fix_query_key_value_ordering(net.in_proj_qkvz(hidden_states), net.in_proj_ba(hidden_states))
         x, (gate, b, a) = torch.cat([one.flatten(2) for one in parts[:3]], -1), parts[3:]
-    else:
+    elif hasattr(net, "in_proj_qkv"):
         x, gate, b, a = (getattr(net, f"in_proj_{one}")(hidden_states) for one in ("qkv", "z", "b", "a"))
+    else:  # OLMo Hybrid
+        *parts, gate, b, a = (getattr(net, f"{one}_proj")(hidden_states) for one in "qkvgba")
+        x = torch.cat(parts, -1)
+    beta = b[0].sigmoid() * (2 if getattr(net, "allow_neg_eigval", False) else 1)
     log_decays = -net.A_log.float().exp() * F.softplus(a.float() + net.dt_bias)
     weight = net.conv1d.weight.squeeze(1)
     shape = StateShape(net.num_k_heads, net.num_v_heads, net.head_k_dim, net.head_v_dim, weight.shape[1])
-    out = net.__dict__["pass_cache"].recur(shape, x[0], weight, log_decays[0], b[0].sigmoid())
-    heads = net.norm(out.flatten(0, 1), gate.reshape(-1, net.head_v_dim))
-    return net.out_proj(heads.view(*x.shape[:2], -1))  # type: ignore[no-any-return]
+    out = net.__dict__["pass_cache"].recur(shape, x[0], weight, log_decays[0], beta)
+    norm, project = (net.norm, net.out_proj) if hasattr(net, "norm") else (net.o_norm, net.o_proj)
+    heads = norm(out.flatten(0, 1), gate.reshape(-1, net.head_v_dim))
+    return project(heads.view(*x.shape[:2], -1))  # type: ignore[no-any-return]
 
 
 def _traced_attention(

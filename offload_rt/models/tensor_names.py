@@ -1,6 +1,6 @@
 """Where the tensors of a model of transformers lie in a checkpoint, by transformers' own mapping of names."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -15,8 +15,8 @@ from transformers.core_model_loading import (
 )
 
 from offload_rt.errors import UnsupportedModelError
-from offload_rt.models.architecture import Part
-from offload_rt.models.traced import ExpertNames, TracedModel
+from offload_rt.models.architecture import Part, TensorShape
+from offload_rt.models.traced import ExpertNames, JoinedTensors, TracedModel
 
 
 class TensorNames:
@@ -34,6 +34,7 @@ class TensorNames:
         self._renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
         self._converters = [one for one in transforms if isinstance(one, WeightConverter)]
         self._of_experts: dict[str, dict[str, dict[str, None]]] = {}
+        self._joined: dict[str, dict[str, TensorShape]] = {}
         of_layers = ({f"{model.prefix}{i}.{one}" for one in own} for i, own in enumerate(model.shapes[:-1]))
         self._needed = set(model.shapes[-1]).union(*of_layers)
         for stored in sorted(shapes, key=dot_natural_key):
@@ -70,9 +71,12 @@ class TensorNames:
         """Place a tensor that has parts of others, or is a part."""
         converter = next(one for one in self._converters if pattern in one.source_patterns)
         steps = [(type(one), getattr(one, "dim", None)) for one in converter.operations]
-        if steps in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]) and probe.endswith(".weight"):
-            own, base = apply_renamings(probe, self._renamings), f"{self._base}."
-            own = base + own if name.startswith(base) and not own.startswith(base) else own
+        own, base = apply_renamings(probe, self._renamings), f"{self._base}."
+        own = base + own if name.startswith(base) and not own.startswith(base) else own
+        if steps == [(Concatenate, 0)] and not ending:
+            self.parts[own] = Part(stored)
+            self._joined.setdefault(name, {})[pattern] = TensorShape(own, shape)
+        elif steps in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]) and probe.endswith(".weight"):
             self.parts[_ended(own, ending)] = Part(stored)
             self._of_experts.setdefault(name, {}).setdefault(pattern, {})[own.removesuffix(".weight")] = None
         elif steps == [(Chunk, 0)] and not ending:
@@ -89,15 +93,29 @@ class TensorNames:
     def experts(self) -> tuple[ExpertNames, ...]:
         """Of each layer."""
         layers: list[dict[str, list[list[str]]]] = [{} for _ in self._model.layers]
-        order = {"": 0} | {one: n for converter in self._converters for n, one in enumerate(converter.source_patterns)}
         for name, by_pattern in self._of_experts.items():
-            i = name.removeprefix(self._model.prefix).partition(".")[0]
-            start = len(f"{self._model.prefix}{i}.")
-            kinds = [
-                [one[start:] for one in by_pattern[pattern]] for pattern in sorted(by_pattern, key=order.__getitem__)
-            ]
-            layers[int(i)][name[start:]] = [list(one) for one in zip(*kinds, strict=True)]
+            i, start = self._layer(name)
+            kinds = [[one[start:] for one in by_pattern[pattern]] for pattern in self._in_order(by_pattern)]
+            layers[i][name[start:]] = [list(one) for one in zip(*kinds, strict=True)]
         return tuple(layers)
+
+    def joined(self) -> tuple[JoinedTensors, ...]:
+        """Of each layer."""
+        layers: list[dict[str, tuple[TensorShape, ...]]] = [{} for _ in self._model.layers]
+        for name, by_pattern in self._joined.items():
+            i, start = self._layer(name)
+            parts = (by_pattern[pattern] for pattern in self._in_order(by_pattern))
+            layers[i][name[start:]] = tuple(TensorShape(one[start:], shape) for one, shape in parts)
+        return tuple(layers)
+
+    def _layer(self, name: str) -> tuple[int, int]:
+        """Of a tensor the number of its layer, and where its name in there begins."""
+        i = name.removeprefix(self._model.prefix).partition(".")[0]
+        return int(i), len(f"{self._model.prefix}{i}.")
+
+    def _in_order(self, patterns: Iterable[str]) -> list[str]:
+        order = {"": 0} | {one: n for converter in self._converters for n, one in enumerate(converter.source_patterns)}
+        return sorted(patterns, key=order.__getitem__)
 
 
 def _ended(name: str, ending: str) -> str:

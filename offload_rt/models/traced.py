@@ -6,9 +6,10 @@ takes the hidden states behind the last layer to the logits.
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from offload_rt.errors import UnsupportedModelError
-from offload_rt.models.architecture import KVShape, LayerExperts, LayerWeights, PassContext, StateShape
+from offload_rt.models.architecture import KVShape, LayerExperts, LayerWeights, PassContext, StateShape, TensorShape
 from offload_rt.models.stand_ins import (
     NAME,
     OTHER_STATE,
@@ -38,6 +39,8 @@ _N_ROWS = 7
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 # Of a layer: for each parameter that holds experts, the modules of each expert, without the prefix of the layer.
 ExpertNames = Mapping[str, list[list[str]]]
+# Of a layer: for each tensor that a checkpoint has in parts, one behind the other along their first dimension, these.
+JoinedTensors = Mapping[str, Sequence[TensorShape]]
 # Takes the hidden states with which a forward of the model comes to layer i, and gives what it takes for its output.
 _Visit = Callable[[int, Tensor, Call], Tensor]
 
@@ -305,9 +308,11 @@ class TracedModel:
             self._forward(self.decoder, collect, ids, positions)
         return self._to_rows(found[0][0]), tuple(call for _, call in found)
 
-    def layer(self, i: int, weights: LayerWeights, experts: ExpertNames, x: Tensor, context: PassContext) -> Tensor:
+    def layer(
+        self, i: int, weights: LayerWeights, experts: ExpertNames, joined: JoinedTensors, x: Tensor, context: PassContext
+    ) -> Tensor:
         """Layer i on the hidden states x (n, width)."""
-        with self._given(i, weights, experts):
+        with self._given(i, weights, experts, joined):
             return self._to_rows(self.run_layer(i, self._of_rows(x), context.row_inputs[i], context))
 
     def head(self, weights: LayerWeights, x: Tensor) -> Tensor:
@@ -340,7 +345,9 @@ class TracedModel:
             self._device = device
 
     @contextmanager
-    def _given(self, i: int, weights: LayerWeights, experts: ExpertNames) -> Iterator[None]:
+    def _given(
+        self, i: int, weights: LayerWeights, experts: ExpertNames, joined: JoinedTensors = MappingProxyType({})
+    ) -> Iterator[None]:
         """Bind the weights of layer i, -1: those outside the layers, and let go of them."""
         self._weights, is_card = weights, self._device.type == "cuda"
         touched = None if weights.experts is None else self.mixtures.get(i)
@@ -349,10 +356,12 @@ class TracedModel:
             touched.module.__dict__["touched"] = Touched(weights.experts, touched.name, dict(experts), predict)
         tensors = [one for one in self._tensors[i] if touched is None or one.name not in touched.parameters]
         for one in tensors:
-            parts = experts.get(one.name)
-            one.table[one.key] = (
-                experts_of(parts, one.shape, weights, is_card) if parts else weights.tensor(one.name, one.dtype)
-            )
+            if parts := experts.get(one.name):
+                one.table[one.key] = experts_of(parts, one.shape, weights, is_card)
+            elif own := joined.get(one.name):
+                one.table[one.key] = torch.cat([weights.tensor(name, one.dtype) for name, _ in own])
+            else:
+                one.table[one.key] = weights.tensor(one.name, one.dtype)
         for table, name in self._tables[i]:
             table["weight"] = Table(name, weights, self._device)
         try:

@@ -47,7 +47,7 @@ def traced_mtp(target: Architecture, layout: MtpLayout) -> TracedMtp:
     norm = next(name for name, one in model.model.named_modules() if one is model.decoder.norm)
     own = layout._replace(layer=f"{model.prefix}0.", norm=norm)
     changes = {
-        "family": "mtp", "n_layers": 1, "taps": (target.n_layers,), "model": model, "experts": (), "layout": own,
+        "family": "mtp", "n_layers": 1, "taps": (target.n_layers,), "model": model, "experts": (), "joined": (), "layout": own,
         "target_norm": norm, "stored": layout, "n_kv_heads": model.kv_shapes[0].n_heads,
     }  # fmt: skip
     return TracedMtp(**{**vars(target), **changes})

@@ -26,7 +26,7 @@ from offload_rt.models.architecture import (
 )
 from offload_rt.models.stand_ins import OTHER_STATE, TRACED
 from offload_rt.models.tensor_names import TensorNames
-from offload_rt.models.traced import OWN_CODE, Call, ExpertNames, TracedModel
+from offload_rt.models.traced import OWN_CODE, Call, ExpertNames, JoinedTensors, TracedModel
 from offload_rt.ops.delta_rule import BLOCK_ROWS
 
 # Kinds of layers whose attention is causal, whole or within a window.
@@ -77,8 +77,8 @@ def _refuse_other_state(config: PreTrainedConfig) -> None:
     if config.is_encoder_decoder:
         raise UnsupportedModelError("it is an encoder-decoder")
     text = config.get_text_config(decoder=True)
-    is_delta = hasattr(text, "linear_conv_kernel_dim") and not hasattr(text, "linear_allow_neg_eigval")
-    known = _KINDS | {"linear_attention"} if is_delta else _KINDS
+    # Heads of values are those of gated delta nets; others decay each channel by itself (Kimi Linear).
+    known = _KINDS | {"linear_attention"} if hasattr(text, "linear_num_value_heads") else _KINDS
     for name in ("layer_types", "layers_block_type"):
         others = sorted(set(getattr(text, name, None) or ()) - known)
         if others:
@@ -118,11 +118,13 @@ class TransformersModel(Architecture):
 
     config   what it is made from
     experts  per layer, where the checkpoint has experts one by one
+    joined   per layer, likewise other tensors in parts
     """
 
     config: str
     model: TracedModel = field(compare=False, repr=False)
     experts: tuple[ExpertNames, ...] = field(default=(), compare=False, repr=False)
+    joined: tuple[JoinedTensors, ...] = field(default=(), compare=False, repr=False)
 
     is_native = False
 
@@ -149,7 +151,7 @@ class TransformersModel(Architecture):
     def of_checkpoint(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple["TransformersModel", Mapping[str, Part]]:
         """By transformers' own mapping of names. See `Architecture.of_checkpoint`."""
         names = TensorNames(self.model, shapes)
-        return replace(self, experts=names.experts()), names.parts
+        return replace(self, experts=names.experts(), joined=names.joined()), names.parts
 
     @property
     def mixture(self) -> Mixture | None:
@@ -178,7 +180,8 @@ class TransformersModel(Architecture):
             parts = [one for names in experts.get(name, ()) for one in names]
             rows = math.prod(shape[:2]) // max(len(parts), 1)
             matrix = shape[:0:-1] if name in self.model.transposed else (rows, *shape[2:])
-            tensors += [TensorShape(f"{one}.weight", matrix) for one in parts] or [TensorShape(name, shape)]
+            stored = self._joined(i).get(name, [TensorShape(name, shape)])
+            tensors += [TensorShape(f"{one}.weight", matrix) for one in parts] or stored
         return tuple(tensors)
 
     def non_layer_tensors(self) -> tuple[TensorShape, ...]:
@@ -203,7 +206,7 @@ class TransformersModel(Architecture):
 
     def layer(self, i: int, weights: LayerWeights, x: Tensor, context: PassContext) -> Tensor:
         """The model's own layer."""
-        return self.model.layer(i, weights, self._experts(i), x, context)
+        return self.model.layer(i, weights, self._experts(i), self._joined(i), x, context)
 
     def head(self, weights: LayerWeights, x: Tensor) -> Tensor:
         """What the model makes of hidden states behind its last layer."""
@@ -237,3 +240,6 @@ class TransformersModel(Architecture):
 
     def _experts(self, i: int) -> ExpertNames:
         return self.experts[i] if self.experts else {}
+
+    def _joined(self, i: int) -> JoinedTensors:
+        return self.joined[i] if self.joined else {}

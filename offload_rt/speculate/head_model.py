@@ -79,11 +79,12 @@ class HeadModel(DraftModel):
         """Keep what the head takes of the target's hidden states, until rows of it have been computed with them."""
         spec = self._runner.spec
         assert isinstance(spec, Head), "it drafts by a head"
-        taken = [spec.take(self._runner.non_layer, one) for one in states]
+        taken = torch.cat([spec.take(self._runner.non_layer, one) for one in states])
         if sequence in self._taken:
             n_gone, known = self._taken[sequence]
-            first, taken = n_gone, [known[: first - n_gone], *taken]
-        self._taken[sequence] = first, torch.cat(taken)
+            n_again = max(n_gone - first, 0)  # a state of the target's goes back further than rows do
+            first, taken = n_gone, torch.cat((known[: max(first - n_gone, 0)], taken[n_again:]))
+        self._taken[sequence] = first, taken
 
     def follow(self, old: Sequence, new: Sequence, n: int) -> int:
         """See `Drafter.follow`: what is kept goes on where the rows of the head end, or the target computes it again."""
