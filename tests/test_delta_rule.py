@@ -166,7 +166,7 @@ def test_a_second_turn_computes_what_is_new_alone(saved, steady, monkeypatch):
 
 
 def test_a_sequence_begins_with_a_state_of_another_one(saved, steady, monkeypatch):
-    """Prompts at once that begin as one before: one takes its cache over, others follow that, at its end or a border."""
+    """Prompts at once that begin as one before: one takes its cache over, others follow that, as far as both go or at a border."""
     (model, folder), first = saved, prompt_of(1, 140, 150)
     with open_llm(folder, max_model_len=200, max_num_seqs=3) as llm:
         runner = runner_of(llm)
@@ -175,7 +175,37 @@ def test_a_sequence_begins_with_a_state_of_another_one(saved, steady, monkeypatc
         prompts = [shared + prompt_of(seed, 9, 150) for seed, shared in enumerate((both, both, first[:135]))]
         results = llm.generate(prompts, SamplingParams(max_new_tokens=6))
         assert [one.token_ids for one in results] == [generate(model, prompt, 6) for prompt in prompts]
-        assert passes[0][1] == 10 + 10 + 144 - 2 * BLOCK_ROWS
+        assert passes[0][1] == 10 + 9 + 144 - 2 * BLOCK_ROWS
+
+
+@pytest.mark.parametrize("chunk_rows", [512, 48])
+def test_samples_of_a_prompt_share_the_pass_that_computes_it(saved, steady, monkeypatch, chunk_rows):
+    """As do prompts that go on differently, from each other too; in memory that runs out each computes its own."""
+    (model, folder), first = saved, prompt_of(1, 100, 150)
+    batch = [first, first, first + prompt_of(2, 5, 150), first + prompt_of(2, 9, 150), first[:70] + prompt_of(3, 9, 150)]
+    expected = [generate(model, prompt, 6) for prompt in batch]
+    layer, fails = Runner.layer, iter([False] * 2 + [True])
+
+    def failing(runner, block, *args):
+        if next(fails, False):
+            raise torch.OutOfMemoryError
+        layer(runner, block, *args)
+
+    with open_llm(folder, max_model_len=160, max_num_seqs=6) as llm:
+        runner = runner_of(llm)
+        runner._chunk_rows = chunk_rows
+        passes = watch(monkeypatch, runner)[runner]
+        (both,) = llm.generate(first, SamplingParams(max_new_tokens=6, n=2, temperature=1.0, top_k=1))
+        assert passes[0] == (0, 100 + 2) and [one.token_ids for one in both.outputs] == expected[:2]
+        for is_short in (False, True):
+            llm.engine.reset_prefix_cache()
+            passes.clear()
+            if is_short:
+                monkeypatch.setattr(Runner, "layer", failing)
+            results = llm.generate(batch, SamplingParams(max_new_tokens=6))
+            assert [one.token_ids for one in results] == expected
+            assert passes[0] == (0, 100 + 2 + 6 + 5 + 9)
+        assert passes[1] == (0, sum(map(len, batch)))
 
 
 def test_a_pass_that_failed_leaves_the_state_of_a_border(saved, steady, monkeypatch):

@@ -191,7 +191,7 @@ class Engine:
         is_all_wanted = sequence.sampling.prompt_logprobs is not None  # of the prompt, so that every row is computed
         for one in () if is_all_wanted else (*self._running, *self._kept):
             is_whole = one in self._running and self.prompt_seconds is None
-            n_theirs = len(one.sequence.tokens) if is_whole else self.runner.n_committed(one.cache)
+            n_theirs = len(one.sequence.tokens) - 1 if is_whole else self.runner.n_committed(one.cache)
             found.append((one, n_shared(one.sequence.tokens[:n_theirs], sequence.tokens[:-1])))
         return max(found, key=itemgetter(1))
 

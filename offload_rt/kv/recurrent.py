@@ -83,6 +83,7 @@ class RecurrentCache(ContiguousCache):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._kept, self._coming = dict[int, State](), dict[int, State]()  # by position
+        self._followers: list[tuple[int, State]] = []  # where others begin in the same pass, and their states
         # Of each layer inputs and terms of the pending rows that are not added.
         self._n_added, self._held = 0, dict[int, list[Tensor]]()
 
@@ -101,6 +102,7 @@ class RecurrentCache(ContiguousCache):
         layer, shape = asked.layer, self.shape
         if layer == 0 and asked.start == 0:
             self._begin_chain(asked.n_chain)
+        borders = [*self._coming.items(), *self._followers]
         memory, last = (one[layer] for one in self.state)
         heads = (shape.n_k_heads, shape.k_dim), (shape.n_v_heads, shape.v_dim), (shape.n_v_heads,), (shape.n_v_heads,)
         held = self._held.get(layer) or [last[:0], *(memory.new_empty(0, *dims) for dims in heads)]
@@ -113,13 +115,15 @@ class RecurrentCache(ContiguousCache):
         outs, first, n_chain = [], 0, min(max(asked.n_chain - asked.start, 0), len(asked.x))
         while first < n_chain:
             position = self.n_committed + asked.start + first
-            stop = min(n_chain, first + BLOCK_ROWS - position % BLOCK_ROWS)
+            ends = [n_chain, first + BLOCK_ROWS - position % BLOCK_ROWS, *(n - position + first for n, _ in borders)]
+            stop = min(one for one in ends if one > first)
             sees = torch.ones(stop - first, stop - first, dtype=torch.bool, device=memory.device).tril_()
             out, own = delta_rule(rows.part(first, stop), memory, sees, DeltaTerms(*held[1:]))
             fold(memory, own)
             last.copy_(inputs[stop : stop + len(last)])
-            if (border := self._coming.get(position + stop - first)) is not None:
-                border.copy_(self.state, slice(layer, layer + 1))
+            for border, state in borders:
+                if border == position + stop - first:
+                    state.copy_(self.state, slice(layer, layer + 1))
             outs.append(out)
             first = stop
         if n_chain < len(asked.x):
@@ -160,7 +164,7 @@ class RecurrentCache(ContiguousCache):
                 held[-1] -= terms.totals[layer, -1]
         super().commit(rows)
         self._kept |= self._coming
-        self._coming, self._n_added = {}, 0
+        self._coming, self._followers, self._n_added = {}, [], 0
         if not self._pending:
             self._held = {}
 
@@ -168,7 +172,7 @@ class RecurrentCache(ContiguousCache):
         """See `KVCache.discard`."""
         is_spoilt = self._n_added > 0 or self.leader is not None
         super().discard()
-        self._held = {}
+        self._held, self._followers = {}, []
         if is_spoilt:
             self._go_back()
 
@@ -194,12 +198,19 @@ class RecurrentCache(ContiguousCache):
         self._coming, self._n_added = {}, 0
 
     def follow(self, leader: KVCache, tokens: list[int]) -> None:
-        """See `ContiguousCache.follow`; no further than there is a state of the other one."""
+        """See `ContiguousCache.follow`; no further than there is a state of the other one, or comes in the next pass."""
         assert isinstance(leader, RecurrentCache), "caches of one model are alike"
-        states = {**leader._kept, leader.n_committed: leader.state}
-        n = max((one for one in states if 0 < one <= len(tokens)), default=0)
+        n = len(tokens)
+        while isinstance(leader.leader, RecurrentCache) and n <= leader.n_committed:  # it has no state yet
+            leader = leader.leader
+        if n > leader.n_committed:
+            leader._followers.append((n, self.state))
+        else:
+            states = {**leader._kept, leader.n_committed: leader.state}
+            n = max((one for one in states if 0 < one <= n), default=0)
+            if n:
+                self.state.copy_(states[n])
         if n:
-            self.state.copy_(states[n])
             super().follow(leader, tokens[:n])
 
     def to_host(self) -> MovedRows:
