@@ -1,7 +1,11 @@
 """Gated delta nets in trees: the rule, caches that keep states, and models that mix such layers with attention."""
 
+from collections import Counter
+
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from pretended_card import pretended_card
 from safetensors.torch import load_file, save_file
 from test_prefix_cache import say, watch
@@ -12,8 +16,9 @@ from bench.models import config_of as tiny_config
 from bench.models import open_streamed, random_model
 from offload_rt import LLM, SamplingParams
 from offload_rt.executor.runner import Runner
-from offload_rt.executor.step import Step
-from offload_rt.kv.recurrent import state_rows
+from offload_rt.executor.step import Segment, Step
+from offload_rt.kv.recurrent import Recurrence, RecurrentCache, state_rows
+from offload_rt.models.families import spec_of
 from offload_rt.ops.delta_rule import BLOCK_ROWS, DeltaRows, DeltaTerms, delta_rule, fold, normed
 
 N_K_HEADS, N_V_HEADS, K_DIM, V_DIM = 2, 4, 8, 6
@@ -40,7 +45,9 @@ def recurrence(rows, state):
     return torch.stack(outs), state
 
 
-@pytest.mark.parametrize(("n", "n_above", "reach"), [(1, 0, 1), (7, 3, 3), (60, 20, 1000), (200, 64, 4)])
+@pytest.mark.parametrize(
+    ("n", "n_above", "reach"), [(1, 0, 1), (7, 3, 3), (60, 20, 1000), (200, 64, 4), (300, 0, 1), (500, 200, 1000)]
+)
 def test_each_node_of_a_tree_is_as_if_its_path_were_alone(n, n_above, reach):
     """In two passes, the first rows in one of their own; the state is then brought along the longest path."""
     (rows, state), tree = random_rows(n, torch.Generator().manual_seed(n)), random_tree(n, seed=n, reach=reach)
@@ -49,10 +56,12 @@ def test_each_node_of_a_tree_is_as_if_its_path_were_alone(n, n_above, reach):
     first, above = delta_rule(rows.part(0, n_above), state, sees[:n_above, :n_above], none)
     last, own = delta_rule(rows.part(n_above), state, sees[n_above:], above)
     outs = torch.cat((first, last))
-    for node in range(n):
+    for node in {*range(0, n, 1 + n // 60), n - 1}:
         path = [0, *tree.path_to(node)]
         expected, behind = recurrence([one[path] for one in rows], state)
         torch.testing.assert_close(outs[node], expected[-1], atol=1e-12, rtol=0)
+    path = [0, *tree.path_to(n - 1)]
+    _, behind = recurrence([one[path] for one in rows], state)
     moved = state.clone()
     fold(moved, DeltaTerms(*(torch.cat(pair)[path] for pair in zip(above, own, strict=True))))
     torch.testing.assert_close(moved, behind, atol=1e-12, rtol=0)
@@ -69,6 +78,96 @@ def test_a_chain_in_blocks_is_the_chain_in_one():
         outs.append(out)
     torch.testing.assert_close(torch.cat(outs), expected, atol=1e-12, rtol=0)
     torch.testing.assert_close(state, behind, atol=1e-12, rtol=0)
+
+
+class Net:
+    """Two nets whose rows are those of a table by token, and what each node of a tree of texts gives, computed one by one."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.spec = spec_of(tiny_config("qwen3_5_text").to_dict())
+        self.shape, (self.layers, n) = self.spec.state_shapes[0], (range(len(self.spec.state_shapes)), 40)
+
+        def draw(*sizes):
+            return torch.randn(len(self.layers), *sizes, dtype=torch.float64, generator=generator)
+
+        self.x, self.weight = draw(n, sum(self.shape.widths)), draw(sum(self.shape.widths), self.shape.kernel)
+        self.log_decays, self.beta = -draw(n, self.shape.n_v_heads).abs(), draw(n, self.shape.n_v_heads).sigmoid()
+        self.known = {}
+
+    def expected(self, layer, text):
+        """The output of the last token of a text, and the state behind it."""
+        if not text:
+            return None, torch.zeros(self.shape.n_v_heads, self.shape.k_dim, self.shape.v_dim, dtype=torch.float64)
+        if (layer, text) not in self.known:
+            _, state = self.expected(layer, text[:-1])
+            last = self.x[layer, list(text[-self.shape.kernel :])]
+            mixed = F.silu((last * self.weight[layer, :, -len(last) :].T).sum(0))
+            q, k, v = (one.view(-1, width) for one, width in zip(mixed.split(self.shape.widths), self.dims, strict=True))
+            q, k = ((one / (one.square().sum(-1, keepdim=True) + 1e-6).sqrt())[None] for one in (q, k))
+            rows = DeltaRows(
+                q / self.shape.k_dim**0.5, k, v[None], *(one[layer, text[-1:]] for one in (self.log_decays, self.beta))
+            )
+            outs, state = recurrence(rows, state)
+            self.known[layer, text] = outs[0], state
+        return self.known[layer, text]
+
+    @property
+    def dims(self):
+        """Of heads of queries, keys and values."""
+        return self.shape.k_dim, self.shape.k_dim, self.shape.v_dim
+
+    def run(self, cache, step, n_rows, fails_at):
+        """The outputs of a step's rows for each layer, some rows at a time; stops in the middle of a layer if it fails."""
+        tokens, outs = step.tokens, [[] for _ in self.layers]
+        cache.begin(tokens.tolist())
+        for layer in self.layers:
+            for first in range(0, len(tokens), n_rows):
+                if fails_at == (layer, first // n_rows):
+                    return None
+                part = slice(first, first + n_rows)
+                segment = Segment(step, cache, first, min(first + n_rows, len(tokens)), part)
+                given = (one[layer, tokens[part]] for one in (self.x, self.log_decays, self.beta))
+                x, *rates = given
+                inputs = segment.inputs(self.shape.kernel)
+                asked = Recurrence(layer, first, step.n_chain, x, self.weight[layer], *rates, inputs, segment.mask())
+                outs[layer].append(cache.recur(asked))
+        return [torch.cat(one) for one in outs]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_history_of_a_cache_is_that_of_its_tokens_alone(seed):
+    """Prompts, trees, paths of them, passes that fail anywhere, and turns that go on anywhere: each row as if computed anew."""
+    net, draw, seen = Net(), np.random.default_rng(seed), Counter()
+    cache = RecurrentCache.empty(net.spec, 1000, torch.float64, torch.device("cpu"))
+    for turn in range(50):
+        before = list(cache.committed)
+        if draw.random() < 0.25:
+            kept = before[: draw.integers(len(before) + 1)]
+            assert cache.rewind_to([*kept, 40]) == cache.n_committed <= len(kept)
+            seen["rewound", bool(cache.n_committed)] += 1
+            before = list(cache.committed)
+        n_lacking, n_nodes = int(draw.choice([0, 0, 0, 1, 7, 90])), int(draw.integers(1, 15))
+        tree = random_tree(n_nodes, seed=100 * seed + turn, reach=3)
+        tokens = draw.integers(40, size=n_lacking + n_nodes).tolist()
+        n_chain = n_lacking if draw.random() < 0.8 else 0
+        step = Step(0, torch.tensor(tokens), tree.after_chain(n_lacking), 1, 1, n_chain=n_chain)
+        fails_at = (int(draw.integers(3)), int(draw.integers(3))) if draw.random() < 0.25 else None
+        outs = net.run(cache, step, int(draw.choice([20, 64, 500])), fails_at)
+        paths = [[0, *tree.path_to(node)] for node in range(n_nodes)]
+        rows = [list(range(n)) for n in range(1, n_lacking + 1)]
+        rows += [[*range(n_lacking), *(n_lacking + one for one in path)] for path in paths]
+        for layer, found in enumerate(outs or ()):
+            wanted = [net.expected(layer, (*before, *(tokens[one] for one in path)))[0] for path in rows]
+            torch.testing.assert_close(found, torch.stack(wanted), atol=1e-12, rtol=0)
+        if outs is not None and draw.random() < 0.9:
+            cache.commit(rows[n_lacking + draw.integers(n_nodes)])
+        seen["failed" if outs is None else "left"] += not cache.committed[len(before) :]
+        cache.discard()
+        for layer in net.layers:
+            _, state = net.expected(layer, tuple(cache.committed))
+            torch.testing.assert_close(cache.state.memory[layer], state, atol=1e-12, rtol=0)
+    assert len(seen) == 4 and min(seen.values()) > 0, seen
 
 
 @pytest.fixture(scope="module")

@@ -107,12 +107,17 @@ class RecurrentCache(ContiguousCache):
         heads = (shape.n_k_heads, shape.k_dim), (shape.n_v_heads, shape.v_dim), (shape.n_v_heads,), (shape.n_v_heads,)
         held = self._held.get(layer) or [last[:0], *(memory.new_empty(0, *dims) for dims in heads)]
         inputs = torch.cat((last, held[0], asked.x))
-        mixed = torch.split(convolve(inputs, asked.inputs, asked.weight).to(memory.dtype), list(shape.widths), 1)
+        first, n_chain, kernel = 0, min(max(asked.n_chain - asked.start, 0), len(asked.x)), shape.kernel
+        taps = [inputs[kernel - 1 - one :][:n_chain] for one in range(kernel)]
+        if n_chain < len(asked.x):
+            others = (inputs[rows] for rows in asked.inputs[n_chain:].unbind(1))
+            taps = [torch.cat(pair) if n_chain else pair[1] for pair in zip(taps, others, strict=True)]
+        mixed = torch.split(convolve(taps, asked.weight).to(memory.dtype), list(shape.widths), 1)
         dims = shape.k_dim, shape.k_dim, shape.v_dim
         q, k, v = (one.view(len(one), -1, dim) for one, dim in zip(mixed, dims, strict=True))
         decays, beta = asked.log_decays.to(memory.dtype), asked.beta.to(memory.dtype)
         rows = DeltaRows(normed(q) * shape.k_dim**-0.5, normed(k), v, decays, beta)
-        outs, first, n_chain = [], 0, min(max(asked.n_chain - asked.start, 0), len(asked.x))
+        outs = []
         while first < n_chain:
             position = self.n_committed + asked.start + first
             ends = [n_chain, first + BLOCK_ROWS - position % BLOCK_ROWS, *(n - position + first for n, _ in borders)]
@@ -201,12 +206,10 @@ class RecurrentCache(ContiguousCache):
         """See `ContiguousCache.follow`; no further than there is a state of the other one, or comes in the next pass."""
         assert isinstance(leader, RecurrentCache), "caches of one model are alike"
         n = len(tokens)
-        while isinstance(leader.leader, RecurrentCache) and n <= leader.n_committed:  # it has no state yet
-            leader = leader.leader
         if n > leader.n_committed:
             leader._followers.append((n, self.state))
         else:
-            states = {**leader._kept, leader.n_committed: leader.state}
+            states = leader._kept | ({leader.n_committed: leader.state} if leader.leader is None else {})
             n = max((one for one in states if 0 < one <= n), default=0)
             if n:
                 self.state.copy_(states[n])

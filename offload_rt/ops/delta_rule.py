@@ -5,6 +5,7 @@ u = beta (v - S^T k). A tree needs no state for each node: with the ancestor mas
 corrections u of all rows are one triangular solve (the chunk form; for trees: TreeWY, arXiv 2608.20961).
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -49,19 +50,17 @@ class DeltaTerms(NamedTuple):
     totals: Tensor
 
 
-def convolve(inputs: Tensor, at: Tensor, weight: Tensor) -> Tensor:
+def convolve(taps: Sequence[Tensor], weight: Tensor) -> Tensor:
     """Convolution of each channel over the row and those above it, then SiLU: (n, channels).
 
-    inputs  (m, channels)
-    at      (n, kernel) int64: which inputs a row takes, its own first
+    taps    the inputs (n, channels) that rows take, their own first
     weight  (channels, kernel), in the order of a text
     """
-    wide = torch.promote_types(inputs.dtype, torch.float32)
-    taps = zip(at.unbind(1), weight.flip(1).unbind(1), strict=True)
-    out = torch.zeros(len(at), inputs.shape[1], dtype=wide, device=inputs.device)
-    for rows, tap in taps:
-        out.addcmul_(inputs[rows].to(wide), tap.to(wide))
-    return F.silu(out.to(inputs.dtype))
+    wide = torch.promote_types(taps[0].dtype, torch.float32)
+    out = torch.zeros_like(taps[0], dtype=wide)
+    for tap, one in zip(taps, weight.flip(1).unbind(1), strict=True):
+        out.addcmul_(tap.to(wide), one.to(wide))
+    return F.silu(out.to(taps[0].dtype))
 
 
 def normed(x: Tensor) -> Tensor:
@@ -84,14 +83,15 @@ def delta_rule(rows: DeltaRows, state: Tensor, sees: Tensor, above: DeltaTerms) 
     # Heads first from here on: (n_k_heads, heads of v for each, rows, ...).
     q, k, keys = (one.transpose(0, 1)[:, None] for one in (q, k, keys))
     v, u_above = (one.transpose(0, 1).reshape(*heads, *one.shape[::2]) for one in (v, above.u))
-    total, all_totals, rate = (one.T.reshape(*heads, -1) for one in (own, totals, beta))
+    total, all_totals, rate = (one.T.contiguous().view(*heads, -1) for one in (own, totals, beta))
     state = state.view(*heads, *state.shape[1:])
     decay = (total[..., None] - all_totals[..., None, :]).masked_fill_(~sees, -torch.inf).exp_()
     from_state = total.exp()[..., None]
-    weights = rate[..., None] * (k @ keys.mT) * decay
+    # In place where there are pairs of rows, and solved from the right: no copies of them.
+    weights = (decay * (k @ keys.mT)).mul_(rate[..., None])
     wanted = rate[..., None] * (v - from_state * (k @ state)) - weights[..., :-n] @ u_above
-    u = torch.linalg.solve_triangular(weights[..., -n:], wanted, upper=False, unitriangular=True)
-    out = from_state * (q @ state) + ((q @ keys.mT) * decay) @ torch.cat((u_above, u), 2)
+    u = torch.linalg.solve_triangular(weights[..., -n:].mT, wanted.mT, upper=True, left=False, unitriangular=True).mT
+    out = from_state * (q @ state) + decay.mul_(q @ keys.mT) @ torch.cat((u_above, u), 2)
     rows_first = (one.flatten(0, 1).transpose(0, 1) for one in (out, u))
     return next(rows_first), DeltaTerms(keys[:, 0].transpose(0, 1)[-n:], next(rows_first), log_decays, own)
 
