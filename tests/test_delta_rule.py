@@ -103,7 +103,9 @@ class Net:
             _, state = self.expected(layer, text[:-1])
             last = self.x[layer, list(text[-self.shape.kernel :])]
             mixed = F.silu((last * self.weight[layer, :, -len(last) :].T).sum(0))
-            q, k, v = (one.view(-1, width) for one, width in zip(mixed.split(self.shape.widths), self.dims, strict=True))
+            q, k, v = (
+                one.view(-1, width) for one, width in zip(mixed.split(self.shape.widths), self.dims, strict=True)
+            )
             q, k = ((one / (one.square().sum(-1, keepdim=True) + 1e-6).sqrt())[None] for one in (q, k))
             rows = DeltaRows(
                 q / self.shape.k_dim**0.5, k, v[None], *(one[layer, text[-1:]] for one in (self.log_decays, self.beta))
@@ -266,7 +268,7 @@ def test_a_second_turn_computes_what_is_new_alone(saved, steady, monkeypatch):
 
 
 def test_a_sequence_begins_with_a_state_of_another_one(saved, steady, monkeypatch):
-    """Prompts at once that begin as one before: one takes its cache over, others follow that, as far as both go or at a border."""
+    """Prompts at once that begin as one before: one takes its cache over, others follow it, to where they part or a border."""
     (model, folder), first = saved, prompt_of(1, 140, 150)
     with open_llm(folder, max_model_len=200, max_num_seqs=3) as llm:
         runner = runner_of(llm)
@@ -282,7 +284,13 @@ def test_a_sequence_begins_with_a_state_of_another_one(saved, steady, monkeypatc
 def test_samples_of_a_prompt_share_the_pass_that_computes_it(saved, steady, monkeypatch, chunk_rows):
     """As do prompts that go on differently, from each other too; in memory that runs out each computes its own."""
     (model, folder), first = saved, prompt_of(1, 100, 150)
-    batch = [first, first, first + prompt_of(2, 5, 150), first + prompt_of(2, 9, 150), first[:70] + prompt_of(3, 9, 150)]
+    batch = [
+        first,
+        first,
+        first + prompt_of(2, 5, 150),
+        first + prompt_of(2, 9, 150),
+        first[:70] + prompt_of(3, 9, 150),
+    ]
     expected = [generate(model, prompt, 6) for prompt in batch]
     layer, fails = Runner.layer, iter([False] * 2 + [True])
 

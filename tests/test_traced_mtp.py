@@ -5,17 +5,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-
 import torch
 from safetensors.torch import load_file, save_file
 from test_heads import PATHS, Probe
 from texts import VOCABULARY, assert_distribution, exact_distributions, sampled_texts
 from tiny import drafter_of, engine_of, generate, keep_steady, open_llm, prompt_of, runner_of
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from bench.models import config_of, random_model
-from offload_rt import LLM, SamplingParams
+from offload_rt import SamplingParams
 from offload_rt.executor.runner import Runner
 from offload_rt.executor.sequence import Sequence as TokenSequence
 from offload_rt.speculate import head_model
@@ -59,14 +57,18 @@ class Target:
         hidden = self.model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state[0]
         inputs = tokens[1:]
         for token in [*path, None]:
-            x = torch.cat((self._normed("embedding", embedding(torch.tensor(inputs))), self._normed("hidden", hidden)), 1)
+            x = torch.cat(
+                (self._normed("embedding", embedding(torch.tensor(inputs))), self._normed("hidden", hidden)), 1
+            )
             given = decoder(inputs_embeds=(x @ self.own["mtp.fc.weight"].T)[None], use_cache=False).last_hidden_state[0]
             hidden, inputs = torch.cat((hidden, given[-1:])), [*inputs, token]
         return self.model.lm_head(given[-1])
 
     def _normed(self, name: str, x: Tensor) -> Tensor:
         eps = self.model.config.get_text_config().rms_norm_eps
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (1 + self.own[f"mtp.pre_fc_norm_{name}.weight"])
+        return (
+            x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (1 + self.own[f"mtp.pre_fc_norm_{name}.weight"])
+        )
 
 
 @pytest.fixture(scope="module")

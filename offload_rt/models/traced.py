@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -304,13 +303,13 @@ class TracedModel:
             return hidden
 
         self._move_to(ids.device)
-        with self._given(-1, weights, {}):
+        with self._given(-1, weights, {}, {}):
             self._forward(self.decoder, collect, ids, positions)
         return self._to_rows(found[0][0]), tuple(call for _, call in found)
 
     def layer(
-        self, i: int, weights: LayerWeights, experts: ExpertNames, joined: JoinedTensors, x: Tensor, context: PassContext
-    ) -> Tensor:
+        self, i: int, weights: LayerWeights, experts: ExpertNames, joined: JoinedTensors, x: Tensor, context: PassContext,
+    ) -> Tensor:  # fmt: skip
         """Layer i on the hidden states x (n, width)."""
         with self._given(i, weights, experts, joined):
             return self._to_rows(self.run_layer(i, self._of_rows(x), context.row_inputs[i], context))
@@ -318,7 +317,7 @@ class TracedModel:
     def head(self, weights: LayerWeights, x: Tensor) -> Tensor:
         """Logits of the hidden states x (n, width) behind the last layer."""
         rows, hidden = torch.zeros(len(x), dtype=torch.int64, device=x.device), self._of_rows(x)
-        with self._given(-1, weights, {}):
+        with self._given(-1, weights, {}, {}):
             logits: Tensor = self._forward(self.model, lambda *_: hidden, rows, rows).logits[0]
         return logits
 
@@ -345,9 +344,7 @@ class TracedModel:
             self._device = device
 
     @contextmanager
-    def _given(
-        self, i: int, weights: LayerWeights, experts: ExpertNames, joined: JoinedTensors = MappingProxyType({})
-    ) -> Iterator[None]:
+    def _given(self, i: int, weights: LayerWeights, experts: ExpertNames, joined: JoinedTensors) -> Iterator[None]:
         """Bind the weights of layer i, -1: those outside the layers, and let go of them."""
         self._weights, is_card = weights, self._device.type == "cuda"
         touched = None if weights.experts is None else self.mixtures.get(i)
@@ -381,7 +378,7 @@ class TracedModel:
         if following is None or following[1].router is None or (weights := experts.following()) is None:
             return None
         own = self._weights
-        with self._given(following[0], weights, {}):
+        with self._given(following[0], weights, {}, {}):
             chosen: Tensor = following[1].router(hidden)[following[1].place]
         self._weights = own
         return chosen

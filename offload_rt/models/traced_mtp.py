@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
+from typing import Self
 
 from torch import Tensor
 
 from offload_rt.models.architecture import Architecture, LayerWeights, Part
-from offload_rt.models.heads import Mtp, MtpLayout
+from offload_rt.models.heads import MTP_LAYOUTS, Mtp, MtpLayout
 from offload_rt.models.traced import TracedModel
 from offload_rt.models.transformers import TransformersModel
 
@@ -19,17 +20,15 @@ class TracedMtp(Mtp, TransformersModel):
     layout  by the names of that model; in the checkpoint it is `stored`
     """
 
-    stored: MtpLayout | None = None
+    stored: MtpLayout = MTP_LAYOUTS[0]
 
-    def of_checkpoint(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple["TracedMtp", Mapping[str, Part]]:
+    def of_checkpoint(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Self, Mapping[str, Part]]:
         """Of all tensors the head's alone. See `Architecture.of_checkpoint`."""
-        assert self.stored is not None
         known = {}
         for theirs, own in zip(self.stored, self.layout, strict=True):
             if isinstance(theirs, str):
                 known |= {f"{own}{name.removeprefix(theirs)}": name for name in shapes if name.startswith(theirs)}
         spec, parts = super().of_checkpoint({own: shapes[name] for own, name in known.items()})
-        assert isinstance(spec, TracedMtp)
         return spec, {name: part._replace(name=known[part.name]) for name, part in parts.items()}
 
     def normed(self, weights: LayerWeights, name: str, x: Tensor) -> Tensor:

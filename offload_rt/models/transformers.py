@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 import transformers
@@ -148,7 +148,7 @@ class TransformersModel(Architecture):
         """As they were numbered when the model was traced."""
         return self.model.kv_layers(i)
 
-    def of_checkpoint(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple["TransformersModel", Mapping[str, Part]]:
+    def of_checkpoint(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Self, Mapping[str, Part]]:
         """By transformers' own mapping of names. See `Architecture.of_checkpoint`."""
         names = TensorNames(self.model, shapes)
         return replace(self, experts=names.experts(), joined=names.joined()), names.parts

@@ -7,16 +7,7 @@ from pathlib import Path
 import torch
 
 from offload_rt.errors import CheckpointError
-from offload_rt.models.heads import (
-    MEDUSA_PREFIXES,
-    MTP_LAYOUTS,
-    Eagle3,
-    Medusa,
-    Mtp,
-    head_of,
-    mtp_of,
-    of_another_target,
-)
+from offload_rt.models.heads import MEDUSA_PREFIXES, MTP_LAYOUTS, Eagle3, Medusa, head_of, mtp_of, of_another_target
 from offload_rt.models.native import NativeDecoder
 from offload_rt.weights.checkpoint import Checkpoint, assemble, read_config, read_json, tensors_of
 from offload_rt.weights.formats import StoredTensor, format_of
@@ -52,17 +43,14 @@ def find_mtp(directory: Path, target: Checkpoint) -> Checkpoint | None:
         return None
     spec, found = target.spec, tensors_of(directory)
     layout = next((one for one in MTP_LAYOUTS if f"{one.of(spec.n_layers).hidden_norm}.weight" in found), None)
-    if layout is None:
+    if layout is None or not (spec.is_native or spec.state_shapes):
         return None
+    weight_format = format_of(read_json(directory / "config.json").get("quantization_config"))
     if isinstance(spec, NativeDecoder):
-        head: Mtp = mtp_of(spec, layout)
-    elif spec.state_shapes:
-        from offload_rt.models.traced_mtp import traced_mtp  # takes a second, for the models that need it
+        return assemble(directory, mtp_of(spec, layout), weight_format, found)
+    from offload_rt.models.traced_mtp import traced_mtp  # takes a second, for the models that need it
 
-        head = traced_mtp(spec, layout)
-    else:
-        return None
-    return assemble(directory, head, format_of(read_json(directory / "config.json").get("quantization_config")), found)
+    return assemble(directory, traced_mtp(spec, layout), weight_format, found)
 
 
 def _as_stored(spec: Medusa, found: dict[str, TensorRecord]) -> Medusa:
