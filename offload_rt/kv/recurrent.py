@@ -209,12 +209,11 @@ class RecurrentCache(ContiguousCache):
         if n > leader.n_committed:
             leader._followers.append((n, self.state))
         else:
-            states = leader._kept | ({leader.n_committed: leader.state} if leader.leader is None else {})
-            n = max((one for one in states if 0 < one <= n), default=0)
-            if n:
-                self.state.copy_(states[n])
-        if n:
-            super().follow(leader, tokens[:n])
+            last = {leader.n_committed: leader.state} if leader.leader is None else {}
+            states = {0: self.state} | leader._kept | last
+            n = max(one for one in states if one <= n)
+            self.state.copy_(states[n])
+        super().follow(leader, tokens[:n])
 
     def to_host(self) -> MovedRows:
         """See `ContiguousCache.to_host`; states stay where they are."""

@@ -24,7 +24,7 @@ class TracedMtp(Mtp, TransformersModel):
 
     def of_checkpoint(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Self, Mapping[str, Part]]:
         """Of all tensors the head's alone. See `Architecture.of_checkpoint`."""
-        known = {}
+        known = dict[str, str]()
         for theirs, own in zip(self.stored, self.layout, strict=True):
             if isinstance(theirs, str):
                 known |= {f"{own}{name.removeprefix(theirs)}": name for name in shapes if name.startswith(theirs)}

@@ -175,7 +175,7 @@ class TransformersModel(Architecture):
 
     def layer_tensors(self, i: int) -> tuple[TensorShape, ...]:
         """In the order of the model; the matrices of experts one by one where the checkpoint has them so."""
-        tensors, experts = [], self._experts(i)
+        tensors, experts = list[TensorShape](), self._experts(i)
         for name, shape in self.model.shapes[i].items():
             parts = [one for names in experts.get(name, ()) for one in names]
             rows = math.prod(shape[:2]) // max(len(parts), 1)
