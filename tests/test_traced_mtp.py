@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pretended_card import pretended_card
 from safetensors.torch import load_file, save_file
 from test_heads import PATHS, Probe
 from texts import VOCABULARY, assert_distribution, exact_distributions, sampled_texts
@@ -13,7 +14,7 @@ from tiny import drafter_of, engine_of, generate, keep_steady, open_llm, prompt_
 from torch import Tensor
 
 from bench.models import config_of, random_model
-from offload_rt import SamplingParams
+from offload_rt import LLM, SamplingParams
 from offload_rt.executor.runner import Runner
 from offload_rt.executor.sequence import Sequence as TokenSequence
 from offload_rt.speculate import head_model
@@ -151,6 +152,16 @@ def test_a_turn_that_goes_on_somewhere_drafts_as_if_it_were_the_first(target_of,
             torch.testing.assert_close(probe.logits[0], wanted, atol=2e-4 * float(wanted.abs().max()), rtol=0)
         assert next(fails, None) is None
     assert new.tokens[new.n_prompt :] == generate(target.model, new.tokens[: new.n_prompt], new.n_new)
+
+
+def test_the_layer_drafts_on_a_card(target_of, monkeypatch):
+    target, prompts = target_of("qwen3_5_text"), [prompt_of(0, 9, 8), prompt_of(1, 70, 8)]
+    settings = {"device": "cuda", "max_model_len": 96, "tree_size": 16, "max_num_seqs": 2}
+    with pretended_card(monkeypatch), LLM(str(target.folder), **settings) as llm:
+        assert llm.engine_plan.drafting.name == "mtp"
+        outputs = llm.generate(prompts, SamplingParams(max_new_tokens=6))
+    assert [one.token_ids for one in outputs] == [generate(target.model, prompt, 6) for prompt in prompts]
+    assert all(one.stats.nodes_per_tree > 1 for one in outputs)
 
 
 def test_the_joint_distribution_is_the_targets(tmp_path, monkeypatch):
