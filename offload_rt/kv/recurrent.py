@@ -102,7 +102,7 @@ class RecurrentCache(ContiguousCache):
         layer, shape = asked.layer, self.shape
         if layer == 0 and asked.start == 0:
             self._begin_chain(asked.n_chain)
-        borders = [*self._coming.items(), *self._followers]
+        outs, borders = list[Tensor](), [*self._coming.items(), *self._followers]
         memory, last = (one[layer] for one in self.state)
         heads = (shape.n_k_heads, shape.k_dim), (shape.n_v_heads, shape.v_dim), (shape.n_v_heads,), (shape.n_v_heads,)
         held = self._held.get(layer) or [last[:0], *(memory.new_empty(0, *dims) for dims in heads)]
@@ -117,7 +117,6 @@ class RecurrentCache(ContiguousCache):
         q, k, v = (one.view(len(one), -1, dim) for one, dim in zip(mixed, dims, strict=True))
         decays, beta = asked.log_decays.to(memory.dtype), asked.beta.to(memory.dtype)
         rows = DeltaRows(normed(q) * shape.k_dim**-0.5, normed(k), v, decays, beta)
-        outs = []
         while first < n_chain:
             position = self.n_committed + asked.start + first
             ends = [n_chain, first + BLOCK_ROWS - position % BLOCK_ROWS, *(n - position + first for n, _ in borders)]

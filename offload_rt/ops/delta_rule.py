@@ -5,7 +5,6 @@ u = beta (v - S^T k). A tree needs no state for each node: with the ancestor mas
 corrections u of all rows are one triangular solve (the chunk form; for trees: TreeWY, arXiv 2608.20961).
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -50,7 +49,7 @@ class DeltaTerms(NamedTuple):
     totals: Tensor
 
 
-def convolve(taps: Sequence[Tensor], weight: Tensor) -> Tensor:
+def convolve(taps: list[Tensor], weight: Tensor) -> Tensor:
     """Convolution of each channel over the row and those above it, then SiLU: (n, channels).
 
     taps    the inputs (n, channels) that rows take, their own first
