@@ -3,7 +3,7 @@
 import random
 import threading
 from collections import Counter
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -18,13 +18,16 @@ from bench.models import config_of, random_model
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
 from offload_rt.engine import profile
+from offload_rt.engine.memory_plan import READ_BUFFERS
 from offload_rt.errors import CapacityError, LinkError
 from offload_rt.executor.cost import CostEstimator
 from offload_rt.models.architecture import Mixture
 from offload_rt.models.families import spec_of
 from offload_rt.models.stand_ins import Touched
+from offload_rt.offload import expert_cache
 from offload_rt.offload.disk import DiskTier, ReadSettings
 from offload_rt.offload.expert_cache import CardExperts, ExpertCache, ThreadExperts
+from offload_rt.offload.far_experts import FarExperts, PinnedExperts
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.offload.placement import ExpertSizes
 from offload_rt.offload.streamer import LayerSources, LayerView
@@ -35,27 +38,40 @@ from offload_rt.tree.topology import Topology
 from offload_rt.weights.checkpoint import open_checkpoint
 
 MIXTURE = Mixture((0, 2), 3, 2)  # six experts
-DEVICES = pytest.mark.parametrize("make", [Host, PretendedGPU])
+
+
+class FarGPU(PretendedGPU):
+    """Beside a card, whose host has slots for as few as two experts."""
+
+
+READING = pytest.mark.parametrize("make", [Host, FarGPU])
+DEVICES = pytest.mark.parametrize("make", [Host, PretendedGPU, FarGPU])
 
 
 @contextmanager
-def cache_on(make, files, n_slots, **how):  # noqa: F811
+def cache_on(make, files, n_slots, n_on_host=2, **how):  # noqa: F811
     """A cache of experts that are the six layers of the streamers' tests; its tier, and its device."""
     before, device = {*threading.enumerate()}, make()
     streamer = device.stream("threads", LayerSources(MemoryTier(), (), 0))
-    if make is Host:
-        tier = Watched(DiskTier(files, ReadSettings(4096, 2)), **how)
+    if make is not PretendedGPU:
+        tier = Watched(DiskTier(files, ReadSettings(4096, 2), packed=make is FarGPU), **how)
     else:
         tier = MemoryTier()
         for i, layer in enumerate(_layers()):
             tier.put(i, pack(layer))
-    sizes, number = ExpertSizes(MIXTURE, max(tier.layout(i).nbytes for i in range(6))), iter(range(1 << 30))
+    sizes, number = ExpertSizes(MIXTURE, max(tier.layout(i).nbytes for i in range(6)), n_on_host), iter(range(1 << 30))
 
     def view(layout, block):
         return LayerView(next(number), layout, block)
 
-    given = sizes, n_slots, tier, view, streamer
-    cache = ThreadExperts(*given, Trace()) if make is Host else CardExperts(*given)
+    given = sizes, n_slots, tier, view
+    if make is Host:
+        cache = ThreadExperts(*given, streamer.meter, Trace())
+    elif make is FarGPU:
+        host = PinnedExperts(sizes, tier, view, device, Trace(), frozenset())
+        cache = FarExperts(sizes, n_slots, host, view, streamer)
+    else:
+        cache = CardExperts(*given, streamer)
     try:
         yield cache, tier, device
     finally:
@@ -117,10 +133,11 @@ def test_what_was_used_long_ago_makes_room(files):  # noqa: F811
     assert n_reads(tier) == {0: 1, 1: 1, 2: 1}
 
 
-def test_expected_experts_are_read_while_others_are_computed(files):  # noqa: F811
+def test_expected_experts_are_read_while_others_are_computed(files, monkeypatch):  # noqa: F811
     """Behind those that are needed, and what is unlikely by now is given up if it has not begun."""
     order = []
     with cache_on(Host, files, 4, n_parallel=1, trap=lambda i, n: order.append(i)) as (cache, tier, device):
+        monkeypatch.setattr(expert_cache, "_AHEAD", 1.0)
         cache.expect(1, [2, 0])
         for _, view in cache.arrive(0, {1: 1, 2: 1}):
             device.look(view)
@@ -132,29 +149,41 @@ def test_expected_experts_are_read_while_others_are_computed(files):  # noqa: F8
     assert list(dict.fromkeys(order)) == [1, 2, 5, 3] and set(n_reads(tier).values()) == {1}
 
 
-def test_a_read_that_fails_raises_in_the_caller_and_leaves_nothing_behind(files):  # noqa: F811
+@READING
+def test_a_read_that_fails_raises_in_the_caller_and_leaves_nothing_behind(make, files):  # noqa: F811
     def fail(i, n):
         if i == 2 and n == 1:
             raise LinkError("the disk is gone")
 
-    with cache_on(Host, files, 4, trap=fail) as (cache, tier, device):
+    with cache_on(make, files, 4, trap=fail) as (cache, tier, device):
+        reads = cache if make is Host else cache._host
         visit(cache, device, 0, [0])
         with pytest.raises(LinkError, match="gone"):
             visit(cache, device, 0, [0, 1, 2])
-        assert not cache._n_reading and not cache._coming and not cache._taken.any()
+        assert not reads._n_reading and not reads._coming and not cache._taken.any() and not reads._taken.any()
         device.seen()
         visit(cache, device, 0, [0, 1, 2])
         assert n_reads(tier)[0] == 1
         ahead = cache.arrive(1, {0: 1, 1: 1, 2: 1})
         next(ahead)
         ahead.close()  # whoever computed has failed
-        assert not cache._n_reading and not cache._coming and not cache._taken.any()
+        assert not reads._n_reading and not reads._coming and not cache._taken.any() and not reads._taken.any()
         visit(cache, device, 1, [0, 1, 2])
 
 
-def test_closing_wakes_who_waits(files):  # noqa: F811
+def test_what_is_on_the_host_is_read_once(files):  # noqa: F811
+    """Beside a card that has room for two."""
+    with cache_on(FarGPU, files, 2, n_on_host=6) as (cache, tier, device):
+        for _ in range(5):
+            for k in range(2):
+                visit(cache, device, k, [0, 1, 2])
+    assert n_reads(tier) == dict.fromkeys(range(6), 1)
+
+
+@READING
+def test_closing_wakes_who_waits(make, files):  # noqa: F811
     waiting = threading.Event()
-    with cache_on(Host, files, 2, trap=lambda *_: waiting.wait(0.2)) as (cache, _, device):
+    with cache_on(make, files, 2, trap=lambda *_: waiting.wait(0.2)) as (cache, _, device):
         closing_it = threading.Timer(0.02, cache.close)
         closing_it.start()
         with pytest.raises(LinkError, match="released"):
@@ -241,7 +270,7 @@ def test_a_pass_reads_the_experts_that_it_touches_and_no_others(model_of, monkey
         runner, cache = runner_of(llm), runner_of(llm).experts
         tier, rows = cache.tier, runner_of(llm).new_cache(len(text))
         of_block = Counter({i: tier._source.nbytes(i) for i in range(32)})
-        arrive, missing = cache.arrive, []
+        arrive, missing, n_before = cache.arrive, [], 0
 
         def watched(k, n_rows, work):
             missing.extend(8 * k + one for one in n_rows if 8 * k + one not in cache._slot_of)
@@ -256,6 +285,8 @@ def test_a_pass_reads_the_experts_that_it_touches_and_no_others(model_of, monkey
             runner.commit(rows, range(stop - start))
             assert touched == [set(one[start:stop].flatten().tolist()) for one in chosen]
             assert runner.streamer.meter.read()[0] - before == sum(of_block[one] for one in missing)
+            n_brought, n_before = cache.n_brought - n_before, cache.n_brought
+            assert n_brought == len(missing)
 
 
 def test_the_next_router_says_what_is_likely(model_of, monkeypatch):
@@ -295,6 +326,25 @@ def test_a_card_waits_once_for_each_layer(model_of, monkeypatch):
     assert text == generate(model, prompt, 8)
 
 
+@pytest.mark.parametrize(("pins", "more"), [(True, {"drafter": "recycle", "tree_size": 8}), (False, {})])
+def test_a_card_computes_with_more_experts_than_its_host_holds(model_of, monkeypatch, pins, more):
+    """Of 24 it holds four and the host some eight; a disk brings the others."""
+    monkeypatch.setattr(profile, "upload_gbps", lambda _: 1.0)  # the pretended card has no clock
+    model, folder = model_of("deepseek_v3")
+    prompts, params = [prompt_of(seed, 15, 150) for seed in range(2)], SamplingParams(max_new_tokens=8, temperature=0.0)
+    with LLM.open(EngineConfig(str(folder), device="cpu", max_model_len=128, drafter="none")) as whole:
+        layer = max(whole.plan.layer_nbytes)
+    with (
+        pretended_card(monkeypatch, pins=pins),
+        open_touched(folder, 4, device="cuda", host_memory=READ_BUFFERS + 2 * layer, **more) as llm,
+    ):
+        experts, far = llm.plan.experts, llm.plan.pass_bytes.far
+        assert 2 < experts.n_on_host < 20 and far.n_resident == pytest.approx((4 + experts.n_on_host) / 3)
+        assert isinstance(runner_of(llm).experts, FarExperts)
+        texts = [llm.generate(one, params)[0].token_ids for one in prompts]
+    assert texts == [generate(model, one, 8) for one in prompts]
+
+
 def test_placement_takes_whole_layers_where_they_fit_and_experts_where_they_move_less(model_of):
     _, folder = model_of("qwen3_moe")
     settings = {"device": "cpu", "max_model_len": 128, "drafter": "none"}
@@ -326,6 +376,38 @@ def test_trees_are_small_where_breadth_costs_bytes():
     chances, rows = 0.7 ** np.arange(1, 65), np.arange(1, 66)
     n_fine, n_whole = (best_prefix(chances, CostEstimator(machine, one).seconds(rows, 100)) for one in (fine, whole))
     assert n_fine <= 2 and n_whole >= 8
+
+
+def test_what_passes_really_bring_is_learned_by_their_rows_and_kept():
+    """Routers that take the same for all rows of a pass; by formula one of 16 rows brings ten times as much as one of 1."""
+    machine, n = MachineProfile("some", True, (("disk", 1.0),), 100.0), np.array([1, 2, 16, 64])
+    formula = TouchedExperts("disk", 48, 128, 8, 10**6, 32.0)
+    same, closes = 48 * 6 * 10**6 / 1e9, ExitStack()
+    cost = CostEstimator(
+        machine, PassBytes((), 10**6, experts=formula), experts=profile.experts_bias("one", 99, closes)
+    )
+
+    def seconds(one):
+        return one.fixed(0.0).seconds(n, 100) / one._slack
+
+    before = seconds(cost)
+    np.testing.assert_allclose(before, formula.of_pass(n) / 1e9, rtol=0.01)
+    cost.passed(16, 100, 0.0, 1.0, 0.0, n_experts=48 * 6)
+    assert 0.5 < seconds(cost)[2] / before[2] < 0.6 and seconds(cost)[0] > 0.85 * before[0]  # one pass says little
+    for _ in range(200):
+        for n_rows in (1, 16):
+            cost.passed(n_rows, 100, 0.0, 1.0, 0.0, n_experts=48 * 6)
+    np.testing.assert_allclose(seconds(cost)[[0, 2]], same, rtol=0.15)
+    assert seconds(cost)[3] < 0.3 * before[3]  # of rows that were not seen, as of those next to them
+    closes.close()
+    with ExitStack() as later:
+        kept = profile.experts_bias("one", 99, later)
+        again = CostEstimator(machine, PassBytes((), 10**6, experts=formula), experts=kept)
+        other = CostEstimator(
+            machine, PassBytes((), 10**6, experts=formula), experts=profile.experts_bias("one", 9, later)
+        )
+        np.testing.assert_allclose(seconds(again), seconds(cost))
+        np.testing.assert_allclose(seconds(other), before)
 
 
 def test_layers_of_each_kind_are_timed(model_of, monkeypatch):

@@ -68,7 +68,7 @@ def load(engine_plan: EnginePlan, trace: Trace, progress: Progress | None = None
         if engine_plan.drafting.type.drafts_by_copy:  # what is not in memory as it is in the file is read for its copy
             again = ("disk",) if engine_plan.link.sizes is None else ("disk", "host")
             n_bytes += sum(files[0].nbytes(i) for i, name in enumerate(plan.tiers) if name in again)
-        if engine_plan.experts is not None and device.type == "cuda":
+        if engine_plan.experts is not None and device.type == "cuda" and not engine_plan.pass_bytes.far:
             n_bytes += sum(engine_plan.experts.tier.nbytes(i) for i in range(len(engine_plan.experts.records)))
         loader = Loader(device, host, Meter(n_bytes, progress), closes, cpus_near(device))
         capture, n_nodes = CudaCapture() if device.type == "cuda" else None, engine_plan.limits.n_nodes
@@ -99,7 +99,7 @@ def load(engine_plan: EnginePlan, trace: Trace, progress: Progress | None = None
             n_tree_rows = n_nodes if engine_plan.drafting.type.view is None else ROWS_PER_NODE * n_nodes
             runner.use_graphs(GraphShape(n_nodes, engine_plan.cache_rows, n_tree_rows), capture, _CAPTURING_S)
         _compute_together((runner, beside, draft_runner), closes)
-        drafter, cost = _open_drafter(engine_plan, runner, draft_runner, trace)
+        drafter, cost = _open_drafter(engine_plan, runner, draft_runner, trace, closes)
         states = engine_plan.n_sequences, state_rows(checkpoint.spec, engine_plan.dtype.itemsize)
         scheduler = Scheduler(engine_plan.cache_rows, engine_plan.limits.n_nodes, plan.split, *states)
         is_captured = device.type == "cpu" or not isinstance(runner.spec, Stage)
@@ -143,7 +143,7 @@ def _sum_in_float32(closes: ExitStack) -> None:
 
 
 def _open_drafter(
-    engine_plan: EnginePlan, runner: Runner, draft: Runner | None, trace: Trace
+    engine_plan: EnginePlan, runner: Runner, draft: Runner | None, trace: Trace, closes: ExitStack
 ) -> tuple[Drafter, CostEstimator]:
     drafting, limits, moved = engine_plan.drafting, engine_plan.limits, engine_plan.pass_bytes
     if limits.n_nodes == 1:
@@ -153,6 +153,8 @@ def _open_drafter(
         if split is not None:  # computing is timed with all rows on the device
             longest = min(longest, split.n_on_device - limits.n_nodes - 1)
         disk = engine_plan.disk if engine_plan.device.type == "cpu" else None
+        if moved.far is not None and engine_plan.experts is not None:
+            disk = engine_plan.experts.tier
         machine = profile.pass_profile(runner, moved, (limits.n_nodes, longest), disk)
         if isinstance(runner.spec, Stage) and runner.spec.ranks and machine.compute and not machine.link_gbps:
             runner.follow_each_other(machine.compute)
@@ -164,8 +166,10 @@ def _open_drafter(
     draft_nbytes = (
         drafting.draft.nbytes if drafting.draft else runner.spec.n_layers * engine_plan.plan.reserved.stand_in
     )
-    cost = CostEstimator(machine, moved, draft_nbytes, drafting.view_rows or None)
     model, small, pair_stats, target = None, None, PairStats(), engine_plan.checkpoint.identity
+    n_slots = engine_plan.plan.n_expert_slots
+    experts = profile.experts_bias(target, n_slots, closes) if n_slots else None
+    cost = CostEstimator(machine, moved, draft_nbytes, drafting.view_rows or None, experts)
     if draft is not None:
         model = drafting.type.model(draft, runner.spec.vocab_size, n_levels, trace, drafting.type.draft_context)
         if drafting.type.model is DraftModel and view is None:

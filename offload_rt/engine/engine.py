@@ -236,8 +236,9 @@ class Engine:
             torch.cuda.empty_cache()
 
     def _pass(self, going: list[RunningSequence]) -> None:
-        meter = self.runner.streamer.meter
+        meter, experts = self.runner.streamer.meter, self.runner.experts
         started, (nbytes, busy_s), waited_s = time.perf_counter(), meter.read(), meter.waited_s
+        n_brought = experts.n_brought if experts else 0
         parts = self._parts(going)
         going = [one for one in going if one not in parts]
         n_nodes = min(self.scheduler.share(len(going)), *(one.n_nodes for one in going))
@@ -272,7 +273,8 @@ class Engine:
             one.sequence.stats.passes.append((times, 0.0, 0))
         if not is_prefill:
             gbps = times.link_nbytes / times.link_busy_s / 1e9 if times.link_busy_s > 0 else 0.0
-            self.cost.passed(n_rows, context, drafted - started, ended - started, gbps, len(going))
+            n_brought = experts.n_brought - n_brought if experts else 0
+            self.cost.passed(n_rows, context, drafted - started, ended - started, gbps, len(going), n_brought)
 
     def _parts(self, going: list[RunningSequence]) -> dict[RunningSequence, int]:
         """Sequences whose prompts are too long for this pass, while others are answered, and the rows they compute in it."""

@@ -17,6 +17,7 @@ from offload_rt.models.architecture import Architecture
 from offload_rt.offload import stream_cuda, stream_threads
 from offload_rt.offload.disk import DiskTier, ReadSettings
 from offload_rt.offload.expert_cache import CardExperts, ExpertCache, ThreadExperts
+from offload_rt.offload.far_experts import FarExperts, PinnedExperts
 from offload_rt.offload.far_rows import FileRows, HostRows
 from offload_rt.offload.host_experts import HostExperts
 from offload_rt.offload.memory import MemoryTier
@@ -130,10 +131,13 @@ class Loader:
         return runner
 
     def _experts(self, runner: Runner, files: "ExpertFiles", sizes: ExpertSizes, n_slots: int) -> ExpertCache:
-        """Slots for experts, which beside a card are brought to the host."""
+        """Slots for experts, which beside a card are brought to the host, or those that are used most."""
         view = partial(runner.format.view, dtype=runner.dtype)
         if not isinstance(runner.streamer, CudaStreamer):
-            return ThreadExperts(sizes, n_slots, files.tier, view, runner.streamer, runner.trace)
+            return ThreadExperts(sizes, n_slots, files.tier, view, runner.streamer.meter, runner.trace)
+        if sizes.n_on_host < sizes.n_blocks:
+            host = PinnedExperts(sizes, files.tier, view, runner.streamer.device, runner.trace, self.cpus)
+            return FarExperts(sizes, n_slots, host, view, runner.streamer)
         tier = self.closes.enter_context(closing(MemoryTier(register=True)))
 
         def work(_: str, i: int) -> Callable[[], PackedLayer]:

@@ -19,6 +19,7 @@ from offload_rt.kv.host import KVSplit, RowFormat
 from offload_rt.kv.recurrent import state_rows
 from offload_rt.models.architecture import Architecture, TensorShape
 from offload_rt.offload.placement import (
+    BEST_SLOTS,
     ExpertSizes,
     LinkSizes,
     MemoryBudget,
@@ -142,17 +143,23 @@ def plan_touched(
     """`plan_memory`, by whole layers or with the experts of the target as blocks of their own, whichever moves less.
 
     divide  gives the target so divided; None: it cannot be
-    Beside a card all its experts lie on the host. Raises CapacityError as `plan_memory` where neither can lie anywhere.
+    Beside a card the host has as many experts as fit, with slots for what is left of layers where these are not all. Raises
+    CapacityError as `plan_memory` where neither can lie anywhere.
     """
     whole, besides = None, budget
     with suppress(CapacityError):
         whole = plan_memory(config, drafting, models, dtype, budget)
     divided = None if whole is not None and whole.plan.is_resident else divide()
     if divided is not None and divided.experts is not None:
+        experts, n_on_host = divided.experts, 0
         if budget.has_card:
-            on_host = divided.experts.n_blocks * divided.experts.nbytes + divided.view_nbytes  # where some are computed
-            besides = replace(budget, buffers=budget.buffers + on_host)
-        if besides.host >= besides.buffers:
+            besides = replace(budget, buffers=budget.buffers + divided.view_nbytes)  # where the host computes some
+            n_on_host = min(besides.host_room(experts.nbytes), experts.n_blocks)
+            if n_on_host < experts.n_blocks:
+                n_on_host -= -(-BEST_SLOTS * max(divided.layer_nbytes) // experts.nbytes)
+            besides = replace(besides, buffers=besides.buffers + n_on_host * experts.nbytes)
+            divided = replace(divided, experts=replace(experts, n_on_host=n_on_host))
+        if n_on_host > experts.mixture.n_used or not budget.has_card:
             with suppress(CapacityError):
                 touched = plan_memory(config, drafting, (divided, models[1]), dtype, besides)
                 if whole is None or _moved(touched, config) < _moved(whole, config):

@@ -28,6 +28,7 @@ from offload_rt.offload.tier import Tier, read_parallel
 from offload_rt.system.files import read_cached, write_cached
 from offload_rt.system.machine import ComputeTimes, MachineProfile, PassBytes, cache_nbytes, memory_free
 from offload_rt.system.numa import cpus_near, staying_near
+from offload_rt.tree.choose import ExpertsBias
 from offload_rt.tree.topology import Topology
 from offload_rt.weights.header import TensorRecord
 from offload_rt.weights.layout import host_block
@@ -35,7 +36,7 @@ from offload_rt.weights.layout import host_block
 _CACHE, _VERSION = "disk.json", 1
 _CANDIDATES = (ReadSettings(1 << 20, 4), ReadSettings(4 << 20, 2), ReadSettings(512 << 10, 8), ReadSettings(2 << 20, 4))
 _ROUNDS = 3
-_PASSES, _PASSES_VERSION, _REPEATS = "passes.json", 2, 2
+_PASSES, _PASSES_VERSION, _REPEATS, _EXPERTS = "passes.json", 2, 2, "experts.json"
 # Of a pass; a cache that says anything else is damaged, and numbers of other sizes overflow in what follows from them.
 _SHORTEST_S, _LONGEST_S = 1e-9, 1e6
 # Remembered times are measured anew when they are off by this much.
@@ -138,7 +139,7 @@ def pass_profile(runner: Runner, moved: PassBytes, rows: tuple[int, int], disk: 
     """What passes of a loaded model cost: computing is remembered for each machine, model and dtype, the link measured.
 
     rows  the most rows of a pass and the longest context
-    disk  its layers, by which the disk is measured where no layer but keys and values come from there
+    disk  its layers, by which the disk is measured where no layer but keys and values come from there, or far experts
     """
     machine = (platform.machine(), platform.processor(), os.cpu_count(), torch.get_num_threads(), torch.__version__)
     model = (runner.spec, runner.format.name, runner.dtype, str(runner.device), rows)
@@ -151,12 +152,26 @@ def pass_profile(runner: Runner, moved: PassBytes, rows: tuple[int, int], disk: 
     streamed = {tier for tier, nbytes in moved.streamed if nbytes}
     rate = runner.do(_arrival_gbps, max(nbytes for _, nbytes in moved.streamed)) if streamed else 0.0
     beside = {one.tier for one in (moved.rows, moved.experts) if one is not None}
+    is_asked = beside and (not rate or moved.far is not None)
+    of_disk = link_gbps(disk, runner.spec.n_layers) if disk is not None and is_asked else 0.0
     if beside:
         streamed |= beside
         if not rate:
-            rate = upload_gbps(runner.device) if disk is None else link_gbps(disk, runner.spec.n_layers)
-    links = tuple((tier, rate) for tier in sorted(streamed))
-    return MachineProfile("this machine", True, links, moved.computed / compute.seconds[0][0] / 1e9, 0.0, compute)
+            rate = upload_gbps(runner.device) if runner.device.type == "cuda" else of_disk
+    links = dict.fromkeys(sorted(streamed), rate) | ({"disk": of_disk} if moved.far is not None else {})
+    at_rate = moved.computed / compute.seconds[0][0] / 1e9
+    return MachineProfile("this machine", True, tuple(links.items()), at_rate, 0.0, compute)
+
+
+def experts_bias(target: str, n_slots: int, closes: ExitStack) -> ExpertsBias:
+    """What earlier runs learned of the experts of a checkpoint in so many slots; what this one learns is kept with `closes`."""
+    key = hashlib.sha256(repr((target, n_slots)).encode()).hexdigest()[:24]
+    try:
+        bias = ExpertsBias.of(*read_cached(_EXPERTS, 1)[key])
+    except (KeyError, TypeError, ValueError, OverflowError):
+        bias = ExpertsBias()
+    closes.callback(lambda: write_cached(_EXPERTS, 1, {**read_cached(_EXPERTS, 1), key: bias.counts()}))
+    return bias
 
 
 def _arrival_gbps(runner: Runner, nbytes: int, n_layers: int = 4) -> float:

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from offload_rt.system.machine import MachineProfile, PassBytes, pass_times
+from offload_rt.tree.choose import ExpertsBias
 
 # Weight of the newest pass in the running estimates.
 _NEWEST = 0.25
@@ -16,12 +17,18 @@ class CostEstimator:
 
     draft_nbytes   of the draft model's weights: until a level was timed, it takes as long as reading these
     draft_context  tokens that the target attends to where it drafts itself, for which nothing crosses a link; else None
+    experts        what is known of those that passes bring
     """
 
     def __init__(
-        self, profile: MachineProfile, moved: PassBytes, draft_nbytes: int = 0, draft_context: int | None = None
-    ) -> None:
+        self, profile: MachineProfile, moved: PassBytes, draft_nbytes: int = 0, draft_context: int | None = None,
+        experts: ExpertsBias | None = None,
+    ) -> None:  # fmt: skip
         self.profile, self._moved, self._draft_context = profile, moved, draft_context
+        self._experts = experts
+        if experts is not None:
+            near, far = (one and replace(one, bias=experts.at) for one in (moved.experts, moved.far))
+            self._moved = replace(moved, experts=near, far=far)
         self._slack, self._level_slack, self._learns = 1.0, 1.0, True
         self.level_s = draft_nbytes / (profile.memory_gbps * 1e9)
 
@@ -48,15 +55,20 @@ class CostEstimator:
         return self._level_slack * float(pass_times(self.profile, *own, n_sequences=n_sequences)[0])
 
     def passed(
-        self, n_rows: int, context: int, draft_s: float, seconds: float, link_gbps: float, n_sequences: int = 1
-    ) -> None:
+        self, n_rows: int, context: int, draft_s: float, seconds: float, link_gbps: float, n_sequences: int = 1,
+        n_experts: int = 0,
+    ) -> None:  # fmt: skip
         """Learn from a step that took `seconds`, drafting and verification included.
 
         link_gbps    rate of the link while it was busy; 0 if nothing was streamed
         n_sequences  that shared the rows
+        n_experts    that it brought to the device
         """
         if not self._learns:
             return
+        if (experts := self._moved.experts) is not None and self._experts is not None:
+            plainly = float(replace(experts, bias=None).of_pass(np.array(n_rows)))
+            self._experts.observe(n_rows, n_experts * experts.nbytes / plainly if plainly else 1.0)
         if link_gbps:
             streamed = list(self._moved.at(context))
             rates = dict(self.profile.link_gbps)

@@ -4,8 +4,9 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
+from math import ceil
 
 import numpy as np
 from torch import Tensor
@@ -15,23 +16,26 @@ from offload_rt.errors import LinkError
 from offload_rt.models.architecture import HostWork, LayerExperts, LayerWeights
 from offload_rt.offload.host_experts import HostExperts
 from offload_rt.offload.memory import MemoryTier
+from offload_rt.offload.meter import LinkMeter
 from offload_rt.offload.placement import ExpertSizes
 from offload_rt.offload.stream_cuda import CudaStreamer
 from offload_rt.offload.stream_threads import Fetch, ReadThreads
-from offload_rt.offload.streamer import Streamer
-from offload_rt.offload.tier import Tier
+from offload_rt.offload.tier import Read, Tier
+from offload_rt.system.numa import Cpus
 from offload_rt.system.trace import EXPERTS, NOTHING_ASKED, Trace, span_name, waits
 from offload_rt.weights.layout import Layout, host_block
 
 # The weights of a block.
 View = Callable[[Layout, Tensor], LayerWeights]
 
-# How much of what is known of the use of a layer's experts stays after each pass: half of it for some 14 passes.
+# How much of what is known of the use of a layer's experts stays after each pass: half of it for some 14 passes. Between 0.9
+# and 0.99 what is fetched differs by less than a tenth, now this way and now that (`bench/expert_policy.py`).
 _MEMORY = 0.95
 # Experts of the layer under way, of which a later chunk may need any, and expected ones stay before all others.
 _SOON = 2.0
-# Part of the slots that may be filled ahead.
-_AHEAD = 0.5
+# Experts that are fetched ahead at most, by those that a row takes. More hold up what is needed and displace what is worth as
+# much: without a limit passes took up to a quarter longer than with none ahead (`bench/expert_policy.py`).
+_AHEAD = 0.25
 
 
 class ExpertCache(ABC):
@@ -57,6 +61,7 @@ class ExpertCache(ABC):
         self._needed: deque[int] = deque()  # blocks that have no slot yet
         self._ahead: deque[int] = deque()  # likely ones, whether or not they are there
         self._wanted: set[int] = set()  # of the layer under way, not computed yet
+        self.n_brought = 0  # so far, or on their way, or computed by the host instead
 
     def of_layer(self, i: int, following: Callable[[], LayerWeights | None]) -> LayerExperts | None:
         """The experts of layer i, None where it has none; see `LayerExperts.following`."""
@@ -79,11 +84,7 @@ class ExpertCache(ABC):
                 block = self._await()
                 slot = self._slot_of[block]
                 yield block - first, self._view(self.tier.layout(block), self._slots[slot])
-                with self._changed:
-                    self._computed(slot)
-                    self._wanted.discard(block)
-                    self._taken[slot] = False
-                    self._fill()
+                self._release(block)
             if self.host and begun:
                 yield from zip((one - first for one in here), self.host.finish(begun), strict=True)
         finally:
@@ -101,7 +102,16 @@ class ExpertCache(ABC):
                 likely = np.argsort(-use[k * n : (k + 1) * n], kind="stable")[: self.mixture.n_used]
                 least = self._least_use()
                 experts = [one for one in likely.tolist() if use[k * n + one] > least]
-            self._ahead = deque(k * n + one for one in experts[: int(_AHEAD * len(self._slots))])
+            self._ahead = deque(k * n + one for one in experts[: ceil(_AHEAD * self.mixture.n_used)])
+
+    def _release(self, block: int) -> None:
+        """All that is done with a block that was wanted has been given to the device."""
+        with self._changed:
+            slot = self._slot_of[block]
+            self._computed(slot)
+            self._wanted.discard(block)
+            self._taken[slot] = False
+            self._fill()
 
     @abstractmethod
     def close(self) -> None:
@@ -157,6 +167,7 @@ class ExpertCache(ABC):
         missing = {one: n_rows[one - first] for one in self._wanted if one in coming or one not in self._slot_of}
         here = host.choose(missing, self._use, coming, n_before)
         self._wanted.difference_update(here)
+        self.n_brought += len(here)
         most = max((one for one in here if one not in coming), key=lambda one: self._use[one], default=None)
         if most is not None and self._use[most] > self._least_use():
             self._ahead.append(most)
@@ -181,6 +192,7 @@ class ExpertCache(ABC):
     def _bring(self, block: int, slot: int, is_needed: bool) -> None:
         self._slot_of.pop(int(self._held[slot]), None)
         self._held[slot], self._slot_of[block], self._taken[slot] = block, slot, True
+        self.n_brought += 1
         self._fetch(block, slot, is_needed)
 
     def _room(self) -> int | None:
@@ -193,6 +205,7 @@ class ExpertCache(ABC):
     def _free(self, block: int) -> None:
         """Empty the slot of a block that has not come."""
         slot = self._slot_of.pop(block)
+        self.n_brought -= 1
         self._held[slot], self._taken[slot] = -1, False
 
     def _forget(self) -> None:
@@ -209,11 +222,12 @@ class ThreadExperts(ReadThreads, ExpertCache):
     """Experts of a CPU: threads read those that are needed before those that are likely, part by part."""
 
     def __init__(
-        self, sizes: ExpertSizes, n_slots: int, tier: Tier, view: View, link: Streamer, trace: Trace
+        self, sizes: ExpertSizes, n_slots: int, tier: Tier, view: View, meter: LinkMeter, trace: Trace,
+        cpus: Cpus = frozenset(),
     ) -> None:  # fmt: skip
-        """link: the streamer of the layers, whose meter counts what these move as well."""
+        """meter: of the layers' link, where that is the same; cpus: processors that the threads stay on, empty: any."""
         super().__init__(sizes, tier, view, [host_block(sizes.nbytes) for _ in range(n_slots)])
-        self.meter, self._trace, self._link, self._cpus = link.meter, trace, EXPERTS, frozenset()
+        self.meter, self._trace, self._link, self._cpus = meter, trace, EXPERTS, cpus
         self._error, self._is_closed, self._n_reading = None, False, 0
         self._urgent: deque[Fetch] = deque()
         self._idle: deque[Fetch] = deque()
@@ -225,25 +239,28 @@ class ThreadExperts(ReadThreads, ExpertCache):
         self._end()
         self._slots.clear()
 
+    def _reads(self, block: int, slot: int) -> list[Read]:
+        return self.tier.reads(block, self._slots[slot])
+
     def _fetch(self, block: int, slot: int, is_needed: bool) -> None:
-        parts = self.tier.reads(block, self._slots[slot])[::-1]
+        parts = self._reads(block, slot)[::-1]
         self._coming[block] = Fetch(block, slot, parts, len(parts))
         (self._urgent if is_needed else self._idle).append(self._coming[block])
         self._changed.notify_all()
 
+    def _there(self, blocks: Iterable[int]) -> int | None:
+        """The first of some blocks that has come."""
+        return next((one for one in blocks if one in self._slot_of and one not in self._coming), None)
+
     def _await(self) -> int:
         started = time.perf_counter()
-
-        def there() -> int | None:
-            return next((one for one in self._wanted if one in self._slot_of and one not in self._coming), None)
-
         with self._changed:
-            self._changed.wait_for(lambda: self._error or self._is_closed or there() is not None)
+            self._changed.wait_for(lambda: self._error or self._is_closed or self._there(self._wanted) is not None)
             if self._is_closed:
                 raise LinkError("the weights were released while in use", change="close the model after the last token")
             if self._error is not None:
                 raise self._error
-            block = there()
+            block = self._there(self._wanted)
         assert block is not None
         self._count_wait(started, span_name(EXPERTS, block))
         return block
@@ -297,17 +314,21 @@ class CardExperts(ExpertCache):
     What has been enqueued is there for whatever is computed behind its event, so the host waits for none.
     """
 
-    def __init__(self, sizes: ExpertSizes, n_slots: int, tier: MemoryTier, view: View, link: CudaStreamer) -> None:
+    def __init__(self, sizes: ExpertSizes, n_slots: int, tier: Tier, view: View, link: CudaStreamer) -> None:
         """link: the streamer of the layers, over whose streams these are copied."""
-        self._images, self._meter, self._device = tier.image, link.meter, link.device
+        self._meter, self._device = link.meter, link.device
         super().__init__(sizes, tier, view, [self._device.allocate(sizes.nbytes) for _ in range(n_slots)])
-        self.copy_s = min(map(self._seconds_of_copy, range(3)))
         self._last_use = [self._device.event() for _ in self._slots]
         self._ready = list(self._last_use)
         self._timings: deque[tuple[Event, Event, int]] = deque()  # of copies, and of waits for them, which move nothing
 
+    @cached_property
+    def copy_s(self) -> float:
+        """Seconds of copying one, where all lie on the host."""
+        return min(map(self._seconds_of_copy, range(3)))
+
     def _seconds_of_copy(self, block: int) -> float:
-        source = self._images(block).block
+        source = self._source(block)
         started, ended = self._device.copy([(self._slots[0][: len(source)], source)], self._device.event())
         self._device.wait(ended)
         return self._device.seconds_between(started, ended) or 0.0
@@ -317,8 +338,12 @@ class CardExperts(ExpertCache):
         self._device.synchronize()
         self._slots.clear()
 
+    def _source(self, block: int) -> Tensor:
+        assert isinstance(self.tier, MemoryTier), "all are on the host"
+        return self.tier.image(block).block
+
     def _fetch(self, block: int, slot: int, is_needed: bool) -> None:
-        source = self._images(block).block
+        source = self._source(block)
         move = self._slots[slot][: len(source)], source
         started, self._ready[slot] = self._device.copy([move], self._last_use[slot])
         self._timings.append((started, self._ready[slot], len(source)))
@@ -326,10 +351,12 @@ class CardExperts(ExpertCache):
 
     def _await(self) -> int:
         """Those first whose copy has ended, or was enqueued first."""
+        idle = self._device.record_compute()
+        self._gather()
         there = {one: self._ready[self._slot_of[one]] for one in sorted(self._wanted) if one in self._slot_of}
         happened = (one for one, ready in there.items() if self._device.seconds_between(ready, ready) is not None)
         block = next(happened, next(iter(there)))
-        self._timings.append((self._device.record_compute(), there[block], 0))
+        self._timings.append((idle, there[block], 0))
         self._device.compute_waits_for(there[block])
         return block
 
@@ -338,6 +365,9 @@ class CardExperts(ExpertCache):
         ready = {one: self._ready[self._slot_of[one]] for one in self._wanted if one in self._slot_of}
         wanted = {one for one, event in ready.items() if self._device.seconds_between(event, event) is None}
         return wanted, sum(nbytes > 0 for *_, nbytes in self._timings) - len(wanted)
+
+    def _gather(self) -> None:
+        """Let some of what is wanted be enqueued: all is that has a slot."""
 
     def _sort(self) -> None:
         """What was enqueued comes."""

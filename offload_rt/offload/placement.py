@@ -10,7 +10,7 @@ from offload_rt.models.architecture import Mixture
 from offload_rt.system.machine import PassBytes, TouchedExperts
 
 # Two slots let one layer arrive while another is computed; a third absorbs the jitter of link and compute.
-_LEAST_SLOTS, _BEST_SLOTS = 2, 3
+_LEAST_SLOTS, BEST_SLOTS = 2, 3
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,13 @@ class LinkSizes:
 class ExpertSizes:
     """Experts that are blocks of their own.
 
-    nbytes  of the longest, which a slot on the device holds
+    nbytes     of the longest, which a slot holds
+    n_on_host  that memory of the host holds beside a card; the others are on the disk
     """
 
     mixture: Mixture
     nbytes: int
+    n_on_host: int = 0
 
     @property
     def n_blocks(self) -> int:
@@ -190,9 +192,12 @@ class Plan:
         )
         rows = None if self.split is None else self.split.streamed(self.kv_tier)
         computed, ahead = sum(self.layer_nbytes) + self.reserved.non_layer, self.n_slots * max(self.link.layer_nbytes)
-        touched = self.touched
+        touched, far = self.touched, None
         computed += touched.n_layers * touched.n_used * touched.nbytes if touched else 0
-        return PassBytes(streamed, computed, ahead, rows, touched)
+        if touched and self.experts and touched.tier == "host" and self.experts.n_on_host < self.experts.n_blocks:
+            n_there = touched.n_resident + self.experts.n_on_host / touched.n_layers  # hardly any is in both places
+            far = replace(touched, tier="disk", n_resident=min(n_there, touched.n_experts))
+        return PassBytes(streamed, computed, ahead, rows, touched, far=far)
 
 
 def least_budget(layer_nbytes: Sequence[int], reserved: ReservedMemory, link: LinkSizes | None = None) -> int:
@@ -224,7 +229,7 @@ def place_layers(
     if free >= sum(layer_nbytes):
         return Plan(("device",) * n, tuple(layer_nbytes), 0, reserved, budget, link)
     free -= link.buffer + n * reserved.stand_in
-    n_slots = min(_BEST_SLOTS, n, free // link.slot_nbytes)
+    n_slots = min(BEST_SLOTS, n, free // link.slot_nbytes)
     n_resident = min((free - n_slots * link.slot_nbytes) // (largest - reserved.stand_in), n - 1)
     n_slots = min(n_slots, n - n_resident)
     resident = spread(n, n_resident)

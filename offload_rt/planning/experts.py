@@ -74,7 +74,7 @@ def touched(forecast: Forecast) -> TouchedForecast | None:
 
     def seconds(of_host: TouchedExperts, computing_s: float) -> float:
         profile = MachineProfile(machine.title, False, machine.links, 1.0, machine.fixed_s + computing_s)
-        return max(pass_time(profile, PassBytes((), 0, experts=one)) for one in (of_host, of_disk))
+        return pass_time(profile, PassBytes((), 0, experts=of_host, far=of_disk))
 
     decoded = 0.0 if is_plain(target) else decoded_nbytes(target) / sum(target.layer_nbytes)
     host_s = experts.nbytes * max(1 / RAM_GBPS, decoded / CPU_DECODE_GBPS) / 1e9

@@ -4,7 +4,7 @@
 """
 
 import resource
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -143,6 +143,7 @@ class TouchedExperts:
     nbytes      of one expert
     n_resident  of a layer on the device, on average
     host        computes some of the others while the link brings the rest; None: all come
+    bias        by which passes of some numbers of rows bring more than that; None: nothing is known
     """
 
     tier: str
@@ -152,14 +153,16 @@ class TouchedExperts:
     nbytes: int
     n_resident: float = 0.0
     host: HostTimes | None = None
+    bias: Callable[[np.ndarray], np.ndarray] | None = None
 
     def of_pass(self, n_rows: np.ndarray, gbps: float = 0.0) -> np.ndarray:
-        """Bytes that come in a pass of so many rows, if each took any experts as often as others.
+        """Bytes that come in a pass of so many rows, if each took any experts as often as others but for the bias.
 
         gbps  of the link: the host and it end together, but one of them has the last expert to itself; 0: all come
         """
         touched = 1 - (1 - self.n_used / self.n_experts) ** n_rows
         n_missing = touched * (self.n_experts - self.n_resident)
+        n_missing = n_missing if self.bias is None else n_missing * self.bias(n_rows)
         if self.host is not None and gbps:
             share = self.host.at(n_rows * self.n_used / (touched * self.n_experts)) / (self.nbytes / gbps / 1e9)
             n_missing = np.maximum(n_missing * share / (1 + share), np.minimum(n_missing, 1) * np.minimum(share, 1))
@@ -176,6 +179,7 @@ class PassBytes:
     rows      keys and values that cross a link as well; None: all are on the device
     experts   that cross a link as well, where only those come that a pass needs; None: they are in `streamed`
     exchanged bytes from other ranks for each row, where they cross the link of the host as well
+    far       experts that are brought to the host before, with as many resident as are there
     """
 
     streamed: tuple[tuple[str, int], ...]
@@ -184,14 +188,15 @@ class PassBytes:
     rows: StreamedRows | None = None
     experts: TouchedExperts | None = None
     exchanged: int = 0
+    far: TouchedExperts | None = None
 
     def at(self, context: int, n_rows: int = 1, n_sequences: int = 1) -> dict[str, int]:
         """Bytes that cross each link, by the tier's name, without zeros; see `StreamedRows.of_layer`."""
         moved = dict(self.streamed)
         if self.rows is not None:
             moved[self.rows.tier] = moved.get(self.rows.tier, 0) + self.rows.of_pass(context, n_rows, n_sequences)
-        if self.experts is not None:
-            moved[self.experts.tier] = moved.get(self.experts.tier, 0) + int(self.experts.of_pass(np.array(n_rows)))
+        for one in filter(None, (self.experts, self.far)):
+            moved[one.tier] = moved.get(one.tier, 0) + int(one.of_pass(np.array(n_rows)))
         moved["host"] = moved.get("host", 0) + n_rows * self.exchanged
         return {tier: nbytes for tier, nbytes in moved.items() if nbytes}
 
@@ -217,15 +222,16 @@ def pass_times(
     Links are stages that overlap: the slowest one counts. Where link and compute are about equal, now one waits and now the
     other: see `_ROUNDING`.
     """
-    alike = replace(moved, experts=None, exchanged=0)
+    alike = replace(moved, experts=None, exchanged=0, far=None)
     once, of_chunk = moved.at(context, 0), alike.at(context, n_sequences=n_sequences)
     tiers = moved.at(context, n_sequences=n_sequences)
     links = [(tier, once.get(tier, 0), of_chunk.get(tier, 0), profile.link(tier) * 1e9) for tier in tiers]
     _, rate = max(((nbytes / rate, rate) for _, _, nbytes, rate in links), default=(0.0, 1.0))
     n_chunks = np.ceil(n_rows / moved.rows.chunk_rows) if moved.rows is not None else np.ones(n_rows.shape)
-    link, experts = np.zeros(n_rows.shape), moved.experts
+    link = np.zeros(n_rows.shape)
     for tier, weights, nbytes, its_rate in links:
-        by_rows = experts.of_pass(n_rows, its_rate / 1e9) if experts is not None and experts.tier == tier else 0
+        touched = (one for one in (moved.experts, moved.far) if one is not None and one.tier == tier)
+        by_rows = sum(one.of_pass(n_rows, its_rate / 1e9) for one in touched)
         by_rows = by_rows + n_rows * moved.exchanged * (tier == "host")
         link = np.maximum(link, (weights + (nbytes - weights) * n_chunks + by_rows) / its_rate)
     if profile.compute is None:

@@ -175,3 +175,24 @@ class ExpectedTokensBias(_Ratios):
     def corrected(self, expected: float) -> float:
         """The tokens to expect of a tree that is predicted to give `expected`."""
         return 1 + (expected - 1) * float((self.hits[0] + self._weight) / (self.tries[0] + self._weight))
+
+
+class ExpertsBias(_Ratios):
+    """Ratio of the experts that passes bring to those of the cost model, which takes each for equally likely, by rows.
+
+    Routers prefer some, rows that belong together take the same, and what is kept is what is taken most.
+    """
+
+    N = 10  # passes of 1, 2, 4, ... rows, each to the nearest
+
+    def observe(self, n_rows: int, ratio: float) -> None:
+        """A pass brought so many times what was predicted."""
+        self._fade()
+        at = min(round(np.log2(n_rows)), self.N - 1)
+        self.hits[at] += ratio
+        self.tries[at] += 1
+
+    def at(self, n_rows: np.ndarray) -> np.ndarray:
+        """For passes of so many rows: by those of about as many, of others and, as if it were one, the prediction."""
+        near = 4.0 ** -np.abs(np.subtract.outer(np.log2(np.maximum(n_rows, 1)), np.arange(self.N)))
+        return np.asarray((near @ self.hits + 1) / (near @ self.tries + 1))
