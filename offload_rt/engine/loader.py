@@ -136,8 +136,8 @@ class Loader:
         if not isinstance(runner.streamer, CudaStreamer):
             return ThreadExperts(sizes, n_slots, files.tier, view, runner.streamer.meter, runner.trace)
         if sizes.n_on_host < sizes.n_blocks:
-            host = PinnedExperts(sizes, files.tier, view, runner.streamer.device, runner.trace, self.cpus)
-            return FarExperts(sizes, n_slots, host, view, runner.streamer)
+            pinned = PinnedExperts(sizes, files.tier, view, runner.streamer.device, runner.trace, self.cpus)
+            return FarExperts(sizes, n_slots, pinned, view, runner.streamer)
         tier = self.closes.enter_context(closing(MemoryTier(register=True)))
 
         def work(_: str, i: int) -> Callable[[], PackedLayer]:
