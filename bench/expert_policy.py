@@ -170,6 +170,9 @@ class Replayed(ExpertCache):
             else:
                 self._idle.append(one)
 
+    def _on_way(self) -> tuple[set[int], int]:
+        return set(), 0  # nobody computes on the host
+
     def _computed(self, slot: int) -> None:
         """It takes no time of its own."""
 
