@@ -1,7 +1,7 @@
 """What the rest of the package asks of a model, whatever its layers look like."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
@@ -74,6 +74,18 @@ class HostWork(NamedTuple):
     rows: Callable[[int], Tensor]
 
 
+@dataclass(frozen=True)
+class ExpertShare:
+    """The experts of a layer that this rank has, and what makes the outputs of all of those of each rank's.
+
+    is_exact  outputs are added in the order of the experts, as one rank adds them
+    """
+
+    own: range
+    is_exact: bool
+    all_reduce: Callable[[Tensor], Tensor]
+
+
 class StateShape(NamedTuple):
     """What a gated delta net keeps besides keys and values: a matrix k_dim x v_dim for each head of values, in float32, and
     the inputs of its convolution over `kernel` rows.
@@ -103,9 +115,11 @@ class LayerWeights(Protocol):
     """The weights of one layer, or those outside the layers, however they are stored.
 
     experts  where they are no part of these weights
+    share    of its experts, where other ranks have the others
     """
 
     experts: LayerExperts | None = None
+    share: ExpertShare | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -181,7 +195,8 @@ class Architecture(ABC):
     dtype_name            the config's dtype; None where it names none
     taps                  of a head that drafts by the hidden states of its target: after how many layers it takes them;
                           empty for a model of its own
-    tp_plan               how transformers divides the modules of its layers among ranks; None: it does not say
+    tp_plan               how transformers divides the modules of its layers among ranks, and what other matrices of products
+                          they have
     """
 
     # What the user should know of how it is run.
@@ -198,7 +213,7 @@ class Architecture(ABC):
     head_dim: int
     max_positions: int
     taps: tuple[int, ...] = field(default=(), kw_only=True)
-    tp_plan: Mapping[str, str] | None = field(default=None, kw_only=True, compare=False, repr=False)
+    tp_plan: Mapping[str, str] = field(default_factory=dict, kw_only=True, compare=False, repr=False)
 
     def of_checkpoint(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Self, Mapping[str, Part]]:
         """This model as a checkpoint stores it whose tensors have these shapes, and where the tensors it names lie in there.
@@ -216,6 +231,10 @@ class Architecture(ABC):
         """Numbers of the layers of the cache that layer i writes to."""
         return (i,)
 
+    def kv_read(self, i: int) -> Collection[int]:
+        """Those that it attends to, which others may have written."""
+        return self.kv_layers(i)
+
     @property
     def mixture(self) -> Mixture | None:
         """Of layers whose experts may come one by one; None where there are none."""
@@ -228,6 +247,11 @@ class Architecture(ABC):
     @property
     def state_shapes(self) -> tuple[StateShape, ...]:
         """Of each layer with a state, by the numbers that `recur` is called with; all are the same."""
+        return ()
+
+    @property
+    def state_layers(self) -> Collection[int]:
+        """These layers, in the same order."""
         return ()
 
     @abstractmethod
@@ -286,3 +310,13 @@ class Architecture(ABC):
     @abstractmethod
     def scratch_nbytes(self, n_rows: int, n_logits: int, itemsize: int) -> int:
         """Bytes of activations while `n_rows` rows go through a layer together, and of `n_logits` rows of logits."""
+
+
+def of_whole(name: str) -> Any:
+    """A method of the model that another one is a part of, its `whole`."""
+    return lambda self, *args: getattr(self.whole, name)(*args)
+
+
+def property_of_whole(name: str) -> Any:
+    """Likewise."""
+    return property(lambda self: getattr(self.whole, name))

@@ -2,22 +2,35 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from offload_rt.errors import UnsupportedModelError
-from offload_rt.models.architecture import Architecture, KVShape, LayerWeights, PassContext, TensorShape
+from offload_rt.models.architecture import (
+    Architecture,
+    KVShape,
+    LayerWeights,
+    Mixture,
+    PassContext,
+    StateContext,
+    StateShape,
+    TensorShape,
+    of_whole,
+    property_of_whole,
+)
 from offload_rt.system.ranks import Ranks
 
 
 @dataclass(frozen=True)
 class _OfStage:
-    """The pass under way, to layers that number keys and values by the whole model."""
+    """The pass under way, to layers that number keys and values, and states, by the whole model."""
 
     context: PassContext
     first: int
+    first_state: int
 
     @property
     def row_inputs(self) -> tuple[Any, ...]:
@@ -26,10 +39,8 @@ class _OfStage:
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, **options: Any) -> Tensor:
         return self.context.attend(layer - self.first, q, k, v, **options)
 
-
-def _of_model(name: str) -> Any:
-    """A method of the whole model."""
-    return lambda self, *args: getattr(self.whole, name)(*args)
+    def recur(self, layer: int, shape: StateShape, *rows: Tensor) -> Tensor:
+        return cast("StateContext", self.context).recur(layer - self.first_state, shape, *rows)
 
 
 def _of_layer(name: str) -> Any:
@@ -54,12 +65,7 @@ class Stage(Architecture):
 
     @classmethod
     def of(cls, whole: Architecture, layers: range, ranks: Ranks) -> "Stage":
-        """The layers of `ranks.rank`. Raises UnsupportedModelError where those of other ranks need their keys and values, or
-        some keep another state.
-        """
-        if whole.state_shapes or not all(whole.kv_layers(i) for i in range(whole.n_layers)):
-            problem = f"a model of type {whole.family} has layers with a state, or that attend to the keys and values of others"
-            raise UnsupportedModelError(problem, change="leave --pipeline out")
+        """The layers of `ranks.rank`, some of `divisible(whole)`."""
         sizes = {one.name: getattr(whole, one.name) for one in fields(Architecture)} | {"n_layers": len(layers)}
         return cls(**sizes, whole=whole, layers=layers, rank=ranks.rank, ranks=ranks)
 
@@ -68,10 +74,28 @@ class Stage(Architecture):
         """Of these layers."""
         return tuple(self.whole.kv_shapes[n] for i in self.layers for n in self.whole.kv_layers(i))
 
+    @property
+    def state_shapes(self) -> tuple[StateShape, ...]:
+        """Of these layers."""
+        return self.whole.state_shapes[: sum(i in self.layers for i in self.whole.state_layers)]
+
+    @property
+    def mixture(self) -> Mixture | None:
+        """Of these layers."""
+        whole = self.whole.mixture
+        own = tuple(self.layers.index(i) for i in whole.layers if i in self.layers) if whole else ()
+        return whole._replace(layers=own) if whole and own else None
+
     layer_prefix, layer_tensors, flops, window = map(_of_layer, ("layer_prefix", "layer_tensors", "flops", "window"))
-    is_unused, row_inputs = map(_of_model, ("is_unused", "row_inputs"))
-    is_native = property(lambda self: self.whole.is_native)
-    notice = property(lambda self: self.whole.notice)
+    expert_names = _of_layer("expert_names")
+    is_unused, row_inputs = map(of_whole, ("is_unused", "row_inputs"))
+    is_native, notice = map(property_of_whole, ("is_native", "notice"))
+
+    @cached_property
+    def _first(self) -> tuple[int, int]:
+        """Layers of the cache, and with a state, that stand before these."""
+        before = range(self.layers.start)
+        return sum(len(self.whole.kv_layers(i)) for i in before), sum(i in before for i in self.whole.state_layers)
 
     def non_layer_tensors(self) -> tuple[TensorShape, ...]:
         """All of them on rank 0; the others of a native decoder have no tables. What other models tell layers may need them."""
@@ -90,8 +114,7 @@ class Stage(Architecture):
         """The model's, on hidden states from the rank before, for the next one."""
         if self.ranks is not None and i == 0 and self.rank > 0:
             self.ranks.receive(x, self.rank - 1)
-        first = self.whole.kv_layers(self.layers[0])[0]
-        x = self.whole.layer(self.layers[i], weights, x, _OfStage(context, first))
+        x = self.whole.layer(self.layers[i], weights, x, _OfStage(context, *self._first))
         if self.ranks is not None and i == self.n_layers - 1 and self.rank < self.ranks.size - 1:
             self.ranks.send(x, self.rank + 1)
         return x
@@ -110,6 +133,21 @@ class Stage(Architecture):
     def scratch_nbytes(self, n_rows: int, n_logits: int, itemsize: int) -> int:
         """The model's, without logits where there is no head."""
         return self.whole.scratch_nbytes(n_rows, n_logits if self.rank == 0 else 0, itemsize)
+
+
+def divisible(model: Architecture) -> list[range]:
+    """The least parts that a model's layers are divided into: each keeps all that it attends to, keys and values and, where
+    layers have one, a state, so that the caches of all ranks go back to the same tokens.
+    """
+    n, states, found, first = model.n_layers, model.state_layers, list[range](), 0
+    n_before = list(accumulate((len(model.kv_layers(i)) for i in range(n)), initial=0))
+    for stop in range(1, n + 1):
+        part, others = range(first, stop), (one for i in range(stop, n) for one in model.kv_read(i))
+        has_state = not states or any(i in part for i in states)
+        if has_state and n_before[stop] > n_before[first] and all(one >= n_before[stop] for one in others):
+            found.append(part)
+            first = stop
+    return [*found[:-1], range(found[-1].start, n)]
 
 
 def divide_layers(nbytes: Sequence[int], rooms: Sequence[int]) -> list[range]:

@@ -15,7 +15,15 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from offload_rt import ops
 from offload_rt.errors import UnsupportedModelError
-from offload_rt.models.architecture import HostWork, LayerExperts, LayerWeights, PassContext, StateContext, StateShape
+from offload_rt.models.architecture import (
+    ExpertShare,
+    HostWork,
+    LayerExperts,
+    LayerWeights,
+    PassContext,
+    StateContext,
+    StateShape,
+)
 
 # Names under which transformers finds what is ours: in passes, where nobody makes masks, and while a model is traced.
 NAME, TRACED = "offload_rt", "offload_rt_traced"
@@ -47,6 +55,7 @@ class PassCache(Cache):
         self._context: PassContext | None = None
         self._numbers: dict[tuple[int, int], int] = {}
         self.states: dict[int, int] = {}  # by layer of the model
+        self.read: dict[int, set[int]] = {}  # layers of the cache, by layer of the model
         self._at = (0, 0)
 
     def enter(self, layer: int, context: PassContext) -> None:
@@ -97,10 +106,11 @@ class PassCache(Cache):
         if not is_kept:
             number = self._numbers.setdefault(self._at, len(self._numbers))
         window = self.windows.setdefault(self._at, window)
+        assert number is not None
+        self.read.setdefault(self._at[0], set()).add(number)
         self._at = (self._at[0], self._at[1] + 1)
         rows = q[0].transpose(0, 1).contiguous()
         new = (None, None) if is_kept else (k[0].transpose(0, 1), v[0].transpose(0, 1))
-        assert number is not None
         out = self._context.attend(number, rows, *new, scale=scale, window=window, softcap=softcap, sinks=sinks)
         k.kv_layer = v.kv_layer = number  # type: ignore[attr-defined]
         return out[None]
@@ -171,13 +181,43 @@ def _mixture(module: nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) -> Te
     if hidden.is_meta:
         module.__dict__["pass_cache"].choose(module, [hidden, *args, *kwargs.values()])
         return torch.empty_like(hidden)
-    if (touched := module.__dict__.get("touched")) is not None:
-        mixed: Tensor = touched.mix(module, hidden, *args, *kwargs.values())
-        return mixed
-    is_whole = all(isinstance(one, Tensor) for one in module._parameters.values() if one is not None)
-    if hidden.is_cuda and is_whole:
-        return grouped_mm_experts_forward(module, hidden, *args, **kwargs)
-    out: Tensor = type(module).forward.__wrapped__(module, hidden, *args, **kwargs)  # type: ignore[attr-defined]
+    share, touched = (module.__dict__.get(name) for name in ("share", "touched"))
+    if hidden.is_cuda and all(getattr(one, "is_cuda", False) for one in module._parameters.values() if one is not None):
+        mix = grouped_mm_experts_forward if share is None else partial(_grouped, share.own)
+    else:
+        mix = type(module).forward.__wrapped__ if touched is None else touched.mix  # type: ignore[attr-defined]
+    if share is None:
+        out: Tensor = mix(module, hidden, *args, **kwargs)
+        return out
+    return mix_of_all(share, partial(mix, module), hidden, *args, *kwargs.values())
+
+
+def mix_of_all(
+    share: ExpertShare, mix: Callable[[Tensor, Tensor, Tensor], Tensor], hidden: Tensor, chosen: Tensor, scores: Tensor
+) -> Tensor:
+    """The output of a mixture by all ranks, each of which gives with `mix` what its experts add to it.
+
+    chosen, scores  (n_rows, n_used)
+    """
+    if not share.is_exact:
+        return share.all_reduce(mix(hidden, chosen, scores))
+    n_rows, n_used = chosen.shape
+    # As many rows of one expert each: of their outputs only one rank's is not zero, so their sum is no sum.
+    each = mix(hidden.repeat(n_used, 1), chosen.T.reshape(-1, 1), scores.T.reshape(-1, 1))
+    outputs, rows = share.all_reduce(each).view(n_used, n_rows, -1), torch.arange(n_rows, device=hidden.device)
+    mixed = torch.zeros_like(hidden)
+    for places in chosen.argsort(1).T:
+        mixed += outputs[places, rows]
+    return mixed
+
+
+def _grouped(own: range, module: Any, hidden: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
+    """Transformers' grouped products with some of the experts, to which it gives numbers of their own."""
+    is_other = (chosen < own.start) | (chosen >= own.stop)
+    whole, module.num_experts, module._is_expert_parallel = module.num_experts, len(own), True
+    numbers = (chosen - own.start).masked_fill(is_other, len(own))
+    out = grouped_mm_experts_forward(module, hidden, numbers, scores.masked_fill(is_other, 0.0))
+    module.num_experts, module._is_expert_parallel = whole, False
     return out
 
 
@@ -227,14 +267,16 @@ class _Matrix:
 
 @dataclass(frozen=True)
 class Touched:
-    """The experts of a layer that come as rows need them.
+    """The experts of a layer, or those of them that a rank has, that come as rows need them.
 
+    own      which they are
     name     of their module in the layer
-    names    of each parameter that is stored expert by expert: the modules of each expert
+    names    of each parameter that is stored expert by expert: the modules of each of these
     predict  what rows are likely to take in the next layer, (n_rows, n_used), by what the experts of this one get
     """
 
     experts: LayerExperts
+    own: range
     name: str
     names: dict[str, list[list[str]]]
     predict: Callable[[Tensor], Tensor | None]
@@ -249,8 +291,9 @@ class Touched:
         choices = [chosen] if predicted is None else [chosen, predicted]
         on_host = ops.to_host([*choices, *([hidden.contiguous()] if has_host else [])])
         counts = [one.flatten().bincount(minlength=module.num_experts) for one in on_host[: len(choices)]]
-        self.experts.expect([] if predicted is None else _ranked(counts[1]))
-        n_rows, ends = counts[0].tolist(), counts[0].cumsum(0).tolist()
+        part, start = slice(self.own.start, self.own.stop), sum(counts[0][: self.own.start].tolist())
+        self.experts.expect([] if predicted is None else _ranked(counts[1][part]))
+        n_rows, ends = counts[0][part].tolist(), (start + counts[0][part].cumsum(0)).tolist()
 
         def places(expert: int, order: Tensor) -> Tensor:
             return order[ends[expert] - n_rows[expert] : ends[expert]]

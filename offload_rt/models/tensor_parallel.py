@@ -1,13 +1,16 @@
 """A model whose weights are divided among ranks (Shoeybi et al. 2019, arXiv 1909.08053), by transformers' own plan for it.
 
 Each rank has some heads and some rows of the MLP. What the ranks compute of a hidden state is added up or put side by side
-where the whole is needed; norms, and all that is done with hidden states, each rank computes for itself.
+where the whole is needed; norms, and all that is done with hidden states, each rank computes for itself. What the plan does not
+know is divided by outputs, which are put side by side; what is no matrix of a product is put together where it is used. Of a
+mixture each rank has some experts as a whole.
 """
 
+import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +18,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from offload_rt.errors import UnsupportedModelError
-from offload_rt.models.architecture import Architecture, KVShape, LayerWeights, PassContext, TensorShape
+from offload_rt.models.architecture import (
+    Architecture,
+    ExpertShare,
+    KVShape,
+    LayerExperts,
+    LayerWeights,
+    Mixture,
+    PassContext,
+    TensorShape,
+    of_whole,
+    property_of_whole,
+)
 from offload_rt.system.ranks import Ranks
 
 _LAYERS = "layers.*."
@@ -27,7 +41,7 @@ class Style(NamedTuple):
     dim          0: by its outputs, 1: by its inputs
     takes_part   a rank has its part of the input alone
     gives_part   it needs its part of the output alone
-    is_table     of the vocabulary, whose last part may be shorter
+    is_table     outside the layers, where the last part may be shorter
     """
 
     dim: int
@@ -40,9 +54,9 @@ _STYLES = {
     "colwise": Style(0, gives_part=True), "colwise_gather_output": Style(0),
     "rowwise": Style(1, takes_part=True), "rowwise_split_input": Style(1),
 }  # fmt: skip
-_TABLE = Style(0, is_table=True)
-# Of norms of single heads.
-_REPLICATED = "replicated_with_grad_allreduce"
+_TABLE, _GATHERED = Style(0, is_table=True), _STYLES["colwise_gather_output"]
+# Matrices of a smaller part of a layer are whole on every rank, also of those whose rows cannot be divided evenly.
+_LEAST_SHARE, _UNEVEN_SHARE = 1 / 1024, 1 / 64
 
 
 class Cut(NamedTuple):
@@ -63,6 +77,7 @@ class TensorParallelModel(Architecture):
 
     is_exact  all matrices are divided by their outputs, so that every sum has its terms in the order of one rank
     styles    by module, without the prefix of its layer and with * for numbers
+    experts   of each mixture that this rank has
     """
 
     whole: Architecture
@@ -71,44 +86,64 @@ class TensorParallelModel(Architecture):
     is_exact: bool
     ranks: Ranks = field(compare=False, repr=False)
     styles: dict[str, Style] = field(default_factory=dict, compare=False, repr=False)
+    experts: range = field(default=range(0), compare=False, repr=False)
+    _owners: dict[str, int | None] = field(default_factory=dict, compare=False, repr=False)
+    _heights: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
+    _joined: set[str] = field(default_factory=set, compare=False, repr=False)
 
     @classmethod
     def of(cls, whole: Architecture, ranks: Ranks, is_exact: bool) -> "TensorParallelModel":
         """The part of `ranks.rank`."""
-        names = (
-            "family",
-            "dtype_name",
-            "n_layers",
-            "vocab_size",
-            "hidden_size",
-            "n_kv_heads",
-            "head_dim",
-            "max_positions",
-        )
-        sizes = {name: getattr(whole, name) for name in names}
-        found = cls(**sizes, whole=whole, rank=ranks.rank, size=ranks.size, is_exact=is_exact, ranks=ranks)
+        sizes = {one.name: getattr(whole, one.name) for one in fields(Architecture)}
+        n_experts, rank, size = whole.mixture.n_experts if whole.mixture else 0, ranks.rank, ranks.size
+        experts = range(n_experts * rank // size, n_experts * (rank + 1) // size)
+        found = cls(**sizes, whole=whole, rank=rank, size=size, is_exact=is_exact, ranks=ranks, experts=experts)
+        if 0 < n_experts < size:
+            raise found._refusal(f"its mixtures have {n_experts} experts")
         found._read_plan()
         for i in range(whole.n_layers):
             found.layer_tensors(i)
         return replace(found, n_kv_heads=found.kv_shapes[0].n_heads)
 
     def _read_plan(self) -> None:
-        if self.whole.tp_plan is None:
-            raise self._refusal("transformers has no plan for it")
-        if self.whole.state_shapes:
-            raise self._refusal("its layers keep a state")
         plan = {name.removeprefix(_LAYERS): style for name, style in self.whole.tp_plan.items() if _LAYERS in name}
-        tensors = {one for i in range(self.n_layers) for one in self.whole.layer_tensors(i)}
-        for name, shape in sorted(tensors):
-            module = _module(name)
-            style = plan.get(module)
-            if style in _STYLES:
-                self.styles[module] = _STYLES[style]._replace(dim=0) if self.is_exact else _STYLES[style]
-            elif style not in (None, _REPLICATED) or len(shape) > 1:
-                raise self._refusal(f"of its layers {name!r} is {'not in the plan' if style is None else style}")
+        layers, mixture = [self.whole.layer_tensors(i) for i in range(self.n_layers)], self.whole.mixture
+        for i in mixture.layers if mixture else ():
+            self._owners.update(self.whole.expert_names(i))
+        n_heads = self._n_heads(layers, plan)
+        n_weights = max(sum(math.prod(shape) for _, shape in layer) for layer in layers)
+        for name, shape in sorted({one for layer in layers for one in layer if not self._is_of_experts(one.name)}):
+            style = self._style(name, shape, plan, n_heads)
+            if style is None and len(shape) > 1 and not (mixture and shape[0] == mixture.n_experts):
+                # What has a row for each expert is the router's, which also says what the next layer is likely to need.
+                least = _LEAST_SHARE if shape[0] % self.size == 0 else _UNEVEN_SHARE
+                if math.prod(shape) > least * n_weights:
+                    style = _GATHERED
+                    self._joined.update({_module(name)} - plan.keys())
+            if style is not None:
+                self.styles[_module(name)] = style
         for name, shape in self.whole.non_layer_tensors():
-            if len(shape) == 2 and shape[0] == self.vocab_size:
-                self.styles[_module(name)] = _TABLE
+            if len(shape) == 2 and shape[0] >= self.size**2 and math.prod(shape) > _LEAST_SHARE * n_weights:
+                self.styles[_module(name)], self._heights[_module(name)] = _TABLE, shape[0]
+
+    def _style(self, name: str, shape: tuple[int, ...], plan: Mapping[str, str], n_heads: set[int]) -> Style | None:
+        """As the plan says; None where it does not, or cannot be followed."""
+        module = _module(name)
+        style = _STYLES.get(plan.get(module, ""))
+        if style not in (None, _GATHERED) and (n_heads or not _is_attention(name)):
+            return style._replace(dim=0) if self.is_exact else style
+        owner = module if len(shape) == 1 else module.rpartition(".")[0]
+        is_of_heads = shape[:1] != () and shape[0] in n_heads  # sinks, and norms of each head
+        return _STYLES["colwise"] if is_of_heads and plan.get(f"{owner}.q_proj") == "colwise" else None
+
+    def _n_heads(self, layers: Sequence[Sequence[TensorShape]], plan: Mapping[str, str]) -> set[int]:
+        """Heads of attention that is divided by the plan, also of keys; none where ranks cannot have as many as each other."""
+        counts, v_dim = {one.n_heads for one in self.whole.kv_shapes}, self.whole.kv_shapes[0].v_dim
+        matrices = {one for layer in layers for one in layer if _is_attention(one.name) and len(one.shape) == 2}
+        found = {shape[1] // v_dim for name, shape in matrices if plan.get(_module(name), "").startswith("rowwise")}
+        is_shared = len(counts) == 1 and all(self.size % n == 0 for n in counts)
+        is_even = is_shared or not any(n % self.size for n in counts)
+        return set() if any(n % self.size for n in found) or not is_even else found | counts
 
     def _refusal(self, why: str) -> UnsupportedModelError:
         problem = f"a model of type {self.family} cannot be divided among {self.size} ranks: {why}"
@@ -117,26 +152,23 @@ class TensorParallelModel(Architecture):
     def cut(self, name: str, shape: tuple[int, ...]) -> Cut | None:
         """This rank's part of a tensor; None: all of it."""
         style = self.styles.get(_module(name))
+        if self._owners.get(name, 0) is None:
+            return Cut(0, self.experts.start, len(self.experts))
         if style is None or (style.dim == 1 and len(shape) == 1):
             return None
         n, at = shape[style.dim], style.dim
         if style.is_table:
-            first = self._table_part * self.rank
-            return Cut(0, first, min(self._table_part, n - first))
+            n_part = -(-n // self.size)
+            return Cut(0, n_part * self.rank, min(n_part, n - n_part * self.rank))
         heads = self.whole.kv_shapes[0]
-        if "attn" in name and style.gives_part and heads.n_heads % self.size and n in (
+        if _is_attention(name) and style.gives_part and heads.n_heads % self.size and n in (
             heads.n_heads * heads.k_dim, heads.n_heads * heads.v_dim
         ):  # fmt: skip
             n_part = n // heads.n_heads
             return Cut(0, heads.n_heads * self.rank // self.size * n_part, n_part)
-        n_heads = shape[-1] // heads.v_dim if "attn" in name and style.takes_part and len(shape) == 2 else self.size
-        if n % self.size or n_heads % self.size:
-            raise self._refusal(f"{name!r} has {n} {'inputs' if at else 'outputs'} in {n_heads} heads or parts")
+        if n % self.size:
+            raise self._refusal(f"{name!r} has {n} {'inputs' if at else 'outputs'}")
         return Cut(at, n // self.size * self.rank, n // self.size)
-
-    @property
-    def _table_part(self) -> int:
-        return -(-self.vocab_size // self.size)
 
     def _of_rank(self, tensors: Sequence[TensorShape]) -> tuple[TensorShape, ...]:
         cuts = [(one, self.cut(*one)) for one in tensors if self.has(one.name)]
@@ -144,8 +176,13 @@ class TensorParallelModel(Architecture):
 
     def has(self, name: str) -> bool:
         """Whether a tensor is one of this rank; a bias that is added to a sum over ranks is of the first alone."""
-        style = self.styles.get(_module(name))
+        style, owner = self.styles.get(_module(name)), self._owners.get(name.rpartition(".")[0])
+        if owner is not None:
+            return owner in self.experts
         return self.rank == 0 or not name.endswith(".bias") or style is None or style.dim == 0
+
+    def _is_of_experts(self, name: str) -> bool:
+        return name in self._owners or name.rpartition(".")[0] in self._owners
 
     def of_rank(self, weights: LayerWeights) -> "DividedWeights":
         """The weights of a block of this rank, to compute the whole with."""
@@ -155,29 +192,30 @@ class TensorParallelModel(Architecture):
         """x (..., width) of all ranks side by side."""
         return self.ranks.all_gather(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
 
-    @property
-    def is_native(self) -> bool:  # type: ignore[override]  # it is read alone
-        """As the whole model."""
-        return self.whole.is_native
-
-    @property
-    def notice(self) -> str:  # type: ignore[override]  # it is read alone
-        """As the whole model."""
-        return self.whole.notice
+    is_native, notice, state_shapes = map(property_of_whole, ("is_native", "notice", "state_shapes"))
+    layer_prefix, is_unused, row_inputs, window, kv_layers = map(
+        of_whole, ("layer_prefix", "is_unused", "row_inputs", "window", "kv_layers")
+    )
 
     @property
     def kv_shapes(self) -> tuple[KVShape, ...]:
         """Of the heads of this rank; where there are fewer than ranks, several have the same."""
-        if not any("attn" in name and style.gives_part for name, style in self.styles.items()):
+        if not any(_is_attention(name) and style.gives_part for name, style in self.styles.items()):
             return self.whole.kv_shapes
-        counts = {one.n_heads for one in self.whole.kv_shapes}
-        if any(n % self.size for n in counts) and (len(counts) > 1 or any(self.size % n for n in counts)):
-            raise self._refusal(f"it has {min(counts)} heads of keys and values")
         return tuple(one._replace(n_heads=max(one.n_heads // self.size, 1)) for one in self.whole.kv_shapes)
 
-    def layer_prefix(self, i: int) -> str:
-        """As of the whole model."""
-        return self.whole.layer_prefix(i)
+    @property
+    def mixture(self) -> Mixture | None:
+        """Of this rank's experts, of which a row takes its share; another number of them in each pass."""
+        whole = self.whole.mixture
+        if whole is None:
+            return None
+        return Mixture(whole.layers, len(self.experts), min(-(-whole.n_used // self.size), len(self.experts)))
+
+    def expert_names(self, i: int) -> Mapping[str, int | None]:
+        """Those of this rank, by their number among these."""
+        numbers = {one: n for n, one in enumerate(self.experts)} | {None: None}
+        return {name: numbers[one] for name, one in self.whole.expert_names(i).items() if one in numbers}
 
     def layer_tensors(self, i: int) -> tuple[TensorShape, ...]:
         """This rank's parts."""
@@ -186,14 +224,6 @@ class TensorParallelModel(Architecture):
     def non_layer_tensors(self) -> tuple[TensorShape, ...]:
         """This rank's parts."""
         return self._of_rank(self.whole.non_layer_tensors())
-
-    def is_unused(self, name: str) -> bool:
-        """As of the whole model."""
-        return self.whole.is_unused(name)
-
-    def row_inputs(self, positions: Tensor, lengths: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """As of the whole model."""
-        return self.whole.row_inputs(positions, lengths, dtype)
 
     def embed(
         self, weights: LayerWeights, ids: Tensor, row_inputs: tuple[Tensor, ...]
@@ -213,13 +243,13 @@ class TensorParallelModel(Architecture):
         """A rank's share."""
         return self.whole.flops(i, n_rows, context) / self.size
 
-    def window(self, i: int) -> int | None:
-        """As of the whole model."""
-        return self.whole.window(i)
-
     def scratch_nbytes(self, n_rows: int, n_logits: int, itemsize: int) -> int:
-        """As of the whole model, whose activations are there wherever they are gathered."""
-        return self.whole.scratch_nbytes(n_rows, n_logits, itemsize)
+        """The whole model's, whose activations are there wherever they are gathered, and tensors that are put together."""
+        layers = (self.whole.layer_tensors(i) for i in range(self.n_layers))
+        joined = max(
+            sum(math.prod(shape) for name, shape in layer if _module(name) in self._joined) for layer in layers
+        )
+        return self.whole.scratch_nbytes(n_rows, n_logits, itemsize) + joined * itemsize
 
 
 class DividedWeights(LayerWeights):
@@ -233,9 +263,37 @@ class DividedWeights(LayerWeights):
         """See `LayerWeights`."""
         return self._own.dtype
 
+    @property
+    def experts(self) -> LayerExperts | None:  # type: ignore[override]  # it is read alone
+        """See `LayerWeights`."""
+        return self._own.experts
+
+    @property
+    def share(self) -> ExpertShare | None:  # type: ignore[override]  # it is read alone
+        """See `LayerWeights`."""
+        model = self._model
+        return ExpertShare(model.experts, model.is_exact, model.ranks.all_reduce) if model.experts else None
+
+    def joined(self, names: Sequence[str]) -> Tensor | None:
+        """See `LayerWeights`; of experts."""
+        return self._own.joined(names)
+
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """See `LayerWeights`; of one that every rank has."""
-        return self._own.tensor(name, dtype)
+        """See `LayerWeights`; one of which each rank has some rows is put together."""
+        all_experts, _, expert = name.rpartition(".")
+        if self._model._owners.get(all_experts, 0) is None:
+            return self._own.tensor(all_experts, dtype)[int(expert)]
+        own, style = self._own.tensor(name, dtype), self._model.styles.get(_module(name))
+        if style is None or style.gives_part:
+            return own
+        padded = F.pad(own.flatten(1) if own.dim() > 1 else own[:, None], (0, 0, 0, self._missing(name, len(own))))
+        rows = self._model.ranks.all_gather(padded.reshape(1, -1)).view(-1, *own.shape[1:])
+        return rows[: self._model._heights.get(_module(name), len(rows))]
+
+    def _missing(self, name: str, n: int) -> int:
+        """Rows of the other ranks' parts of a table that this one's, of n rows, lacks."""
+        height = self._model._heights.get(_module(name))
+        return 0 if height is None else -(-height // self._model.size) - n
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         """See `LayerWeights`; x and what is given are whole or this rank's, as the style says."""
@@ -247,8 +305,8 @@ class DividedWeights(LayerWeights):
             return model.ranks.all_reduce(self._own.linear(part, name))
         y = self._own.linear(model.all_gather(x) if style.takes_part else x, name)
         if style.is_table:
-            y = F.pad(y, (0, model._table_part - y.shape[-1]))
-            return model.all_gather(y)[..., : model.vocab_size]
+            y = F.pad(y, (0, self._missing(f"{name}.weight", y.shape[-1])))
+            return model.all_gather(y)[..., : model._heights[_module(f"{name}.weight")]]
         return y if style.gives_part else model.all_gather(y)
 
     def linears(self, x: Tensor, names: Sequence[str]) -> tuple[Tensor, ...]:
@@ -259,9 +317,10 @@ class DividedWeights(LayerWeights):
 
     def rows(self, ids: Tensor, name: str) -> Tensor:
         """See `LayerWeights`; each rank has those of its part of the table, and zeros for the others."""
-        if name not in self._model.styles:
+        height = self._model._heights.get(_module(f"{name}.weight"))
+        if height is None:
             return self._own.rows(ids, name)
-        cut = self._model.cut(f"{name}.weight", (self._model.vocab_size, 0))
+        cut = self._model.cut(f"{name}.weight", (height, 0))
         assert cut is not None, "a table is divided"
         own = ids - cut.first
         is_own = (own >= 0) & (own < cut.n)
@@ -306,6 +365,10 @@ class SharedWeights(LayerWeights):
         """Compute what rank 0 asks for, with what it sends."""
         x = self._ranks.broadcast(torch.empty(shape, dtype=dtype, device=self._device))
         getattr(self._weights, method)(x, name)
+
+
+def _is_attention(name: str) -> bool:
+    return "attn" in name or "attention" in name
 
 
 def _module(name: str) -> str:

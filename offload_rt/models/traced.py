@@ -6,6 +6,7 @@ takes the hidden states behind the last layer to the logits.
 
 import inspect
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -74,6 +75,11 @@ class _Tensor(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype | None
+
+
+def _all_there(weights: LayerWeights) -> LayerExperts:
+    """Experts that are part of a layer."""
+    return LayerExperts(lambda n_rows, _: ((one, weights) for one in n_rows), lambda: None, lambda _: None)
 
 
 class LayerMixture(NamedTuple):
@@ -268,6 +274,7 @@ class TracedModel:
         self._tables: list[list[tuple[dict[str, Any], str]]] = [[] for _ in parts]
         self.shapes: list[dict[str, tuple[int, ...]]] = [{} for _ in parts]
         self.transposed: set[str] = set()  # experts whose matrices are (n_in, n_out)
+        self.linears: set[str] = set()  # matrices of layers that products alone use, as plans of transformers name them
         for i, module in ((i, module) for i, modules in enumerate(parts) for module in modules):
             start = len(f"{self.prefix}{i}.") if i < len(self.layers) else 0
             own: list[_Tensor] = []
@@ -282,6 +289,7 @@ class TracedModel:
             if type(module) is nn.Linear:
                 linear = partial(self._linear, own[0].name.removesuffix(".weight"))
                 module.forward = linear  # type: ignore[method-assign]
+                self.linears.add(re.sub(r"(?<=\.)\d+(?=\.)", "*", f"layers.*.{linear.args[0]}"))
             elif isinstance(module, nn.Embedding):
                 self._tables[i].append((module._parameters, own[0].name.removesuffix(".weight")))
             else:
@@ -290,6 +298,10 @@ class TracedModel:
     def kv_layers(self, i: int) -> list[int]:
         """Numbers of the layers of the cache that layer i writes to."""
         return self._cache.of_layer(i)
+
+    def kv_read(self, i: int) -> set[int]:
+        """Those that it attends to."""
+        return self._cache.read.get(i, set())
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
         return self._weights.linear(x, name)
@@ -347,16 +359,20 @@ class TracedModel:
     def _given(self, i: int, weights: LayerWeights, experts: ExpertNames, joined: JoinedTensors) -> Iterator[None]:
         """Bind the weights of layer i, -1: those outside the layers, and let go of them."""
         self._weights, is_card = weights, self._device.type == "cuda"
-        touched = None if weights.experts is None else self.mixtures.get(i)
-        if touched is not None and weights.experts is not None:
-            predict = partial(self._choice_of_next, i, weights.experts)
-            touched.module.__dict__["touched"] = Touched(weights.experts, touched.name, dict(experts), predict)
-        tensors = [one for one in self._tensors[i] if touched is None or one.name not in touched.parameters]
+        mixture, share = self.mixtures.get(i), weights.share
+        come = weights.experts or (share and _all_there(weights))
+        if mixture is not None and come:
+            own = share.own if share else range(mixture.n_experts)
+            experts = {name: parts[own.start : own.stop] for name, parts in experts.items()}
+            touched = Touched(come, own, mixture.name, experts, partial(self._choice_of_next, i, come))
+            mixture.module.__dict__ |= {"share": share, "touched": touched}
+        is_apart = weights.experts is not None and mixture is not None
+        tensors = [one for one in self._tensors[i] if not (is_apart and one.name in mixture.parameters)]
         for one in tensors:
             if parts := experts.get(one.name):
-                one.table[one.key] = experts_of(parts, one.shape, weights, is_card)
-            elif own := joined.get(one.name):
-                one.table[one.key] = torch.cat([weights.tensor(name, one.dtype) for name, _ in own])
+                one.table[one.key] = experts_of(parts, (len(parts), *one.shape[1:]), weights, is_card)
+            elif part := joined.get(one.name):
+                one.table[one.key] = torch.cat([weights.tensor(name, one.dtype) for name, _ in part])
             else:
                 one.table[one.key] = weights.tensor(one.name, one.dtype)
         for table, name in self._tables[i]:
@@ -366,8 +382,8 @@ class TracedModel:
         finally:
             for one in tensors:
                 one.table[one.key] = None
-            if touched is not None:
-                del touched.module.__dict__["touched"]
+            if mixture is not None:
+                mixture.module.__dict__ |= {"share": None, "touched": None}
 
     def _choice_of_next(self, i: int, experts: LayerExperts, hidden: Tensor) -> Tensor | None:
         """What the router of the next layer with experts makes of the hidden states that those of layer i get.

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -65,7 +65,7 @@ def spec_of(raw: dict[str, Any]) -> "TransformersModel":
         max_positions=_max_positions(model.text, model.windows),
         config=config.to_json_string(),
         model=model,
-        tp_plan=model.text.base_model_tp_plan,
+        tp_plan=dict.fromkeys(model.linears, "colwise_gather_output") | (model.text.base_model_tp_plan or {}),
     )
 
 
@@ -144,9 +144,18 @@ class TransformersModel(Architecture):
         """Likewise."""
         return self.model.state_shapes
 
+    @property
+    def state_layers(self) -> Collection[int]:
+        """Likewise."""
+        return self.model.has_state
+
     def kv_layers(self, i: int) -> Sequence[int]:
         """As they were numbered when the model was traced."""
         return self.model.kv_layers(i)
+
+    def kv_read(self, i: int) -> Collection[int]:
+        """Likewise."""
+        return self.model.kv_read(i)
 
     def of_checkpoint(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Self, Mapping[str, Part]]:
         """By transformers' own mapping of names. See `Architecture.of_checkpoint`."""
