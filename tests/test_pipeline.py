@@ -2,7 +2,6 @@
 
 import itertools
 import json
-from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +12,8 @@ from tiny import CASES, Zoo, generate, prompt_of
 from bench.models import config_of, random_model
 from offload_rt import LLM
 from offload_rt.config import EngineConfig
-from offload_rt.errors import SettingsError, UnsupportedModelError
-from offload_rt.models.families import spec_of
-from offload_rt.models.stage import Stage, divide_layers
+from offload_rt.errors import SettingsError
+from offload_rt.models.stage import divide_layers
 from offload_rt.system.machine import ComputeTimes
 
 _SCRIPT = """
@@ -100,14 +98,10 @@ def test_layers_of_transformers_give_what_one_rank_gives(kind: str, tmp_path: Pa
 
 
 def test_a_pipeline_needs_as_many_ranks(zoo: Zoo) -> None:
-    with pytest.raises(SettingsError, match="--pipeline 2: needs as many ranks, has 1 of them, and 6 layers"):
+    with pytest.raises(
+        SettingsError, match="--pipeline 2: needs as many ranks, has 1 of them, and 6 layers in 6 parts"
+    ):
         LLM(str(zoo.directory("llama", 0)), device="cpu", pipeline=2)
-
-
-def test_layers_that_attend_to_those_of_others_are_not_divided() -> None:
-    spec = spec_of(config_of("gemma3n_text").to_dict())
-    with pytest.raises(UnsupportedModelError, match="attend to the keys and values of others; leave --pipeline out"):
-        Stage.of(spec, range(1), Namespace(rank=0))
 
 
 @pytest.mark.parametrize("n_stages", [2, 4])

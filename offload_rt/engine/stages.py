@@ -7,10 +7,10 @@ import torch
 from offload_rt.config import EngineConfig
 from offload_rt.engine.memory_plan import SHORTEST_CONTEXT, Sizes, reserved_memory
 from offload_rt.errors import CapacityError, SettingsError
-from offload_rt.models.stage import Stage, divide_layers
+from offload_rt.models.stage import Stage, divide_layers, divisible
 from offload_rt.offload.placement import MemoryBudget, Plan
 from offload_rt.speculate.select import Drafting
-from offload_rt.system.machine import PassBytes
+from offload_rt.system.machine import PassBytes, TouchedExperts
 from offload_rt.system.ranks import Ranks, joined
 from offload_rt.weights.checkpoint import Checkpoint
 
@@ -24,8 +24,8 @@ def stage_of(
     Raises SettingsError where ranks, drafter or link are not those of a pipeline.
     """
     ranks, spec = joined(), checkpoint.spec
-    if ranks is None or ranks.size != config.pipeline or config.pipeline > spec.n_layers:
-        have = f"{ranks.size if ranks else 1} of them, and {spec.n_layers} layers"
+    if ranks is None or ranks.size != config.pipeline or config.pipeline > len(parts := divisible(spec)):
+        have = f"{ranks.size if ranks else 1} of them, and {spec.n_layers} layers in {len(divisible(spec))} parts"
         change = "start it by torchrun, with --nproc-per-node and --nnodes"
         raise SettingsError(f"--pipeline {config.pipeline}", need="as many ranks", have=have, change=change)
     reads_more = drafting.type.view is not None or drafting.type.drafts_by_copy
@@ -40,10 +40,14 @@ def stage_of(
     on_device = max(budget.device - reserved.total + reserved.cache - budget.libraries, 1)
     rooms = ranks.all_gather(torch.tensor([[on_device, on_device + max(budget.host - budget.buffers, 0)]])).view(-1, 2)
     kv = [sum(spec.kv_shapes[n].n_numbers for n in spec.kv_layers(i)) * dtype.itemsize for i in range(spec.n_layers)]
-    held = [nbytes + n_rows * row for nbytes, row in zip(sizes.layer_nbytes, kv, strict=True)]
+    of_state = sum(one.nbytes(dtype.itemsize) for one in spec.state_shapes[:1])
+    held = [
+        sum(sizes.layer_nbytes[i] + n_rows * kv[i] + (of_state if i in spec.state_layers else 0) for i in part)
+        for part in parts
+    ]
     of_devices, of_all = rooms.T.tolist()
-    layers = divide_layers(held, of_devices if sum(of_devices) >= sum(held) else of_all)
-    return _part(checkpoint, layers[ranks.rank], ranks)
+    own = divide_layers(held, of_devices if sum(of_devices) >= sum(held) else of_all)[ranks.rank]
+    return _part(checkpoint, range(parts[own.start].start, parts[own.stop - 1].stop), ranks)
 
 
 def _part(checkpoint: Checkpoint, layers: range, ranks: Ranks) -> Checkpoint:
@@ -61,4 +65,8 @@ def of_all(plan: Plan, ranks: Ranks) -> PassBytes:
         raise CapacityError("a pipeline keeps keys and values on its devices, with two slots for layers", change=change)
     tiers, own = zip(*plan.pass_bytes.streamed, strict=True)
     *streamed, computed, ahead = map(int, ranks.total(*own, plan.pass_bytes.computed, plan.pass_bytes.ahead))
-    return PassBytes(tuple(zip(tiers, streamed, strict=True)), computed, ahead)
+    mine, tier = plan.touched, "host" if plan.budget.has_card else "disk"
+    of_layer = (1, mine.n_experts, mine.n_used, mine.nbytes, mine.n_resident) if mine else (0,) * 5
+    n, *means = ranks.total(*(one * (mine.n_layers if mine else 0) for one in of_layer))
+    experts = TouchedExperts(tier, int(n), *(round(one / n) for one in means[:3]), means[3] / n) if n else None
+    return PassBytes(tuple(zip(tiers, streamed, strict=True)), computed, ahead, experts=experts)
