@@ -21,7 +21,7 @@ from offload_rt.planning.forecast import Forecast, Machine, PlanRequest, predict
 from offload_rt.planning.hardware import find_card
 from offload_rt.planning.sizes import find_models, formats, lossless
 
-GPT_OSS_EXPERT = (5760 + 2880) * 2880 * 17 // 32
+GPT_OSS_EXPERT = (5760 + 2880) * 2880 * 17 // 32 + 2 * (5760 + 2880)  # and its biases
 
 
 def forecast(sizes: Sizes, ram: int = 64 << 30, card: str = "rtx4090") -> Forecast:

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from test_mxfp4 import published  # noqa: F401
 from test_tensor_parallel import MINE, Board, ThreadRanks, divided_tokens, together, tokens_of
-from tiny import generate, keep_steady, open_llm, prompt_of
+from tiny import generate, keep_steady, measure_little, open_llm, prompt_of
 from torch import Tensor
 from torch.nn.functional import silu
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -47,7 +48,12 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[
 
     def get(kind: str) -> tuple[Any, Path, list[int]]:
         if kind not in made:
-            model, folder = random_model(config_of(kind)), tmp_path_factory.mktemp(kind)
+            folder = tmp_path_factory.mktemp(kind)
+            with pytest.MonkeyPatch.context() as patch:
+                for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+                    patch.setitem(bench.models.SIZES, name, 8)
+                patch.setitem(bench.models.SIZES, "num_experts_per_tok", 4)  # whose sum has an order
+                model = random_model(config_of(kind))
             model.save_pretrained(folder)
             made[kind] = model, folder, generate(model, prompt_of(0, 15, 150), 24)
         return made[kind]
@@ -55,16 +61,15 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[
     return get
 
 
-@pytest.mark.parametrize("is_exact", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "is_exact"), [*((kind, False) for kind in KINDS), ("qwen3_5_text", True)])
 def test_greedy_tokens_of_two_ranks_are_transformers(model_of, kind: str, is_exact: bool) -> None:
-    """With layers in memory; and exactly, with layers of the disk, where experts come as rows need them."""
+    """With layers in memory; and exactly, with layers of the disk."""
     _, folder, expected = model_of(kind)
     settings = {"dtype": "float32", "place": "disk" if is_exact else "resident", "exact_parallel": is_exact}
     assert divided_tokens(2, folder, prompt_of(0, 15, 150), 24, **settings) == expected
 
 
-@pytest.mark.parametrize(("kind", "size"), [("qwen3_next", 4), ("mixtral", 3), ("gpt_oss", 4)])
+@pytest.mark.parametrize(("kind", "size"), [("qwen3_next", 4), ("mixtral", 3)])
 def test_so_do_trees_among_more_ranks(
     model_of, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, size: int
 ) -> None:
@@ -85,8 +90,10 @@ def threefold(kind: str) -> Any:
     return config
 
 
-@pytest.mark.parametrize("place", ["resident", "disk"])
-@pytest.mark.parametrize("kind", MIXTURES)
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [*zip(MIXTURES, ["disk", "resident", "resident", "disk", "disk"], strict=True)],
+)
 def test_exact_ranks_give_the_bits_of_one(model_of, kind: str, place: str) -> None:
     """In bfloat16, where the order of a sum tells."""
 
@@ -99,6 +106,13 @@ def test_exact_ranks_give_the_bits_of_one(model_of, kind: str, place: str) -> No
         return torch.tensor([[one[token].logprob for token in sorted(one)] for one in rows])
 
     assert torch.equal(work(), together(2, work)[0])
+
+
+def test_codes_of_all_experts_in_one_tensor_are_divided(published: Path) -> None:  # noqa: F811
+    settings = {"dtype": "float32", "place": "disk"}
+    with open_llm(published, **settings) as llm:
+        expected = tokens_of(llm, prompt_of(0, 15, 150), 24)
+    assert divided_tokens(2, published, prompt_of(0, 15, 150), 24, **settings, exact_parallel=True) == expected
 
 
 def test_a_rank_brings_its_own_experts_alone(model_of) -> None:
@@ -142,20 +156,22 @@ def test_grouped_products_of_some_experts_add_up_to_those_of_all(size: int, is_e
 # Of a pipeline: the parts that layers are divided into at least, and how many layers there are.
 PARTS = {
     "qwen3_next": [range(4), range(4, 8)],
-    "gemma3n_text": [*(range(i, i + 1) for i in range(5)), range(5, 8)],
+    "gemma3n_text": [range(1), range(1, 2), range(2, 3), range(3, 8)],
     "qwen3_moe": [range(1), range(1, 2), range(2, 3), range(3, 4)],
 }
-BUDGETS = {"qwen3_next": 3_300_000, "gemma3n_text": 4_000_000, "qwen3_moe": 1_900_000}
+BUDGETS = {"qwen3_next": 3_300_000, "gemma3n_text": 3_850_000, "qwen3_moe": 1_900_000}
 
 
-@pytest.mark.parametrize("kind", PARTS)
-@pytest.mark.parametrize("drafter", ["none", "recycle"])
+@pytest.mark.parametrize(("kind", "drafter"), [*((kind, "recycle") for kind in PARTS), ("qwen3_next", "none")])
 def test_stages_give_what_one_rank_gives(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, drafter: str
 ) -> None:
     """With states of their own layers, keys and values that others of them attend to, and experts that come."""
-    keep_steady(monkeypatch)
+    measure_little(monkeypatch)
     monkeypatch.setitem(bench.models.SIZES, "num_hidden_layers", PARTS[kind][-1].stop)
+    monkeypatch.setitem(
+        bench.models.SIZES, "num_kv_shared_layers", 3
+    )  # of which two attend to what the fourth layer keeps
     model = random_model(config_of(kind))
     model.save_pretrained(tmp_path / kind)
     spec = open_checkpoint(tmp_path / kind).spec
@@ -193,9 +209,8 @@ PUBLISHED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("is_exact", [False, True])
 @pytest.mark.parametrize("kind", PUBLISHED)
-def test_a_rank_has_its_share_of_the_bytes(kind: str, is_exact: bool) -> None:
+def test_a_rank_has_its_share_of_the_bytes(kind: str) -> None:
     """At most 1.03 of them, by shapes alone."""
     spec = spec_of(
         CONFIG_MAPPING[kind](num_hidden_layers=8 if kind != "gemma3n_text" else 30, **PUBLISHED[kind]).to_dict()
@@ -205,15 +220,15 @@ def test_a_rank_has_its_share_of_the_bytes(kind: str, is_exact: bool) -> None:
         tensors = [*one.non_layer_tensors(), *(own for i in range(one.n_layers) for own in one.layer_tensors(i))]
         return sum(math.prod(shape) for _, shape in tensors)
 
-    for size in (2, 4):
+    for size, is_exact in ((2, True), (4, False)):
         ranks = [TensorParallelModel.of(spec, ThreadRanks(rank, Board(size)), is_exact) for rank in range(size)]
         shares = [numbers(one) for one in ranks]
         assert max(shares) <= 1.03 * numbers(spec) / size, (kind, size)
 
 
 @pytest.mark.parametrize("kind", MIXTURES)
-def test_ranks_have_every_expert_between_them(model_of, kind: str) -> None:
-    """By the bytes of the checkpoint, each once."""
+def test_ranks_have_every_expert_between_them_and_all_routers(model_of, kind: str) -> None:
+    """By the bytes of the checkpoint, each once. Routers are asked in their turn and ahead of it, without other ranks."""
     checkpoint = open_checkpoint(model_of(kind)[1])
     ranks = [
         divide(checkpoint, TensorParallelModel.of(checkpoint.spec, ThreadRanks(rank, Board(4)), False))
@@ -229,3 +244,7 @@ def test_ranks_have_every_expert_between_them(model_of, kind: str) -> None:
         ]
         assert sum(one.nbytes for part in own for one in part) == sum(stop - start for _, start, stop in spans)
         assert len({(one.start, one.stop) for part in own for one in part}) == sum(map(len, own))
+        router = checkpoint.spec.model.mixtures[i].router
+        tensors = {tuple(one.shape) for one in router.parameters()} if router else set()
+        of_router = [one for one in checkpoint.spec.layer_tensors(i) if one.name not in names and one.shape in tensors]
+        assert of_router and all(one in rank.spec.layer_tensors(i) for one in of_router for rank in ranks)

@@ -46,8 +46,8 @@ def stage_of(
         for part in parts
     ]
     of_devices, of_all = rooms.T.tolist()
-    own = divide_layers(held, of_devices if sum(of_devices) >= sum(held) else of_all)[ranks.rank]
-    return _part(checkpoint, range(parts[own.start].start, parts[own.stop - 1].stop), ranks)
+    of_rank = divide_layers(held, of_devices if sum(of_devices) >= sum(held) else of_all)[ranks.rank]
+    return _part(checkpoint, range(parts[of_rank.start].start, parts[of_rank.stop - 1].stop), ranks)
 
 
 def _part(checkpoint: Checkpoint, layers: range, ranks: Ranks) -> Checkpoint:
@@ -67,6 +67,9 @@ def of_all(plan: Plan, ranks: Ranks) -> PassBytes:
     *streamed, computed, ahead = map(int, ranks.total(*own, plan.pass_bytes.computed, plan.pass_bytes.ahead))
     mine, tier = plan.touched, "host" if plan.budget.has_card else "disk"
     of_layer = (1, mine.n_experts, mine.n_used, mine.nbytes, mine.n_resident) if mine else (0,) * 5
-    n, *means = ranks.total(*(one * (mine.n_layers if mine else 0) for one in of_layer))
-    experts = TouchedExperts(tier, int(n), *(round(one / n) for one in means[:3]), means[3] / n) if n else None
+    n, *sums = ranks.total(*(one * (mine.n_layers if mine else 0) for one in of_layer))
+    experts = None
+    if n:
+        n_experts, n_used, nbytes = (round(one / n) for one in sums[:3])
+        experts = TouchedExperts(tier, int(n), n_experts, n_used, nbytes, sums[3] / n)
     return PassBytes(tuple(zip(tiers, streamed, strict=True)), computed, ahead, experts=experts)

@@ -115,11 +115,11 @@ class LayerWeights(Protocol):
     """The weights of one layer, or those outside the layers, however they are stored.
 
     experts  where they are no part of these weights
-    share    of its experts, where other ranks have the others
+    expert_share  of its experts, where other ranks have the others
     """
 
     experts: LayerExperts | None = None
-    share: ExpertShare | None = None
+    expert_share: ExpertShare | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -313,10 +313,10 @@ class Architecture(ABC):
 
 
 def of_whole(name: str) -> Any:
-    """A method of the model that another one is a part of, its `whole`."""
-    return lambda self, *args: getattr(self.whole, name)(*args)
+    """A method of the model that another one is a part of, its `whole`; to `property`, what gives an attribute."""
 
+    def ask(self: Any, *args: Any) -> Any:
+        found = getattr(self.whole, name)
+        return found(*args) if callable(found) else found
 
-def property_of_whole(name: str) -> Any:
-    """Likewise."""
-    return property(lambda self: getattr(self.whole, name))
+    return ask

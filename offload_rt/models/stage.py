@@ -19,7 +19,6 @@ from offload_rt.models.architecture import (
     StateShape,
     TensorShape,
     of_whole,
-    property_of_whole,
 )
 from offload_rt.system.ranks import Ranks
 
@@ -89,7 +88,7 @@ class Stage(Architecture):
     layer_prefix, layer_tensors, flops, window = map(_of_layer, ("layer_prefix", "layer_tensors", "flops", "window"))
     expert_names = _of_layer("expert_names")
     is_unused, row_inputs = map(of_whole, ("is_unused", "row_inputs"))
-    is_native, notice = map(property_of_whole, ("is_native", "notice"))
+    is_native, notice = (property(of_whole(name)) for name in ("is_native", "notice"))
 
     @cached_property
     def _first(self) -> tuple[int, int]:

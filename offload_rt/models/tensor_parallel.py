@@ -22,13 +22,11 @@ from offload_rt.models.architecture import (
     Architecture,
     ExpertShare,
     KVShape,
-    LayerExperts,
     LayerWeights,
     Mixture,
     PassContext,
     TensorShape,
     of_whole,
-    property_of_whole,
 )
 from offload_rt.system.ranks import Ranks
 
@@ -145,6 +143,10 @@ class TensorParallelModel(Architecture):
         is_even = is_shared or not any(n % self.size for n in counts)
         return set() if any(n % self.size for n in found) or not is_even else found | counts
 
+    def style(self, name: str) -> Style | None:
+        """How a tensor of a layer is divided; None: it is not, or is of an expert."""
+        return self.styles.get(_module(name))
+
     def _refusal(self, why: str) -> UnsupportedModelError:
         problem = f"a model of type {self.family} cannot be divided among {self.size} ranks: {why}"
         return UnsupportedModelError(problem, change="run it without torchrun")
@@ -192,10 +194,9 @@ class TensorParallelModel(Architecture):
         """x (..., width) of all ranks side by side."""
         return self.ranks.all_gather(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
 
-    is_native, notice, state_shapes = map(property_of_whole, ("is_native", "notice", "state_shapes"))
-    layer_prefix, is_unused, row_inputs, window, kv_layers = map(
-        of_whole, ("layer_prefix", "is_unused", "row_inputs", "window", "kv_layers")
-    )
+    is_native, notice, state_shapes = (property(of_whole(name)) for name in ("is_native", "notice", "state_shapes"))
+    layer_prefix, is_unused, row_inputs = map(of_whole, ("layer_prefix", "is_unused", "row_inputs"))
+    window, kv_layers = map(of_whole, ("window", "kv_layers"))
 
     @property
     def kv_shapes(self) -> tuple[KVShape, ...]:
@@ -256,23 +257,14 @@ class DividedWeights(LayerWeights):
     """The weights of one rank, which computes with the others what the whole ones give."""
 
     def __init__(self, own: LayerWeights, model: TensorParallelModel) -> None:
-        self._own, self._model = own, model
+        self._own, self._model, self.experts = own, model, own.experts
+        if model.experts:
+            self.expert_share = ExpertShare(model.experts, model.is_exact, model.ranks.all_reduce)
 
     @property
     def dtype(self) -> torch.dtype:
         """See `LayerWeights`."""
         return self._own.dtype
-
-    @property
-    def experts(self) -> LayerExperts | None:  # type: ignore[override]  # it is read alone
-        """See `LayerWeights`."""
-        return self._own.experts
-
-    @property
-    def share(self) -> ExpertShare | None:  # type: ignore[override]  # it is read alone
-        """See `LayerWeights`."""
-        model = self._model
-        return ExpertShare(model.experts, model.is_exact, model.ranks.all_reduce) if model.experts else None
 
     def joined(self, names: Sequence[str]) -> Tensor | None:
         """See `LayerWeights`; of experts."""
@@ -287,12 +279,15 @@ class DividedWeights(LayerWeights):
         if style is None or style.gives_part:
             return own
         padded = F.pad(own.flatten(1) if own.dim() > 1 else own[:, None], (0, 0, 0, self._missing(name, len(own))))
-        rows = self._model.ranks.all_gather(padded.reshape(1, -1)).view(-1, *own.shape[1:])
-        return rows[: self._model._heights.get(_module(name), len(rows))]
+        return self._model.ranks.all_gather(padded.reshape(1, -1)).view(-1, *own.shape[1:])[: self._height(name)]
+
+    def _height(self, name: str) -> int | None:
+        """Rows of a table that is divided."""
+        return self._model._heights.get(_module(name))
 
     def _missing(self, name: str, n: int) -> int:
-        """Rows of the other ranks' parts of a table that this one's, of n rows, lacks."""
-        height = self._model._heights.get(_module(name))
+        """Rows that this rank's part of n rows lacks to those of others."""
+        height = self._height(name)
         return 0 if height is None else -(-height // self._model.size) - n
 
     def linear(self, x: Tensor, name: str) -> Tensor:
@@ -306,8 +301,7 @@ class DividedWeights(LayerWeights):
         y = self._own.linear(model.all_gather(x) if style.takes_part else x, name)
         if style.is_table:
             y = F.pad(y, (0, self._missing(f"{name}.weight", y.shape[-1])))
-            return model.all_gather(y)[..., : model._heights[_module(f"{name}.weight")]]
-        return y if style.gives_part else model.all_gather(y)
+        return y if style.gives_part else model.all_gather(y)[..., : self._height(f"{name}.weight")]
 
     def linears(self, x: Tensor, names: Sequence[str]) -> tuple[Tensor, ...]:
         """See `LayerWeights`."""
@@ -317,7 +311,7 @@ class DividedWeights(LayerWeights):
 
     def rows(self, ids: Tensor, name: str) -> Tensor:
         """See `LayerWeights`; each rank has those of its part of the table, and zeros for the others."""
-        height = self._model._heights.get(_module(f"{name}.weight"))
+        height = self._height(f"{name}.weight")
         if height is None:
             return self._own.rows(ids, name)
         cut = self._model.cut(f"{name}.weight", (height, 0))
@@ -328,24 +322,16 @@ class DividedWeights(LayerWeights):
         return self._model.ranks.all_reduce(rows.masked_fill(~is_own[:, None], 0.0))
 
 
-class SharedWeights(LayerWeights):
+class SharedWeights(DividedWeights):
     """A target's weights outside the layers, for a head that only rank 0 has: the others take part in what it computes.
 
     tell  takes (method, args, kwargs) that those of other ranks are to do, while these do
     """
 
     def __init__(self, own: LayerWeights, model: TensorParallelModel, device: torch.device) -> None:
-        self._weights, self._ranks, self._device = model.of_rank(own), model.ranks, device
+        super().__init__(own, model)
+        self._device = device
         self.tell: Callable[..., AbstractContextManager[None]] = lambda *_: nullcontext()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """See `LayerWeights`."""
-        return self._weights.dtype
-
-    def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """See `LayerWeights`."""
-        return self._weights.tensor(name, dtype)
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         """See `LayerWeights`."""
@@ -357,14 +343,14 @@ class SharedWeights(LayerWeights):
 
     def _together(self, method: str, x: Tensor, name: str) -> Tensor:
         with self.tell("take_part", (method, name, tuple(x.shape), x.dtype), {}):
-            found: Tensor = getattr(self._weights, method)(self._ranks.broadcast(x), name)
+            found: Tensor = getattr(DividedWeights, method)(self, self._model.ranks.broadcast(x), name)
         return found
 
     @torch.inference_mode()
     def take_part(self, method: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Compute what rank 0 asks for, with what it sends."""
-        x = self._ranks.broadcast(torch.empty(shape, dtype=dtype, device=self._device))
-        getattr(self._weights, method)(x, name)
+        x = self._model.ranks.broadcast(torch.empty(shape, dtype=dtype, device=self._device))
+        getattr(DividedWeights, method)(self, x, name)
 
 
 def _is_attention(name: str) -> bool:

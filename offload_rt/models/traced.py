@@ -359,15 +359,15 @@ class TracedModel:
     def _given(self, i: int, weights: LayerWeights, experts: ExpertNames, joined: JoinedTensors) -> Iterator[None]:
         """Bind the weights of layer i, -1: those outside the layers, and let go of them."""
         self._weights, is_card = weights, self._device.type == "cuda"
-        mixture, share = self.mixtures.get(i), weights.share
+        mixture, share = self.mixtures.get(i), weights.expert_share
         come = weights.experts or (share and _all_there(weights))
         if mixture is not None and come:
             own = share.own if share else range(mixture.n_experts)
             experts = {name: parts[own.start : own.stop] for name, parts in experts.items()}
             touched = Touched(come, own, mixture.name, experts, partial(self._choice_of_next, i, come))
             mixture.module.__dict__ |= {"share": share, "touched": touched}
-        is_apart = weights.experts is not None and mixture is not None
-        tensors = [one for one in self._tensors[i] if not (is_apart and one.name in mixture.parameters)]
+        apart = mixture.parameters if mixture is not None and weights.experts is not None else {}
+        tensors = [one for one in self._tensors[i] if one.name not in apart]
         for one in tensors:
             if parts := experts.get(one.name):
                 one.table[one.key] = experts_of(parts, (len(parts), *one.shape[1:]), weights, is_card)

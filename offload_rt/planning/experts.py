@@ -5,7 +5,6 @@ the rest. Every expert is taken to be needed as often as any other, the worst ca
 layer needs is known when its attention is through, so bringing them hides behind nothing.
 """
 
-import re
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,8 +19,6 @@ from offload_rt.system.machine import HostTimes, MachineProfile, PassBytes, Touc
 RAM_GBPS = 60.0
 # GB/s of weights that it decodes of quantised experts (assumed): eight threads of 10^9 weights a second, in 16 bits.
 CPU_DECODE_GBPS = 16.0
-# Of a checkpoint that has experts one by one; else those of a layer are one tensor of three dimensions.
-_ONE = re.compile(r"experts\.(?:\w+\.)?(\d+)\.")
 # Tokens a second, by the model's name.
 PUBLISHED = {
     "gpt-oss-120b": (
@@ -87,17 +84,12 @@ def touched(forecast: Forecast) -> TouchedForecast | None:
 
 def experts_of(sizes: Sizes) -> tuple[TouchedExperts, float] | None:
     """The experts of a model, by its first layer that has some, and their part of what a row meets of that layer."""
-    spec, layers = sizes.spec, []
-    for i in range(spec.n_layers):
-        shapes = spec.layer_tensors(i)
-        tensors = [one for one in shapes if (len(one.shape) == 3 and one.shape[1] > 1) or _ONE.search(one.name)]
-        layers += [(i, tensors)] if tensors else []
-    if not layers:
+    spec, mixture = sizes.spec, sizes.spec.mixture
+    if mixture is None:
         return None
-    i, tensors = layers[0]
-    n_experts = len({one[1] for one in map(_ONE.search, (name for name, _ in tensors)) if one}) or tensors[0].shape[0]
+    i, owners = mixture.layers[0], spec.expert_names(mixture.layers[0])
+    tensors = [one for one in spec.layer_tensors(i) if owners.keys() & {one.name, one.name.rpartition(".")[0]}]
     of_experts, met = n_weights(tensors), met_weights(spec, i)
     rest = n_weights(spec.layer_tensors(i)) - of_experts
-    nbytes = (sizes.layer_nbytes[i] - rest * sizes.dtype.itemsize) // n_experts
-    n_used = int((met - rest) * n_experts / of_experts)  # a row computes more than products
-    return TouchedExperts("host", len(layers), n_experts, n_used, nbytes), 1 - rest / met
+    nbytes = (sizes.layer_nbytes[i] - rest * sizes.dtype.itemsize) // mixture.n_experts
+    return TouchedExperts("host", len(mixture.layers), *mixture[1:], nbytes), 1 - rest / met

@@ -1,17 +1,19 @@
 """Several cards for one model: what each holds, what they exchange, and how long that takes.
 
-In tensor parallelism every rank has its part of each matrix, of the keys and values by heads, and of the rows of embedding and
-head. By default `o` and `down` are divided by columns and their outputs summed in float32 (Megatron-LM, arXiv 1909.08053). With
-`exact` all matrices are divided by rows and their outputs gathered, so numbers are those of one rank, bit for bit. In a
-pipeline each card has layers of its own; one is at work at a time, and only its link is busy.
+In tensor parallelism a rank has what `TensorParallelModel` gives it: its part of each matrix, of the keys and values by heads,
+and of embedding and head, some experts of each mixture. In a pipeline each card has layers of its own; one is at work at a
+time, and only its link is busy.
 """
 
 from dataclasses import dataclass, replace
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
 
 from offload_rt.engine.memory_plan import Sizes
-from offload_rt.errors import SettingsError, UnsupportedModelError
+from offload_rt.errors import UnsupportedModelError
 from offload_rt.models.architecture import Architecture
-from offload_rt.models.native import NativeDecoder
+from offload_rt.models.tensor_parallel import TensorParallelModel
 from offload_rt.planning.hardware import Card
 from offload_rt.planning.roofline import layer_weights, n_weights
 
@@ -60,23 +62,21 @@ class Parallelism:
         return 1 if self.pipeline else self.n
 
     def part(self, sizes: Sizes) -> Sizes:
-        """Of a rank's part of a model; its logits are gathered. Raises SettingsError where it cannot be divided so."""
+        """Of the first rank's part of a model. Raises UnsupportedModelError where it cannot be divided so."""
         n, spec = self.n_parts, sizes.spec
         if n == 1:
             return sizes
-        if not isinstance(spec, NativeDecoder) or spec.taps:
-            problem = f"a model of type {spec.family} is not divided among ranks"
-            raise UnsupportedModelError(problem, change="use --pipeline")
-        n_heads, n_kv_heads, width = spec.n_heads, spec.n_kv_heads, spec.intermediate_size
-        if n_heads % n or width % n or (n_kv_heads % n and n % n_kv_heads):
-            have = f"{n_heads} heads, {n_kv_heads} of keys and values, and an MLP of {width} columns"
-            raise SettingsError(f"--ranks {n}", need="a number that divides the model", have=have, change="use another")
-        # Fewer heads of keys and values than ranks: several ranks have the same.
-        part = replace(spec, n_heads=n_heads // n, n_kv_heads=max(n_kv_heads // n, 1), intermediate_size=width // n)
-        layers = tuple(nbytes * layer_weights(part, 0) // layer_weights(spec, 0) for nbytes in sizes.layer_nbytes)
-        of_part, of_all = (n_weights(one.non_layer_tensors()) for one in (self.with_part_of_head(spec), spec))
-        non_layer = sizes.non_layer_nbytes * of_part // of_all
-        return replace(sizes, spec=part, layer_nbytes=layers, non_layer_nbytes=non_layer)
+        if spec.taps:
+            problem = f"a head of type {spec.family} is not divided among ranks"
+            raise UnsupportedModelError(problem, change="leave --split-draft out")
+        first: Any = SimpleNamespace(rank=0, size=n)
+        part = TensorParallelModel.of(spec, first, self.exact)
+        shares = [(layer_weights(part, i), layer_weights(spec, i)) for i in range(spec.n_layers)]
+        layers = tuple(nbytes * own // whole for nbytes, (own, whole) in zip(sizes.layer_nbytes, shares, strict=True))
+        of_part, of_all = (n_weights(one.non_layer_tensors()) for one in (part, spec))
+        return replace(
+            sizes, spec=part, layer_nbytes=layers, non_layer_nbytes=sizes.non_layer_nbytes * of_part // of_all
+        )
 
     def with_part_of_head(self, spec: Architecture) -> Architecture:
         """The same with a rank's part of embedding and head."""
@@ -87,17 +87,13 @@ class Parallelism:
 
         In a sum each receives the others' addends of its part, and their parts of the sum; in a gathering their parts.
         """
-        n, d = self.n, spec.hidden_size
-        if self.pipeline or not isinstance(spec, NativeDecoder):
-            return (n - 1) * d * itemsize
-        gathered = (n * (spec.n_heads * spec.head_dim + spec.intermediate_size) + 2 * d) * itemsize
-        layer = gathered if self.exact else 2 * 2 * d * 4
-        return (n - 1) * (spec.n_layers * layer + 2 * d * 4 + spec.vocab_size * itemsize) // n
+        if not isinstance(spec, TensorParallelModel):
+            return (self.n - 1) * spec.hidden_size * itemsize
+        return (self.n - 1) * sum(_collectives(spec, itemsize)) // self.n
 
     def exchange_s(self, spec: Architecture, itemsize: int, n_rows: int) -> float:
         """Seconds of a pass in which ranks exchange and compute nothing."""
-        n_collectives = (4 if self.exact else 2) * spec.n_layers + 2
-        n_times = self.n - 1 if self.pipeline or self.n == 1 else n_collectives
+        n_times = len(_collectives(spec, itemsize)) if isinstance(spec, TensorParallelModel) else self.n - 1
         return n_times * _LATENCY_S + n_rows * self.received(spec, itemsize) / self.gbps / 1e9
 
     def crossing(self, spec: Architecture, itemsize: int) -> int:
@@ -106,3 +102,19 @@ class Parallelism:
 
 
 ALONE = Parallelism()
+
+
+@cache
+def _collectives(spec: TensorParallelModel, itemsize: int) -> list[int]:
+    """Of each exchange of a pass the bytes of a row, those of sums, which are in float32, twice."""
+    d, found = spec.hidden_size, [2 * spec.hidden_size * 4, spec.vocab_size * itemsize]
+    for i in range(spec.n_layers):
+        for name, shape in spec.whole.layer_tensors(i):
+            style = spec.style(name)
+            if style is None or len(shape) < 2 or style.gives_part:
+                continue
+            found += [shape[1] * itemsize] if style.takes_part and style.dim == 0 else []
+            found.append(shape[0] * itemsize if style.dim == 0 else 2 * shape[0] * 4)
+        if spec.whole.mixture and i in spec.whole.mixture.layers:
+            found.append(2 * d * 4 * (spec.whole.mixture.n_used if spec.is_exact else 1))
+    return found
