@@ -3,18 +3,21 @@
 import json
 import pickle
 import re
+import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 import pytest
 import torch
-from quantize import Choice, config_of, quantized
+from pretended_card import pretended_card
+from quantize import Choice, config_of, quantized, write
 from safetensors.torch import save_file
 from test_formats import id_of
 from test_gguf import build
@@ -33,14 +36,15 @@ from tiny import (
     save_pair,
 )
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import offload_rt.llm
 from offload_rt import LLM, SamplingParams
+from offload_rt.cli import convert
 from offload_rt.config import EngineConfig
-from offload_rt.engine import builder, draft_place, engine_plan, link, loader, profile
-from offload_rt.errors import CheckpointError, DeviceError, SettingsError, UnsupportedModelError
+from offload_rt.engine import builder, draft_place, engine_plan, link, loader, profile, rank_cuts
+from offload_rt.errors import CapacityError, CheckpointError, DeviceError, SettingsError, UnsupportedModelError
 from offload_rt.executor.cuda_graphs import GraphPass, GraphShape
 from offload_rt.executor.runner import Runner
 from offload_rt.models.tensor_parallel import Cut, TensorParallelModel
@@ -49,14 +53,14 @@ from offload_rt.offload.placement import Plan
 from offload_rt.ops.lossless import decode
 from offload_rt.speculate.select import Drafting, drafter_type
 from offload_rt.weights.checkpoint import open_checkpoint
-from offload_rt.weights.divided import divide, parts
+from offload_rt.weights.divided import divide, part_of, parts
 from offload_rt.weights.formats import Source, format_of
 from offload_rt.weights.header import read_header
 from offload_rt.weights.layout import PackedLayer, host_block
 from offload_rt.weights.lossless import encode_layer
 
 MINE = threading.local()
-NAME, SHAPE = "mlp.down_proj.weight", (128, 256)
+NAME, SHAPE = "mlp.down_proj.weight", (384, 256)
 PATIENCE_S = 120.0
 
 
@@ -127,6 +131,13 @@ class ThreadRanks:
                 queue.put(b"")
 
 
+class Alike(ThreadRanks):
+    """One rank of several, whose others give what it gives."""
+
+    def _together(self, given: Any, make: Callable[[list[Any]], Any]) -> Any:
+        return make([given] * self.size)
+
+
 @pytest.fixture(autouse=True)
 def threads_are_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (engine_plan, builder, offload_rt.llm):
@@ -181,6 +192,31 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return save_pair(tmp_path_factory.mktemp("pair"), model, nearly(model, 0.03))
 
 
+def quantised(folder: Path, choice: Choice | str | None, **sizes: Any) -> tuple[Path, Any]:
+    """A checkpoint in a format, of a Llama with rows that all formats divide into blocks; and the model that it stands for."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 32} | sizes
+    model = CASES["llama"].build(3, **sizes)
+    for parameter in model.parameters():
+        parameter.data /= 2 if parameter.dim() == 2 else 1
+    if isinstance(choice, str):
+        return folder / "m.gguf", build(folder / "m.gguf", model, choice)
+    if choice is None:
+        model.bfloat16().save_pretrained(folder / "exact")
+    else:
+        model.save_pretrained(folder / "model")
+        write(folder / "model", folder / "m", choice, folder / "exact")
+    exact = AutoModelForCausalLM.from_pretrained(folder / "exact", dtype=torch.float32)
+    return folder / ("m" if choice else "exact"), exact
+
+
+def streamed(path: Path, **settings: Any) -> EngineConfig:
+    """Settings with which layers come from the disk, however they are divided."""
+    config = EngineConfig(str(path), device="cpu", drafter="none", max_model_len=64, dtype="float32", **settings)
+    with LLM.open(config) as unloaded:
+        plan = unloaded.plan
+    return replace(config, device_memory=plan.reserved.total + 5 * plan.slot_nbytes // 2)
+
+
 # The cuts
 
 
@@ -191,18 +227,22 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
         Choice("pack-quantized"), Choice("pack-quantized", group_size=-1), Choice("pack-quantized", 3), Choice("fp8"),
         Choice("pack-quantized", desc_act=True), Choice("pack-quantized", group_size=80), Choice("awq"), Choice("nf4"),
         Choice("int-quantized", group_size=-1), Choice("float-quantized"), Choice("mxfp4-pack-quantized"),
-        Choice("gptq", 3), Choice("gptq", 4), Choice("gptq", desc_act=True), None,
+        Choice("gptq", 3), Choice("gptq", 4), Choice("gptq", desc_act=True), Choice("nf4", group_size=128),
+        Choice("nf4", symmetric=True), None,
     ],
     ids=lambda choice: id_of(choice) or "dense",
 )  # fmt: skip
 def test_the_parts_of_a_matrix_are_the_whole(tmp_path: Path, choice: Choice | None, dim: int) -> None:
-    """Whatever the format; or it is refused, which act-order and ragged groups are where inputs are divided."""
+    """Whatever the format; or by inputs there are none, of act-order, ragged groups, and blocks that run on row by row.
+
+    The scales of a part may begin within a block of nested ones.
+    """
     weight = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1)).bfloat16() / 10
     stored, exact = quantized({NAME: weight}, choice) if choice else ({NAME: weight},) * 2
     save_file(stored, tmp_path / "model.safetensors")
     source, n = Source(read_header(tmp_path / "model.safetensors")), SHAPE[dim] // 2
-    is_refused = choice is not None and (
-        choice.format == "nf4" or (dim == 1 and (choice.desc_act or choice.group_size == 80))
+    is_refused = (
+        choice is not None and dim == 1 and (choice.format == "nf4" or choice.desc_act or choice.group_size == 80)
     )
     found = []
     for rank in (0, 1):
@@ -244,32 +284,42 @@ def test_ranks_have_all_tensors_between_them(zoo: Zoo, name: str, is_exact: bool
     assert all(one.kv_shapes[0].n_heads == max(checkpoint.spec.n_kv_heads // size, 1) for one in boards)
 
 
-def test_a_rank_reads_and_holds_its_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the bytes of all, counted where they are read: at most 1.03 of them over the ranks."""
-    sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "num_key_value_heads": 4}
-    LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=4, vocab_size=512)).save_pretrained(tmp_path)
-    whole = open_checkpoint(tmp_path)
+@pytest.mark.parametrize("choice", ["plain", None, Choice("gptq"), Choice("nf4"), Choice("fp8"), "Q4_K"], ids=str)
+def test_a_rank_reads_and_holds_its_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choice: Choice | str | None
+) -> None:
+    """Of the bytes of all, counted where they are read: at most 1.03 of them over the ranks, whatever the format.
+
+    As they lie in a plain checkpoint if they are divided by outputs, else where convert has put them.
+    """
+    is_converted, choice = choice != "plain", None if choice == "plain" else choice
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 4}
+    path, _ = quantised(tmp_path, choice, **sizes, num_hidden_layers=3, head_dim=64)
+    if is_converted:
+        convert_for_ranks(path, "--link-format", "raw")
+    prefer(monkeypatch, not is_converted)
+    whole = open_checkpoint(path)
     n_layers = sum(one.nbytes for layer in whole.layers for one in layer)
 
     fill = DirectFiles.fill
 
     def count(self: DirectFiles, path: Path, start: int, into: Tensor, need: int) -> None:
         MINE.n_read = getattr(MINE, "n_read", 0) + need
+        MINE.folders = getattr(MINE, "folders", set()) | {path.parent.name}
         fill(self, path, start, into, need)
 
     monkeypatch.setattr(DirectFiles, "fill", count)
 
     def work() -> tuple[int, int, int]:
-        with LLM.open(
-            EngineConfig(str(tmp_path), device="cpu", drafter="none", device_memory="16MB", max_model_len=64)
-        ) as llm:
+        with LLM.open(streamed(path)) as llm:
             plan, disk = llm.engine_plan, llm.engine_plan.disk
             assert set(plan.plan.tiers) == {"disk"}
-            MINE.n_read = 0
-            for i in range(4):
+            MINE.n_read, MINE.folders = 0, set()
+            for i in range(3):
                 block = host_block(disk.layout(i).nbytes)
                 for read in disk.reads(i, block):
                     read()
+            assert not is_converted or MINE.folders == {f"rank-{MINE.ranks.rank}"}
             return MINE.n_read, plan.checkpoint.nbytes, plan.plan.streamed_nbytes
 
     for n_read, n_held, n_streamed in together(2, work):
@@ -447,12 +497,215 @@ def test_heads_of_rank_0_draft_with_tables_of_all(tmp_path: Path, monkeypatch: p
     assert tokens == generate(model, prompt, 16)
 
 
-def test_gguf_blocks_are_divided_by_outputs_alone_where_inputs_would_break_them(tmp_path: Path) -> None:
-    model = build(tmp_path / "m.gguf", CASES["llama"].build(3), "Q8_0")
-    settings = {"directory": tmp_path / "m.gguf", "prompt": prompt_of(0), "dtype": "float32"}
-    assert divided_tokens(2, **settings, exact_parallel=True) == generate(model, prompt_of(0), 16)
-    with pytest.raises(UnsupportedModelError, match="of format gguf cannot be divided"):
-        divided_tokens(2, **settings)
+# What of attention's output matrix and the MLP's is cut by: 0 outputs, 1 inputs. The former is no Q4_K.
+FORMATS: list[tuple[Choice | str, int, int]] = [
+    (Choice("gptq", desc_act=True), 0, 0), (Choice("awq"), 1, 1), (Choice("nf4"), 0, 0), ("Q8_0", 1, 1), ("Q4_K", 1, 0),
+    (Choice("nf4", group_size=64, symmetric=True), 0, 0), (Choice("fp8"), 1, 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("choice", "o", "down"), FORMATS, ids=lambda one: id_of(one) or str(one))
+def test_formats_give_the_tokens_of_the_whole_and_are_cut_by_outputs_where_they_must_be(
+    tmp_path: Path, choice: Choice | str, o: int, down: int
+) -> None:
+    """Groups in any order, blocks longer than a part, and those that run on from row to row; matrix by matrix."""
+    path, model = quantised(tmp_path, choice, intermediate_size=256 if choice == "Q4_K" else 512)
+    part = part_of(open_checkpoint(path), 0, 2, is_exact=False).spec
+    assert isinstance(part, TensorParallelModel)
+    dims = [part.styles[f"{name}_proj"].dim for name in ("self_attn.o", "mlp.down", "mlp.up")]
+    assert dims == [o, down, 0]
+    expected = generate(model, prompt_of(0), 16)
+    assert divided_tokens(2, path, prompt_of(0), dtype="float32") == expected
+    assert len(set(expected)) > 3
+
+
+# What convert writes for ranks
+
+
+def convert_for_ranks(path: Path, *flags: str, size: int = 2) -> None:
+    assert convert.main(["--model", str(path), "--ranks", str(size), *flags]) == 0
+
+
+def prefer(monkeypatch: pytest.MonkeyPatch, is_exact: bool) -> None:
+    """Let one of the ways to divide layers on the disk be the faster one."""
+    monkeypatch.setattr(engine_plan.profile, "memory_gbps", lambda *_: 1.0)
+    monkeypatch.setattr(engine_plan, "pass_seconds", lambda plan, *_: float(plan.checkpoint.spec.is_exact != is_exact))
+
+
+@pytest.mark.parametrize("flags", [[], ["--link-format", "raw"], ["--exact-parallel"]], ids=" ".join)
+def test_ranks_stream_what_convert_has_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]
+) -> None:
+    """In the bytes of `lossless`, and where asked for as they are; the tokens are those of the whole.
+
+    Unless the other way is faster, which is told.
+    """
+    path, model = quantised(tmp_path, None, num_hidden_layers=4)
+    convert_for_ranks(path, *flags, "--sidecar", str(tmp_path))
+    monkeypatch.setattr(link, "_BUFFERS", 8192)
+    is_exact, is_raw = "--exact-parallel" in flags, "raw" in flags
+    prefer(monkeypatch, is_exact)
+
+    def work() -> list[int]:
+        with LLM.open(streamed(path, sidecar=str(tmp_path))) as llm:
+            plan = llm.engine_plan
+            assert (bool(plan.link.sidecar), bool(plan.link.layers)) == (not is_raw, is_raw)
+            assert plan.checkpoint.spec.is_exact == is_exact and not plan.notice and "disk" in plan.plan.tiers
+            files = [one.payload for one in plan.link.sidecar or ()] or [
+                one for of in plan.checkpoint.layers for one in of
+            ]
+            assert {one.path.parent.name for one in files} == {f"rank-{MINE.ranks.rank}"}
+            llm.load()
+            return tokens_of(llm, prompt_of(0))
+
+    def look() -> str:
+        with LLM.open(streamed(path, sidecar=str(tmp_path))) as llm:
+            assert llm.engine_plan.link.sidecar is None and llm.engine_plan.link.layers is None
+            return llm.engine_plan.notice
+
+    assert together(2, work)[0] == generate(model, prompt_of(0), 16)
+    prefer(monkeypatch, not is_exact)
+    assert all("passes are faster so than from what offload-rt convert has written" in one for one in together(2, look))
+
+
+@pytest.mark.parametrize("flags", [[], ["--link-format", "raw"]], ids=" ".join)
+@pytest.mark.parametrize("where", ["host", "disk"])
+def test_a_rank_with_a_card_streams_what_convert_has_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str], where: str
+) -> None:
+    """The same text as from the checkpoint, of whatever the ranks compute together."""
+    path, _ = quantised(tmp_path, None, num_hidden_layers=4)
+    monkeypatch.setattr(MINE, "ranks", Alike(0, Board(2)), raising=False)
+    prefer(monkeypatch, is_exact=False)
+
+    def run(**settings: Any) -> tuple[list[int], bool, bool]:
+        config = EngineConfig(str(path), device="cuda", drafter="none", max_model_len=64, **settings)
+        with LLM.open(config) as unloaded:
+            plan = unloaded.plan
+        config = replace(config, device_memory=plan.reserved.total + plan.link.buffer + 2 * plan.slot_nbytes)
+        if where == "disk":
+            with LLM.open(config) as unloaded:
+                config = replace(config, host_memory=unloaded.plan.budget.buffers + unloaded.plan.host_slot_nbytes)
+        with LLM.open(config) as llm:
+            assert where in llm.plan.tiers
+            llm.load()
+            link = llm.engine_plan.link
+            return tokens_of(llm, prompt_of(0)), bool(link.sidecar), bool(link.layers)
+
+    with pretended_card(monkeypatch, has_kernels=True):
+        expected, *none = run()
+        convert_for_ranks(path, *flags)
+        found, *has = run()
+    assert (found, none, has) == (expected, [False, False], [not flags, bool(flags)])
+
+
+def test_sidecars_of_other_runs_are_told_and_not_used(pair: Pair, tmp_path: Path) -> None:
+    """Of other ranks, of another cut, of a model that has changed, and none at all."""
+
+    def notices(path: Path, **settings: Any) -> set[str]:
+        def work() -> str:
+            config = EngineConfig(str(path), device="cpu", drafter="none", max_model_len=64, **settings)
+            with LLM.open(config) as llm:
+                assert llm.engine_plan.link.sidecar is None and llm.engine_plan.link.layers is None
+                return llm.engine_plan.notice
+
+        return set(together(2, work))
+
+    shutil.copytree(pair.target, path := tmp_path / "m")
+    assert notices(path) == {""}
+    convert_for_ranks(path, "--exact-parallel")
+    convert_for_ranks(path, size=4)
+    (said, other) = sorted(notices(path))
+    assert said == (
+        f"weights cross the link as they are: no sidecar in {path}/raw-2/rank-0: has lossless-2-exact, lossless-4; "
+        "run offload-rt convert --ranks 2 first, or use --link-format raw"
+    )
+    assert other == said.replace("rank-0", "rank-1")
+    assert notices(path, link_format="raw") == {""}
+    with pytest.raises(CheckpointError, match=r"lossless-2/rank-[01]: has lossless-2-exact, lossless-4; run"):
+        notices(path, link_format="lossless")
+    lossless = EngineConfig(str(path), device="cpu", drafter="none", link_format="lossless", exact_parallel=True)
+    assert all(together(2, lambda: LLM.open(lossless).engine_plan.link.sidecar))
+    with pytest.raises(CheckpointError, match=r"no sidecar in .*raw-2/rank-[01]; run offload-rt convert --ranks 2"):
+        notices(path, sidecar=str(tmp_path))
+    convert_for_ranks(path)
+    weights = next(path.glob("*.safetensors"))
+    content = bytearray(weights.read_bytes())
+    record = next(one for name, one in read_header(weights).items() if "layers.0.self_attn.q" in name)
+    content[record.start : record.stop] = bytes(record.stop - record.start)
+    weights.write_bytes(content)
+    assert all("is not layer 0 of this checkpoint; run offload-rt convert again" in one for one in notices(path))
+
+
+def test_convert_tells_what_it_cannot_write(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path, _ = quantised(tmp_path, "Q8_0")
+    for flags, words in (
+        ([], "quantised weights do not shrink"), (["--ranks", "2", "--link-format", "lossless"], "do not shrink"),
+        (["--link-format", "raw"], "give --ranks"), (["--ranks", "1"], "two ranks"), (["--ranks", "3"], "parts"),
+    ):  # fmt: skip
+        assert convert.main(["--model", str(path), *flags]) == 2
+        assert words in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("strided", "contiguous", "exchange_s", "is_exact"),
+    [(0.6, 1.0, 0.0, True), (0.6, 1.0, 1.0, False), (1.0, 1.0, 1e-3, False)],
+    ids=["of the disk", "of the network", "where the disk is alike"],
+)
+def test_layers_on_the_disk_are_divided_in_the_way_that_a_pass_is_faster(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    strided: float,
+    contiguous: float,
+    exchange_s: float,
+    is_exact: bool,
+) -> None:
+    """By what is measured: rates of reading parts of rows and whole ones, and what exchanges take. All ranks agree."""
+    path, _ = quantised(tmp_path, None, num_hidden_layers=4)
+
+    def rate(tier: Any, n_layers: int) -> float:
+        # A rank alone with another opinion is overruled: the slowest one counts.
+        pieces = max(part.n_pieces for _, parts in tier._blocks for part in parts)
+        of_slowest = strided if pieces > 1 else contiguous
+        return of_slowest if MINE.ranks.rank else 10 / of_slowest
+
+    monkeypatch.setattr(rank_cuts.profile, "link_gbps", rate)
+    monkeypatch.setattr(rank_cuts.profile, "memory_gbps", lambda *_: 1e6)
+    monkeypatch.setattr(rank_cuts.profile, "timed", lambda device, work: [exchange_s])
+
+    def work() -> tuple[bool, str]:
+        with LLM.open(streamed(path)) as llm:
+            return llm.engine_plan.checkpoint.spec.is_exact, llm.engine_plan.notice
+
+    vain = "read from the disk with what lies between a rank's parts, in 1.3 times their bytes; offload-rt convert --ranks 2"
+    for chosen, notice in together(2, work):
+        assert chosen == is_exact
+        assert (vain in notice) == (not is_exact)
+
+
+def test_memory_that_is_enough_for_one_way_alone_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts in a file of their own need no pages at both ends of each; where a rank has too little, all are told."""
+    path, _ = quantised(tmp_path, None, num_hidden_layers=4)
+    convert_for_ranks(path, "--link-format", "raw")
+    prefer(monkeypatch, is_exact=True)
+
+    def work(more: tuple[int, int]) -> str:
+        config = EngineConfig(str(path), device="cpu", drafter="none", max_model_len=64)
+        with LLM.open(config) as unloaded:
+            plan = unloaded.plan
+        least = plan.reserved.total + 2 * plan.slot_nbytes + more[MINE.ranks.rank]
+        try:
+            with LLM.open(replace(config, device_memory=least)) as llm:
+                return "outputs" if llm.engine_plan.checkpoint.spec.is_exact else "inputs"
+        except CapacityError as error:
+            return str(error)
+
+    assert together(2, lambda: work((1 << 18, 1 << 18))) == ["outputs"] * 2
+    assert together(2, lambda: work((0, 1 << 18))) == ["inputs"] * 2
+    found, short = together(2, lambda: work((1 << 18, -(1 << 18))))
+    assert found.startswith("another rank has too little memory") and short.startswith(
+        "the device memory budget is too"
+    )
 
 
 def test_samples_batches_and_what_is_read_of_prompts_are_those_of_one_rank(
@@ -602,12 +855,6 @@ def test_what_cannot_be_divided_is_refused_in_a_sentence(
     spec = open_checkpoint(tmp_path).spec
     with pytest.raises(UnsupportedModelError, match=words):
         TensorParallelModel.of(spec, ThreadRanks(0, Board(size)), False)
-
-
-def test_lossless_weights_are_refused(pair: Pair) -> None:
-    config = EngineConfig(str(pair.target), device="cpu", drafter="none", link_format="lossless")
-    with pytest.raises(SettingsError, match="several ranks on cards"):
-        together(2, lambda: LLM.open(config).close())
 
 
 # Processes

@@ -1,7 +1,7 @@
 """Where a draft model is among ranks: on the first one or divided among all, by what is measured before a weight moves."""
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from statistics import median
 
@@ -43,7 +43,7 @@ def agree(
     """The option whose steps take least, by drafting and by what a draft leaves to the target's layers; the same for all ranks.
 
     options  what this rank may draft with
-    fit      its memory plan. Raises CapacityError as this does where there is one option alone
+    fit      its memory plan. Raises CapacityError
     of       dtype of the target, and the device
     A disk is slowest: options that need none come first. A step has the deepest tree, with as many rows on each level, and
     takes as long as on the slowest rank.
@@ -51,11 +51,8 @@ def agree(
     plans, sizes = list[MemoryPlan | None](), list[int]()
     for one in options:
         plan = None
-        try:
+        with suppress(CapacityError):
             plan = fit(one)
-        except CapacityError:
-            if len(options) == 1:
-                raise
         sizes += (plan.max_model_len, plan.limits.n_nodes, "disk" not in plan.plan.tiers) if plan else (0, 0, False)
         plans.append(plan)
     least = iter(ranks.least(*sizes))

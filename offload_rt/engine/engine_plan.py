@@ -2,7 +2,7 @@
 
 import os
 import platform
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -13,6 +13,7 @@ from offload_rt.engine import profile
 from offload_rt.engine.draft_place import agree
 from offload_rt.engine.link import Link, choose_link
 from offload_rt.engine.memory_plan import LIBRARIES, READ_BUFFERS, MemoryPlan, Sizes, less_margin, plan_touched
+from offload_rt.engine.rank_cuts import pass_seconds, reading_notice
 from offload_rt.engine.stages import of_all, stage_of
 from offload_rt.errors import CapacityError, DeviceError, SettingsError, UnsupportedModelError
 from offload_rt.models.tensor_parallel import TensorParallelModel
@@ -127,15 +128,52 @@ def _kv_notice(plan: Plan) -> str:
 
 
 def plan_engine(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting) -> EnginePlan:
-    """Decide where everything goes. Raises CapacityError if it cannot go anywhere."""
+    """Decide where everything goes. Raises CapacityError if it cannot go anywhere.
+
+    Where weights of ranks come from a disk, some of them are divided by inputs or all by outputs, whichever is faster.
+    """
+    ranks, found = joined(), _plan(config, checkpoint, drafting)
+    if ranks is None or config.pipeline > 1 or ranks.least(int("disk" not in found.plan.tiers))[0]:
+        return found
+    if not config.exact_parallel and config.link_format != "lossless":  # which may be there for one way alone
+        found = _faster(found, config, checkpoint, drafting)
+    notices = found.notice, reading_notice(found, ranks.size, config.exact_parallel)
+    return replace(found, notice="\n".join(filter(None, notices)))
+
+
+def _faster(found: EnginePlan, config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting) -> EnginePlan:
+    """The faster one of a plan and that for weights divided by outputs; the other is closed."""
+    with ExitStack() as closes:
+        closes.callback(found.close)
+        try:
+            by_outputs = _plan(replace(config, exact_parallel=True), checkpoint, drafting)
+        except CapacityError:  # on all ranks
+            closes.pop_all()
+            return found
+        closes.callback(by_outputs.close)
+        n_rows = found.limits.n_nodes
+        gbps = profile.memory_gbps(found.dtype, found.device, n_rows)
+        slower, faster = sorted((found, by_outputs), key=lambda one: -pass_seconds(one, n_rows, gbps))
+        closes.pop_all()
+    slower.close()
+    if faster.link.notice and (slower.link.sidecar or slower.link.layers):
+        left = "layers are read from the checkpoint: passes are faster so than from what offload-rt convert has written"
+        return replace(faster, notice=faster.notice.replace(faster.link.notice, left))
+    return faster
+
+
+def _plan(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting) -> EnginePlan:
+    """Decide it for weights that are divided as the settings say."""
     device = pick_device(config.device)
     if device.type == "cpu" and config.host_memory is not None:
         problem = "--host-memory is for pinned memory beside a GPU"
         raise SettingsError(problem, change="on a CPU, set --device-memory alone")
-    whole, ranks, dtype = checkpoint, joined(), _pick_dtype(config.dtype, checkpoint)
+    ranks, dtype = joined(), _pick_dtype(config.dtype, checkpoint)
     budget = memory_budget(config, device)
-    checkpoint = _of_rank(config, whole, drafting, dtype, budget)
+    checkpoint = _of_rank(config, checkpoint, drafting, dtype, budget)
     link = choose_link(config, checkpoint, device)
+    if link.layers:
+        checkpoint = replace(checkpoint, layers=link.layers)
     experts: ExpertFiles | None = None
     with closing(DiskTier(checkpoint.layers)) as files:
         is_packed = device.type == "cuda" or link.sizes is not None
@@ -153,12 +191,11 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting
             memory = fit(drafting)
         else:
             way = agree(_ways(config, drafting), fit, files, ranks, (dtype, device))
-            # A disk is read in pages, of which a part of each row has few.
-            if not (way.is_in_memory or config.exact_parallel or config.pipeline > 1):
-                return plan_engine(replace(config, exact_parallel=True), whole, drafting)
             drafting = way.drafting
             max_len, n_nodes = way.max_model_len or config.max_model_len, way.n_nodes or config.tree_size
             memory = fit(drafting, replace(config, max_model_len=max_len, tree_size=n_nodes))
+            if not way.n_nodes:
+                raise CapacityError("another rank has too little memory", change="lower --max-model-len or --tree-size")
             memory = replace(memory, limits=replace(memory.limits, fixed_size=config.tree_size is not None))
         _check_resident(memory.plan, drafting)
         if link.encodes and memory.plan.tiers.count("disk"):

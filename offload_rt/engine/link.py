@@ -12,6 +12,7 @@ from offload_rt.offload.placement import LinkSizes
 from offload_rt.offload.sidecar import open_sidecar
 from offload_rt.ops import extension
 from offload_rt.weights.checkpoint import Checkpoint
+from offload_rt.weights.header import TensorRecord
 from offload_rt.weights.layout import PAGE, align_up
 from offload_rt.weights.lossless import SidecarLayer, decoded_layout, estimate
 
@@ -24,20 +25,26 @@ class Link:
     """The way of the streamed layers.
 
     sidecar  the encoded layers; None: there are none
+    layers   where a rank's parts lie one behind the other as they are; None: there are no such files
     encodes  layers are encoded while they are loaded into memory of the host
     sizes    None: those of the layers as they are
     notice   what the user should know; empty if nothing
     """
 
     sidecar: tuple[SidecarLayer, ...] | None = None
+    layers: tuple[tuple[TensorRecord, ...], ...] | None = None
     encodes: bool = False
     sizes: LinkSizes | None = None
     notice: str = ""
 
 
-def sidecar_of(checkpoint: Checkpoint, directory: str | None) -> Path:
-    """The directory of the sidecar of a checkpoint; None: beside it."""
-    return checkpoint.path / "lossless" if directory is None else Path(directory).expanduser()
+def sidecar_of(checkpoint: Checkpoint, directory: str | None, kind: str = "lossless") -> Path:
+    """The directory of the sidecar of a checkpoint or of a rank's part; None: beside it."""
+    beside = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.with_suffix("")
+    base, spec = beside if directory is None else Path(directory).expanduser(), checkpoint.spec
+    if isinstance(spec, TensorParallelModel):
+        return base / f"{kind}-{spec.size}{'-exact' if spec.is_exact else ''}" / f"rank-{spec.rank}"
+    return base / kind if directory is None else base
 
 
 def choose_link(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> Link:
@@ -45,44 +52,66 @@ def choose_link(config: EngineConfig, checkpoint: Checkpoint, device: torch.devi
 
     `auto` uses a sidecar and nothing else: with one, loading reads fewer bytes too. Encoding at load takes about a second
     of all cores for every 4 GB, in each run, and the plan then rests on a sample of the weights; so it is done where it is
-    asked for. Quantised weights cross the link as they are. Weights divided among ranks have no sidecar: they are encoded at
-    load.
+    asked for. Quantised weights cross the link as they are. Of weights divided among ranks each part has a sidecar of its own,
+    encoded or as it is.
     Raises an OffloadError where what was asked for cannot be had.
     """
-    is_asked = config.link_format == "lossless"
-    directory, on_card = sidecar_of(checkpoint, config.sidecar), device.type == "cuda"
-    if is_asked and config.pipeline > 1:
+    is_asked, is_auto = config.link_format == "lossless", config.link_format == "auto"
+    if config.pipeline > 1 and is_asked:
         raise SettingsError("--link-format lossless with --pipeline", change="leave one of them out")
-    if config.pipeline > 1 or config.link_format == "raw" or not (is_asked or config.sidecar or directory.is_dir()):
+    is_divided, directory = isinstance(checkpoint.spec, TensorParallelModel), sidecar_of(checkpoint, config.sidecar)
+    is_raw = is_divided and not is_asked and not (is_auto and directory.is_dir())
+    if config.pipeline > 1 or (config.link_format == "raw" and not is_raw):
         return Link()
-    is_divided = isinstance(checkpoint.spec, TensorParallelModel)
-    if checkpoint.format.name != "dense" or (is_divided and not (is_asked and on_card)):
-        problem = "--link-format lossless is for weights that are not quantised, with several ranks on cards where it is given"
-        have = "several ranks" if is_divided else checkpoint.format.name
-        return _without(is_asked, SettingsError(problem, have=have, change="leave it out"))
+    if is_raw:
+        directory = sidecar_of(checkpoint, config.sidecar, "raw")
+    others = _others(directory) if is_divided and not directory.is_dir() else ""
+    if not (is_asked or directory.is_dir() or (is_auto and (config.sidecar or others))):
+        return Link()
+    try:
+        if is_raw:
+            layers = zip(_opened(checkpoint, directory, others), checkpoint.layers, strict=True)
+            return Link(layers=tuple(one.records(layer) for one, layer in layers))
+        return _encoded(config, checkpoint, directory, device, others)
+    except (CheckpointError, DeviceError, SettingsError) as problem:
+        if is_asked or not (directory.is_dir() or others):
+            raise
+        return Link(notice=f"weights cross the link as they are: {problem}")
+
+
+def _encoded(config: EngineConfig, checkpoint: Checkpoint, directory: Path, device: torch.device, others: str) -> Link:
+    is_asked, on_card = config.link_format == "lossless", device.type == "cuda"
+    if checkpoint.format.name != "dense":
+        problem = "--link-format lossless is for weights that are not quantised"
+        raise SettingsError(problem, have=checkpoint.format.name, change="leave it out")
     if on_card and not extension.serves(torch.empty(0, device=device)):
         problem = f"no kernel decodes lossless weights: {extension.missing()}"
-        return _without(is_asked, DeviceError(problem, change="use --link-format raw"))
-    if is_asked and on_card and (is_divided or not (config.sidecar or directory.is_dir())):
+        raise DeviceError(problem, change="use --link-format raw")
+    if is_asked and on_card and not (config.sidecar or directory.is_dir()):
         encoded = tuple(estimate(layer) for layer in checkpoint.layers)
         return Link(encodes=True, sizes=_sizes(checkpoint, encoded, on_card))
-    if not directory.is_dir():
-        raise CheckpointError(
-            f"no lossless sidecar in {directory}", change="run offload-rt convert first, or use --link-format raw"
-        )
-    try:
-        sidecar = open_sidecar(checkpoint, directory)
-    except CheckpointError as error:
-        return _without(is_asked, error)
+    sidecar = _opened(checkpoint, directory, others)
     nbytes = (one.encoded.nbytes if on_card else one.encoded.payload_nbytes for one in sidecar)
     return Link(sidecar, sizes=_sizes(checkpoint, tuple(nbytes), on_card))
 
 
-def _without(is_asked: bool, problem: CheckpointError | DeviceError | SettingsError) -> Link:
-    """The link without encoding, and why. Raises the problem where encoding was asked for."""
-    if is_asked:
-        raise problem
-    return Link(notice=f"weights cross the link as they are: {problem}")
+def _opened(checkpoint: Checkpoint, directory: Path, others: str) -> tuple[SidecarLayer, ...]:
+    if not directory.is_dir():
+        flags = convert_flags(s.size, s.is_exact) if isinstance(s := checkpoint.spec, TensorParallelModel) else ""
+        change = f"run offload-rt convert{flags} first, or use --link-format raw"
+        raise CheckpointError(f"no sidecar in {directory}", have=others, change=change)
+    return open_sidecar(checkpoint, directory)
+
+
+def convert_flags(size: int, is_exact: bool) -> str:
+    """Of `offload-rt convert` for so many ranks; is_exact: for runs with --exact-parallel."""
+    return f" --ranks {size}{' --exact-parallel' if is_exact else ''}"
+
+
+def _others(directory: Path) -> str:
+    """The sidecars beside that of a rank: of other numbers of ranks, or cut in another way."""
+    names = (one.name for one in directory.parent.parent.glob("*"))
+    return ", ".join(sorted(name for name in names if name.startswith(("lossless", "raw-"))))
 
 
 def _sizes(checkpoint: Checkpoint, encoded: tuple[int, ...], on_card: bool) -> LinkSizes:

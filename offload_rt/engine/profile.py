@@ -86,12 +86,12 @@ def beyond_caches(device: torch.device) -> int:
     return min(max(256 << 20, 4 * cache_nbytes()), memory_free() // 4)
 
 
-def memory_gbps(dtype: torch.dtype, device: torch.device) -> float:
-    """GB/s at which the device reads a matrix in a product with one vector."""
+def memory_gbps(dtype: torch.dtype, device: torch.device, n_rows: int = 1) -> float:
+    """GB/s at which the device reads a matrix in a product with one vector, or several."""
     width = 4096
-    matrix = torch.ones(beyond_caches(device) // dtype.itemsize // width, width, dtype=dtype, device=device)
-    vector = torch.ones(1, width, dtype=dtype, device=device)
-    seconds = _timed(device, lambda: torch.nn.functional.linear(vector, matrix))
+    matrix = torch.ones(beyond_caches(device) // dtype.itemsize // width // n_rows, width, dtype=dtype, device=device)
+    vectors = torch.ones(n_rows, width, dtype=dtype, device=device)
+    seconds = timed(device, lambda: torch.nn.functional.linear(vectors, matrix))
     return matrix.nbytes / median(seconds) / 1e9
 
 
@@ -109,14 +109,14 @@ def upload_gbps(device: torch.device, nbytes: int = 256 << 20) -> float:
     with staying_near(cpus_near(device)):
         pinned = pin(source)
     try:
-        seconds = _timed(device, lambda: target.copy_(source, non_blocking=True))
+        seconds = timed(device, lambda: target.copy_(source, non_blocking=True))
     finally:
         if pinned:
             unpin(source)
     return nbytes / min(seconds) / 1e9
 
 
-def _timed(device: torch.device, work: Callable[[], object], n_times: int = 3) -> list[float]:
+def timed(device: torch.device, work: Callable[[], object], n_times: int = 3) -> list[float]:
     """Seconds of some work each time, by the device's own clock where it is a card, after a first time that is not counted."""
     seconds = []
     for _ in range(1 + n_times):

@@ -172,6 +172,10 @@ class TensorParallelModel(Architecture):
             raise self._refusal(f"{name!r} has {n} {'inputs' if at else 'outputs'}")
         return Cut(at, n // self.size * self.rank, n // self.size)
 
+    def cut_by_outputs(self, name: str) -> None:
+        """Divide a matrix by its outputs, which are gathered, whatever the plan says."""
+        self.styles[_module(name)] = self.styles[_module(name)]._replace(dim=0)
+
     def _of_rank(self, tensors: Sequence[TensorShape]) -> tuple[TensorShape, ...]:
         cuts = [(one, self.cut(*one)) for one in tensors if self.has(one.name)]
         return tuple(one if cut is None else TensorShape(one.name, cut.shape(one.shape)) for one, cut in cuts)
@@ -225,6 +229,19 @@ class TensorParallelModel(Architecture):
     def non_layer_tensors(self) -> tuple[TensorShape, ...]:
         """This rank's parts."""
         return self._of_rank(self.whole.non_layer_tensors())
+
+    def exchanges(self, i: int) -> list[tuple[bool, int]]:
+        """What ranks exchange of each row in layer i: whether it is added up, else gathered, and how wide each rank's is."""
+        mixture, found = self.whole.mixture, list[tuple[bool, int]]()
+        if mixture is not None and i in mixture.layers:
+            found.append((True, self.hidden_size * (mixture.n_used if self.is_exact else 1)))
+        for name, shape in self.whole.layer_tensors(i):
+            style = self.styles.get(_module(name))
+            if style is None or len(shape) == 1 or _module(name) in self._joined:
+                continue
+            gathered = (shape[1], style.takes_part), (shape[0], not style.gives_part)
+            found += [(True, shape[0])] if style.dim else [(False, n // self.size) for n, is_so in gathered if is_so]
+        return found
 
     def embed(
         self, weights: LayerWeights, ids: Tensor, row_inputs: tuple[Tensor, ...]

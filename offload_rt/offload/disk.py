@@ -57,6 +57,11 @@ class _Part:
     n_pieces: int = 1
     stride: int = 0
 
+    @property
+    def span(self) -> int:
+        """Bytes that are read, with what lies between pieces: these are shorter than requests, and seldom begin at a page."""
+        return (self.n_pieces - 1) * self.stride + self.nbytes // self.n_pieces
+
 
 class DirectFiles:
     """Files read past the page cache where the file system allows it, and held to be those whose headers were read."""
@@ -132,6 +137,10 @@ class DiskTier:
         """Bytes that reading block i moves; its layout is longer by what alignment costs."""
         return sum(part.nbytes for part in self._blocks[i][1])
 
+    def read_nbytes(self, i: int) -> int:
+        """Bytes that are read for block i: more where it has parts of rows."""
+        return sum(part.span for part in self._blocks[i][1])
+
     def reads(self, i: int, into: Tensor) -> list[Read]:
         """One read for each request; each raises LinkError if the file fails or ends early.
 
@@ -151,8 +160,7 @@ class DiskTier:
             self._files.fill(part.path, part.start - lead, into[at : at + align_up(need, PAGE)], need)
         else:
             piece = part.nbytes // part.n_pieces
-            # What lies between pieces is read with them: they are shorter than requests, and seldom begin at a page.
-            content = self._files.bounced(part.path, part.start, (part.n_pieces - 1) * part.stride + piece)
+            content = self._files.bounced(part.path, part.start, part.span)
             pieces = content.as_strided((part.n_pieces, piece), (part.stride, 1))
             into[part.offset : part.offset + part.nbytes].view(part.n_pieces, piece).copy_(pieces)
         self._files.check(part.path)
@@ -222,7 +230,8 @@ def _phased_layout(runs: Sequence[_Run]) -> Layout:
 def _parts(run: _Run, offset: int, request_nbytes: int, phased: bool) -> list[_Part]:
     """Cut a run where requests end, at multiples of the request size in the file, or between pieces."""
     if (one := run.records[0]).n_pieces > 1:
-        piece, n = one.stop - one.start, max(request_nbytes // one.stride, 1)
+        piece = one.stop - one.start
+        n = max(request_nbytes // one.stride, 1) if one.stride - piece <= _JOIN else 1
         counts = [(first, min(n, one.n_pieces - first)) for first in range(0, one.n_pieces, n)]
         return [
             _Part(run.path, run.start + first * one.stride, k * piece, offset + first * piece, False, k, one.stride)

@@ -1,8 +1,9 @@
-"""Layers read from a lossless sidecar, and writing one: a file for each layer, beside the checkpoint or anywhere else."""
+"""Layers read from a sidecar, and writing one: a file for each layer, of the whole model or of a rank's part of it."""
 
 import os
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -86,16 +87,21 @@ class SidecarTier:
 
 def open_sidecar(checkpoint: Checkpoint, directory: Path) -> tuple[SidecarLayer, ...]:
     """The layers of a checkpoint's sidecar. Raises CheckpointError unless all are there and sound, but for their content."""
+    checkpoint = replace(checkpoint, whole=None)  # a file says which part it holds
     return tuple(_open_layer(checkpoint, directory, i) for i in range(checkpoint.spec.n_layers))
 
 
-def write_sidecar(checkpoint: Checkpoint, directory: Path, progress: Callable[[int, int], None]) -> tuple[int, int]:
+def write_sidecar(
+    checkpoint: Checkpoint, directory: Path, progress: Callable[[int, int], None], is_raw: bool = False
+) -> tuple[int, int]:
     """Write the layers that are not there yet or damaged; returns the bytes of the layers before and after.
 
+    is_raw    as they are, one tensor behind the other
     progress  told (bytes of layers so far, bytes in all)
     Raises LinkError or CheckpointError where the checkpoint cannot be read, OSError where nothing can be written.
     """
     directory.mkdir(parents=True, exist_ok=True)
+    checkpoint = replace(checkpoint, whole=None)
     raw = encoded = 0
     with closing(DiskTier(checkpoint.layers, packed=True)) as files:
         sizes = [files.nbytes(i) for i in range(checkpoint.spec.n_layers)]
@@ -104,7 +110,7 @@ def write_sidecar(checkpoint: Checkpoint, directory: Path, progress: Callable[[i
             if layer is None:
                 block = host_block(files.layout(i).nbytes)
                 read_parallel(files.reads(i, block), files.n_parallel)
-                image = encode_layer(PackedLayer(block, files.layout(i)), os.cpu_count() or 1)
+                image = encode_layer(PackedLayer(block, files.layout(i)), os.cpu_count() or 1, is_raw)
                 write_layer(layer_path(directory, i), checkpoint.identity, i, image)
                 layer = _open_layer(checkpoint, directory, i)
             raw, encoded = raw + nbytes, encoded + layer.encoded.payload_nbytes

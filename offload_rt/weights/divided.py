@@ -3,10 +3,13 @@
 import math
 from contextlib import suppress
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 from offload_rt.errors import CheckpointError, UnsupportedModelError
 from offload_rt.models.architecture import TensorShape
 from offload_rt.models.tensor_parallel import Cut, TensorParallelModel
+from offload_rt.system.ranks import Ranks
 from offload_rt.weights.checkpoint import Checkpoint
 from offload_rt.weights.formats import StoredTensor, WeightFormat
 from offload_rt.weights.header import TensorRecord
@@ -14,7 +17,20 @@ from offload_rt.weights.source import Source
 
 
 def divide(checkpoint: Checkpoint, model: TensorParallelModel) -> Checkpoint:
-    """The records of a rank's part of a model. Raises UnsupportedModelError where a tensor is stored as one."""
+    """The records of a rank's part of a model.
+
+    Where a format has no parts by inputs, as of groups in any order, the styles of the model come to say outputs.
+    Raises UnsupportedModelError where a tensor is stored as one.
+    """
+    whole = model.whole
+    for i in range(whole.n_layers):
+        source = Source(checkpoint.found, whole.layer_prefix(i))
+        for tensor in whole.layer_tensors(i):
+            if (cut := model.cut(*tensor)) is not None and cut.dim == 1:
+                try:
+                    parts(checkpoint.format, tensor, cut, source)
+                except CheckpointError:
+                    model.cut_by_outputs(tensor.name)
 
     def records(tensors: tuple[TensorShape, ...], prefix: str = "") -> tuple[TensorRecord, ...]:
         source, found = Source(checkpoint.found, prefix), list[TensorRecord]()
@@ -25,13 +41,17 @@ def divide(checkpoint: Checkpoint, model: TensorParallelModel) -> Checkpoint:
                 except CheckpointError as error:
                     what = f"{prefix}{tensor.name} of format {checkpoint.format.name}"
                     problem = f"{what} cannot be divided among {model.size} ranks"
-                    change = "run it without torchrun" if model.is_exact else "add --exact-parallel, which may do"
-                    raise UnsupportedModelError(problem, change=change) from error
+                    raise UnsupportedModelError(problem, change="start fewer ranks") from error
         return tuple(found)
 
-    whole = model.whole
     layers = tuple(records(whole.layer_tensors(i), whole.layer_prefix(i)) for i in range(whole.n_layers))
     return replace(checkpoint, spec=model, layers=layers, non_layer=records(whole.non_layer_tensors()))
+
+
+def part_of(checkpoint: Checkpoint, rank: int, size: int, is_exact: bool) -> Checkpoint:
+    """The part of a rank that is not there: nothing can be computed with it. Raises UnsupportedModelError as `divide`."""
+    ranks = cast(Ranks, SimpleNamespace(rank=rank, size=size))
+    return divide(checkpoint, TensorParallelModel.of(checkpoint.spec, ranks, is_exact))
 
 
 def parts(format: WeightFormat, tensor: TensorShape, cut: Cut | None, source: Source) -> list[TensorRecord]:
@@ -45,13 +65,14 @@ def parts(format: WeightFormat, tensor: TensorShape, cut: Cut | None, source: So
     if cut is None:
         return records
     # A rank's part is a checkpoint of its own, in which nothing but this matrix is known.
-    own = Source({source.prefix + one.name: source.records[source.prefix + one.name] for one in stored}, source.prefix)
+    names, first = (source.prefix + one.name for one in stored), cut.first if cut.dim == 0 else 0
+    own = Source({one: source.records[one] for one in names}, source.prefix, (source, shape, first))
     part = format.stored(name, cut.shape(shape), None, own)
     more: tuple[StoredTensor, ...] | None = None
     with suppress(CheckpointError):  # where parts of such a size cannot be stored, this one is of whole groups
         more = format.stored(name, cut._replace(n=cut.n + 1).shape(shape), None, own)
     return [
-        _part(record, one, (cut, shape[cut.dim]), None if more is None else more[i].shape)
+        _part(replace(record, key=one.key), one, (cut, shape[cut.dim]), None if more is None else more[i].shape)
         for i, (record, one) in enumerate(zip(records, part, strict=True))
     ]
 

@@ -3,9 +3,9 @@
 import math
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 
 import numpy as np
@@ -106,15 +106,15 @@ def decoded_layout(records: Iterable[TensorRecord]) -> Layout:
     return packed_layout((one.key, one.shape, one.torch_dtype()) for one in records)
 
 
-def encode_layer(image: PackedLayer, n_threads: int) -> EncodedImage:
-    """Encode a layer in memory of the host, whose tensors are aligned, to fresh memory."""
+def encode_layer(image: PackedLayer, n_threads: int, is_raw: bool = False) -> EncodedImage:
+    """Encode a layer in memory of the host, whose tensors are aligned, to fresh memory; is_raw: leave it as it is."""
     content = image.block.numpy()
     entries = [(entry, content[entry.offset : entry.offset + entry.nbytes]) for entry in image.layout.entries]
     layout = packed_layout((entry.name, entry.shape, entry.dtype) for entry, _ in entries)
     with ThreadPoolExecutor(n_threads, "encodes") as pool:
         codings = []
         for entry, tensor in entries:
-            kind = KIND_OF.get(entry.dtype, RAW)
+            kind = RAW if is_raw else KIND_OF.get(entry.dtype, RAW)
             escapes = pool.map(partial(_n_escapes, kind), _parts(entry, tensor, kind))
             codings.append(_coding(entry, [*escapes]))
         encoded = EncodedLayer.of(layout, codings)
@@ -202,6 +202,17 @@ class SidecarLayer:
     encoded: EncodedLayer
     payload: TensorRecord
     digests: np.ndarray
+
+    def records(self, tensors: Sequence[TensorRecord]) -> tuple[TensorRecord, ...]:
+        """Where these tensors, which lie as they are, lie in the file."""
+        starts, own = (
+            accumulate((sum(one.sizes) for one in self.encoded.codings), initial=self.payload.start),
+            self.payload,
+        )
+        return tuple(
+            replace(one, path=own.path, stamp=own.stamp, start=at, stop=at + one.nbytes, n_pieces=1, stride=0)
+            for one, at in zip(tensors, starts, strict=False)
+        )
 
 
 def layer_path(sidecar: Path, i: int) -> Path:

@@ -36,12 +36,16 @@ class ZeroPoints:
 
 @dataclass(frozen=True)
 class NestedScales:
-    """Scales that are codes themselves: table[code] times the scale of each `block` of them, plus `offset`, in float32."""
+    """Scales that are codes themselves: table[code] times the scale of each `block` of them, plus `offset`, in float32.
+
+    first  of a part of a matrix, its first scale among those of the whole
+    """
 
     scales: StoredTensor
     table: StoredTensor
     block: int
     offset: float
+    first: int = 0
 
 
 @dataclass(frozen=True)
@@ -121,7 +125,9 @@ class QuantizedMatrix(Matrix):
     def _scales(self, tensors: Mapping[str, Tensor], grid: tuple[int, ...]) -> Tensor:
         scales = tensors[self.scales.name]
         if self.nested is not None:
-            spread = tensors[self.nested.scales.name].repeat_interleave(self.nested.block)[: scales.numel()]
+            first, block, n = self.nested.first, self.nested.block, scales.numel()
+            own = tensors[self.nested.scales.name][first // block : -(-(first + n) // block)]
+            spread = own.repeat_interleave(block)[first % block :][:n]
             scales = tensors[self.nested.table.name][scales.int()] * spread + self.nested.offset
         return scales.view(grid)
 

@@ -36,10 +36,14 @@ class StoredTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """Tensors under their names without `prefix`, which is that of a layer."""
+    """Tensors under their names without `prefix`, which is that of a layer.
+
+    whole  where they are those of a part of a matrix: the source of that, its shape, and its output that the part begins with
+    """
 
     records: Mapping[str, TensorRecord]
     prefix: str = ""
+    whole: "tuple[Source, tuple[int, ...], int] | None" = None
 
     def find(self, name: str) -> TensorRecord | None:
         """The record of a tensor; None where there is none."""

@@ -37,8 +37,11 @@ class Format(QuantizedFormat):
         record = source.find(f"{module}.weight")
         if record is None:
             return None
-        state = _state(source, f"{module}.{_STATE}", shape)
-        table = source.read(StoredTensor(f"{module}.weight.quant_map", (16,), torch.float32))
+        origin, full, first = source.whole or (source, shape, 0)
+        if full[1] != shape[1]:
+            raise CheckpointError(f"{source.prefix}{module}: blocks run on from row to row")
+        state = _state(origin, f"{module}.{_STATE}", full)
+        table = origin.read(StoredTensor(f"{module}.weight.quant_map", (16,), torch.float32))
         if not torch.equal(table, torch.tensor(NF4)):
             raise CheckpointError(f"tensor {source.prefix + module + '.weight.quant_map'!r} is not the table of nf4")
         size = _number(state, "blocksize", shape[1])
@@ -50,15 +53,18 @@ class Format(QuantizedFormat):
             if not isinstance(offset, float | int) or state.get("nested_dtype") != "float32":
                 raise CheckpointError(f"{source.prefix}{module}: nested scales are not of float32 with an offset")
             block = _number(state, "nested_blocksize")
-            # The offset is another in each layer: the name in the block tells it.
-            name = "weight.nested_absmax"
-            scales = StoredTensor(name, (-(-n_scales // block),), torch.float32, f"{name}{offset!r}")
-            nested = NestedScales(scales, StoredTensor("weight.nested_quant_map", (256,), torch.float32), block, offset)
+            # A part has those of the whole, which are few: it may begin within a block. The offset is another in each layer,
+            # the first scale in each part: the name in the block tells them.
+            name, begin = "weight.nested_absmax", first * shape[1] // size
+            n_all = -(-full[0] * full[1] // size // block)
+            scales = StoredTensor(name, (n_all,), torch.float32, f"{name}{offset!r} {begin}")
+            codes_of = StoredTensor("weight.nested_quant_map", (256,), torch.float32)
+            nested = NestedScales(scales, codes_of, block, offset, begin)
         own = StoredTensor("weight.absmax", (n_scales,), torch.uint8 if is_nested else torch.float32)
         return QuantizedMatrix(shape, codes, Packing("nf4", 4, (1, size)), own, product=torch.float32, nested=nested)
 
 
-def _state(source: Source, name: str, shape: tuple[int, int]) -> dict[str, Any]:
+def _state(source: Source, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
     """What bitsandbytes notes of a matrix. Raises CheckpointError where it is damaged or of another matrix."""
     record = source.find(name)
     length = record.shape if record is not None and len(record.shape) == 1 and record.shape[0] < _LONGEST else (0,)
