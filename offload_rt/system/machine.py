@@ -87,9 +87,8 @@ class ComputeTimes:
 
     def _in_parts(self, n_rows: int, parts: np.ndarray, n_stages: int, context: int = 0) -> np.ndarray:
         at_least = np.finfo(float).eps  # beyond the widths that were timed, a noisy line may fall below zero
-        return np.maximum(self._at(n_rows / parts, max(context, self.contexts[0])), at_least) * (
-            1 + (parts - 1) / n_stages
-        )
+        seconds = np.maximum(self._at(n_rows / parts, max(context, self.contexts[0])), at_least)
+        return np.asarray(seconds * (1 + (parts - 1) / n_stages))
 
     def _at(self, n_rows: np.ndarray, context: int) -> np.ndarray:
         table = np.array(self.seconds)
