@@ -138,7 +138,19 @@ class LLM:
         directory = locate(config.model, config.revision, config.offline)
         checkpoint, self._end_ids = open_checkpoint(directory), end_ids(directory)
         self._defaults, self.tokenizer = sampling_defaults(directory), load_tokenizer(directory)
-        self.engine_plan = plan_engine(config, checkpoint, find_draft(config, drafting, checkpoint, self.tokenizer))
+        found = find_draft(config, drafting, checkpoint, self.tokenizer)
+        try:
+            self.engine_plan = plan_engine(config, checkpoint, found)
+        except CapacityError:
+            if (
+                drafting is not None
+                or config.drafter != "auto"
+                or config.draft_model is not None
+                or found.draft is None
+            ):
+                raise
+            # There is no room for the layer that would draft, which nobody has asked for.
+            self.engine_plan = plan_engine(config, checkpoint, pick_drafter(config))
         self._closes = weakref.finalize(self, self.engine_plan.close)
 
     @property

@@ -32,7 +32,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from offload_rt import LLM, SamplingParams
 from offload_rt.cli import plan
 from offload_rt.config import EngineConfig
-from offload_rt.errors import CheckpointError, OffloadError, SettingsError, UnsupportedModelError
+from offload_rt.errors import CapacityError, CheckpointError, OffloadError, SettingsError, UnsupportedModelError
 from offload_rt.executor.cuda_graphs import GraphShape
 from offload_rt.executor.sequence import Sequence as TokenSequence
 from offload_rt.speculate import head_model
@@ -495,6 +495,13 @@ def test_layers_that_only_draft_are_ignored_by_other_drafters_and_found_beside_t
     model.save_pretrained(tmp_path / "without")
     with opened(with_mtp, drafter="none") as llm:
         assert llm.engine_plan.checkpoint.spec.n_layers == 5
+    with opened(with_mtp, tree_size=2) as llm, opened(with_mtp, drafter="recycle", tree_size=2) as plain:
+        assert (llm.engine_plan.drafting.name, plain.engine_plan.drafting.name) == ("mtp", "recycle")
+        too_little = {"device_memory": plain.plan.reserved.total + 2 * max(plain.plan.layer_nbytes), "tree_size": 2}
+    with opened(with_mtp, **too_little) as llm:
+        assert llm.engine_plan.drafting.name == "recycle"
+    with pytest.raises(CapacityError):
+        opened(with_mtp, drafter="mtp", **too_little)
     with opened(tmp_path / "without", drafter="mtp", draft_model=str(with_mtp)) as llm:
         assert llm.engine_plan.drafting.name == "mtp" and llm.engine_plan.drafting.draft is not None
     config = json.loads((with_mtp / "config.json").read_text())

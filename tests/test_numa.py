@@ -87,7 +87,7 @@ def test_the_rate_of_the_link_is_measured_from_memory_near_the_card(
     sockets.local("8-11")
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *sizes, **how: empty(*sizes, **how | {"device": "cpu"}))
-    monkeypatch.setattr(profile, "_timed", lambda device, work: [1.0])
+    monkeypatch.setattr(profile, "timed", lambda device, work: [1.0])
     monkeypatch.setattr(profile, "pin", lambda block: sockets.seen.append("pinned"))
     assert profile.upload_gbps(CARD, 1 << 20) > 0
     assert sockets.seen == [{8, 9, 10, 11}, "pinned", ALL]

@@ -38,12 +38,14 @@ def dequantize_on_cpu(
     bytes, target = codes.contiguous().view(torch.uint8).view(-1).numpy(), _target(out)
     n_groups, size = scale.shape[-1], packing.block[1]
     is_plain = packing.block[0] == 1 and size % 8 == 0 and n_groups * size == out.shape[1] and groups is None
-    if is_plain and (kind, packing.bits, rounded) == (_ROWS, 4, _NOTHING) and written != _NOTHING:
+    has_pairs = kind == _E2M1 or (kind, packing.bits) == (_ROWS, 4)
+    if is_plain and has_pairs and rounded == _NOTHING and written != _NOTHING:
         pairs, halves = (one.reshape(-1, size // 2) for one in (bytes, target.view(np.uint32)))
+        form = kind == _E2M1, written == _HALF
 
         def compute(first: int, last: int) -> None:
             own = slice(first * n_groups, last * n_groups)
-            _dequantize_pairs(pairs[own], scale.reshape(-1)[own], zero.reshape(-1)[own], written == _HALF, halves[own])
+            _dequantize_pairs(pairs[own], scale.reshape(-1)[own], zero.reshape(-1)[own], form, halves[own])
     else:
         numbers, row_nbytes = (kind, packing.bits, *packing.block, rounded, written), len(bytes) // max(len(codes), 1)
 
@@ -79,17 +81,30 @@ def _deal_rows(compute: Callable[[int, int], None], out: Tensor) -> None:
 
 
 @compiled(nogil=True)
-def _dequantize_pairs(codes, scales, zeros, is_half, out):  # type: ignore[no-untyped-def]  # numba infers the types
+def _dequantize_pairs(codes, scales, zeros, form, out):  # type: ignore[no-untyped-def]  # numba infers the types
     """Codes of 4 bits, two in a byte, to two numbers of 16 bits in a word; codes, out (groups, n / 2)."""
+    is_e2m1, is_half = form
     for g in range(len(codes)):
         scale, zero = scales[g], zeros[g]
         for i in range(codes.shape[1]):
-            low = (np.float32(np.int32(codes[g, i] & np.uint8(15))) - zero) * scale
-            high = (np.float32(np.int32(codes[g, i] >> np.uint8(4))) - zero) * scale
+            first, second = codes[g, i] & np.uint8(15), codes[g, i] >> np.uint8(4)
+            if is_e2m1:
+                low, high = _e2m1(first) * scale, _e2m1(second) * scale
+            else:
+                low, high = (np.float32(np.int32(first)) - zero) * scale, (np.float32(np.int32(second)) - zero) * scale
             if is_half:
                 out[g, i] = _half(low) | _half(high) << np.uint32(16)
             else:
                 out[g, i] = _bfloat16(low) | _bfloat16(high) << np.uint32(16)
+
+
+@compiled()
+def _e2m1(code):  # type: ignore[no-untyped-def]  # numba infers the types
+    """Exponent and mantissa where float32 has them, and its bias; the two below 1 are halves."""
+    size, sign = np.uint32(code & np.uint8(7)), np.uint32(code >> np.uint8(3)) << np.uint32(31)
+    moved = np.uint32(np.uint32(size << np.uint32(22)) + np.uint32(126 << 23))
+    moved = np.uint32(size * np.uint32(0x3F000000)) if size < np.uint32(2) else moved  # 0 or 0.5
+    return np.uint32(moved | sign).view(np.float32)
 
 
 @compiled(nogil=True)
