@@ -294,7 +294,7 @@ def _print_others(others: "Alternatives", decode_gbps: float) -> None:
 
 def _print_experts(forecast: "Forecast", experts: "TouchedForecast") -> None:
     """A row for each way to compute the experts of a mixture, and what others publish."""
-    from offload_rt.planning.experts import CPU_DECODE_GBPS, PUBLISHED, RAM_GBPS
+    from offload_rt.planning.experts import PUBLISHED, RAM_GBPS
 
     one, of_model = experts.experts, forecast.request.config.model.lower().rpartition("/")[2]
     nbytes = format_size(experts.nbytes)
@@ -306,8 +306,8 @@ def _print_experts(forecast: "Forecast", experts: "TouchedForecast") -> None:
     print("".join(f"published: {line}\n" for line in PUBLISHED.get(of_model, ())), end="")
     print(
         f"of {one.n_experts} experts a layer {one.n_resident:.0f} are taken to be on the card, {experts.n_on_host:.0f} in "
-        f"memory; a token needs {one.n_used},\neach as often as any other; a CPU is taken to read {RAM_GBPS:g} GB/s of "
-        f"weights, and of quantised ones to decode {CPU_DECODE_GBPS:g} GB/s"
+        f"memory; a token needs {one.n_used},\neach as often as any other; a CPU is taken to move {RAM_GBPS:g} GB/s of "
+        "weights, quantised ones as what is decoded of them, too"
     )
 
 

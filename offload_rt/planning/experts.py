@@ -15,10 +15,9 @@ from offload_rt.planning.roofline import met_weights, n_weights
 from offload_rt.planning.sizes import decoded_nbytes, is_plain
 from offload_rt.system.machine import HostTimes, MachineProfile, PassBytes, TouchedExperts, pass_time
 
-# GB/s at which a processor reads weights from its memory (assumed): two channels of DDR5-5600 have 89.6.
+# GB/s at which a processor reads weights from its memory and writes what it decodes of them (assumed): two channels of
+# DDR5-5600 have 89.6. Eight threads decode MXFP4 and integers of 4 bits as fast (`python -m bench.dequantize`).
 RAM_GBPS = 60.0
-# GB/s of weights that it decodes of quantised experts (assumed): eight threads of 10^9 weights a second, in 16 bits.
-CPU_DECODE_GBPS = 16.0
 # Tokens a second, by the model's name.
 PUBLISHED = {
     "gpt-oss-120b": (
@@ -74,7 +73,7 @@ def touched(forecast: Forecast) -> TouchedForecast | None:
         return pass_time(profile, PassBytes((), 0, experts=of_host, far=of_disk))
 
     decoded = 0.0 if is_plain(target) else decoded_nbytes(target) / sum(target.layer_nbytes)
-    host_s = experts.nbytes * max(1 / RAM_GBPS, decoded / CPU_DECODE_GBPS) / 1e9
+    host_s = experts.nbytes * (1 + 2 * decoded) / RAM_GBPS / 1e9  # what is decoded is written, and read by the product
     beside = replace(experts, host=HostTimes((1,), (host_s,)))
     moved, less = (int(one.of_pass(np.array(1), links["host"])) for one in (experts, beside))
     of_cpu = share * (moved - less) / (of_each * experts.n_used)
