@@ -529,7 +529,7 @@ def convert_for_ranks(path: Path, *flags: str, size: int = 2) -> None:
 def prefer(monkeypatch: pytest.MonkeyPatch, is_exact: bool) -> None:
     """Let one of the ways to divide layers on the disk be the faster one."""
     monkeypatch.setattr(engine_plan.profile, "memory_gbps", lambda *_: 1.0)
-    monkeypatch.setattr(engine_plan, "pass_seconds", lambda plan, *_: float(plan.checkpoint.spec.is_exact != is_exact))
+    monkeypatch.setattr(engine_plan, "token_seconds", lambda plan, *_: float(plan.checkpoint.spec.is_exact != is_exact))
 
 
 @pytest.mark.parametrize("flags", [[], ["--link-format", "raw"], ["--exact-parallel"]], ids=" ".join)

@@ -13,7 +13,7 @@ from offload_rt.engine import profile
 from offload_rt.engine.draft_place import agree
 from offload_rt.engine.link import Link, choose_link
 from offload_rt.engine.memory_plan import LIBRARIES, READ_BUFFERS, MemoryPlan, Sizes, less_margin, plan_touched
-from offload_rt.engine.rank_cuts import pass_seconds, reading_notice
+from offload_rt.engine.rank_cuts import reading_notice, token_seconds
 from offload_rt.engine.stages import of_all, stage_of
 from offload_rt.errors import CapacityError, DeviceError, SettingsError, UnsupportedModelError
 from offload_rt.models.tensor_parallel import TensorParallelModel
@@ -151,9 +151,8 @@ def _faster(found: EnginePlan, config: EngineConfig, checkpoint: Checkpoint, dra
             closes.pop_all()
             return found
         closes.callback(by_outputs.close)
-        n_rows = found.limits.n_nodes
-        gbps = profile.memory_gbps(found.dtype, found.device, n_rows)
-        slower, faster = sorted((found, by_outputs), key=lambda one: -pass_seconds(one, n_rows, gbps))
+        gbps = [profile.memory_gbps(found.dtype, found.device, n) for n in (1, found.limits.n_nodes)]
+        slower, faster = sorted((found, by_outputs), key=lambda one: -token_seconds(one, gbps))
         closes.pop_all()
     slower.close()
     if faster.link.notice and (slower.link.sidecar or slower.link.layers):

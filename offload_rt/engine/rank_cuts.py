@@ -1,41 +1,52 @@
-"""Which way ranks divide weights that come from a disk: by what a pass takes, whose parts are measured for each way."""
+"""Which way ranks divide weights that come from a disk: by what a token takes, whose parts are measured for each way."""
 
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from offload_rt.engine import profile
 from offload_rt.engine.link import convert_flags
 from offload_rt.models.tensor_parallel import TensorParallelModel
 from offload_rt.offload.disk import DiskTier
-from offload_rt.system.machine import ComputeTimes, MachineProfile, PassBytes, pass_time
+from offload_rt.system.machine import ComputeTimes, MachineProfile, PassBytes, pass_times
+from offload_rt.tree.choose import Acceptance, sizes_up_to
+from offload_rt.tree.search import search
 
 if TYPE_CHECKING:  # it asks what is here
     from offload_rt.engine.engine_plan import EnginePlan
 
 
-def pass_seconds(plan: "EnginePlan", n_rows: int, product_gbps: float) -> float:
-    """Seconds of a pass of so many rows on the slowest rank; all ranks ask together.
+def token_seconds(plan: "EnginePlan", product_gbps: Sequence[float]) -> float:
+    """Seconds for a token on the slowest rank, with the best tree for a fair draft; all ranks ask together.
 
     The disk is timed as this rank reads it: what lies between parts of rows takes time, and so does decoding.
 
-    product_gbps  at which weights in the dtype of the computation are multiplied by these
+    product_gbps  at which weights in the dtype of the computation are multiplied by one row, and by those of the largest tree
     """
-    model, disk = plan.checkpoint.spec, plan.disk
+    model, disk, limits = plan.checkpoint.spec, plan.disk, plan.limits
     assert isinstance(model, TensorParallelModel), "a rank has a part of it"
-    weights = sum(model.flops(i, n_rows, 0) for i in range(model.n_layers)) / 2 / n_rows * plan.dtype.itemsize
-    compute = weights / product_gbps / 1e9
-    for (adds, width), n in sorted(Counter(one for i in range(model.n_layers) for one in model.exchanges(i)).items()):
-        x = torch.zeros(n_rows, width, dtype=plan.dtype, device=plan.device)
-        exchange = model.ranks.all_reduce if adds else model.ranks.all_gather
-        compute += n * min(profile.timed(plan.device, partial(exchange, x)))
-    times = ComputeTimes((n_rows,), (0,), ((compute,),))
+    exchanges = Counter(one for i in range(model.n_layers) for one in model.exchanges(i))
+    widths, compute = sorted({1, limits.n_nodes}), list[float]()
+    for n_rows, gbps in zip(widths, product_gbps, strict=False):
+        weights = sum(model.flops(i, n_rows, 0) for i in range(model.n_layers)) / 2 / n_rows * plan.dtype.itemsize
+        compute.append(weights / gbps / 1e9)
+        for (adds, width), n in sorted(exchanges.items()):
+            x = torch.zeros(n_rows, width, dtype=plan.dtype, device=plan.device)
+            exchange = model.ranks.all_reduce if adds else model.ranks.all_gather
+            compute[-1] += n * min(profile.timed(plan.device, partial(exchange, x)))
+    times = ComputeTimes(tuple(widths), (0,), (tuple(compute),))
     links = (("disk", profile.link_gbps(disk, model.n_layers)),)
     nbytes = sum(disk.nbytes(i) for i, tier in enumerate(plan.plan.tiers) if tier == "disk")
-    machine = MachineProfile("this machine", True, links, product_gbps, compute=times)
-    return float(-model.ranks.least(-pass_time(machine, PassBytes((("disk", nbytes),), 0), n_rows))[0])
+    machine = MachineProfile("this machine", True, links, product_gbps[0], compute=times)
+    sizes = np.array([limits.n_nodes]) if limits.fixed_size else sizes_up_to(limits.n_nodes)
+    seconds = pass_times(machine, PassBytes((("disk", nbytes),), 0), sizes, 0)
+    seconds = -np.array(model.ranks.least(*(-seconds).tolist()))
+    trees = search(Acceptance().by_rank(), limits.n_nodes, limits.n_levels)
+    return float((seconds / trees.values[sizes].max(1)).min())
 
 
 def reading_notice(plan: "EnginePlan", size: int, is_exact: bool) -> str:
