@@ -38,7 +38,7 @@ WIDTHS, CONTEXT, N_PROMPT = (1, 64, 256), 256, 1000
 
 def config(model: Path, nbytes: int, **more: int) -> EngineConfig:
     """Of an engine with so much memory, that knows what its passes take."""
-    more |= {"tree_size": WIDTHS[-1], "max_model_len": 1280}
+    more |= {"tree_size": WIDTHS[-1], "max_model_len": 1024}
     return EngineConfig(str(model), device="cpu", device_memory=nbytes, drafter="recycle", **more)
 
 
@@ -51,9 +51,8 @@ def seconds(llm: LLM, chance: torch.Generator) -> list[float]:
     return [*found, time.perf_counter() - started]
 
 
-Node = tuple[
-    int, ...
-]  # the place of each token from the root on among the children of the one before, likely ones first
+# The place of each token, from the root on, among the children of the one before, likely ones first.
+Node = tuple[int, ...]
 
 
 def likely(root: Node, chances: Sequence[float], besides: Container[Node], n: int) -> list[Node]:
