@@ -12,8 +12,9 @@ import torch
 from pretended_card import pretended_card
 from processes import is_soon_over, is_written
 from tiny import keep_steady
+from transformers import Qwen3MoeConfig
 
-from bench.gpu import attention, generation, onchip, shapes, streamed
+from bench.gpu import attention, experts, generation, onchip, shapes, streamed
 from bench.gpu.__main__ import _is_measured, run_section
 from bench.gpu.table import table, written_into
 from bench.measure import UNKNOWN, Spread, commit
@@ -57,6 +58,24 @@ def test_a_model_of_as_many_layers_as_it_has_is_as_it_is():
 def told(measure):
     """What a section prints, as it grows."""
     return [json.loads(json.dumps(found)) for found in measure]
+
+
+def test_the_section_of_experts_runs(monkeypatch):
+    sizes = {
+        "hidden_size": 256,
+        "moe_intermediate_size": 128,
+        "num_experts": 16,
+        "num_hidden_layers": 6,
+        "vocab_size": 512,
+    }
+    config = Qwen3MoeConfig(**sizes, num_experts_per_tok=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
+    monkeypatch.setattr(experts, "configs", lambda nbytes: {"some": config})
+    monkeypatch.setattr(experts, "WAYS", experts.WAYS[1:])  # grouped products of 16 bits are a card's alone
+    with pretended_card(monkeypatch):
+        (*_, found) = told(experts.measure(experts.Shapes(0, "268MiB", ("some",), 4, 1)))
+    assert len(found) == 2 and found["some, all moved"]["same"]
+    assert all(one["seconds"]["median"] > 0 for one in found.values())
+    assert found["some, host computes some"]["host_s"] and found["some, all moved"]["n_slots"]
 
 
 def test_the_section_of_passes_runs(small, monkeypatch):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from pretended_card import CardTensor, _Copies, pretended_card
 from recorded import record
+from test_expert_cache import model_of, open_touched  # noqa: F401
 from tiny import CASES, feed, generate, keep_steady, prefill, prompt_of, random_tree
 
 from offload_rt import LLM, SamplingParams
@@ -97,6 +98,21 @@ def test_every_drafter_and_rule(zoo, card, drafter, rule):
         )
     assert found == [generate(pair.model, prompt_of(seed), 6) for seed in (0, 1)]
     assert [len(one.token_ids) for one in is_sampled] == [4, 4]
+
+
+@pytest.mark.parametrize(
+    ("kind", "host"),
+    [("qwen3_moe", {}), ("deepseek_v3", {"host_memory": READ_BUFFERS + (1 << 19)}), ("qwen3_next", {})],
+)
+def test_trees_of_models_of_transformers(model_of, card, monkeypatch, kind, host):  # noqa: F811
+    """With slots for four experts, of which the host computes some, or for which it has no room; states of delta nets."""
+    monkeypatch.setattr(profile, "upload_gbps", lambda _: 1.0)  # the pretended card has no clock
+    model, folder = model_of(kind)
+    settings = {"device": "cuda", "drafter": "recycle", "tree_size": 8, "max_model_len": 128}
+    with card(), open_touched(folder, 4, **settings, **host) as llm:
+        assert (llm.plan.pass_bytes.far is not None) == bool(host)
+        text = llm.generate(prompt_of(0, 15, 150), SamplingParams(max_new_tokens=8))[0].token_ids
+    assert text == generate(model, prompt_of(0, 15, 150), 8)
 
 
 @pytest.mark.parametrize("heads", [(4, 2), (4, 4)])

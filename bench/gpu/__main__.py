@@ -18,7 +18,7 @@ from bench.gpu.table import table, written_into
 from bench.measure import ROOT, UNKNOWN, commit, family, flag_parser, lines_of
 from offload_rt.ops import extension
 
-SECTIONS = ("ceilings", "correctness", "attention", "streamed", "generation", "onchip", "peers")
+SECTIONS = ("ceilings", "correctness", "attention", "streamed", "generation", "onchip", "experts", "peers")
 RESULTS = ROOT / "bench/results/gpu"
 
 
