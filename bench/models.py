@@ -1,19 +1,24 @@
-"""Which model types of transformers run.
+"""Which model types of transformers run, and what the general way costs a pass beside the native decoder.
 
     python -m bench.models [type ...]     each causal type: greedy tokens equal to `generate`, or refused and why
     python -m bench.models --part 1/8     an eighth of them
+    python -m bench.models --cost         a Llama by both ways: host time of a layer, and a streamed pass
 
 A tiny random checkpoint of each type is written in float32 and decoded from the disk: without trees, with the trees of
 `recycle` and `ngram`, and with trees of a draft model of the same type. The last line is one JSON object; those of all parts
 are in bench/results/models.jsonl.
 """
 
+import itertools
 import json
 import logging
 import tempfile
 import warnings
+from contextlib import ExitStack
 from pathlib import Path
+from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -27,6 +32,7 @@ from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
 from offload_rt.errors import UserError
 from offload_rt.executor.step import Step
+from offload_rt.models import families
 from offload_rt.models.families import spec_of
 from offload_rt.tree.topology import Topology
 
@@ -195,18 +201,61 @@ def sweep(kinds: list[str]) -> dict[str, Any]:
     return found
 
 
+def llama(folder: Path, **sizes: int) -> None:
+    """A random Llama in bfloat16."""
+    known = {name: one for name, one in SIZES.items() if name in transformers.LlamaConfig().__dict__}
+    config = transformers.LlamaConfig(**{**known, "head_dim": 64, "max_position_embeddings": 2048, **sizes})
+    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
+
+
+def pass_seconds(folder: Path, n_rows: int, is_general: bool, is_streamed: bool) -> list[float]:
+    """Of some passes, by the native decoder or the general way."""
+    with ExitStack() as stack:
+        if is_general:
+            stack.enter_context(patch.dict(families.FAMILIES, clear=True))
+        settings = {"drafter": "none", "device": "cpu", "max_model_len": 512}
+        llm = stack.enter_context(open_streamed(folder, **settings) if is_streamed else LLM(str(folder), **settings))
+        return llm.time_passes(Topology.chain(n_rows), 200, 8)
+
+
+def cost(n_rounds: int = 3) -> dict[str, Any]:
+    """Prints host time of a layer, from a model in which nothing is to compute, and passes over the disk of a larger one."""
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as small, tempfile.TemporaryDirectory() as large:
+        llama(Path(small), num_hidden_layers=24)
+        llama(
+            Path(large), hidden_size=2048, intermediate_size=5632, num_hidden_layers=8, num_attention_heads=32,
+            num_key_value_heads=8,
+        )  # fmt: skip
+        for n_rows in (1, 64):
+            for folder, is_streamed in ((small, False), (large, True)):
+                seconds: dict[bool, list[float]] = {False: [], True: []}
+                for _, way in itertools.product(range(n_rounds), seconds):
+                    seconds[way] += pass_seconds(Path(folder), n_rows, way, is_streamed)
+                native, general = (median(seconds[way]) for way in (False, True))
+                if is_streamed:
+                    found[f"pass of {n_rows} rows, general / native"] = round(general / native, 3)
+                else:
+                    of_layer = {way: 1e6 * one / 24 for way, one in (("native", native), ("general", general))}
+                    found[f"host us of a layer, {n_rows} rows"] = {way: round(one) for way, one in of_layer.items()}
+    for name, value in found.items():
+        print(f"{name}: {value}")
+    return found
+
+
 def main() -> None:
     """The command."""
     parser = flag_parser(__doc__)
     parser.add_argument("types", nargs="*", help="model types; all where none is given")
     parser.add_argument("--part", default="1/1", help="which part of all types")
+    parser.add_argument("--cost", action="store_true", help="measure the general way beside the native decoder")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)
     part, n_parts = map(int, args.part.split("/"))
-    print(json.dumps(sweep(args.types or TYPES[part - 1 :: n_parts])))
+    print(json.dumps(cost() if args.cost else sweep(args.types or TYPES[part - 1 :: n_parts])))
 
 
 if __name__ == "__main__":

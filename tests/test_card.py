@@ -291,8 +291,6 @@ def counted_steps(llm, counts, params):
     ("drafter", "rule", "temperature", "place"),
     [
         ("adaptive_tree", "traversal", 0.0, "device"),
-        ("adaptive_tree", "traversal", 0.0, "host"),
-        ("static_tree", "traversal", 0.0, "device"),
         ("static_tree", "traversal", 0.8, "host"),
         ("dynamic_tree", "match", 0.8, "host"),
         ("adaptive_tree", "coupled", 0.8, "device"),
