@@ -142,12 +142,8 @@ class LLM:
         try:
             self.engine_plan = plan_engine(config, checkpoint, found)
         except CapacityError:
-            if (
-                drafting is not None
-                or config.drafter != "auto"
-                or config.draft_model is not None
-                or found.draft is None
-            ):
+            is_asked = drafting is not None or config.drafter != "auto" or config.draft_model is not None
+            if is_asked or found.draft is None:
                 raise
             # There is no room for the layer that would draft, which nobody has asked for.
             self.engine_plan = plan_engine(config, checkpoint, pick_drafter(config))

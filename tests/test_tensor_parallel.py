@@ -683,6 +683,27 @@ def test_layers_on_the_disk_are_divided_in_the_way_that_a_pass_is_faster(
         assert (vain in notice) == (not is_exact)
 
 
+def test_weights_that_have_no_parts_by_outputs_are_divided_by_inputs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = quantised(tmp_path, None, num_hidden_layers=4)
+    prefer(monkeypatch, is_exact=True)
+    divide = engine_plan.divide
+
+    def by_inputs(checkpoint: Any, model: TensorParallelModel) -> Any:
+        if model.is_exact:
+            raise UnsupportedModelError("it has no such parts")
+        return divide(checkpoint, model)
+
+    monkeypatch.setattr(engine_plan, "divide", by_inputs)
+
+    def work() -> bool:
+        with LLM.open(streamed(path)) as llm:
+            return llm.engine_plan.checkpoint.spec.is_exact
+
+    assert together(2, work) == [False] * 2
+
+
 def test_memory_that_is_enough_for_one_way_alone_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts in a file of their own need no pages at both ends of each; where a rank has too little, all are told."""
     path, _ = quantised(tmp_path, None, num_hidden_layers=4)

@@ -147,7 +147,7 @@ def _faster(found: EnginePlan, config: EngineConfig, checkpoint: Checkpoint, dra
         closes.callback(found.close)
         try:
             by_outputs = _plan(replace(config, exact_parallel=True), checkpoint, drafting)
-        except CapacityError:  # on all ranks
+        except (CapacityError, UnsupportedModelError):  # on all ranks
             closes.pop_all()
             return found
         closes.callback(by_outputs.close)

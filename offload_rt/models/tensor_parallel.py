@@ -143,10 +143,6 @@ class TensorParallelModel(Architecture):
         is_even = is_shared or not any(n % self.size for n in counts)
         return set() if any(n % self.size for n in found) or not is_even else found | counts
 
-    def style(self, name: str) -> Style | None:
-        """How a tensor of a layer is divided; None: it is not, or is of an expert."""
-        return self.styles.get(_module(name))
-
     def _refusal(self, why: str) -> UnsupportedModelError:
         problem = f"a model of type {self.family} cannot be divided among {self.size} ranks: {why}"
         return UnsupportedModelError(problem, change="run it without torchrun")

@@ -107,14 +107,6 @@ ALONE = Parallelism()
 @cache
 def _collectives(spec: TensorParallelModel, itemsize: int) -> list[int]:
     """Of each exchange of a pass the bytes of a row, those of sums, which are in float32, twice."""
-    d, found = spec.hidden_size, [2 * spec.hidden_size * 4, spec.vocab_size * itemsize]
-    for i in range(spec.n_layers):
-        for name, shape in spec.whole.layer_tensors(i):
-            style = spec.style(name)
-            if style is None or len(shape) < 2 or style.gives_part:
-                continue
-            found += [shape[1] * itemsize] if style.takes_part and style.dim == 0 else []
-            found.append(shape[0] * itemsize if style.dim == 0 else 2 * shape[0] * 4)
-        if spec.whole.mixture and i in spec.whole.mixture.layers:
-            found.append(2 * d * 4 * (spec.whole.mixture.n_used if spec.is_exact else 1))
-    return found
+    exchanges = [one for i in range(spec.n_layers) for one in spec.exchanges(i)]
+    found = [2 * width * 4 if adds else width * spec.size * itemsize for adds, width in exchanges]
+    return [2 * spec.hidden_size * 4, spec.vocab_size * itemsize, *found]
