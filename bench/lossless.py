@@ -21,7 +21,7 @@ from offload_rt.config import EngineConfig, SamplingParams
 from offload_rt.llm import LLM
 from offload_rt.offload.disk import ReadSettings
 from offload_rt.offload.sidecar import SidecarTier, open_sidecar, write_sidecar
-from offload_rt.ops import lossless, lossless_kernels
+from offload_rt.ops import cpu, lossless, lossless_kernels
 from offload_rt.weights.checkpoint import open_checkpoint
 from offload_rt.weights.layout import PackedLayer, host_block, packed_layout
 from offload_rt.weights.lossless import EncodedImage, encode_layer
@@ -55,7 +55,7 @@ def decode_speeds(image: EncodedImage, rounds: int) -> dict[str, Spread]:
         "numba digest": each(lambda part, *_: lossless_kernels.digest(part)),
         "copy": lambda: out.__setitem__(slice(None), raw),
     }
-    if lossless._library() is not None:
+    if cpu.library() is not None:
         ways |= {"c++": each(lossless.decode), "c++ digest": each(lambda part, *_: lossless.digest(part))}
     rates: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds + 1):

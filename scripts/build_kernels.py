@@ -1,4 +1,4 @@
-"""Build csrc/ into the package: the kernels where there is nvcc, the CPU's decoder where there is g++.
+"""Build csrc/ into the package: the kernels where there is nvcc, the CPU library where there is g++.
 
     python scripts/build_kernels.py
 
@@ -13,7 +13,7 @@ from offload_rt.ops import build
 
 def main() -> None:
     """Build what can be built here, in place of what was there."""
-    for recipe in (build.DECODER, build.kernels()):
+    for recipe in (build.CPU, build.kernels()):
         start = time.perf_counter()
         for path in build.PACKAGE.glob(f"_{recipe.name}-*"):
             path.unlink()

@@ -31,7 +31,7 @@ from offload_rt.offload.disk import ReadSettings
 from offload_rt.offload.placement import LinkSizes, MemoryBudget, ReservedMemory, least_budget, place_layers
 from offload_rt.offload.sidecar import SidecarTier, open_sidecar, write_sidecar
 from offload_rt.offload.tier import read_parallel
-from offload_rt.ops import extension, lossless, lossless_kernels
+from offload_rt.ops import cpu, extension, lossless, lossless_kernels
 from offload_rt.weights.checkpoint import open_checkpoint
 from offload_rt.weights.header import read_header
 from offload_rt.weights.layout import PAGE, host_block
@@ -63,7 +63,7 @@ def decoder_of(name: str) -> Decoder:
         if extension.missing():
             pytest.skip("no card, or the kernels are not built for one")
         return on_card
-    if name != "numba" and lossless._library() is None:
+    if name != "numba" and cpu.library() is None:
         pytest.skip("there was no g++ when offload_rt was built")
 
     def decode(image: EncodedImage, out: Tensor) -> bool:
@@ -76,7 +76,7 @@ def decoder_of(name: str) -> Decoder:
                 is_sound &= bool(lossless_kernels.decode(chunk, kind, n, to))
             else:
                 places = chunk.ctypes.data, nbytes, kind, n, to.ctypes.data
-                is_sound &= lossless._library().offload_rt_decode(*places, name == "portable")
+                is_sound &= cpu.library().offload_rt_decode(*places, name == "portable")
         return is_sound
 
     return decode

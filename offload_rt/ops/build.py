@@ -60,7 +60,10 @@ class Recipe:
         unfinished.replace(target)
 
 
-DECODER = Recipe("decoder", "g++", ("-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "lossless_cpu.cpp"))
+CPU = Recipe("cpu", "g++", (
+    "-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-fopenmp", "-fvisibility=hidden", "-Wno-psabi",
+    "lossless_cpu.cpp", "linear_cpu.cpp", "attention_cpu.cpp",
+))  # fmt: skip
 
 
 def kernels(architectures: Iterable[int] = ARCHITECTURES) -> Recipe:

@@ -19,14 +19,11 @@ So any BLOCK weights start on their own, and no chunk makes its reader leave it:
 there can be escapes. Chunks of tensors that are not encoded hold their bytes, zeros up to a multiple of 8.
 """
 
-import ctypes
-from functools import cache
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from offload_rt.ops import build, extension
+from offload_rt.ops import cpu, extension
 
 CHUNK, BLOCK, GROUP = 1 << 19, 1 << 12, 64
 RAW, BFLOAT16, HALF, FLOAT = range(4)
@@ -73,7 +70,7 @@ def encode(words: np.ndarray, kind: int, out: np.ndarray) -> None:
 
 def digest(part: np.ndarray) -> int:
     """A checksum of 64 bits of (n,) uint8, dense; any change within four bytes gives another."""
-    if (library := _library()) is not None:
+    if (library := cpu.library()) is not None:
         return int(library.offload_rt_digest(part.ctypes.data, len(part)))
     from offload_rt.ops import lossless_kernels
 
@@ -89,7 +86,7 @@ def decode(chunk: np.ndarray, kind: int, n: int, out: np.ndarray) -> bool:
     if kind == RAW:
         out[:n] = chunk[:n]
         return True
-    if (library := _library()) is not None:
+    if (library := cpu.library()) is not None:
         return bool(library.offload_rt_decode(chunk.ctypes.data, len(chunk), kind, n, out.ctypes.data, False))
     from offload_rt.ops import lossless_kernels
 
@@ -103,17 +100,3 @@ def decode_block(block: Tensor, n_chunks: int, out: Tensor) -> None:
     out    (nbytes,) uint8
     """
     extension.kernels().lossless_decode(block, n_chunks, out)
-
-
-@cache
-def _library() -> ctypes.CDLL | None:
-    try:
-        library = ctypes.CDLL(str(build.find(build.DECODER)))
-    except (build.NotBuilt, OSError):  # numba decodes
-        return None
-    address, number = ctypes.c_void_p, ctypes.c_int64
-    library.offload_rt_digest.argtypes = [address, number]
-    library.offload_rt_digest.restype = ctypes.c_uint64
-    library.offload_rt_decode.argtypes = [address, number, ctypes.c_int, number, address, ctypes.c_bool]
-    library.offload_rt_decode.restype = ctypes.c_bool
-    return library

@@ -1,0 +1,2 @@
+// Tree attention on a CPU, for ctypes.
+#include "cpu.h"

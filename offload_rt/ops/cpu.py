@@ -1,0 +1,43 @@
+"""The CPU library: kernels of csrc/*_cpu.cpp, built by g++ at first use and called through ctypes."""
+
+import ctypes
+from functools import cache
+
+import torch
+
+from offload_rt.ops import build
+
+_ADDRESS, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+# Result and arguments of each function.
+_SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "offload_rt_digest": (ctypes.c_uint64, (_ADDRESS, _SIZE)),
+    "offload_rt_decode": (ctypes.c_bool, (_ADDRESS, _SIZE, _INT, _SIZE, _ADDRESS, ctypes.c_bool)),
+}
+# As `Dtype` in csrc/cpu.h.
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """Load the library, which may build it; None without a C++ compiler."""
+    try:
+        loaded = ctypes.CDLL(str(build.find(build.CPU)))
+    except (build.NotBuilt, OSError):
+        return None
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.restype = result
+        function.argtypes = arguments
+    return loaded
+
+
+@cache
+def level() -> int:
+    """The instruction set that kernels use, as LEVEL in csrc/every_isa.h.
+
+    0 portable, 1 AVX2, 2 AVX-512, 3 AVX-512 with bfloat16. ATEN_CPU_CAPABILITY limits it, as it limits torch.
+    """
+    capability = torch.backends.cpu.get_cpu_capability()
+    if capability == "AVX512" and torch.cpu._is_avx512_bf16_supported():
+        return 3
+    return {"AVX512": 2, "AVX2": 1}.get(capability, 0)
