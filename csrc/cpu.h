@@ -16,7 +16,7 @@ struct Half {
   uint16_t bits;
 };
 // The dtypes of tensors, as ops/cpu.py numbers them.
-enum Dtype { kFloat32, kBFloat16, kFloat16 };
+enum Dtype { kFloat32, kBFloat16, kFloat16, kExponent8 };
 
 template <typename To, typename From>
 inline To bit_cast(From from) {

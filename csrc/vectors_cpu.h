@@ -10,7 +10,7 @@ typedef float V __attribute__((vector_size(4 * kLanes)));
 typedef int32_t VI __attribute__((vector_size(4 * kLanes)));
 typedef V Unaligned __attribute__((aligned(4), may_alias));
 
-inline V set1(float value) { return V{} + value; }
+inline V set1(float value) { return value - V{}; }  // not a sum, which would lose the sign of -0
 inline V load(const float* from) { return *reinterpret_cast<const Unaligned*>(from); }
 inline void store(float* to, V value) { *reinterpret_cast<Unaligned*>(to) = value; }
 
@@ -55,18 +55,14 @@ inline V load(const Half* from) {
 }
 
 inline void store(BFloat16* to, V value) {
-#if LEVEL >= 3
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh((__m512)value));
-#else
-  // Rounds to even; a NaN stays one.
+  // Rounds to even; a NaN stays one. The instruction of AVX512-bf16 would make zeros of subnormal numbers.
   const VI bits = (VI)value;
   VI rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   rounded = value == value ? rounded : VI{} + 0x7fc0;
-#if LEVEL == 2
+#if LEVEL >= 2
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16((__m512i)rounded));
 #else
   for (int i = 0; i < kLanes; ++i) to[i].bits = static_cast<uint16_t>(rounded[i]);
-#endif
 #endif
 }
 

@@ -5,10 +5,13 @@ As in a graph, values that Python or numpy computed at capture are fixed.
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from offload_rt.ops import cpu
 
 _TO_THE_HOST = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default}
 
@@ -37,9 +40,12 @@ class _Recording(TorchDispatchMode):
 
 
 def record(compute: Callable[[], None]) -> Callable[[], None]:
-    """Compute once and return a function that repeats it into the same memory."""
+    """Compute once and return a function that repeats it into the same memory.
+
+    Kernels of the CPU library are called past torch's dispatcher, so torch computes in their place.
+    """
     recording = _Recording()
-    with recording:
+    with recording, patch.object(cpu, "library", lambda: None):
         compute()
 
     @torch.inference_mode()

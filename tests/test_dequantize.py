@@ -1,4 +1,4 @@
-"""Dequantising: numba and csrc/ against the plain torch reference, bit for bit, and that against its formula."""
+"""Dequantising: the CUDA kernels against the plain torch reference, bit for bit, and that against its formula."""
 
 import random
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.integrations.gguf.dequant import GGML_BLOCK, GGML_NAME
 
-from offload_rt.ops import dequantize_kernels, extension
+from offload_rt.ops import extension
 from offload_rt.ops.dequantize import (
     BLOCKS,
     E2M1,
@@ -21,7 +21,6 @@ from offload_rt.ops.dequantize import (
     reference_dequantize,
     reference_dequantize_blocks,
 )
-from offload_rt.ops.dequantize_kernels import dequantize_blocks_on_cpu, dequantize_on_cpu
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 KINDS = (*ORDERS, "float8")
@@ -68,47 +67,6 @@ def bits_of(x: Tensor) -> Tensor:
 def assert_equal(mine: Tensor, expected: Tensor) -> None:
     assert torch.equal(mine.isnan(), expected.isnan())
     assert torch.equal(bits_of(mine), bits_of(expected))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_numba_gives_the_bits_of_the_reference(kind: str) -> None:
-    for seed in range(30):
-        *args, packing, shape = case(kind, seed)
-        for dtype in FLOATS:
-            mine, expected = (torch.full(shape, torch.nan, dtype=dtype) for _ in range(2))
-            dequantize_on_cpu(*args, packing, mine)
-            reference_dequantize(*args, packing, expected)
-            assert_equal(mine, expected)
-
-
-@pytest.mark.parametrize("size", [8, 24, 96])
-@pytest.mark.parametrize("dtype", FLOATS[:2])
-def test_numba_gives_the_bits_of_the_reference_for_pairs_of_codes(dtype: torch.dtype, size: int) -> None:
-    """Of 4 bits in groups that end in no word, scaled in the dtype that is written or in float32."""
-    generator, shape = torch.Generator().manual_seed(size), (33, 96)
-    codes = torch.randint(-(1 << 31), 1 << 31, (33, 12), generator=generator).int()
-    scales = torch.randn(33, 96 // size, generator=generator) * torch.exp(
-        5 * torch.randn(33, 96 // size, generator=generator)
-    )
-    zeros = torch.randint(16, scales.shape, generator=generator, dtype=torch.int32)
-    for scale, zero in ((scales.to(dtype), zeros), (scales.to(dtype), None), (scales, zeros)):
-        mine, expected = (torch.full(shape, torch.nan, dtype=dtype) for _ in range(2))
-        dequantize_on_cpu(codes, scale, zero, None, Packing("rows", 4, (1, size), 8), mine)
-        reference_dequantize(codes, scale, zero, None, Packing("rows", 4, (1, size), 8), expected)
-        assert_equal(mine, expected)
-
-
-@pytest.mark.parametrize("kind", ["rows", "columns"])
-def test_threads_share_the_rows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each computes some of them, and none is left out."""
-    monkeypatch.setattr(dequantize_kernels, "_LEAST_PER_THREAD", 1)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
-    for seed in range(6):
-        *args, packing, shape = case(kind, seed)
-        mine, expected = (torch.full(shape, torch.nan) for _ in range(2))
-        dequantize_on_cpu(*args, packing, mine)
-        reference_dequantize(*args, packing, expected)
-        assert_equal(mine, expected)
 
 
 @pytest.fixture(scope="module", params=["emulated", "card"])
@@ -223,17 +181,6 @@ def test_the_types_are_those_that_transformers_reads() -> None:
     theirs = {GGML_NAME[number]: (number, *GGML_BLOCK[number]) for number in GGML_BLOCK}
     ours = {name: (block.number, block.n, block.size) for name, block in BLOCKS.items()}
     assert {name: block for name, block in ours.items() if name not in ("Q5_0", "Q5_1")} == theirs
-
-
-@pytest.mark.parametrize("name", KERNEL_BLOCKS)
-def test_numba_gives_the_bits_of_the_reference_for_blocks(name: str) -> None:
-    for seed in range(6):
-        blocks, shape = random_blocks(name, seed)
-        for dtype in FLOATS:
-            mine, expected = (torch.full(shape, torch.nan, dtype=dtype) for _ in range(2))
-            dequantize_blocks_on_cpu(blocks, name, mine)
-            reference_dequantize_blocks(blocks, name, expected)
-            assert_equal(mine, expected)
 
 
 @pytest.mark.parametrize("name", KERNEL_BLOCKS)

@@ -10,7 +10,6 @@ import emulated
 import pytest
 import quantize
 import torch
-import torch.nn.functional as F
 from checkpoints import llama_config, llama_tensors, write_checkpoint
 from checkpoints import pack as pack_block
 from quantize import Choice, config_of, pack, quantized, write
@@ -23,12 +22,11 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from offload_rt import LLM, SamplingParams, weights
 from offload_rt.engine.memory_plan import Sizes
 from offload_rt.errors import CheckpointError, OffloadError, UnsupportedModelError
-from offload_rt.ops import extension
-from offload_rt.ops.dequantize import dequantize
+from offload_rt.ops import extension, linear_cpu
+from offload_rt.ops.linear import dequantize
 from offload_rt.weights.checkpoint import open_checkpoint
 from offload_rt.weights.formats import Source, WeightFormat, format_of
 from offload_rt.weights.header import read_header
-from offload_rt.weights.quantized import View
 
 CHOICES = [
     Choice("pack-quantized"),
@@ -95,7 +93,12 @@ def test_weights_are_dequantised_exactly(choice: Choice, dtype: torch.dtype, tmp
         assert torch.equal(weight, exact.to(computed_in))
         assert torch.equal(view.linear(torch.eye(SHAPE[1]).to(computed_in), MODULE).T, weight)
         x = torch.randn(3, SHAPE[1]).to(computed_in)
-        torch.testing.assert_close(view.linear(x, MODULE), F.linear(x, weight))
+        # Products may use the values before they are rounded to the dtype of the computation.
+        error = (view.linear(x, MODULE).double() - x.double() @ exact.double().T).abs()
+        size = x.double().abs() @ exact.double().abs().T
+        assert (
+            float((error / size).max()) < {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}[computed_in]
+        )
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=id_of)
@@ -106,6 +109,7 @@ def test_the_kernels_of_a_card_give_the_same_weights(
     library = getattr(torch.ops, emulated.load())
     monkeypatch.setattr(extension, "serves", lambda _: True)
     monkeypatch.setattr(extension, "kernels", lambda: library)
+    monkeypatch.setattr(linear_cpu, "serves", lambda *_: False)
     stored, exact, source = one_matrix(tmp_path, choice, torch.bfloat16)
     view = view_of(format_of(config_of(choice)), source, stored, torch.bfloat16)
     assert torch.equal(view.rows(torch.arange(SHAPE[0]), MODULE), exact.bfloat16())
@@ -196,22 +200,21 @@ def test_three_bits_are_packed_as_autogptq_packs_them() -> None:
 
 
 @pytest.mark.parametrize("choice", ONE_OF_EACH, ids=id_of)
-def test_only_the_rows_asked_for_are_dequantised(
+def test_only_the_requested_rows_are_dequantised(
     choice: Choice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the matrix is stored by rows; one that is stored by columns is dequantised whole."""
     stored, exact, source = one_matrix(tmp_path, choice, torch.bfloat16)
     view = view_of(format_of(config_of(choice)), source, stored, torch.bfloat16)
-    made: list[int] = []
+    written: list[int] = []
 
-    def counted(*args: Any) -> None:
-        made.append(args[-1].numel())
-        dequantize(*args)
+    def counted(weight: Any, out: Tensor, rows: Tensor) -> Tensor:
+        written.append(out.numel())
+        return dequantize(weight, out, rows)
 
     monkeypatch.setattr(weights.quantized, "dequantize", counted)
     ids = torch.tensor([71, 0, 41, 71])
     assert torch.equal(view.rows(ids, MODULE), exact.bfloat16()[ids])
-    assert made == [SHAPE[0] * SHAPE[1] if choice.format.startswith(("awq", "gptq")) else 4 * SHAPE[1]]
+    assert written == [4 * SHAPE[1]]
 
 
 # A checkpoint, from the disk to the tokens
@@ -478,13 +481,6 @@ def test_memory_is_planned_by_packed_bytes_and_one_matrix_in_its_own_place(tmp_p
     sizes = [Sizes.of_checkpoint(one, torch.float32) for one in (quantised, plain)]
     assert max(sizes[0].layer_nbytes) < 0.3 * max(sizes[1].layer_nbytes)
     assert 64 * 96 * 4 <= sizes[0].view_nbytes - sizes[1].view_nbytes < 64 * 96 * 4 + (32 << 20)
-
-
-def test_matrices_are_dequantised_into_the_same_memory(tmp_path: Path) -> None:
-    stored, _, source = one_matrix(tmp_path, Choice("awq"), torch.float16)
-    view = view_of(format_of(AWQ), source, stored, torch.float32)
-    assert isinstance(view, View)
-    assert view._weight(MODULE).data_ptr() == view._weight(MODULE).data_ptr()
 
 
 # scripts/quantize.py

@@ -24,6 +24,7 @@ from offload_rt.models.architecture import (
     StateContext,
     StateShape,
 )
+from offload_rt.ops.linear import linear
 
 # Names under which transformers finds what is ours: in passes, where nobody makes masks, and while a model is traced.
 NAME, TRACED = "offload_rt", "offload_rt_traced"
@@ -326,7 +327,7 @@ class Touched:
             out = torch.cat([weights.linear(x, one) for one in self.names[name][expert]], dim=-1)
         else:
             matrix = weights.tensor(f"{name}.{expert}")
-            out = x @ matrix if module.is_transposed else F.linear(x, matrix)
+            out = linear(x, matrix.T if module.is_transposed else matrix)
         return out + weights.tensor(f"{name}_bias.{expert}") if module.has_bias else out
 
 

@@ -93,10 +93,72 @@ class Packing:
         return n_rows, -(-n_columns * self.bits // per_word)
 
 
-def dequantize(
+# Dtypes of scales that are exponents of two.
+POWERS_OF_TWO = (torch.uint8, torch.float8_e8m0fnu)
+
+
+@dataclass(frozen=True)
+class ZeroCodes:
+    """Zero points as codes, in a grid like that of the scales.
+
+    plus  added to them, modulo 2^bits
+    """
+
+    codes: Tensor
+    order: Order
+    plus: int = 0
+
+
+@dataclass(frozen=True)
+class CodedMatrix:
+    """A matrix (n_out, n_in) as codes with scales. Orders `columns` and `awq` store its transpose.
+
+    codes    packing.words of the stored shape
+    scales   (rows / block, columns / block) of the stored shape, float, or uint8 and float8_e8m0fnu for powers of two
+    groups   (n_in,) int32, the group of each input in place of its position in a block
+    product  dtype of (code - zero) * scale, which is rounded once
+    """
+
+    shape: tuple[int, int]
+    packing: Packing
+    codes: Tensor
+    scales: Tensor
+    zeros: ZeroCodes | None
+    groups: Tensor | None
+    product: torch.dtype
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether the codes are those of the transpose."""
+        return self.packing.groups_rows
+
+    def float_scales(self) -> Tensor:
+        """The scales in the dtype of the product."""
+        if self.scales.dtype in POWERS_OF_TWO:
+            return torch.exp2(self.scales.view(torch.uint8).float() - 127).to(self.product)
+        return self.scales.to(self.product)
+
+    def int_zeros(self) -> Tensor | None:
+        """The zero points, int32 in the shape of the scales."""
+        if self.zeros is None:
+            return None
+        zeros = unpack(self.zeros.codes, self.zeros.order, self.packing.bits, *self.scales.shape).int().contiguous()
+        return (zeros + self.zeros.plus) & (1 << self.packing.bits) - 1 if self.zeros.plus else zeros
+
+
+@dataclass(frozen=True)
+class BlockMatrix:
+    """A matrix (n_out, n_in) in blocks of a GGUF type of BLOCKS: blocks (n_out, bytes of a row) uint8."""
+
+    shape: tuple[int, int]
+    blocks: Tensor
+    type: str
+
+
+def dequantize_codes(
     codes: Tensor, scales: Tensor, zeros: Tensor | None, groups: Tensor | None, packing: Packing, out: Tensor
 ) -> None:
-    """Write the matrix that these codes stand for.
+    """Write the matrix of these codes by the CUDA kernel, or the reference.
 
     codes   packing.words(rows, columns)
     scales  (rows / block, columns / block), of the dtype of the product, float32 for nf4; with `groups` their side is as
@@ -105,35 +167,25 @@ def dequantize(
     groups  (columns,) int32, or of rows: the scale of each, instead of its place by `block`
     out     (rows, columns), dense, of any dtype
     """
-    has_kernel = scales.dtype in _KERNEL_DTYPES and out.dtype in _KERNEL_DTYPES
-    if has_kernel and extension.serves(out):
+    if extension.serves(out) and scales.dtype in _KERNEL_DTYPES and out.dtype in _KERNEL_DTYPES:
         is_float8 = codes.dtype == torch.float8_e4m3fn
         kind = len(ORDERS) if is_float8 else ORDERS.index(packing.order)
         numbers = kind, packing.bits, *packing.block, packing.offset
         codes = codes.view(torch.uint8) if is_float8 else codes
         extension.kernels().dequantize(codes, scales, zeros, groups, *numbers, out)
-    elif has_kernel and out.device.type == "cpu":
-        from offload_rt.ops.dequantize_kernels import dequantize_on_cpu  # numba takes a second to import
-
-        dequantize_on_cpu(codes, scales, zeros, groups, packing, out)
     else:
         reference_dequantize(codes, scales, zeros, groups, packing, out)
 
 
 def dequantize_blocks(blocks: Tensor, name: str, out: Tensor) -> None:
-    """Write the matrix that blocks of GGUF stand for, computed in float32 as transformers and llama.cpp do, rounded once.
+    """Write the matrix of GGUF blocks by the CUDA kernel, or the reference: computed in float32, rounded once.
 
     blocks  (rows, bytes of a row) uint8
     name    of their type, in BLOCKS
     out     (rows, columns), dense, of any dtype
     """
-    has_kernel = name in KERNEL_BLOCKS and out.dtype in _KERNEL_DTYPES
-    if has_kernel and extension.serves(out):
+    if extension.serves(out) and name in KERNEL_BLOCKS and out.dtype in _KERNEL_DTYPES:
         extension.kernels().dequantize_blocks(blocks, list(KERNEL_BLOCKS).index(name), out)
-    elif has_kernel and out.device.type == "cpu":
-        from offload_rt.ops.dequantize_kernels import dequantize_blocks_on_cpu
-
-        dequantize_blocks_on_cpu(blocks, name, out)
     else:
         reference_dequantize_blocks(blocks, name, out)
 

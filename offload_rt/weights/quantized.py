@@ -4,18 +4,26 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from offload_rt.errors import CheckpointError, UnsupportedModelError
-from offload_rt.ops.dequantize import REFERENCE_NBYTES, Order, Packing, dequantize, unpack
+from offload_rt.ops.dequantize import (
+    POWERS_OF_TWO,
+    REFERENCE_NBYTES,
+    BlockMatrix,
+    CodedMatrix,
+    Order,
+    Packing,
+    ZeroCodes,
+)
+from offload_rt.ops.linear import dequantize
 from offload_rt.weights.formats import Source, StoredTensor, WeightFormat, dense
 from offload_rt.weights.header import FLOATS
-from offload_rt.weights.layout import Layout, host_block
+from offload_rt.weights.layout import Layout
 
 # Bytes of the largest tensor that is read to see whether it holds zeros.
 _MOST_ZEROS = 1 << 26
@@ -32,6 +40,10 @@ class ZeroPoints:
     tensor: StoredTensor
     order: Order
     plus: int = 0
+
+    def of(self, tensors: Mapping[str, Tensor]) -> ZeroCodes:
+        """The zero points in stored tensors by name."""
+        return ZeroCodes(tensors[self.tensor.name], self.order, self.plus)
 
 
 @dataclass(frozen=True)
@@ -64,17 +76,9 @@ class Matrix(ABC):
         """All its tensors."""
         return (self.codes,)
 
-    @property
-    def has_rows(self) -> bool:
-        """Whether some of its rows can be made without the others."""
-        return True
-
     @abstractmethod
-    def weight(self, tensors: Mapping[str, Tensor], out: Tensor, rows: Tensor | None = None) -> Tensor:
-        """The matrix, or these rows (n,) of it, written to `out`, which has as many numbers.
-
-        tensors  the stored ones, by the names that these have here
-        """
+    def encoded(self, tensors: Mapping[str, Tensor]) -> CodedMatrix | BlockMatrix:
+        """The matrix for `ops.linear`, in tensors by their names of `stored`."""
 
 
 @dataclass(frozen=True)
@@ -99,49 +103,26 @@ class QuantizedMatrix(Matrix):
         parts = (self.codes, self.scales, zeros, self.groups, *nested)
         return tuple(one for one in parts if one is not None)
 
-    @property
-    def has_rows(self) -> bool:
-        """Not where the codes are of the transpose."""
-        return not self.packing.groups_rows
+    def encoded(self, tensors: Mapping[str, Tensor]) -> CodedMatrix:
+        """See `Matrix.encoded`."""
+        stored_shape = self.shape[::-1] if self.packing.groups_rows else self.shape
+        grid = tuple(-(-n // size) for n, size in zip(stored_shape, self.packing.block, strict=True))
+        scales = self._scales(tensors).view(grid)
+        product = self.product or (torch.float32 if scales.dtype in POWERS_OF_TWO else scales.dtype)
+        return CodedMatrix(
+            self.shape, self.packing, tensors[self.codes.name].view(self.packing.words(*stored_shape)), scales,
+            None if self.zeros is None else self.zeros.of(tensors),
+            None if self.groups is None else tensors[self.groups.name], product,
+        )  # fmt: skip
 
-    def weight(self, tensors: Mapping[str, Tensor], out: Tensor, rows: Tensor | None = None) -> Tensor:
-        """See `Matrix.weight`."""
-        shape = self.shape if self.has_rows else self.shape[::-1]
-        grid = tuple(-(-n // size) for n, size in zip(shape, self.packing.block, strict=True))
-        groups = None if self.groups is None else tensors[self.groups.name]
-        codes, packing = tensors[self.codes.name].view(self.packing.words(*shape)), self.packing
-        scales, zeros = self._scales(tensors, grid), self._zeros(tensors, grid)
-        if rows is not None:
-            places = rows // packing.block[0]
-            codes, scales = _rows_of(codes, rows), _rows_of(scales, places)
-            zeros = None if zeros is None else zeros[places]
-            packing = replace(packing, block=(1, packing.block[1]))
-        if scales.dtype in (torch.uint8, torch.float8_e8m0fnu):  # exponents of two
-            scales = torch.exp2(scales.view(torch.uint8).float() - 127)
-        matrix = out.view(-1, shape[1])
-        dequantize(codes, scales.to(self.product or scales.dtype), zeros, groups, packing, matrix)
-        return matrix if self.has_rows else matrix.T
-
-    def _scales(self, tensors: Mapping[str, Tensor], grid: tuple[int, ...]) -> Tensor:
+    def _scales(self, tensors: Mapping[str, Tensor]) -> Tensor:
         scales = tensors[self.scales.name]
-        if self.nested is not None:
-            first, block, n = self.nested.first, self.nested.block, scales.numel()
-            own = tensors[self.nested.scales.name][first // block : -(-(first + n) // block)]
-            spread = own.repeat_interleave(block)[first % block :][:n]
-            scales = tensors[self.nested.table.name][scales.int()] * spread + self.nested.offset
-        return scales.view(grid)
-
-    def _zeros(self, tensors: Mapping[str, Tensor], grid: tuple[int, ...]) -> Tensor | None:
-        if self.zeros is None:
-            return None
-        bits = self.packing.bits
-        zeros = unpack(tensors[self.zeros.tensor.name], self.zeros.order, bits, *grid).int().contiguous()
-        return (zeros + self.zeros.plus) & (1 << bits) - 1 if self.zeros.plus else zeros
-
-
-def _rows_of(x: Tensor, rows: Tensor) -> Tensor:
-    """x[rows], also of float8, which torch does not index."""
-    return x.view(torch.uint8)[rows].view(x.dtype)
+        if self.nested is None:
+            return scales
+        first, block, n = self.nested.first, self.nested.block, scales.numel()
+        outer = tensors[self.nested.scales.name][first // block : -(-(first + n) // block)]
+        spread = outer.repeat_interleave(block)[first % block :][:n]
+        return tensors[self.nested.table.name][scales.int()] * spread + self.nested.offset
 
 
 class QuantizedFormat(WeightFormat):
@@ -156,7 +137,6 @@ class QuantizedFormat(WeightFormat):
         super().__init__(quantization_config, notice)
         self._matrices: dict[str, set[Matrix]] = {}
         self._of_layout: dict[Layout, dict[str, Matrix]] = {}
-        self._scratch = torch.empty(0, dtype=torch.uint8)
 
     @abstractmethod
     def matrix(self, module: str, shape: tuple[int, int], source: Source) -> Matrix | None:
@@ -218,18 +198,6 @@ class QuantizedFormat(WeightFormat):
             }
         return self._of_layout[layout]
 
-    def scratch(self, n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """(n,) to write a matrix to; on a CPU it is the same memory each time.
-
-        Fresh memory is zeroed by the system page by page; a card's allocator keeps what was freed, also for a captured graph.
-        """
-        if device.type != "cpu":
-            return torch.empty(n, dtype=dtype, device=device)
-        if len(self._scratch) < n * dtype.itemsize:
-            self._scratch = torch.empty(0)  # free it first
-            self._scratch = host_block(n * dtype.itemsize)
-        return self._scratch[: n * dtype.itemsize].view(dtype)
-
 
 class View(dense.View):
     """The weights of one layer, see `WeightFormat.view`."""
@@ -239,21 +207,16 @@ class View(dense.View):
         self._format, self._matrices = format, format.matrices(layout)
 
     def rows(self, ids: Tensor, name: str) -> Tensor:
-        """See `LayerWeights.rows`; only these are dequantised, where the matrix is stored by rows."""
-        matrix = self._matrices.get(name)
-        if matrix is None:
+        """See `LayerWeights.rows`; only these rows are dequantised, if the matrix is stored by rows."""
+        weight = self._weight(name)
+        if isinstance(weight, Tensor):
             return super().rows(ids, name)
-        if not matrix.has_rows:
-            return F.embedding(ids, self._weight(name))
-        out = torch.empty(len(ids) * matrix.shape[1], dtype=self._dtype, device=ids.device)
-        return matrix.weight(self._stored(name), out, ids)
+        out = torch.empty(len(ids) * weight.shape[1], dtype=self._dtype, device=ids.device)
+        return dequantize(weight, out, ids)
 
-    def _weight(self, name: str) -> Tensor:
-        if name not in self._matrices:
-            return super()._weight(name)
-        matrix, tensors = self._matrices[name], self._stored(name)
-        device = tensors[matrix.codes.name].device
-        return matrix.weight(tensors, self._format.scratch(math.prod(matrix.shape), self._dtype, device))
+    def _weight(self, name: str) -> Tensor | CodedMatrix | BlockMatrix:
+        matrix = self._matrices.get(name)
+        return super()._weight(name) if matrix is None else matrix.encoded(self._stored(name))
 
     def _stored(self, name: str) -> dict[str, Tensor]:
         return {one.name: self._tensors[one.of(name).key] for one in self._matrices[name].stored}

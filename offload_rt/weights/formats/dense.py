@@ -1,7 +1,6 @@
 """Weights as they are in the checkpoint: a matrix is its own bytes."""
 
 from collections.abc import Sequence
-from itertools import starmap
 from typing import Any
 
 import torch
@@ -9,6 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from offload_rt.models.architecture import LayerWeights
+from offload_rt.ops.dequantize import BlockMatrix, CodedMatrix
+from offload_rt.ops.linear import linear
 from offload_rt.weights.formats import WeightFormat
 from offload_rt.weights.layout import Layout
 
@@ -61,22 +62,22 @@ class View(LayerWeights):
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         """x (n, n_in) times `<name>.weight` (n_out, n_in) transposed, plus `<name>.bias` where there is one: (n, n_out)."""
-        return F.linear(x, self._weight(name), self._bias(name))
+        return linear(x, self._weight(name), self._bias(name))
 
     def _bias(self, name: str) -> Tensor | None:
         bias = self._tensors.get(f"{name}.bias")
         return None if bias is None else bias.to(self._dtype)
 
-    def _weight(self, name: str) -> Tensor:
-        """The matrix of a product (n_out, n_in), until the next one is asked for."""
-        return self._tensors[f"{name}.weight"].to(self._dtype)
+    def _weight(self, name: str) -> Tensor | CodedMatrix | BlockMatrix:
+        """The matrix of a product (n_out, n_in), as `ops.linear` multiplies it."""
+        return self._tensors[f"{name}.weight"]
 
     def linears(self, x: Tensor, names: Sequence[str]) -> tuple[Tensor, ...]:
         """See `LayerWeights.linears`; one product on a card, where each takes a launch, if the matrices lie back to back."""
         weight = self.joined(names) if x.is_cuda else None
         bias = self.joined(names, "bias") if weight is not None else None
         if weight is None or (bias is None and any(f"{name}.bias" in self.layout.by_name for name in names)):
-            return tuple(starmap(F.linear, ((x, self._weight(name), self._bias(name)) for name in names)))
+            return tuple(self.linear(x, name) for name in names)
         widths = [len(self._tensors[f"{name}.weight"]) for name in names]
         return tuple(torch.split(F.linear(x, weight, bias), widths, dim=1))
 

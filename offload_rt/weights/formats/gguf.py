@@ -8,7 +8,7 @@ from torch import Tensor
 
 from offload_rt.errors import CheckpointError
 from offload_rt.models.architecture import LayerWeights
-from offload_rt.ops.dequantize import BLOCKS, dequantize_blocks
+from offload_rt.ops.dequantize import BLOCKS, BlockMatrix
 from offload_rt.weights import quantized
 from offload_rt.weights.formats import Source, StoredTensor
 from offload_rt.weights.gguf import ROPE_FREQS, Storage
@@ -24,17 +24,14 @@ def matches(quantization_config: object) -> bool:
 
 
 @dataclass(frozen=True)
-class BlockMatrix(quantized.Matrix):
+class GgufMatrix(quantized.Matrix):
     """A matrix in blocks of this type."""
 
     type: str
 
-    def weight(self, tensors: Mapping[str, Tensor], out: Tensor, rows: Tensor | None = None) -> Tensor:
-        """See `Matrix.weight`."""
-        blocks = tensors[self.codes.name]
-        matrix = out.view(-1, self.shape[1])
-        dequantize_blocks(blocks if rows is None else blocks[rows], self.type, matrix)
-        return matrix
+    def encoded(self, tensors: Mapping[str, Tensor]) -> BlockMatrix:
+        """See `Matrix.encoded`."""
+        return BlockMatrix(self.shape, tensors[self.codes.name], self.type)
 
 
 class Format(quantized.QuantizedFormat):
@@ -46,7 +43,7 @@ class Format(quantized.QuantizedFormat):
         self.head_dim = quantization_config.head_dim
         super().__init__()
 
-    def matrix(self, module: str, shape: tuple[int, int], source: Source) -> BlockMatrix | None:
+    def matrix(self, module: str, shape: tuple[int, int], source: Source) -> GgufMatrix | None:
         """See `QuantizedFormat.matrix`."""
         record = source.find(f"{module}.weight")
         if record is None or record.dtype not in BLOCKS:
@@ -58,7 +55,7 @@ class Format(quantized.QuantizedFormat):
         nbytes = shape[1] // block.n * block.size
         # The type is another in each layer: the name in the block tells it.
         codes = StoredTensor("weight", (shape[0], nbytes), torch.uint8, record.dtype)
-        return BlockMatrix(shape, codes, record.dtype)
+        return GgufMatrix(shape, codes, record.dtype)
 
     def is_unused(self, name: str, source: Source) -> bool:
         """What has gone into the config."""

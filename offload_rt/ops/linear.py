@@ -1,0 +1,81 @@
+"""Products with weights in any stored form, and their dequantisation."""
+
+import math
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from offload_rt.ops import linear_cpu
+from offload_rt.ops.dequantize import BlockMatrix, CodedMatrix, dequantize_blocks, dequantize_codes
+
+# Outputs that are widened to float32 at a time on a CPU without the library.
+_OUTPUTS = 256
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def linear(x: Tensor, weight: Tensor | CodedMatrix | BlockMatrix, bias: Tensor | None = None) -> Tensor:
+    """Multiply x (..., n_in) by the transposed weight (n_out, n_in) and add bias (n_out,): (..., n_out) in x's dtype.
+
+    Accumulates in float32 or better. Encoded weights have the exact values of their format. On a CPU with the library, the
+    result of a row does not depend on other rows.
+    """
+    if x.dim() != 2:
+        return linear(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], -1)
+    needs_gradient = torch.is_grad_enabled() and x.requires_grad
+    if linear_cpu.serves(x, weight) and not needs_gradient:
+        return linear_cpu.linear(x, weight, bias)
+    if x.device.type == "cpu" and not needs_gradient and not _has_fast_product(x, weight):
+        return _linear_by_parts(x, weight, bias)
+    if not isinstance(weight, Tensor):
+        weight = dequantize(weight, torch.empty(math.prod(weight.shape), dtype=x.dtype, device=x.device))
+    return F.linear(x, weight.to(x.dtype), bias)
+
+
+def _has_fast_product(x: Tensor, weight: Tensor | CodedMatrix | BlockMatrix) -> bool:
+    """Whether torch multiplies these tensors at the rate of float32, or has to convert nothing."""
+    is_same = isinstance(weight, Tensor) and weight.dtype == x.dtype
+    return is_same and (x.dtype not in _HALVES or torch.cpu._is_avx512_bf16_supported())
+
+
+def _linear_by_parts(x: Tensor, weight: Tensor | CodedMatrix | BlockMatrix, bias: Tensor | None) -> Tensor:
+    """`linear` by torch in float32 or better, with some outputs of the weight widened at a time."""
+    dtype, n_out = torch.promote_types(x.dtype, torch.float32), weight.shape[0]
+    wide, y = x.to(dtype), x.new_empty(len(x), n_out)
+    part = torch.empty(_OUTPUTS, weight.shape[1], dtype=dtype)
+    for first in range(0, n_out, _OUTPUTS):
+        outputs = slice(first, min(first + _OUTPUTS, n_out))
+        target = part[: outputs.stop - first]
+        if isinstance(weight, Tensor):
+            target.copy_(weight[outputs])
+        else:
+            dequantize(weight, target, torch.arange(outputs.start, outputs.stop))
+        y[:, outputs] = F.linear(wide, target, None if bias is None else bias[outputs].to(dtype))
+    return y
+
+
+def dequantize(weight: CodedMatrix | BlockMatrix, out: Tensor, rows: Tensor | None = None) -> Tensor:
+    """Write a weight, or its rows (n,) int64, to `out` and return it as (n_out, n_in) or (n, n_in).
+
+    out  dense, any dtype, as many numbers as the result; values are rounded to this dtype at last
+    """
+    if linear_cpu.serves(out, weight):
+        return linear_cpu.unpack(weight, out.view(-1, weight.shape[1]), rows)
+    if isinstance(weight, BlockMatrix):
+        target = out.view(-1, weight.shape[1])
+        dequantize_blocks(weight.blocks if rows is None else weight.blocks[rows], weight.type, target)
+        return target
+    packing, codes, scales, zeros = weight.packing, weight.codes, weight.float_scales(), weight.int_zeros()
+    if rows is not None:
+        if weight.is_transposed:
+            whole = dequantize(weight, out.new_empty(math.prod(weight.shape)))
+            return out.view(-1, weight.shape[1]).copy_(whole[rows])
+        groups_of_rows = rows // packing.block[0]
+        codes = codes.view(torch.uint8)[rows].view(codes.dtype)  # torch does not index float8
+        scales = scales[groups_of_rows]
+        zeros = None if zeros is None else zeros[groups_of_rows]
+        packing = replace(packing, block=(1, packing.block[1]))
+    target = out.view(-1, weight.shape[0] if weight.is_transposed else weight.shape[1])
+    dequantize_codes(codes, scales, zeros, weight.groups, packing, target)
+    return target.T if weight.is_transposed else target

@@ -1,0 +1,216 @@
+"""The CPU library's products: values of every format, the order of sums, and every instruction set that this machine has."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from test_dequantize import KINDS, assert_equal, case, random_blocks
+from torch import Tensor
+
+from offload_rt.ops import cpu, linear_cpu
+from offload_rt.ops.dequantize import (
+    BLOCKS,
+    KERNEL_BLOCKS,
+    BlockMatrix,
+    CodedMatrix,
+    ZeroCodes,
+    reference_dequantize,
+    reference_dequantize_blocks,
+)
+from offload_rt.ops.linear import dequantize, linear
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+
+pytestmark = pytest.mark.skipif(cpu.library() is None, reason="needs a C++ compiler")
+
+
+@pytest.fixture(params=range(4), ids=("portable", "avx2", "avx512", "avx512bf16"))
+def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """An instruction set that this machine has."""
+    if request.param > cpu.level():
+        pytest.skip("this CPU has no such instructions")
+    monkeypatch.setattr(cpu, "level", lambda: request.param)
+    return request.param
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def coded(kind: str, seed: int) -> tuple[CodedMatrix, Tensor]:
+    """A random coded matrix with scales of about 1, and its values by the reference."""
+    codes, scales, zeros, groups, packing, shape = case(kind, seed)
+    if kind == "float8":
+        codes = (codes.view(torch.uint8) & 0xBF).view(torch.float8_e4m3fn)  # finite
+    scales = torch.randn(scales.shape, generator=torch.Generator().manual_seed(seed)).to(scales.dtype)
+    stored = torch.empty(shape)
+    reference_dequantize(codes, scales, zeros, groups, packing, stored)
+    # Zero points as codes of 8 bits, which every order of codes but `plain` may have.
+    zero_codes = None
+    if zeros is not None:
+        zero_codes = ZeroCodes(zeros.to(torch.int8), "plain")
+    values = stored.T if packing.groups_rows else stored
+    matrix = CodedMatrix(tuple(values.shape), packing, codes, scales, zero_codes, groups, scales.dtype)
+    return matrix, values
+
+
+def block_matrix(name: str, seed: int) -> tuple[BlockMatrix, Tensor]:
+    """Random blocks with scales below 1, and their values by the reference."""
+    blocks, shape = random_blocks(name, seed)
+    kind = BLOCKS[name]
+    for offset in (kind.scale, kind.minimum):
+        if offset is not None:
+            blocks.view(-1, kind.size)[:, offset + 1] &= 0xBB  # the upper byte of a float16
+    values = torch.empty(shape)
+    reference_dequantize_blocks(blocks, name, values)
+    return BlockMatrix(shape, blocks, name), values
+
+
+def unsigned_zeros_fit(kind: str, seed: int) -> bool:
+    """Whether zero points of `case` fit int8: with 8 bits they may not."""
+    zeros = case(kind, seed)[2]
+    return zeros is None or (int(zeros.max()) < 128 and int(zeros.min()) >= -128)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_unpacked_codes_equal_the_reference_bit_for_bit(level: int, threads: int, kind: str) -> None:
+    for seed in range(30):
+        if not unsigned_zeros_fit(kind, seed):
+            continue
+        codes, scales, zeros, groups, packing, shape = case(kind, seed)
+        matrix = replace(coded(kind, seed)[0], codes=codes, scales=scales)
+        for dtype in FLOATS:
+            expected = torch.empty(shape, dtype=dtype)
+            reference_dequantize(codes, scales, zeros, groups, packing, expected)
+            expected = expected.T if packing.groups_rows else expected
+            assert_equal(dequantize(matrix, torch.empty(matrix.shape, dtype=dtype)), expected.contiguous())
+            rows = torch.tensor([len(expected) - 1, 0])
+            out = torch.empty(2, matrix.shape[1], dtype=dtype)
+            assert_equal(dequantize(matrix, out, rows), expected[rows])
+
+
+@pytest.mark.parametrize("name", KERNEL_BLOCKS)
+def test_unpacked_blocks_equal_the_reference_bit_for_bit(level: int, name: str) -> None:
+    for seed in range(6):
+        blocks, shape = random_blocks(name, seed)
+        matrix = BlockMatrix(shape, blocks, name)
+        for dtype in FLOATS:
+            expected = torch.empty(matrix.shape, dtype=dtype)
+            reference_dequantize_blocks(matrix.blocks, name, expected)
+            assert_equal(dequantize(matrix, torch.empty(matrix.shape, dtype=dtype)), expected)
+
+
+@pytest.mark.parametrize("order", ["rows", "columns", "awq"])
+def test_packed_zero_points_equal_unpacked_zero_points(level: int, order: str) -> None:
+    """In the stored order of AWQ, GPTQ and compressed-tensors, with a number added modulo 2^bits."""
+    generator = torch.Generator().manual_seed(3)
+    matrix, _ = coded("rows" if order == "columns" else "awq", 3)
+    grid = matrix.scales.shape
+    words = {
+        "rows": (grid[0], -(-grid[1] * 4 // 32)),
+        "columns": (-(-grid[0] * 4 // 32), grid[1]),
+        "awq": (grid[0], -(-grid[1] // 8)),
+    }
+    packing = replace(matrix.packing, bits=4)
+    stored = matrix.shape[::-1] if matrix.is_transposed else matrix.shape
+    codes = torch.randint(-(1 << 31), 1 << 31, packing.words(*stored), generator=generator).int()
+    zeros = torch.randint(-(1 << 31), 1 << 31, words[order], generator=generator).int()
+    for plus in (0, 1):
+        packed = replace(matrix, packing=packing, codes=codes, zeros=ZeroCodes(zeros, order, plus), groups=None)
+        unpacked = packed.int_zeros()
+        assert unpacked is not None
+        plain = replace(packed, zeros=ZeroCodes(unpacked.to(torch.int8), "plain"))
+        mine, expected = (dequantize(each, torch.empty(matrix.shape)) for each in (packed, plain))
+        assert_equal(mine, expected)
+
+
+def test_scales_that_are_powers_of_two_cover_all_exponents(level: int) -> None:
+    matrix, _ = coded("e2m1", 4)
+    scales = torch.arange(matrix.scales.numel()).add(3).mul(37).remainder(256).to(torch.uint8).view(matrix.scales.shape)
+    scales.view(-1)[0] = 0
+    powers = CodedMatrix(matrix.shape, matrix.packing, matrix.codes, scales, None, None, torch.float32)
+    floats = CodedMatrix(matrix.shape, matrix.packing, matrix.codes, powers.float_scales(), None, None, torch.float32)
+    assert_equal(dequantize(powers, torch.empty(matrix.shape)), dequantize(floats, torch.empty(matrix.shape)))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_products_of_codes_equal_products_of_their_values(level: int, threads: int, dtype: torch.dtype) -> None:
+    n_compared = 0
+    cases = [(coded, kind, seed) for kind in KINDS for seed in range(6) if unsigned_zeros_fit(kind, seed)]
+    for make, kind, seed in cases + [(block_matrix, name, seed) for name in KERNEL_BLOCKS for seed in range(3)]:
+        matrix, values = make(kind, seed)
+        x = torch.randn(5, matrix.shape[1]).to(dtype)
+        bias = torch.randn(matrix.shape[0]).to(dtype)
+        exact = x.double() @ values.double().T + bias.double()
+        if dtype == torch.float16 and float(exact.abs().max()) > 6e4:
+            continue
+        size = x.double().abs() @ values.double().abs().T + bias.double().abs()
+        # Where a bfloat16 instruction multiplies, weights are rounded to bfloat16 once.
+        error = (linear(x, matrix, bias).double() - exact).abs() / size
+        assert float(error.max()) < TOLERANCES[dtype]
+        n_compared += 1
+    assert n_compared > 50
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("stored", FLOATS)
+def test_dense_products_equal_float64_products(
+    level: int, threads: int, dtype: torch.dtype, stored: torch.dtype
+) -> None:
+    for n_out, n_in in ((1, 1), (7, 3), (33, 1000), (100, 2048), (257, 1544)):
+        weight, x = torch.randn(n_out, n_in).to(stored), torch.randn(29, n_in).to(dtype)
+        exact = x.double() @ weight.double().T
+        size = x.double().abs() @ weight.double().abs().T
+        assert float(((linear(x, weight).double() - exact).abs() / size).max()) < TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_row_has_the_same_bits_in_any_company(level: int, dtype: torch.dtype) -> None:
+    """Whatever the number of rows before and after it, the threads, and the share of the outputs."""
+    weights: list = [torch.randn(n_out, n_in).to(dtype) for n_out, n_in in ((7, 3), (50, 1000), (300, 1536))]
+    weights += [coded("rows", 2)[0], coded("awq", 1)[0], block_matrix("Q4_K", 2)[0]]
+    before = torch.get_num_threads()
+    for weight in weights:
+        x = torch.randn(401, weight.shape[1]).to(dtype)
+        full = linear(x, weight)
+        for first, last in ((0, 1), (3, 5), (1, 4), (2, 6), (1, 6), (0, 13), (7, 47), (390, 401)):
+            for n_threads in (1, 2):
+                torch.set_num_threads(n_threads)
+                assert_equal(linear(x[first:last], weight), full[first:last])
+        torch.set_num_threads(before)
+        if isinstance(weight, Tensor) and len(weight) > 9:
+            assert_equal(linear(x[:3], weight[5:9]), full[:3, 5:9].contiguous())
+
+
+def test_inputs_may_be_strided_and_have_more_dimensions(level: int) -> None:
+    weight, x = torch.randn(10, 24), torch.randn(4, 6, 48)
+    torch.testing.assert_close(linear(x[..., 24:], weight), x[..., 24:] @ weight.T)
+    torch.testing.assert_close(linear(x[0, :, ::2], weight), x[0, :, ::2] @ weight.T)
+    assert linear(x[:0, 0, :24], weight).shape == (0, 10)
+
+
+def test_gradients_flow_where_they_are_asked_for() -> None:
+    weight, x = torch.randn(10, 24), torch.randn(4, 24, requires_grad=True)
+    linear(x, weight).sum().backward()
+    torch.testing.assert_close(x.grad, weight.sum(0).expand(4, -1))
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.float64])
+def test_without_the_library_products_are_the_same_up_to_rounding(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear_cpu, "serves", lambda x, weight: False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    tolerance = TOLERANCES.get(dtype, 1e-12)
+    dense = torch.randn(600, 64).to(dtype)
+    for matrix, values in ((dense, dense), coded("rows", 5), coded("columns", 2), block_matrix("Q6_K", 1)):
+        x, bias = torch.randn(3, matrix.shape[1]).to(dtype), torch.randn(matrix.shape[0]).to(dtype)
+        exact = x.double() @ values.double().T + bias.double()
+        size = x.double().abs() @ values.double().abs().T + bias.double().abs()
+        assert float(((linear(x, matrix, bias).double() - exact).abs() / size).max()) < tolerance
