@@ -48,12 +48,6 @@ inline float number(const void* from, int dtype, int64_t i) {
   return static_cast<const float*>(from)[i];
 }
 
-inline float half_at(const uint8_t* bytes) {
-  Half half;
-  memcpy(&half, bytes, 2);
-  return to_float(half);
-}
-
 inline uint32_t word_at(const uint8_t* bytes, int64_t i) {
   uint32_t word;
   memcpy(&word, bytes + 4 * i, 4);

@@ -12,8 +12,10 @@ constexpr int kTileRows = 6, kTileOuts = 4;
 constexpr int kTileRows = 4, kTileOuts = 3;
 #endif
 // Outputs of a panel of few and of many rows, multiples of every tile's outputs; rows that a panel is unpacked for.
-constexpr int kFewOuts = 24, kManyOuts = 96, kRowsOfPanel = 384;
+constexpr int kFewOuts = 24, kManyOuts = 96, kPanelOuts = 128, kRowsOfPanel = 384;
 constexpr int64_t kBlockNbytes = 2048;
+// Bytes that are prefetched of the next output's codes.
+constexpr int kAhead = 512;
 // Numbers of x between two sums of the lanes: kDepth<X>.
 template <typename X>
 constexpr int kDepth = kBlockNbytes / sizeof(X);
@@ -265,13 +267,108 @@ inline void scale_row(Numbers numbers, const Matrix& m, int64_t row, int64_t fir
   scale_row<kFloat32>(numbers, m, row, first, n, codes, out);
 }
 
+typedef uint8_t Bytes __attribute__((vector_size(16)));
+typedef Bytes UnalignedBytes __attribute__((aligned(1), may_alias));
+inline Bytes load_bytes(const uint8_t* from) { return *reinterpret_cast<const UnalignedBytes*>(from); }
+inline void store_bytes(uint8_t* to, Bytes bytes) { *reinterpret_cast<UnalignedBytes*>(to) = bytes; }
+
 // Two codes of each byte, the low nibble first, or the high one.
 inline void split_nibbles(const uint8_t* bytes, int n, bool is_low_first, uint8_t* codes) {
-  const int first = is_low_first ? 0 : 4;
-  for (int i = 0; i < (n + 1) / 2; ++i) {
-    codes[2 * i] = bytes[i] >> first & 15;
-    codes[2 * i + 1] = bytes[i] >> (4 - first) & 15;
+  int i = 0;
+  for (; 2 * (i + 16) <= n; i += 16) {
+    const Bytes both = load_bytes(bytes + i), low = both & 15, high = both >> 4;
+    const Bytes a = is_low_first ? low : high, b = is_low_first ? high : low;
+    store_bytes(codes + 2 * i, __builtin_shuffle(a, b, Bytes{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23}));
+    store_bytes(codes + 2 * i + 16,
+                __builtin_shuffle(a, b, Bytes{8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31}));
   }
+  for (; 2 * i < n; ++i) {
+    codes[2 * i] = bytes[i] >> (is_low_first ? 0 : 4) & 15;
+    codes[2 * i + 1] = bytes[i] >> (is_low_first ? 4 : 0) & 15;
+  }
+}
+
+// A table of 16 numbers, each exact in bfloat16 or float16, that codes of 4 bits are looked up in: 32 at a time by bytes
+// where a vector holds 8 floats.
+template <int dtype>
+struct ShortTable {
+#if LEVEL == 1
+  __m256i low, high;
+  explicit ShortTable(const float* numbers) {
+    __m256i all;
+    if constexpr (dtype == kBFloat16) {
+      const __m256i a = _mm256_srli_epi32((__m256i)load(numbers), 16), b = _mm256_srli_epi32((__m256i)load(numbers + 8), 16);
+      all = _mm256_permute4x64_epi64(_mm256_packus_epi32(a, b), 0xd8);
+    } else {
+      all = _mm256_set_m128i(_mm256_cvtps_ph((__m256)load(numbers + 8), 0), _mm256_cvtps_ph((__m256)load(numbers), 0));
+    }
+    const __m256i lows = _mm256_and_si256(all, _mm256_set1_epi16(0xff)), highs = _mm256_srli_epi16(all, 8);
+    const __m256i bytes = _mm256_permute4x64_epi64(_mm256_packus_epi16(lows, highs), 0xd8);  // 16 lows, 16 highs
+    low = _mm256_permute2x128_si256(bytes, bytes, 0x00);
+    high = _mm256_permute2x128_si256(bytes, bytes, 0x11);
+  }
+  // 32 codes in 16 bytes, the low nibble of each first.
+  template <typename P>
+  inline void expand(const uint8_t* packed, V scale, bool is_scaled, P* out) const {
+    const __m128i both = _mm_loadu_si128(reinterpret_cast<const __m128i*>(packed)), mask = _mm_set1_epi8(15);
+    const __m128i even = _mm_and_si128(both, mask), odd = _mm_and_si128(_mm_srli_epi16(both, 4), mask);
+    const __m256i codes = _mm256_set_m128i(_mm_unpackhi_epi8(even, odd), _mm_unpacklo_epi8(even, odd));
+    __m256i parts[4];
+    if constexpr (dtype == kBFloat16) {
+      // Half-vectors are interleaved twice: eight codes end up in one vector when their halves start four bytes apart.
+      const __m256i order = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7), none = _mm256_setzero_si256();
+      const __m256i ordered = _mm256_permutevar8x32_epi32(codes, order);
+      const __m256i a = _mm256_shuffle_epi8(low, ordered), b = _mm256_shuffle_epi8(high, ordered);
+      const __m256i first = _mm256_unpacklo_epi8(a, b), second = _mm256_unpackhi_epi8(a, b);
+      parts[0] = _mm256_unpacklo_epi16(none, first), parts[1] = _mm256_unpackhi_epi16(none, first);
+      parts[2] = _mm256_unpacklo_epi16(none, second), parts[3] = _mm256_unpackhi_epi16(none, second);
+    } else {
+      const __m256i ordered = _mm256_permute4x64_epi64(codes, 0xd8);
+      const __m256i a = _mm256_shuffle_epi8(low, ordered), b = _mm256_shuffle_epi8(high, ordered);
+      const __m256i first = _mm256_unpacklo_epi8(a, b), second = _mm256_unpackhi_epi8(a, b);
+      parts[0] = (__m256i)_mm256_cvtph_ps(_mm256_castsi256_si128(first));
+      parts[1] = (__m256i)_mm256_cvtph_ps(_mm256_extracti128_si256(first, 1));
+      parts[2] = (__m256i)_mm256_cvtph_ps(_mm256_castsi256_si128(second));
+      parts[3] = (__m256i)_mm256_cvtph_ps(_mm256_extracti128_si256(second, 1));
+    }
+    for (int i = 0; i < 4; ++i) store(out + 8 * i, is_scaled ? (V)parts[i] * scale : (V)parts[i]);
+  }
+#else
+  const float* numbers;
+  explicit ShortTable(const float* numbers) : numbers(numbers) {}
+  template <typename P>
+  inline void expand(const uint8_t* packed, V scale, bool is_scaled, P* out) const {
+    uint8_t codes[32];
+    split_nibbles(packed, 32, true, codes);
+    for (int k = 0; k < 32; k += kLanes) {
+      const V x = Table{numbers}(codes + k);
+      store(out + k, is_scaled ? x * scale : x);
+    }
+  }
+#endif
+};
+
+// n codes of 4 bits, packed with the low nibble first, in groups of a multiple of 32 that begin at `first`.
+template <int dtype, typename P>
+inline void expand_groups(const Matrix& m, int64_t row, int64_t first, int n, const uint8_t* packed, P* out) {
+  const int group = static_cast<int>(smaller<int64_t>(m.block_in, n));
+  float scales[kLongestBlock / 64], zeros[kLongestBlock / 64], numbers[16];
+  groups_of(m, row, first / m.block_in, (n + group - 1) / group, scales, zeros);
+  for (int k = 0, g = 0; k < n; k += group, ++g) {
+    constexpr float kCodes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    for (int i = 0; i < 16; i += kLanes)
+      store(numbers + i, rounded<dtype>((load(kCodes + i) - set1(zeros[g])) * set1(scales[g])));
+    const ShortTable<dtype> table(numbers);
+    for (int i = 0; i < smaller(group, n - k); i += 32) table.expand(packed + (k + i) / 2, V{}, false, out + k + i);
+  }
+}
+
+// Codes of MXFP4 with powers of two as scales, whose products are exact in bfloat16.
+template <typename P>
+inline void expand_mxfp4(const Matrix& m, int64_t row, int64_t first, int n, const uint8_t* packed, P* out) {
+  const ShortTable<kBFloat16> table(kE2m1Values);
+  const uint8_t* scales = static_cast<const uint8_t*>(m.scales) + row * m.grid_columns + first / 32;
+  for (int k = 0; k < n; k += 32) table.expand(packed + k / 2, set1(number(scales, kExponent8, k / 32)), true, out + k);
 }
 
 // Replaces codes by what a table of 16 numbers has in their place.
@@ -288,12 +385,14 @@ inline void look_up(const int8_t* table, int n, uint8_t* codes) {
 }
 
 // The codes of a block of GGUF, less what all of them are lowered by.
-inline void block_codes(int kind, const uint8_t* block, uint8_t* codes) {
+template <int kind>
+inline void block_codes(const uint8_t* block, uint8_t* codes) {
   const auto nibbles = [&](const uint8_t* bytes, int n, int width, int less) {
     for (int first = 0; first < n / 2; first += width)
-      for (int k = 0; k < width; ++k) {
-        codes[2 * first + k] = static_cast<uint8_t>((bytes[first + k] & 15) - less);
-        codes[2 * first + width + k] = static_cast<uint8_t>((bytes[first + k] >> 4) - less);
+      for (int k = 0; k < width; k += 16) {
+        const Bytes both = load_bytes(bytes + first + k);
+        store_bytes(codes + 2 * first + k, (both & 15) - static_cast<uint8_t>(less));
+        store_bytes(codes + 2 * first + width + k, (both >> 4) - static_cast<uint8_t>(less));
       }
   };
   // The four pairs of bits of 32 bytes, low ones first, and so on; likewise single bits.
@@ -327,8 +426,10 @@ inline void block_codes(int kind, const uint8_t* block, uint8_t* codes) {
 }
 
 // What the codes of each group of a block are multiplied with, and what is then subtracted.
-inline void block_scales(int kind, const uint8_t* b, float* scales, float* minima) {
-  for (int i = 0; i < 16; ++i) minima[i] = 0.0f;
+template <int kind>
+inline void block_scales(const uint8_t* b, float* scales, float* minima) {
+  constexpr bool is_long = kind == kQ2_K || kind == kQ3_K || kind == kQ4_K || kind == kQ5_K || kind == kQ6_K || kind == kIq4Xs;
+  for (int i = 0; i < (is_long ? 16 : 1); ++i) minima[i] = 0.0f;
   switch (kind) {
     case kQ4_1: case kQ5_1: minima[0] = -half_at(b + 2); [[fallthrough]];
     case kQ4_0: case kQ5_0: case kQ8_0: case kIq4Nl: scales[0] = half_at(b); return;
@@ -373,8 +474,8 @@ inline void unpack_blocks(const uint8_t* blocks, int n, P* out) {
   for (int done = 0; done < n; done += n_codes, blocks += nbytes) {
     uint8_t codes[n_codes];
     float scales[16], minima[16];
-    block_codes(kind, blocks, codes);
-    block_scales(kind, blocks, scales, minima);
+    block_codes<kind>(blocks, codes);
+    block_scales<kind>(blocks, scales, minima);
     for (int k = 0; k < n_codes; k += kLanes) {
       // The product is exact in float32 where there is a minimum.
       store(out + done + k, fma(Signed()(codes + k), set1(scales[k / group]), set1(-minima[k / group])));
@@ -382,10 +483,47 @@ inline void unpack_blocks(const uint8_t* blocks, int n, P* out) {
   }
 }
 
+inline bool is_gathered(const Matrix& m) { return m.bits == 4 && (m.kind == kColumns || m.kind == kAwq); }
+
+// Copies the codes of 4 bits of n inputs of a transposed matrix into words of eight inputs: words (n_outs, stride).
+inline void gather(const Matrix& m, int64_t first_out, int n_outs, int64_t first, int n, int64_t stride, uint32_t* words) {
+  if (m.kind == kColumns) {
+    for (int w = 0; w < (n + 7) / 8; ++w) {
+      const uint8_t* from = m.codes + ((first / 8 + w) * m.n_out + first_out) * 4;
+      for (int j = 0; j < n_outs; ++j) words[j * stride + w] = word_at(from, j);
+    }
+    return;
+  }
+  typedef uint32_t Words __attribute__((vector_size(32)));
+  for (int w = 0; w < (n + 7) / 8; ++w)
+    for (int part = 0; part < (n_outs + 7) / 8; part += 8) {
+      // Eight words of eight outputs for each of eight inputs, whose nibbles are transposed.
+      const int n_words = smaller<int>(8, (n_outs + 7) / 8 - part);
+      Words rows[8] = {};
+      for (int i = 0; i < 8 && 8 * w + i < n; ++i)
+        memcpy(&rows[i], m.codes + (first + 8 * w + i) * m.row_nbytes + (first_out / 8 + part) * 4, 4 * n_words);
+      for (int i = 0; i < 4; ++i) {
+        const Words swapped = (rows[i] >> 16 ^ rows[i + 4]) & 0xffff;
+        rows[i + 4] ^= swapped, rows[i] ^= swapped << 16;
+      }
+      for (int j = 0; j < 4; ++j) {
+        const int i = j / 2 * 4 + j % 2;
+        const Words swapped = (rows[i] >> 8 ^ rows[i + 2]) & 0xff00ff;
+        rows[i + 2] ^= swapped, rows[i] ^= swapped << 8;
+      }
+      for (int i = 0; i < 8; i += 2) {
+        const Words swapped = (rows[i] >> 4 ^ rows[i + 1]) & 0xf0f0f0f;
+        rows[i + 1] ^= swapped, rows[i] ^= swapped << 4;
+      }
+      for (int j = 0; j < 8 * n_words && 8 * part + j < n_outs; ++j)
+        words[(8 * part + j) * stride + w] = rows[kAwqNibbles[j % 8]][j / 8];
+    }
+}
+
+// bytes: the codes of the output from its first input on; of a gathered matrix from input `first` on.
 template <typename P>
-void unpack(const Matrix& m, int64_t row, int64_t first, int n, int n_padded, P* out) {
+void unpack(const Matrix& m, const uint8_t* bytes, int64_t row, int64_t first, int n, int n_padded, P* out) {
   for (int k = n; k < n_padded; ++k) out[k] = P{};
-  const uint8_t* bytes = m.codes + row * m.row_nbytes;
   const auto dense = [&](auto type) {
     using T = decltype(type);
     const T* from = reinterpret_cast<const T*>(bytes) + first;
@@ -397,6 +535,13 @@ void unpack(const Matrix& m, int64_t row, int64_t first, int n, int n_padded, P*
       if (k < n) store_first(out + k, load_first(from + k, n - k), n - k);
     }
   };
+  // Codes of 4 bits in long groups, whose numbers are rounded once for each group.
+  const bool is_table = m.product_dtype != kFloat32 && m.bits == 4 && m.groups == nullptr && n % 32 == 0 &&
+                        m.block_in % 64 == 0 && (m.block_in % kLongestBlock == 0 || kLongestBlock % m.block_in == 0);
+  const auto expand = [&](const uint8_t* packed) {
+    if (m.product_dtype == kBFloat16) return expand_groups<kBFloat16>(m, row, first, n, packed, out);
+    expand_groups<kFloat16>(m, row, first, n, packed, out);
+  };
   // 16 more, because codes are read and written by whole vectors.
   uint8_t codes[kLongestBlock + 16];
   switch (m.kind) {
@@ -404,6 +549,7 @@ void unpack(const Matrix& m, int64_t row, int64_t first, int n, int n_padded, P*
     case kDenseBFloat16: return dense(BFloat16{});
     case kDenseFloat16: return dense(Half{});
     case kRows:
+      if (is_table) return expand(bytes + first / 2);
       if (m.bits == 4) {
         split_nibbles(bytes + first / 2, n, true, codes);
       } else if (m.bits == 8) {
@@ -412,27 +558,20 @@ void unpack(const Matrix& m, int64_t row, int64_t first, int n, int n_padded, P*
         for (int k = 0; k < n; ++k) codes[k] = static_cast<uint8_t>(packed_code(bytes, 1, m.bits, first + k));
       }
       return scale_row(Unsigned(), m, row, first, n, codes, out);
-    case kColumns:
+    case kColumns: case kAwq:
+      if (is_table) return expand(bytes);
       if (m.bits == 4) {
-        const uint8_t* words = m.codes + 4 * row;
-        for (int k = 0; k < n; k += 8) {
-          const uint32_t word = word_at(words, (first + k) / 8 * m.n_out);
-          for (int i = 0; i < 8; ++i) codes[k + i] = word >> (4 * i) & 15;
-        }
+        split_nibbles(bytes, n, true, codes);
       } else {
         for (int k = 0; k < n; ++k)
           codes[k] = static_cast<uint8_t>(packed_code(m.codes + 4 * row, m.n_out, m.bits, first + k));
       }
       return scale_row(Unsigned(), m, row, first, n, codes, out);
-    case kAwq: {
-      const uint8_t* words = m.codes + first * m.row_nbytes + row / 8 * 4;
-      const int shift = 4 * kAwqNibbles[row % 8];
-      for (int k = 0; k < n; ++k) codes[k] = word_at(words + k * m.row_nbytes, 0) >> shift & 15;
-      return scale_row(Unsigned(), m, row, first, n, codes, out);
-    }
     case kInt8: return scale_row(Signed(), m, row, first, n, bytes + first, out);
     case kFloat8: return scale_row(Float8(), m, row, first, n, bytes + first, out);
     case kE2m1:
+      if (m.scale_dtype == kExponent8 && m.block_in == 32 && n % 32 == 0)
+        return expand_mxfp4(m, row, first, n, bytes + first / 2, out);
       split_nibbles(bytes + first / 2, n, true, codes);
       return scale_row(Table{kE2m1Values}, m, row, first, n, codes, out);
     case kNf4:
@@ -474,17 +613,17 @@ inline uint8_t* scratch(int64_t nbytes) {
   return block.bytes;
 }
 
-// The codes of n inputs of an output; short rows are over before the processor has found out to read ahead.
-inline void prefetch_row(const Matrix& m, int64_t row, int64_t first, int n) {
-  if (m.kind == kColumns || m.kind == kAwq || row >= m.n_out) return;
-  const uint8_t* from = m.codes + row * m.row_nbytes + first * m.row_nbytes / m.n_in;
-  for (int64_t i = 0; i < n * m.row_nbytes / m.n_in; i += 64) __builtin_prefetch(from + i);
+// Prefetches the start of an output's codes, before the processor has found out where reading goes on.
+inline void prefetch_codes(const Matrix& m, int64_t out, int64_t first) {
+  if (m.kind == kColumns || m.kind == kAwq || out >= m.n_out) return;
+  const uint8_t* from = m.codes + out * m.row_nbytes + first * m.row_nbytes / m.n_in;
+  for (int i = 0; i < kAhead; i += 64) __builtin_prefetch(from + i);
 }
 
 // Writes n_rows x n_outs outputs, whose tiles lie as `add_block` leaves them, to y.
 template <typename T>
 void write_tiles(const Matrix& m, const float* tiles, int n_rows, int64_t first_out, int n_outs, T* y, int64_t ldy) {
-  float line[kManyOuts + kLanes];
+  float line[kPanelOuts + kLanes];
   for (int row = 0; row < n_rows; ++row) {
     const int top = row / kTileRows * kTileRows, n_tile = smaller(kTileRows, n_rows - top), width = kOuts[n_tile];
     const float* from = tiles + top * n_outs;
@@ -505,23 +644,39 @@ template <typename X, typename W, typename T>
 void multiply_panel(const Matrix& m, const X* x, int64_t n_rows, int64_t first_out, int n_outs, T* y, int64_t ldy) {
   constexpr int depth = kDepth<X>;
   constexpr bool is_direct = !__is_same(W, void);
-  float* tiles = reinterpret_cast<float*>(scratch(kManyOuts * (kBlockNbytes + kRowsOfPanel * 4)) + kManyOuts * kBlockNbytes);
-  X* panel = reinterpret_cast<X*>(scratch(0));
+  uint8_t* memory = scratch(kPanelOuts * (kBlockNbytes + kLongestBlock / 2 + kRowsOfPanel * 4));
+  X* panel = reinterpret_cast<X*>(memory);
+  uint32_t* words = reinterpret_cast<uint32_t*>(memory + kPanelOuts * kBlockNbytes);
+  float* tiles = reinterpret_cast<float*>(memory + kPanelOuts * (kBlockNbytes + kLongestBlock / 2));
+  // Fewer outputs are unpacked for more inputs, so that longer pieces of memory are read.
+  const int64_t n_fill = kPanelOuts / n_outs;
   for (int64_t row = 0; row < n_rows; row += kRowsOfPanel) {
     const int rows = static_cast<int>(smaller<int64_t>(kRowsOfPanel, n_rows - row));
-    for (int64_t first = 0; first < m.n_in; first += depth) {
-      const int n = static_cast<int>(smaller<int64_t>(depth, m.n_in - first));
-      const int n_padded = (n + kStep<X> - 1) / kStep<X> * kStep<X>;
-      const X* block = x + first * n_rows + row * depth;
-      if constexpr (is_direct) {
-        const W* w = reinterpret_cast<const W*>(m.codes + first_out * m.row_nbytes) + first;
-        add_block(block, rows, w, m.n_in, n_outs, n, tiles, first == 0);
-      } else {
+    for (int64_t begin = 0; begin < m.n_in; begin += n_fill * depth) {
+      const int64_t end = smaller(begin + n_fill * depth, m.n_in);
+      const auto padded = [](int64_t n) { return static_cast<int>((n + kStep<X> - 1) / kStep<X> * kStep<X>); };
+      if constexpr (!is_direct) {
+        constexpr int64_t n_words = depth / 8;
+        if (is_gathered(m)) gather(m, first_out, n_outs, begin, static_cast<int>(end - begin), n_words * n_fill, words);
         for (int j = 0; j < n_outs; ++j) {
-          prefetch_row(m, first_out + j + 4, first, n);
-          unpack(m, first_out + j, first, n, n_padded, panel + j * depth);
+          prefetch_codes(m, first_out + j + 1, begin);
+          for (int64_t first = begin; first < end; first += depth) {
+            const int n = static_cast<int>(smaller<int64_t>(depth, end - first));
+            const uint8_t* bytes = m.codes + (first_out + j) * m.row_nbytes;
+            if (is_gathered(m)) bytes = reinterpret_cast<uint8_t*>(words + j * n_words * n_fill + (first - begin) / 8);
+            unpack(m, bytes, first_out + j, first, n, padded(n), panel + (first - begin) * n_outs + j * depth);
+          }
         }
-        add_block(block, rows, panel, depth, n_outs, n_padded, tiles, first == 0);
+      }
+      for (int64_t first = begin; first < end; first += depth) {
+        const int n = static_cast<int>(smaller<int64_t>(depth, end - first));
+        const X* block = x + first * n_rows + row * depth;
+        if constexpr (is_direct) {
+          const W* w = reinterpret_cast<const W*>(m.codes + first_out * m.row_nbytes) + first;
+          add_block(block, rows, w, m.n_in, n_outs, n, tiles, first == 0);
+        } else {
+          add_block(block, rows, panel + (first - begin) * n_outs, depth, n_outs, padded(n), tiles, first == 0);
+        }
       }
     }
     write_tiles(m, tiles, rows, first_out, n_outs, y + row * ldy, ldy);
@@ -535,8 +690,8 @@ void multiply(const Matrix& m, const T* x, int64_t n_rows, int64_t ldx, T* y, in
   X* blocks = static_cast<X*>(aligned_alloc(64, n_blocks * n_rows * kBlockNbytes));
   // Few rows read a dense matrix as it lies; for more of them a panel is unpacked once.
   const bool is_few = n_rows <= 4 * kTileRows, is_direct = is_few && m.n_in % kStep<X> == 0;
-  int64_t n_outs = is_few ? kFewOuts : kManyOuts;
-  while (n_outs > kFewOuts && m.n_out < 4 * n_threads * n_outs) n_outs -= kFewOuts;
+  int64_t n_outs = is_gathered(m) ? kPanelOuts : is_direct ? kFewOuts : is_few ? 8 : kManyOuts;
+  while (n_outs > 2 * kFewOuts && !is_gathered(m) && m.n_out < 4 * n_threads * n_outs) n_outs -= kFewOuts;
   if (n_rows * m.n_in * m.n_out < 1 << 17) n_threads = 1;
 #pragma omp parallel num_threads(n_threads)
   {
@@ -597,7 +752,14 @@ inline void unpack_rows(const Matrix& m, const int64_t* rows, int64_t n_rows, vo
     for (int64_t i = 0; i < n_rows; ++i)
       for (int64_t first = 0; first < m.n_in; first += kLongestBlock) {
         const int n = static_cast<int>(smaller<int64_t>(kLongestBlock, m.n_in - first));
-        unpack(m, rows == nullptr ? i : rows[i], first, n, n, static_cast<T*>(out) + i * m.n_in + first);
+        const int64_t row = rows == nullptr ? i : rows[i];
+        const uint8_t* bytes = m.codes + row * m.row_nbytes;
+        uint32_t words[8][kLongestBlock / 8];
+        if (is_gathered(m)) {
+          gather(m, row / 8 * 8, static_cast<int>(smaller<int64_t>(8, m.n_out - row / 8 * 8)), first, n, kLongestBlock / 8, words[0]);
+          bytes = reinterpret_cast<uint8_t*>(words[0] + row % 8 * (kLongestBlock / 8));
+        }
+        unpack(m, bytes, row, first, n, n, static_cast<T*>(out) + i * m.n_in + first);
       }
   };
   if (dtype == kFloat32) return run(float{});

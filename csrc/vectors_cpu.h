@@ -54,6 +54,16 @@ inline V load(const Half* from) {
 #endif
 }
 
+inline float half_at(const uint8_t* bytes) {
+  Half half;
+  memcpy(&half, bytes, 2);
+#if LEVEL >= 1
+  return _cvtsh_ss(half.bits);
+#else
+  return to_float(half);
+#endif
+}
+
 inline void store(BFloat16* to, V value) {
   // Rounds to even; a NaN stays one. The instruction of AVX512-bf16 would make zeros of subnormal numbers.
   const VI bits = (VI)value;
