@@ -14,8 +14,8 @@ constexpr int kTileRows = 4, kTileOuts = 3;
 // Outputs of a panel of few and of many rows, multiples of every tile's outputs; rows that a panel is unpacked for.
 constexpr int kFewOuts = 24, kManyOuts = 96, kPanelOuts = 128, kRowsOfPanel = 384;
 constexpr int64_t kBlockNbytes = 2048;
-// Bytes that are prefetched of the next output's codes.
-constexpr int kAhead = 512;
+// Bytes between the codes that are unpacked and the codes that are prefetched.
+constexpr int kAhead = 2048;
 // Numbers of x between two sums of the lanes: kDepth<X>.
 template <typename X>
 constexpr int kDepth = kBlockNbytes / sizeof(X);
@@ -613,11 +613,10 @@ inline uint8_t* scratch(int64_t nbytes) {
   return block.bytes;
 }
 
-// Prefetches the start of an output's codes, before the processor has found out where reading goes on.
-inline void prefetch_codes(const Matrix& m, int64_t out, int64_t first) {
-  if (m.kind == kColumns || m.kind == kAwq || out >= m.n_out) return;
-  const uint8_t* from = m.codes + out * m.row_nbytes + first * m.row_nbytes / m.n_in;
-  for (int i = 0; i < kAhead; i += 64) __builtin_prefetch(from + i);
+// Prefetches as many bytes as n inputs have, some distance ahead of them: processors alone read ahead too little.
+inline void prefetch_codes(const Matrix& m, const uint8_t* bytes, int64_t first, int n) {
+  const uint8_t* from = bytes + first * m.row_nbytes / m.n_in + kAhead;
+  for (int64_t i = 0, nbytes = n * m.row_nbytes / m.n_in; i < nbytes; i += 64) __builtin_prefetch(from + i);
 }
 
 // Writes n_rows x n_outs outputs, whose tiles lie as `add_block` leaves them, to y.
@@ -649,7 +648,7 @@ void multiply_panel(const Matrix& m, const X* x, int64_t n_rows, int64_t first_o
   uint32_t* words = reinterpret_cast<uint32_t*>(memory + kPanelOuts * kBlockNbytes);
   float* tiles = reinterpret_cast<float*>(memory + kPanelOuts * (kBlockNbytes + kLongestBlock / 2));
   // Fewer outputs are unpacked for more inputs, so that longer pieces of memory are read.
-  const int64_t n_fill = kPanelOuts / n_outs;
+  const int64_t n_fill = n_outs <= 8 ? 4 : kPanelOuts / n_outs;
   for (int64_t row = 0; row < n_rows; row += kRowsOfPanel) {
     const int rows = static_cast<int>(smaller<int64_t>(kRowsOfPanel, n_rows - row));
     for (int64_t begin = 0; begin < m.n_in; begin += n_fill * depth) {
@@ -659,10 +658,10 @@ void multiply_panel(const Matrix& m, const X* x, int64_t n_rows, int64_t first_o
         constexpr int64_t n_words = depth / 8;
         if (is_gathered(m)) gather(m, first_out, n_outs, begin, static_cast<int>(end - begin), n_words * n_fill, words);
         for (int j = 0; j < n_outs; ++j) {
-          prefetch_codes(m, first_out + j + 1, begin);
           for (int64_t first = begin; first < end; first += depth) {
             const int n = static_cast<int>(smaller<int64_t>(depth, end - first));
             const uint8_t* bytes = m.codes + (first_out + j) * m.row_nbytes;
+            if (!is_gathered(m)) prefetch_codes(m, bytes, first, n);
             if (is_gathered(m)) bytes = reinterpret_cast<uint8_t*>(words + j * n_words * n_fill + (first - begin) / 8);
             unpack(m, bytes, first_out + j, first, n, padded(n), panel + (first - begin) * n_outs + j * depth);
           }
