@@ -11,8 +11,8 @@ constexpr int kTileRows = 6, kTileOuts = 4;
 #else
 constexpr int kTileRows = 4, kTileOuts = 3;
 #endif
-// Outputs of a panel of few and of many rows, multiples of every tile's outputs; rows that a panel is unpacked for.
-constexpr int kFewOuts = 24, kManyOuts = 96, kPanelOuts = 128, kRowsOfPanel = 384;
+// Outputs of a panel of few and of many rows, and most outputs of any; rows that are multiplied at a time.
+constexpr int kFewOuts = 24, kManyOuts = 96, kPanelOuts = 128, kMostRows = 384;
 constexpr int64_t kBlockNbytes = 2048;
 // Bytes between the codes that are unpacked and the codes that are prefetched.
 constexpr int kAhead = 2048;
@@ -640,50 +640,47 @@ void write_tiles(const Matrix& m, const float* tiles, int n_rows, int64_t first_
 
 // A panel of outputs for all rows. x: blocks of kDepth<X> inputs of all rows, one behind the other.
 template <typename X, typename W, typename T>
-void multiply_panel(const Matrix& m, const X* x, int64_t n_rows, int64_t first_out, int n_outs, T* y, int64_t ldy) {
+void multiply_panel(const Matrix& m, const X* x, int n_rows, int64_t first_out, int n_outs, T* y, int64_t ldy) {
   constexpr int depth = kDepth<X>;
   constexpr bool is_direct = !__is_same(W, void);
-  uint8_t* memory = scratch(kPanelOuts * (kBlockNbytes + kLongestBlock / 2 + kRowsOfPanel * 4));
+  uint8_t* memory = scratch(kPanelOuts * (kBlockNbytes + kLongestBlock / 2 + kMostRows * 4));
   X* panel = reinterpret_cast<X*>(memory);
   uint32_t* words = reinterpret_cast<uint32_t*>(memory + kPanelOuts * kBlockNbytes);
   float* tiles = reinterpret_cast<float*>(memory + kPanelOuts * (kBlockNbytes + kLongestBlock / 2));
   // Fewer outputs are unpacked for more inputs, so that longer pieces of memory are read.
   const int64_t n_fill = n_outs <= 8 ? 4 : kPanelOuts / n_outs;
-  for (int64_t row = 0; row < n_rows; row += kRowsOfPanel) {
-    const int rows = static_cast<int>(smaller<int64_t>(kRowsOfPanel, n_rows - row));
-    for (int64_t begin = 0; begin < m.n_in; begin += n_fill * depth) {
-      const int64_t end = smaller(begin + n_fill * depth, m.n_in);
-      const auto padded = [](int64_t n) { return static_cast<int>((n + kStep<X> - 1) / kStep<X> * kStep<X>); };
-      if constexpr (!is_direct) {
-        constexpr int64_t n_words = depth / 8;
-        if (is_gathered(m)) gather(m, first_out, n_outs, begin, static_cast<int>(end - begin), n_words * n_fill, words);
-        for (int j = 0; j < n_outs; ++j) {
-          for (int64_t first = begin; first < end; first += depth) {
-            const int n = static_cast<int>(smaller<int64_t>(depth, end - first));
-            const uint8_t* bytes = m.codes + (first_out + j) * m.row_nbytes;
-            if (!is_gathered(m)) prefetch_codes(m, bytes, first, n);
-            if (is_gathered(m)) bytes = reinterpret_cast<uint8_t*>(words + j * n_words * n_fill + (first - begin) / 8);
-            unpack(m, bytes, first_out + j, first, n, padded(n), panel + (first - begin) * n_outs + j * depth);
-          }
-        }
-      }
-      for (int64_t first = begin; first < end; first += depth) {
-        const int n = static_cast<int>(smaller<int64_t>(depth, end - first));
-        const X* block = x + first * n_rows + row * depth;
-        if constexpr (is_direct) {
-          const W* w = reinterpret_cast<const W*>(m.codes + first_out * m.row_nbytes) + first;
-          add_block(block, rows, w, m.n_in, n_outs, n, tiles, first == 0);
-        } else {
-          add_block(block, rows, panel + (first - begin) * n_outs, depth, n_outs, padded(n), tiles, first == 0);
+  for (int64_t begin = 0; begin < m.n_in; begin += n_fill * depth) {
+    const int64_t end = smaller(begin + n_fill * depth, m.n_in);
+    const auto padded = [](int64_t n) { return static_cast<int>((n + kStep<X> - 1) / kStep<X> * kStep<X>); };
+    if constexpr (!is_direct) {
+      constexpr int64_t n_words = depth / 8;
+      if (is_gathered(m)) gather(m, first_out, n_outs, begin, static_cast<int>(end - begin), n_words * n_fill, words);
+      for (int j = 0; j < n_outs; ++j) {
+        for (int64_t first = begin; first < end; first += depth) {
+          const int n = static_cast<int>(smaller<int64_t>(depth, end - first));
+          const uint8_t* bytes = m.codes + (first_out + j) * m.row_nbytes;
+          if (!is_gathered(m)) prefetch_codes(m, bytes, first, n);
+          if (is_gathered(m)) bytes = reinterpret_cast<uint8_t*>(words + j * n_words * n_fill + (first - begin) / 8);
+          unpack(m, bytes, first_out + j, first, n, padded(n), panel + (first - begin) * n_outs + j * depth);
         }
       }
     }
-    write_tiles(m, tiles, rows, first_out, n_outs, y + row * ldy, ldy);
+    for (int64_t first = begin; first < end; first += depth) {
+      const int n = static_cast<int>(smaller<int64_t>(depth, end - first));
+      const X* block = x + first * n_rows;
+      if constexpr (is_direct) {
+        const W* w = reinterpret_cast<const W*>(m.codes + first_out * m.row_nbytes) + first;
+        add_block(block, n_rows, w, m.n_in, n_outs, n, tiles, first == 0);
+      } else {
+        add_block(block, n_rows, panel + (first - begin) * n_outs, depth, n_outs, padded(n), tiles, first == 0);
+      }
+    }
   }
+  write_tiles(m, tiles, n_rows, first_out, n_outs, y, ldy);
 }
 
 template <typename X, typename T>
-void multiply(const Matrix& m, const T* x, int64_t n_rows, int64_t ldx, T* y, int64_t ldy, int n_threads) {
+void multiply(const Matrix& m, const T* x, int n_rows, int64_t ldx, T* y, int64_t ldy, int n_threads) {
   constexpr int depth = kDepth<X>;
   const int64_t n_blocks = (m.n_in + depth - 1) / depth;
   X* blocks = static_cast<X*>(aligned_alloc(64, n_blocks * n_rows * kBlockNbytes));
@@ -691,11 +688,11 @@ void multiply(const Matrix& m, const T* x, int64_t n_rows, int64_t ldx, T* y, in
   const bool is_few = n_rows <= 4 * kTileRows, is_direct = is_few && m.n_in % kStep<X> == 0;
   int64_t n_outs = is_gathered(m) ? kPanelOuts : is_direct ? kFewOuts : is_few ? 8 : kManyOuts;
   while (n_outs > 2 * kFewOuts && !is_gathered(m) && m.n_out < 4 * n_threads * n_outs) n_outs -= kFewOuts;
-  if (n_rows * m.n_in * m.n_out < 1 << 17) n_threads = 1;
+  if (m.n_in * m.n_out * n_rows < 1 << 17) n_threads = 1;
 #pragma omp parallel num_threads(n_threads)
   {
 #pragma omp for schedule(static)
-    for (int64_t row = 0; row < n_rows; ++row)
+    for (int row = 0; row < n_rows; ++row)
       for (int64_t first = 0; first < m.n_in; first += depth) {
         const int n = static_cast<int>(smaller<int64_t>(depth, m.n_in - first));
         const T* from = x + row * ldx + first;
@@ -732,7 +729,11 @@ inline void linear(const Matrix& m, const void* x, int64_t n_rows, int64_t ldx, 
                    int n_threads) {
   const auto run = [&](auto type, auto wide) {
     using T = decltype(type);
-    multiply<decltype(wide)>(m, static_cast<const T*>(x), n_rows, ldx, static_cast<T*>(y), ldy, n_threads);
+    for (int64_t row = 0; row < n_rows; row += kMostRows) {
+      const int n = static_cast<int>(smaller<int64_t>(kMostRows, n_rows - row));
+      const T* from = static_cast<const T*>(x) + row * ldx;
+      multiply<decltype(wide)>(m, from, n, ldx, static_cast<T*>(y) + row * ldy, ldy, n_threads);
+    }
   };
   if (dtype == kFloat32) return run(float{}, float{});
   if (dtype == kFloat16) return run(Half{}, float{});
