@@ -40,6 +40,7 @@ inline V load_units(const BFloat16* row, int64_t first, int64_t n) {
 inline void transpose(V* x) {
 #if LEVEL >= 2
   __m512 a[16];
+#pragma GCC unroll 4
   for (int i = 0; i < 16; i += 4) {
     const __m512 x0 = (__m512)x[i], x1 = (__m512)x[i + 1], x2 = (__m512)x[i + 2], x3 = (__m512)x[i + 3];
     const __m512d low0 = (__m512d)_mm512_unpacklo_ps(x0, x1), high0 = (__m512d)_mm512_unpackhi_ps(x0, x1);
@@ -47,6 +48,7 @@ inline void transpose(V* x) {
     a[i] = (__m512)_mm512_unpacklo_pd(low0, low1), a[i + 1] = (__m512)_mm512_unpackhi_pd(low0, low1);
     a[i + 2] = (__m512)_mm512_unpacklo_pd(high0, high1), a[i + 3] = (__m512)_mm512_unpackhi_pd(high0, high1);
   }
+#pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
     const __m512 even0 = _mm512_shuffle_f32x4(a[i], a[i + 4], 0x88), odd0 = _mm512_shuffle_f32x4(a[i], a[i + 4], 0xdd);
     const __m512 even1 = _mm512_shuffle_f32x4(a[i + 8], a[i + 12], 0x88);
@@ -56,6 +58,7 @@ inline void transpose(V* x) {
   }
 #elif LEVEL == 1
   __m256 a[8];
+#pragma GCC unroll 4
   for (int i = 0; i < 8; i += 4) {
     const __m256 x0 = (__m256)x[i], x1 = (__m256)x[i + 1], x2 = (__m256)x[i + 2], x3 = (__m256)x[i + 3];
     const __m256d low0 = (__m256d)_mm256_unpacklo_ps(x0, x1), high0 = (__m256d)_mm256_unpackhi_ps(x0, x1);
@@ -63,6 +66,7 @@ inline void transpose(V* x) {
     a[i] = (__m256)_mm256_unpacklo_pd(low0, low1), a[i + 1] = (__m256)_mm256_unpackhi_pd(low0, low1);
     a[i + 2] = (__m256)_mm256_unpacklo_pd(high0, high1), a[i + 3] = (__m256)_mm256_unpackhi_pd(high0, high1);
   }
+#pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
     x[i] = (V)_mm256_permute2f128_ps(a[i], a[i + 4], 0x20);
     x[i + 4] = (V)_mm256_permute2f128_ps(a[i], a[i + 4], 0x31);
@@ -77,27 +81,48 @@ inline void transpose(V* x) {
 #endif
 }
 
+// Rows that are read next. Memory delivers them while others are multiplied.
+struct Ahead {
+  const char* rows = nullptr;
+  int64_t stride = 0, nbytes = 0;
+
+  void fetch(int row) const {
+    for (int64_t line = 0; line < nbytes; line += 64) __builtin_prefetch(rows + row * stride + line, 0, 2);
+  }
+};
+
 // Vectors of keys, lanes across keys: unit u of key vector i at (i * n_units + u) * kLanes. A unit is a number of float32, or a
 // pair of bfloat16. `rows` has whole vectors of keys.
 template <typename T>
-inline void pack_keys(const T* const* rows, int n_vectors, int64_t n_units, float* panel) {
-  for (int i = 0; i < n_vectors; ++i, panel += n_units * kLanes)
-    for (int64_t first = 0; first < n_units; first += kLanes) {
+inline void pack_keys(const T* const* rows, int n_vectors, int64_t n_units, float* panel, Ahead ahead = {}) {
+  for (int i = 0; i < n_vectors; ++i, rows += kLanes, panel += n_units * kLanes) {
+    for (int j = 0; j < kLanes; ++j) ahead.fetch(i * kLanes + j);
+    int64_t first = 0;
+    for (; first + kLanes <= n_units; first += kLanes) {
       V x[kLanes];
-      for (int j = 0; j < kLanes; ++j) x[j] = load_units(rows[i * kLanes + j], first, n_units - first);
+#pragma GCC unroll 16
+      for (int j = 0; j < kLanes; ++j) x[j] = load_units(rows[j], first, kLanes);
       transpose(x);
-      const int64_t n = smaller<int64_t>(kLanes, n_units - first);
-      for (int j = 0; j < n; ++j) store(panel + (first + j) * kLanes, x[j]);
+#pragma GCC unroll 16
+      for (int j = 0; j < kLanes; ++j) store(panel + (first + j) * kLanes, x[j]);
     }
+    if (first < n_units) {
+      V x[kLanes];
+      for (int j = 0; j < kLanes; ++j) x[j] = load_units(rows[j], first, n_units - first);
+      transpose(x);
+      for (int64_t j = 0; j < n_units - first; ++j) store(panel + (first + j) * kLanes, x[j]);
+    }
+  }
 }
 
 // Values of n slots, a multiple of kPair<T>, widened; or pairs of slots, number by number. Steps are `width` units apart.
 template <typename T>
-inline void pack_values(const T* const* rows, int n, int64_t dim, int64_t width, float* panel) {
+inline void pack_values(const T* const* rows, int n, int64_t dim, int64_t width, float* panel, Ahead ahead = {}) {
   const auto numbers = [&](int i, int64_t c) {
     return dim - c >= kLanes ? load(rows[i] + c) : load_first(rows[i] + c, static_cast<int>(dim - c));
   };
-  for (int i = 0; i < n; i += kPair<T>, panel += width)
+  for (int i = 0; i < n; i += kPair<T>, panel += width) {
+    for (int j = 0; j < kPair<T>; ++j) ahead.fetch(i + j);
     for (int64_t c = 0; c < width; c += kLanes) {
       if constexpr (kPair<T> == 2) {
         store(panel + c, (V)((VU)numbers(i + 1, c) | (VU)numbers(i, c) >> 16));
@@ -105,6 +130,7 @@ inline void pack_values(const T* const* rows, int n, int64_t dim, int64_t width,
         store(panel + c, numbers(i, c));
       }
     }
+  }
 }
 
 // sum + a * b, where a and b are pairs of bfloat16 for kPair 2.
@@ -352,9 +378,13 @@ void attend_block(const TreeAttention& a, const Sizes<T>& sizes, int64_t kv_head
     return count;
   };
 
+  const auto ahead = [](const T* from, int64_t row, int64_t dim, int64_t slot) {
+    const int64_t size = sizeof(T);
+    return Ahead{reinterpret_cast<const char*>(from) + slot * row * size, row * size, dim * size};
+  };
   if (first < n_common) {
     const int n = find(k, a.k_row, 0, first, n_common, kLanes) / kLanes;
-    pack_keys(rows, n, sizes.n_units, w.keys);
+    pack_keys(rows, n, sizes.n_units, w.keys, ahead(v, a.v_row, a.v_dim, base + first));
     for_tiles(n_rows, [&](auto r, int64_t row) {
       score_rows<decltype(r)::value, T>(w.q + row * sizes.q_row, sizes.q_row, w.keys, sizes.n_units, n,
                                         w.scores + row * kScoreRow + first);
@@ -402,7 +432,7 @@ void attend_block(const TreeAttention& a, const Sizes<T>& sizes, int64_t kv_head
   }
   if (first < stop) {
     find(v, a.v_row, 0, first, stop, 1);
-    pack_values(rows, stop - first, a.v_dim, sizes.width, w.values);
+    pack_values(rows, stop - first, a.v_dim, sizes.width, w.values, ahead(k, a.k_row, a.k_dim, base + kBlock));
     for_tiles(n_rows, [&](auto r, int64_t row) {
       constexpr int R = decltype(r)::value;
       int lows[R], most = 0;
