@@ -11,7 +11,8 @@
 constexpr int kBlock = 128, kScoreRow = kBlock + 16;
 // Rows, one for each query head, for which keys and values of a block are packed once.
 constexpr int kChunkRows = 96;
-constexpr int kMostTileRows = 6;
+// Keys of a tree whose scores are computed for all rows of a chunk, most of which see few of them.
+constexpr int kMostTogether = LEVEL >= 2 ? 256 : 128;
 
 typedef uint32_t VU __attribute__((vector_size(4 * kLanes)));
 
@@ -272,7 +273,7 @@ inline void see(const TreeAttention& a, int64_t first, int64_t n, Seen& s) {
 // Memory of a thread. Rows are (row of the tree, head of the group).
 struct Work {
   Seen seen;
-  float *q, *keys, *values, *scores;  // queries and scores of rows; packed keys and values
+  float *q, *keys, *values, *scores, *own_scores;  // queries and scores of rows; packed keys and values
   float *largest, *totals, *sums;     // of a block: (rows), (rows), (rows, width)
   float *all_largest, *all_totals, *all_sums;
   const char* zeros;                  // as a row of keys or values
@@ -295,7 +296,7 @@ struct Sizes {
     w.seen.own = cutter.take<int32_t>(rows_q * a.n_tree);
     w.q = cutter.take<float>(n_rows * q_row);
     w.keys = cutter.take<float>(n_units * kBlock), w.values = cutter.take<float>(width * kBlock / kPair<T>);
-    w.scores = cutter.take<float>(n_rows * kScoreRow);
+    w.scores = cutter.take<float>(n_rows * kScoreRow), w.own_scores = cutter.take<float>(n_rows * kScoreRow);
     w.largest = cutter.take<float>(n_rows), w.totals = cutter.take<float>(n_rows);
     w.all_largest = cutter.take<float>(n_rows), w.all_totals = cutter.take<float>(n_rows);
     w.sums = cutter.take<float>(n_rows * width), w.all_sums = cutter.take<float>(n_rows * width);
@@ -390,9 +391,35 @@ void attend_block(const TreeAttention& a, const Sizes<T>& sizes, int64_t kv_head
                                         w.scores + row * kScoreRow + first);
     });
   }
+  // Keys of the other slots: of all rows together where they are few, else row by row.
+  const auto own_from = [&](int64_t i) { return within(s.lows[i] > s.n_common ? s.lows[i] : s.n_common); };
+  const auto own_of = [&](int64_t i) { return s.own + i * a.n_tree + base - s.n_common; };
+  int64_t key = a.n_tree, stop_key = 0;
+  for (int64_t i = 0; i < s.n; ++i)
+    if (const int from = own_from(i), high = within(s.highs[i]); from < high) {
+      key = smaller<int64_t>(key, own_of(i)[from]);
+      stop_key = stop_key > own_of(i)[high - 1] ? stop_key : own_of(i)[high - 1] + 1;
+    }
+  const bool is_together = stop_key - key <= kMostTogether;
+  for (; is_together && key < stop_key; key += kBlock) {
+    const int n_keys = static_cast<int>(smaller<int64_t>(stop_key - key, kBlock));
+    int count = 0;
+    for (; count < n_keys; ++count) rows[count] = k + a.k_row * (a.n_before + key + count);
+    for (; count % kLanes; ++count) rows[count] = none;
+    pack_keys(rows, count / kLanes, sizes.n_units, w.keys);
+    for_tiles(n_rows, [&](auto r, int64_t row) {
+      score_rows<decltype(r)::value, T>(w.q + row * sizes.q_row, sizes.q_row, w.keys, sizes.n_units, count / kLanes,
+                                        w.own_scores + row * kScoreRow);
+    });
+    for (int64_t i = 0; i < s.n; ++i)
+      for (int slot = own_from(i), high = within(s.highs[i]); slot < high; ++slot)
+        if (const int64_t place = own_of(i)[slot] - key; place >= 0 && place < n_keys)
+          for (int64_t row = i * sizes.group; row < (i + 1) * sizes.group; ++row)
+            w.scores[row * kScoreRow + slot] = w.own_scores[row * kScoreRow + place];
+  }
   for (int64_t i = 0; i < s.n; ++i) {
-    const int low = within(s.lows[i]), high = within(s.highs[i]), from = low > n_common ? low : n_common;
-    if (from < high) {
+    const int low = within(s.lows[i]), high = within(s.highs[i]), from = own_from(i);
+    if (!is_together && from < high) {
       const int n = find(k, a.k_row, i, from, high, kLanes) / kLanes;
       pack_keys(rows, n, sizes.n_units, w.keys);
       for_tiles(sizes.group, [&](auto r, int64_t h) {

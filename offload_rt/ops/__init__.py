@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from offload_rt.ops import extension, reference
+from offload_rt.ops import attention_cpu, extension, reference
 from offload_rt.ops.reference import merge
 from offload_rt.ops.transfer import fill, to_device, to_host
 from offload_rt.ops.tree_mask import TreeMask, make_tree_mask
@@ -76,6 +76,8 @@ def tree_attention(
     sinks  (heads,) a score of each head that takes part in the softmax and stands for no value; None: there is none
     Returns (n, heads, head_dim of v).
     """
+    if attention_cpu.serves(q, k, v):
+        return attention_cpu.tree_attention(q, k, v, mask, scale, softcap, sinks)[0]
     if sinks is not None or softcap is not None or goes_by_extent(q):
         out, lse = partial_attention(q, k, v, mask, scale, softcap)
         return out if sinks is None else out * (lse - sinks).sigmoid()[..., None].to(out.dtype)
@@ -86,6 +88,8 @@ def partial_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: float, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """`tree_attention` to a part of the keys, and the log-sum-exp (n, heads) by which `merge` joins it with other parts."""
+    if attention_cpu.serves(q, k, v):
+        return attention_cpu.tree_attention(q, k, v, mask, scale, softcap)
     if softcap is not None or not goes_by_extent(q) or q.shape[-1] != v.shape[-1]:
         return reference.partial_attention(q, k, v, mask.dense(), scale, softcap)
     tensors = mask.bits, mask.depths, mask.key_depths, mask.extent

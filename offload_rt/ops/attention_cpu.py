@@ -8,9 +8,6 @@ from torch import Tensor
 from offload_rt.ops import cpu
 from offload_rt.ops.tree_mask import TreeMask
 
-_WIDTH = 8  # head dimensions are multiples of it
-
-
 class _TreeAttention(ctypes.Structure):
     """`TreeAttention` of csrc/attention_cpu.cpp."""
 
@@ -29,7 +26,8 @@ def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
         q.device.type == "cpu"
         and q.dtype in cpu.DTYPES
         and q.dtype == k.dtype == v.dtype
-        and all(x.shape[-1] % _WIDTH == 0 and x.stride(-1) == 1 and not x.requires_grad for x in (q, k, v))
+        and q.shape[-1] % 2 == 0  # keys of bfloat16 are packed in pairs
+        and all(x.stride(-1) == 1 and not x.requires_grad for x in (q, k, v))
         and cpu.library() is not None
     )
 
