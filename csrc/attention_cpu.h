@@ -249,14 +249,18 @@ struct Seen {
 inline void see(const TreeAttention& a, int64_t first, int64_t n, Seen& s) {
   s.first = first, s.n = n, s.first_block = a.n_before + a.n_tree, s.stop_block = 0;
   int64_t n_shared = a.n_tree;
-  const auto word_of = [&](int64_t i, int64_t word) { return static_cast<uint32_t>(a.bits[(first + i) * a.n_words + word]); };
+  // A part of the keys may lack those of the tree, whose bits are there all the same.
+  const auto word_of = [&](int64_t i, int64_t word) {
+    const int64_t n_bits = a.n_tree - word * 32;
+    return static_cast<uint32_t>(a.bits[(first + i) * a.n_words + word]) & (n_bits >= 32 ? ~0u : (1u << n_bits) - 1);
+  };
   for (int64_t i = 0; i < n; ++i)
     for (int64_t word = 0; word * 32 < n_shared; ++word)
       if (const uint32_t hidden = ~word_of(i, word)) n_shared = smaller<int64_t>(n_shared, word * 32 + __builtin_ctz(hidden));
   s.n_common = a.n_before + n_shared;
   for (int64_t i = 0; i < n; ++i) {
     int32_t* own = s.own + i * a.n_tree;
-    for (int64_t word = n_shared / 32; word < a.n_words; ++word) {
+    for (int64_t word = n_shared / 32; word * 32 < a.n_tree; ++word) {
       uint32_t left = word_of(i, word);
       if (word == n_shared / 32) left &= ~0u << n_shared % 32;
       for (; left; left &= left - 1) *own++ = static_cast<int32_t>(word * 32 + __builtin_ctz(left));
