@@ -10,16 +10,7 @@ typedef float V __attribute__((vector_size(4 * kLanes)));
 typedef int32_t VI __attribute__((vector_size(4 * kLanes)));
 typedef V Unaligned __attribute__((aligned(4), may_alias));
 
-// Not `V{} + value`, which adds, and gives 0 for -0.
-inline V set1(float value) {
-#if LEVEL >= 2
-  return (V)_mm512_set1_ps(value);
-#elif LEVEL == 1
-  return (V)_mm256_set1_ps(value);
-#else
-  return V{value, value, value, value, value, value, value, value};
-#endif
-}
+inline V set1(float value) { return value - V{}; }  // not a sum, which would lose the sign of -0
 inline V load(const float* from) { return *reinterpret_cast<const Unaligned*>(from); }
 inline void store(float* to, V value) { *reinterpret_cast<Unaligned*>(to) = value; }
 

@@ -25,7 +25,9 @@ def products_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of torch are computed row by row; those of the CPU library need no such thing."""
     linear = F.linear
     if not hasattr(ops, "linear"):
-        monkeypatch.setattr(F, "linear", lambda x, *others: torch.cat([linear(row.clone(), *others) for row in x.split(1)]))
+        monkeypatch.setattr(
+            F, "linear", lambda x, *others: torch.cat([linear(row.clone(), *others) for row in x.split(1)])
+        )
 
 
 def decoded(runner: Runner, tokens: Sequence[int], n_prompt: int) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 from offload_rt.ops import cpu
 from offload_rt.ops.tree_mask import TreeMask
 
+
 class _TreeAttention(ctypes.Structure):
     """`TreeAttention` of csrc/attention_cpu.cpp."""
 
