@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.gpu.shapes import random_tree
 from bench.measure import Spread, commit, expanded_model, flag_parser, machine, print_result
-from offload_rt import LLM
+from offload_rt import LLM, ops
 from offload_rt.ops import reference
 from offload_rt.tree.topology import Topology
 
@@ -64,7 +64,7 @@ def interleaved_ms(ways: dict[str, Callable[[], Tensor]]) -> dict[str, Spread]:
 
 
 def attention_ms(heads: tuple[int, int, int], n_rows: int, n_keys: int) -> dict[str, Spread]:
-    """Milliseconds of implementations of attention in bfloat16, with a mask, or for one row that sees all keys.
+    """Milliseconds of implementations of attention in bfloat16, of a random tree or of one row.
 
     heads  query heads, heads of keys, columns of each
     """
@@ -73,13 +73,14 @@ def attention_ms(heads: tuple[int, int, int], n_rows: int, n_keys: int) -> dict[
     q = torch.randn(n_rows, n_heads, head_dim, generator=generator).bfloat16()
     k, v = (torch.randn(n_kv_heads, n_keys, head_dim, generator=generator).bfloat16() for _ in range(2))
     scale = head_dim**-0.5
-    if n_rows == 1:
-        ways = {"torch": reference.torch_attention, "as used": reference.tree_attention}
-        return interleaved_ms({name: partial(way, q, k, v, None, scale) for name, way in ways.items()})
-    visible = torch.rand(n_rows, n_keys, generator=generator) < 0.5
-    visible[:, : n_keys - n_rows] = True
-    ways = {"torch": reference.torch_attention, "torch, grouped": reference.grouped_attention, "products": by_products}
-    return interleaved_ms({name: partial(way, q, k, v, visible, scale) for name, way in ways.items()})
+    tree = random_tree(n_rows)
+    mask = tree.mask(0, n_rows, n_keys - n_rows)
+    visible = mask.dense()
+    ways = {"torch": partial(reference.torch_attention, q, k, v, visible, scale)}
+    if visible is not None:
+        ways["torch, grouped"] = partial(reference.grouped_attention, q, k, v, visible, scale)
+        ways["products"] = partial(by_products, q, k, v, visible, scale)
+    return interleaved_ms(ways | {"as used": partial(ops.tree_attention, q, k, v, mask, scale)})
 
 
 def main() -> None:

@@ -1,2 +1,59 @@
-// Tree attention on a CPU, for ctypes.
+// Tree attention on a CPU, for ctypes; see attention_cpu.h.
+#include <cstdlib>
+
 #include "cpu.h"
+
+namespace {
+
+// Keys and values of one layer, queries of rows of a tree, and what the rows see; see ops/attention_cpu.py.
+struct TreeAttention {
+  const void *q, *k, *v;  // (n, n_heads, k_dim), (n_kv_heads, n_before + n_tree, k_dim or v_dim)
+  void* out;              // (n, n_heads, v_dim), dense
+  float* lse;             // (n, n_heads)
+  const float* sinks;     // (n_heads,) or null
+  const int32_t *bits, *depths;
+  int64_t n, n_heads, n_kv_heads, k_dim, v_dim, n_words;
+  int64_t q_row, q_head, k_head, k_row, v_head, v_row;  // strides in numbers
+  int64_t n_before, n_tree, window;                     // window 0: none
+  float scale, softcap;                                 // softcap 0: none
+  int32_t dtype;
+};
+
+// Memory of a thread, kept for its next call.
+struct Scratch {
+  char* bytes = nullptr;
+  int64_t nbytes = 0;
+
+  ~Scratch() { free(bytes); }
+  char* reserve(int64_t needed) {
+    if (needed > nbytes) {
+      free(bytes);
+      bytes = static_cast<char*>(aligned_alloc(64, nbytes = (needed + 63) / 64 * 64));
+    }
+    return bytes;
+  }
+};
+thread_local Scratch thread_scratch, shared_scratch;
+
+// Cuts memory into arrays that begin at multiples of 64 bytes; counts alone where there is none.
+struct Cutter {
+  char* bytes;
+  int64_t used = 0;
+
+  template <typename T>
+  T* take(int64_t n) {
+    T* found = bytes == nullptr ? nullptr : reinterpret_cast<T*>(bytes + used);
+    used += (n * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
+    return found;
+  }
+};
+
+#define BODY "attention_cpu.h"
+#include "every_isa.h"
+#undef BODY
+
+}  // namespace
+
+EXPORT void offload_rt_tree_attention(const TreeAttention* attention, int level, int n_threads) {
+  AT_LEVEL(level, attend(*attention, n_threads));
+}

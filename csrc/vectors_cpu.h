@@ -123,3 +123,32 @@ inline void sum4(V a, V b, V c, V d, float* sums) {
   }
 #endif
 }
+
+// The largest lane, and the sum of the lanes: halves first, then quarters, and so on.
+inline float max_of(V x) {
+  float lanes[kLanes];
+  store(lanes, x);
+  for (int n = kLanes / 2; n > 0; n /= 2)
+    for (int i = 0; i < n; ++i) lanes[i] = lanes[i] > lanes[i + n] ? lanes[i] : lanes[i + n];
+  return lanes[0];
+}
+inline float sum_of(V x) {
+  float lanes[kLanes];
+  store(lanes, x);
+  for (int n = kLanes / 2; n > 0; n /= 2)
+    for (int i = 0; i < n; ++i) lanes[i] += lanes[i + n];
+  return lanes[0];
+}
+
+// e^x to 1 ulp, the same in every lane: 1 at 0, 0 below -87, infinity above 89; a NaN stays one.
+inline V exp(V x) {
+  const V limited = x > 89.0f ? set1(89.0f) : x;
+  // Adding 1.5 * 2^23 rounds to an integer, which then stands in the last bits.
+  const V magic = set1(0x1.8p23f), shifted = fma(limited, set1(0x1.715476p0f), magic), n = shifted - magic;
+  const V r = fma(n, set1(-0x1.7f7d1cp-20f), fma(n, set1(-0x1.62e4p-1f), limited));
+  constexpr float kTerms[] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f, 1.0f, 1.0f};
+  V y = set1(1.9875691500e-4f);
+  for (int i = 0; i < 7; ++i) y = fma(y, r, set1(kTerms[i]));
+  const V power = (V)(((VI)shifted - (VI)magic + 127) << 23);
+  return x < -87.0f ? V{} : y * power;
+}

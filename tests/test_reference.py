@@ -11,11 +11,7 @@ from offload_rt.ops import reference
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("heads", "groups", "n_keys"), [(8, 2, 1), (8, 2, 37), (8, 8, 37), (6, 1, 300)])
-@pytest.mark.parametrize("lacks_bfloat16", [False, True])
-def test_one_row_attends_as_many_do(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, heads: int, groups: int, n_keys: int, lacks_bfloat16: bool
-) -> None:
-    monkeypatch.setattr(reference, "_lacks_bfloat16", lambda: lacks_bfloat16)
+def test_one_row_attends_as_many_do(dtype: torch.dtype, heads: int, groups: int, n_keys: int) -> None:
     generator = torch.Generator().manual_seed(n_keys)
     q = 3 * torch.randn(1, heads, 64, generator=generator).to(dtype)
     k, v = (torch.randn(groups, n_keys, 64, generator=generator).to(dtype) for _ in range(2))

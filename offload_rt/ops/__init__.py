@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from offload_rt.ops import extension, reference
+from offload_rt.ops import attention_cpu, extension, layer_cpu, reference
 from offload_rt.ops.reference import merge
 from offload_rt.ops.transfer import fill, to_device, to_host
 from offload_rt.ops.tree_mask import TreeMask, make_tree_mask
@@ -24,6 +24,8 @@ _WIDEST_NORMED = 16384
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last dimension of x (n, d) or (n, heads, d), weight (d,); see the reference."""
+    if layer_cpu.serves(x, weight):
+        return layer_cpu.rms_norm(x, weight, eps)
     is_kernels = _in_vectors(x, weight) and x.shape[-1] <= _WIDEST_NORMED
     out: Tensor = (extension.kernels() if is_kernels else reference).rms_norm(x, weight, eps)
     return out
@@ -31,6 +33,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`rms_norm` of x + delta, which x becomes; x, delta (n, d)."""
+    if layer_cpu.serves(x, delta, weight):
+        return layer_cpu.rms_norm(x, weight, eps, delta)
     is_kernels = _in_vectors(x, delta, weight) and x.shape[-1] <= _WIDEST_NORMED
     out: Tensor = (extension.kernels() if is_kernels else reference).add_rms_norm(x, delta, weight, eps)
     return out
@@ -38,6 +42,8 @@ def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """SiLU of the gate, times up; all (n, d)."""
+    if layer_cpu.serves(gate, up):
+        return layer_cpu.silu_mul(gate, up)
     out: Tensor = (extension.kernels() if _in_vectors(gate, up) else reference).silu_mul(gate, up)
     return out
 
@@ -76,6 +82,8 @@ def tree_attention(
     sinks  (heads,) a score of each head that takes part in the softmax and stands for no value; None: there is none
     Returns (n, heads, head_dim of v).
     """
+    if attention_cpu.serves(q, k, v):
+        return attention_cpu.tree_attention(q, k, v, mask, scale, softcap, sinks)[0]
     if sinks is not None or softcap is not None or goes_by_extent(q):
         out, lse = partial_attention(q, k, v, mask, scale, softcap)
         return out if sinks is None else out * (lse - sinks).sigmoid()[..., None].to(out.dtype)
@@ -86,6 +94,8 @@ def partial_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: float, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """`tree_attention` to a part of the keys, and the log-sum-exp (n, heads) by which `merge` joins it with other parts."""
+    if attention_cpu.serves(q, k, v):
+        return attention_cpu.tree_attention(q, k, v, mask, scale, softcap)
     if softcap is not None or not goes_by_extent(q) or q.shape[-1] != v.shape[-1]:
         return reference.partial_attention(q, k, v, mask.dense(), scale, softcap)
     tensors = mask.bits, mask.depths, mask.key_depths, mask.extent

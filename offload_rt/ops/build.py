@@ -62,7 +62,7 @@ class Recipe:
 
 CPU = Recipe("cpu", "g++", (
     "-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-fopenmp", "-fvisibility=hidden", "-Wno-psabi",
-    "lossless_cpu.cpp", "linear_cpu.cpp", "attention_cpu.cpp",
+    "lossless_cpu.cpp", "linear_cpu.cpp", "attention_cpu.cpp", "layer_cpu.cpp",
 ))  # fmt: skip
 
 

@@ -10,6 +10,9 @@ from offload_rt.ops import build
 _ADDRESS, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 # Result and arguments of each function.
 _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "offload_rt_tree_attention": (None, (_ADDRESS, _INT, _INT)),
+    "offload_rt_rms_norm": (None, (_ADDRESS, _INT, _INT)),
+    "offload_rt_silu_mul": (None, (_ADDRESS, _INT, _INT)),
     "offload_rt_digest": (ctypes.c_uint64, (_ADDRESS, _SIZE)),
     "offload_rt_decode": (ctypes.c_bool, (_ADDRESS, _SIZE, _INT, _SIZE, _ADDRESS, ctypes.c_bool)),
     "offload_rt_linear": (None, (_ADDRESS, _ADDRESS, _SIZE, _SIZE, _ADDRESS, _SIZE, _INT, _INT, _INT)),

@@ -1,6 +1,5 @@
 """What each op means, in plain torch."""
 
-from functools import cache
 from itertools import repeat
 
 import torch
@@ -72,16 +71,7 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scal
         return grouped_attention(q, k, v, visible, scale)
     if q.device.type == "cpu" and visible is None and q.shape[1] != k.shape[0]:  # torch copies keys for each head
         return partial_attention(q, k, v, None, scale)[0]
-    if q.device.type == "cpu" and visible is None and len(q) == 1 and q.dtype == torch.bfloat16 and _lacks_bfloat16():
-        # Two rows are a product to MKL, in about half of the time that one takes (`bench/compute.py`).
-        return torch_attention(q.repeat(2, 1, 1), k, v, None, scale)[:1]
     return torch_attention(q, k, v, visible, scale)
-
-
-@cache
-def _lacks_bfloat16() -> bool:
-    """Whether this is a processor with AVX2 and without instructions for bfloat16."""
-    return torch.cpu._is_avx2_supported() and not torch.cpu._is_avx512_bf16_supported()
 
 
 def torch_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float) -> Tensor:
