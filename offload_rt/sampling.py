@@ -18,9 +18,9 @@ _N_FIRST = 512
 
 
 def no_numbers() -> NumericsError:
-    """The error of a model whose logits are not all numbers."""
+    """The error of a model whose logits contain NaN or Inf."""
     change = "check the checkpoint, or try --dtype float32"
-    return NumericsError("the model's logits are not all numbers", change=change)
+    return NumericsError("the model's logits contain NaN or Inf", change=change)
 
 
 class Context(NamedTuple):

@@ -302,7 +302,7 @@ def test_a_wrong_flag_is_told_before_torch_is_loaded() -> None:
         (["--gpu", "rtx4090", "--draft-model", "llama2-7b", "--drafter", "self"], "leave it out"),
         (["--gpu", "rtx4090", "--drafter", "self"], "the device memory budget is too small"),
         (["--gpu", "rtx4090", "--acceptance", "sequoia"], "llama2-70b-chat"),
-        (["--gpu", "rtx4090", "--draft-model", "llama3-8b"], "another tokenizer"),
+        (["--gpu", "rtx4090", "--draft-model", "llama3-8b"], "different tokenizer"),
         (["--gpu", "rtx4090", "--temperature", "-1"], "temperature"),
         (["--gpu", "this", "--link", "12GB/s"], "name a card"),
     ],
