@@ -167,10 +167,10 @@ class TreeBuilder(Protocol):
     def reduce(self) -> Reduce | None:
         """Reduction of the latest logits on the device, e.g. to top tokens, or None."""
 
-    def choose(self, out: Tensor) -> Tensor:
+    def select(self, out: Tensor) -> Tensor:
         """Select the host's input from logits (rows, vocabulary) or `reduce` output."""
 
-    def take(self, chosen: Tensor) -> None:
+    def extend(self, selected: Tensor) -> None:
         """Grow by the selection, on the host, and add rows to compute next.
 
         Raises NumericsError for NaN or Inf logits.
@@ -314,11 +314,11 @@ class DraftModel:
                 guess(growing)
             with self._trace.span(DRAFT, f"level {n_passes + 1}"):
                 outs = self._forward(growing)
-                chosen = to_host([chosen_of(builder, out) for builder, out in zip(growing, outs, strict=True)])
-                for builder, tokens in zip(growing, chosen, strict=True):
+                selected = to_host([select_tokens(builder, out) for builder, out in zip(growing, outs, strict=True)])
+                for builder, tokens in zip(growing, selected, strict=True):
                     builder.state.computed()
                     try:
-                        builder.take(tokens)
+                        builder.extend(tokens)
                     except NumericsError as error:
                         builder.state.error = error
             n_passes += 1
@@ -383,11 +383,11 @@ def captured(builder: TreeBuilder) -> Reduce | None:
     return builder.reduce if builder.state.noise is None else None
 
 
-def chosen_of(builder: TreeBuilder, out: Tensor) -> Tensor:
+def select_tokens(builder: TreeBuilder, out: Tensor) -> Tensor:
     """Select the host's input from the pass output `out` of the latest rows."""
     if builder.state.noise is not None and builder.reduce is not None:
         out = builder.reduce(builder.state.perturbed(out))
-    return builder.choose(out)
+    return builder.select(out)
 
 
 def draft_rows(longest: int, n_nodes: int) -> int:

@@ -80,14 +80,14 @@ class DynamicTreeBuilder:
         k = min(_N_CHILDREN, self._n_nodes - 1)
         return child_sampling.MostProbable(k, self.state.vocab_size, self.temperature or 1.0)
 
-    def choose(self, out: Tensor) -> Tensor:
+    def select(self, out: Tensor) -> Tensor:
         """Return all candidates."""
         return out
 
-    def take(self, chosen: Tensor) -> None:
+    def extend(self, selected: Tensor) -> None:
         """Merge the children of the latest nodes; children that enter are computed next."""
-        k = chosen.shape[1] // 2
-        tokens, values = child_sampling.unpacked(chosen, k)
+        k = selected.shape[1] // 2
+        tokens, values = child_sampling.unpacked(selected, k)
         nodes = self._nodes
         parents = self._expanded
         probabilities = values.astype(np.float64)

@@ -50,12 +50,12 @@ class GuessedTreeBuilder(DynamicTreeBuilder):
         for token in tree.tokens[1:].tolist():
             (row,) = self._add([row], [token])
 
-    def take(self, chosen: Tensor) -> None:
+    def extend(self, selected: Tensor) -> None:
         """Grow the tree as far as computed rows allow."""
-        self._outs += chosen
+        self._outs += selected
         while len(ready := self._ready()):
             self._expanded = ready
-            super().take(torch.stack([self._outs[row] for row in self._nodes.rows[ready].tolist()]))
+            super().extend(torch.stack([self._outs[row] for row in self._nodes.rows[ready].tolist()]))
 
     def _ready(self) -> np.ndarray:
         """Return the nodes with a computed row whose children are not candidates yet."""
@@ -106,7 +106,7 @@ class ResampledChainBuilder(StaticTreeBuilder):
             self._rows += self.state.add(self._rows[-1:], [token])
         self._guessed = tree
 
-    def choose(self, out: Tensor) -> Tensor:
+    def select(self, out: Tensor) -> Tensor:
         """Verify the guesses; without a guess, draw a token."""
         logits = child_sampling.fitted(out, self.state.vocab_size)
         probs = child_sampling.probs_of(logits, self._plan.temperature)
@@ -114,9 +114,9 @@ class ResampledChainBuilder(StaticTreeBuilder):
         self._keep(probs[: len(self._verdict.path) + 1])
         return child_sampling.packed(probs[:, :0], probs[:, :1])
 
-    def take(self, chosen: Tensor) -> None:
+    def extend(self, selected: Tensor) -> None:
         """Append the accepted tokens and the bonus token; the bonus row is computed next."""
-        child_sampling.unpacked(chosen, 0)
+        child_sampling.unpacked(selected, 0)
         n = len(self._verdict.path)
         bonus = self._verdict.bonus
         self._tokens[self._level + 1 : self._level + n + 1] = self._guessed.tokens[1 : n + 1]

@@ -90,7 +90,7 @@ class StaticTreeBuilder:
         k = max(1 << (self._n_children - 1).bit_length(), _LEAST_CHILDREN)
         return child_sampling.MostProbable(k, self.state.vocab_size)
 
-    def choose(self, out: Tensor) -> Tensor:
+    def select(self, out: Tensor) -> Tensor:
         """Draw the children; deterministic children are already selected by `reduce`."""
         if self._plan.child_sampling == "deterministic":
             return out
@@ -110,14 +110,14 @@ class StaticTreeBuilder:
         tokens = child_sampling.without_replacement(probs, n, generator, excluded)
         return child_sampling.packed(tokens, torch.cat((probs[:, :1], probs[:, token]), dim=-1))
 
-    def take(self, chosen: Tensor) -> None:
+    def extend(self, selected: Tensor) -> None:
         """Assign tokens to the next level, and add the rows of its inner nodes."""
         shape = self._shape
         topology = shape.topology
         level = self._level
         is_deterministic = self._plan.child_sampling == "deterministic"
-        n_tokens = chosen.shape[1] // 2 if is_deterministic else self._n_children
-        tokens, values = child_sampling.unpacked(chosen, n_tokens)
+        n_tokens = selected.shape[1] // 2 if is_deterministic else self._n_children
+        tokens, values = child_sampling.unpacked(selected, n_tokens)
         if values.shape[1] == 2 and not is_deterministic and values[0, 1] > _LIKELY:
             self.copied = ()  # left to sampling
         nodes = shape.below[level]
