@@ -132,7 +132,7 @@ class Runner:
         if not states:
             return x
         assert isinstance(self.spec, HeadDecoder), "only draft heads have additional inputs"
-        return self.spec.join(self.non_layer, x, torch.cat(states))
+        return self.spec.combine(self.non_layer, x, torch.cat(states))
 
     def _bring_rows(self, chunks: Sequence[Chunk]) -> AbstractContextManager[None]:
         """Load off-device cache rows during a pass, in the order of their use."""

@@ -67,7 +67,7 @@ class Head(Architecture):
         return HeadWeights(head, target, names, None if self.token_ids is None else self.token_ids.to(device))
 
     @abstractmethod
-    def take(self, weights: LayerWeights, states: Tensor) -> Tensor:
+    def reduce_states(self, weights: LayerWeights, states: Tensor) -> Tensor:
         """Reduce hidden states (n, len(taps), hidden_size) to head inputs (n, hidden_size)."""
 
     def is_unused(self, name: str) -> bool:
@@ -79,11 +79,11 @@ class HeadDecoder(Head):
     """Head with a decoder layer; below a tree's root, its own states replace the target's."""
 
     @abstractmethod
-    def join(self, weights: LayerWeights, x: Tensor, states: Tensor) -> Tensor:
-        """Combine embeddings x with outputs of `take` or `give`, (n, hidden_size) each."""
+    def combine(self, weights: LayerWeights, x: Tensor, states: Tensor) -> Tensor:
+        """Combine embeddings x with head inputs, (n, hidden_size) each."""
 
     @abstractmethod
-    def give(self, weights: LayerWeights, x: Tensor) -> Tensor:
+    def child_inputs(self, weights: LayerWeights, x: Tensor) -> Tensor:
         """Return the head inputs (n, hidden_size) of child rows, from layer outputs x."""
 
 
@@ -117,11 +117,11 @@ class Eagle3(HeadDecoder, NativeDecoder):
         fusion = TensorShape("fc.weight", (d, n * d))
         return fusion, norm("norm", d), TensorShape("lm_head.weight", (self.n_tokens, d))
 
-    def take(self, weights: LayerWeights, states: Tensor) -> Tensor:
+    def reduce_states(self, weights: LayerWeights, states: Tensor) -> Tensor:
         """Fuse all tapped hidden states by a matrix."""
         return weights.linear(states.flatten(1), "fc")
 
-    def join(self, weights: LayerWeights, x: Tensor, states: Tensor) -> Tensor:
+    def combine(self, weights: LayerWeights, x: Tensor, states: Tensor) -> Tensor:
         """Concatenate embeddings and states."""
         return torch.cat((x, states), 1)
 
@@ -133,13 +133,13 @@ class Eagle3(HeadDecoder, NativeDecoder):
         out = self.attention(i, weights, both, context)
         return torch.cat((embedded, self.mlp(weights, normed if self.norm_before else hidden, out)), 1)
 
-    def give(self, weights: LayerWeights, x: Tensor) -> Tensor:
+    def child_inputs(self, weights: LayerWeights, x: Tensor) -> Tensor:
         """Return the residual stream."""
         return x[:, self.hidden_size :]
 
     def head(self, weights: LayerWeights, x: Tensor) -> Tensor:
         """Return logits over the target's vocabulary, -inf outside the reduced vocabulary."""
-        normed = ops.rms_norm(self.give(weights, x).contiguous(), weights.vector("norm"), self.eps)
+        normed = ops.rms_norm(self.child_inputs(weights, x).contiguous(), weights.vector("norm"), self.eps)
         logits = weights.linear(normed, "lm_head")
         assert isinstance(weights, HeadWeights), "created by weights_beside"
         if weights.token_ids is None:
@@ -224,13 +224,13 @@ class Mtp(HeadDecoder):
         norms = (norm(name, d) for name in (names.embed_norm, names.hidden_norm, names.norm))
         return (*norms, TensorShape(f"{names.project}.weight", (d, 2 * d)))
 
-    def take(self, weights: LayerWeights, states: Tensor) -> Tensor:
+    def reduce_states(self, weights: LayerWeights, states: Tensor) -> Tensor:
         """Return the last hidden state, after the target's norm if the layout requires it."""
         assert isinstance(weights, HeadWeights), "created by weights_beside"
         last = states[:, 0]
         return self.normed(weights.target, self.target_norm, last) if self.layout.is_normed else last
 
-    def join(self, weights: LayerWeights, x: Tensor, states: Tensor) -> Tensor:
+    def combine(self, weights: LayerWeights, x: Tensor, states: Tensor) -> Tensor:
         """Norm both inputs and project their concatenation."""
         names = self.layout
         embedded = self.normed(weights, names.embed_norm, x)
@@ -238,7 +238,7 @@ class Mtp(HeadDecoder):
         parts = (embedded, hidden) if names.embed_first else (hidden, embedded)
         return weights.linear(torch.cat(parts, 1), names.project)
 
-    def give(self, weights: LayerWeights, x: Tensor) -> Tensor:
+    def child_inputs(self, weights: LayerWeights, x: Tensor) -> Tensor:
         """Return normed outputs, comparable to the target's normed states."""
         return self.normed(weights, self.layout.norm, x)
 
@@ -257,7 +257,7 @@ class NativeMtp(Mtp, NativeDecoder):
 
     def head(self, weights: LayerWeights, x: Tensor) -> Tensor:
         """Apply the layer's norm and the target's head."""
-        return weights.linear(self.give(weights, x), EMBED if self.tied else HEAD)
+        return weights.linear(self.child_inputs(weights, x), EMBED if self.tied else HEAD)
 
 
 # Prefixes of Medusa's tensors: in a separate file, or within a complete model.
@@ -288,7 +288,7 @@ class Medusa(Head, NativeDecoder):
         """Return no tensors."""
         return ()
 
-    def take(self, weights: LayerWeights, states: Tensor) -> Tensor:
+    def reduce_states(self, weights: LayerWeights, states: Tensor) -> Tensor:
         """Return the last hidden state after the target's norm."""
         return ops.rms_norm(states[:, 0], weights.vector(NORM), self.eps)
 

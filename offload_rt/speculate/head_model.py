@@ -23,11 +23,11 @@ class HeadState(DraftState):
     The input of rows below the root is the head's output for their parents. Therefore accepted rows
     are recomputed with the target's hidden states.
 
-    taken  (n, hidden_size) inputs of the lacking rows and the root
-    given  (rows, hidden_size) outputs of the tree's rows
+    inputs   (n, hidden_size) inputs of the lacking rows and the root
+    outputs  (rows, hidden_size) outputs of the tree's rows
     """
 
-    taken = given = torch.empty(0)
+    inputs = outputs = torch.empty(0)
 
     def step(self, reduce: Reduce | None) -> Step:
         """Return the step to compute, with the input of each row."""
@@ -38,22 +38,24 @@ class HeadState(DraftState):
         n = CHUNK_ROWS
         while len(self.lacking) > n:
             tokens = torch.tensor(self.lacking[:n])
-            self._runner.forward([Step(self.cache, tokens, Topology.chain(n), 1, self.n_prompt, states=self.taken[:n])])
+            self._runner.forward(
+                [Step(self.cache, tokens, Topology.chain(n), 1, self.n_prompt, states=self.inputs[:n])]
+            )
             self._runner.commit(self.cache, range(n))
-            self.lacking, self.taken = self.lacking[n:], self.taken[n:]
+            self.lacking, self.inputs = self.lacking[n:], self.inputs[n:]
 
-    def keep(self, given: Tensor) -> None:
+    def keep(self, outputs: Tensor) -> None:
         """Store the outputs (n, hidden_size) of the latest rows as inputs of their children."""
-        if len(self.given) < self._most_rows:
-            self.given = given.new_empty(self._most_rows, given.shape[1])
-        self.given[self.new_rows] = given
-        self.taken = given[:0]
+        if len(self.outputs) < self._most_rows:
+            self.outputs = outputs.new_empty(self._most_rows, outputs.shape[1])
+        self.outputs[self.new_rows] = outputs
+        self.inputs = outputs[:0]
 
     def _states(self) -> Tensor:
         if self.n_done == 0:
-            return self.taken
+            return self.inputs
         above = torch.from_numpy(self._tree.parents[self.new_rows])
-        return self.given.index_select(0, *to_device([above], self.given.device))
+        return self.outputs.index_select(0, *to_device([above], self.outputs.device))
 
     def _path(self, tokens: list[int]) -> list[int]:
         """Return the root alone: rows below it lack the target's hidden states."""
@@ -69,11 +71,11 @@ class HeadModel(DraftModel):
         self, runner: Runner, vocab_size: int, max_levels: int, trace: Trace, context: int | None = None
     ) -> None:
         super().__init__(runner, vocab_size, max_levels, trace, context)
-        self._taken: dict[Sequence, tuple[int, Tensor]] = {}  # (first token, inputs from there on)
+        self._inputs: dict[Sequence, tuple[int, Tensor]] = {}  # (first token, inputs from there on)
 
     def can_draft(self, sequence: Sequence) -> bool:
         """Return whether hidden states reach up to the second to last token."""
-        first, states = self._taken.get(sequence, (-1, ()))
+        first, states = self._inputs.get(sequence, (-1, ()))
         return first + len(states) == len(sequence.tokens) - 1
 
     @torch.inference_mode()
@@ -81,13 +83,13 @@ class HeadModel(DraftModel):
         """Convert hidden states to head inputs, kept until the head computes their rows."""
         spec = self._runner.spec
         assert isinstance(spec, Head), "HeadModel requires a head"
-        taken = torch.cat([spec.take(self._runner.non_layer, state) for state in states])
-        if sequence in self._taken:
-            n_gone, known = self._taken[sequence]
+        inputs = torch.cat([spec.reduce_states(self._runner.non_layer, state) for state in states])
+        if sequence in self._inputs:
+            n_gone, known = self._inputs[sequence]
             n_again = max(n_gone - first, 0)  # the target may recompute more rows than the head
-            taken = torch.cat((known[: max(first - n_gone, 0)], taken[n_again:]))
+            inputs = torch.cat((known[: max(first - n_gone, 0)], inputs[n_again:]))
             first = n_gone
-        self._taken[sequence] = first, taken
+        self._inputs[sequence] = first, inputs
 
     def follow(self, old: Sequence, new: Sequence, n: int) -> int:
         """Continue if inputs start where the head's cache ends; otherwise the target recomputes.
@@ -95,17 +97,17 @@ class HeadModel(DraftModel):
         See `Drafter.follow`.
         """
         super().follow(old, new, n)
-        n_gone, known = self._taken.pop(old, (n, torch.empty(0)))
+        n_gone, known = self._inputs.pop(old, (n, torch.empty(0)))
         state = self._states.get(new)
         first = self._runner.rewind(state.cache, new.tokens[1:n]) if state is not None else 0
         if n_gone > first:
             return first
-        self._taken[new] = first, known[first - n_gone : n - n_gone]
+        self._inputs[new] = first, known[first - n_gone : n - n_gone]
         return n
 
     def end(self, sequence: Sequence) -> None:
         """Release the inputs and the cache of a sequence."""
-        self._taken.pop(sequence, None)
+        self._inputs.pop(sequence, None)
         super().end(sequence)
 
     def _seen(self, sequence: Sequence) -> list[int]:
@@ -114,10 +116,10 @@ class HeadModel(DraftModel):
     def _begin(self, sequence: Sequence, n_nodes: int, is_alone: bool, path: abc.Sequence[int] = ()) -> TreeState:
         state = super()._begin(sequence, n_nodes, is_alone, path)
         assert isinstance(state, HeadState), "state_type is HeadState"
-        first, known = self._taken[sequence]
+        first, known = self._inputs[sequence]
         n_kept = self._runner.n_committed(state.cache)
-        state.taken = known[n_kept - first :]
-        self._taken[sequence] = n_kept, state.taken
+        state.inputs = known[n_kept - first :]
+        self._inputs[sequence] = n_kept, state.inputs
         state.feed()
         return state
 
@@ -129,7 +131,7 @@ class HeadModel(DraftModel):
             rows = builder.state.new_rows
             if isinstance(builder.state, HeadState):
                 new = tapped[rows.start - rows.stop :, 0]
-                builder.state.keep(spec.give(self._runner.non_layer, new))
+                builder.state.keep(spec.child_inputs(self._runner.non_layer, new))
         return outs
 
 
@@ -159,11 +161,11 @@ class MedusaModel(HeadModel):
     @torch.inference_mode()
     def _begin(self, sequence: Sequence, n_nodes: int, is_alone: bool, path: abc.Sequence[int] = ()) -> TreeState:
         state = TreeState(self.vocab_size, ROWS_PER_NODE * n_nodes, sequence, self._runner.device)
-        first, known = self._taken[sequence]
+        first, known = self._inputs[sequence]
         spec = self._runner.spec
         assert isinstance(spec, Medusa), "MedusaModel requires Medusa heads"
         last = known[-1:].clone()
-        self._taken[sequence] = first + len(known) - 1, last
+        self._inputs[sequence] = first + len(known) - 1, last
         self._logits[sequence] = torch.cat([spec.predict(weights, last) for weights in self._layers])
         state.clear(sequence.tokens[-1])
         return state
