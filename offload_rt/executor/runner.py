@@ -312,7 +312,7 @@ class Runner:
         return id
 
     @_everywhere
-    def follow(self, id: int, source: int, tokens: list[int]) -> None:
+    def copy_prefix(self, id: int, source: int, tokens: list[int]) -> None:
         """Start an empty cache with tokens of a source cache, present or computed in this pass.
 
         If either cache stores rows off the device, the rows are recomputed instead.
@@ -320,7 +320,7 @@ class Runner:
         cache = self._caches[id]
         leader = self._caches[source]
         if isinstance(cache, ContiguousCache) and isinstance(leader, ContiguousCache):
-            cache.follow(leader, tokens)
+            cache.copy_prefix(leader, tokens)
 
     @_everywhere
     def new_view(self, source: int, kind: type[SparseCache], budget: int, n_pending: int) -> int:

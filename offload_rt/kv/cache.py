@@ -260,7 +260,7 @@ class ContiguousCache(KVCache):
             buffer.values[layer, :, :first] = values
         return buffer.attend(layer, slice(first, first + len(asked.q)), asked)
 
-    def follow(self, leader: KVCache, tokens: list[int]) -> None:
+    def copy_prefix(self, leader: KVCache, tokens: list[int]) -> None:
         """Start with tokens of a leader cache, which has their rows or computes them next pass.
 
         Rows are copied layer by layer in that pass, after the leader's attention.

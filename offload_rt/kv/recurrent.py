@@ -85,7 +85,7 @@ class RecurrentCache(ContiguousCache):
         super().__init__(*args, **kwargs)
         self._kept = dict[int, State]()  # by position
         self._coming = dict[int, State]()  # by position, written in the current pass
-        # Start positions and states of caches that follow this cache in the same pass.
+        # Start positions and states of caches that copy a prefix in the same pass.
         self._followers: list[tuple[int, State]] = []
         # Chain rows added to the state; inputs and terms of the remaining pending rows per layer.
         self._n_added = 0
@@ -225,8 +225,8 @@ class RecurrentCache(ContiguousCache):
         self._coming = {}
         self._n_added = 0
 
-    def follow(self, leader: KVCache, tokens: list[int]) -> None:
-        """See `ContiguousCache.follow`. Limited to positions with a present or coming state."""
+    def copy_prefix(self, leader: KVCache, tokens: list[int]) -> None:
+        """See `ContiguousCache.copy_prefix`. Limited to positions with a present or coming state."""
         assert isinstance(leader, RecurrentCache), "caches of a model share a class"
         n = len(tokens)
         if n > leader.n_committed:
@@ -236,7 +236,7 @@ class RecurrentCache(ContiguousCache):
             states = {0: self.state} | leader._kept | last
             n = max(position for position in states if position <= n)
             self.state.copy_(states[n])
-        super().follow(leader, tokens[:n])
+        super().copy_prefix(leader, tokens[:n])
 
     def to_host(self) -> MovedRows:
         """See `ContiguousCache.to_host`. States remain on their device."""

@@ -282,8 +282,8 @@ class DraftModel:
                 self._older[sequence] = start, older
         return older + tokens[start:]
 
-    def follow(self, old: Sequence, new: Sequence, n: int) -> int:
-        """See `Drafter.follow`. The draft's cache is rewound when the next tree starts."""
+    def transfer(self, old: Sequence, new: Sequence, n: int) -> int:
+        """See `Drafter.transfer`. The draft's cache is rewound when the next tree starts."""
         state = self._states.pop(old, None)
         if state is not None:
             if len(old.tokens) <= self._limit:  # otherwise a new window starts anyway
@@ -367,8 +367,8 @@ class SelfDraftModel(DraftModel):
         source = self._views.get(sequence)
         return source is not None and self._runner.n_committed(source[0]) == len(sequence.tokens) - 1
 
-    def follow(self, old: Sequence, new: Sequence, n: int) -> int:
-        """Drop the view; a new view is filled from the target's cache. See `Drafter.follow`."""
+    def transfer(self, old: Sequence, new: Sequence, n: int) -> int:
+        """Drop the view; a new view is filled from the target's cache. See `Drafter.transfer`."""
         self.end(old)
         return n
 

@@ -91,12 +91,12 @@ class HeadModel(DraftModel):
             first = n_gone
         self._inputs[sequence] = first, inputs
 
-    def follow(self, old: Sequence, new: Sequence, n: int) -> int:
+    def transfer(self, old: Sequence, new: Sequence, n: int) -> int:
         """Continue if inputs start where the head's cache ends; otherwise the target recomputes.
 
-        See `Drafter.follow`.
+        See `Drafter.transfer`.
         """
-        super().follow(old, new, n)
+        super().transfer(old, new, n)
         n_gone, known = self._inputs.pop(old, (n, torch.empty(0)))
         state = self._states.get(new)
         first = self._runner.rewind(state.cache, new.tokens[1:n]) if state is not None else 0
@@ -145,10 +145,10 @@ class MedusaModel(HeadModel):
         self._layers = runner.resident_layers()
         self._logits: dict[Sequence, Tensor] = {}  # (heads, vocabulary), indexed by parent depth
 
-    def follow(self, old: Sequence, new: Sequence, n: int) -> int:
+    def transfer(self, old: Sequence, new: Sequence, n: int) -> int:
         """Drop the state: the next target pass provides the only hidden state needed.
 
-        See `Drafter.follow`.
+        See `Drafter.transfer`.
         """
         self.end(old)
         return n

@@ -73,10 +73,10 @@ class Drafter(Protocol):
         return
 
     def leave(self, sequence: Sequence) -> None:
-        """Handle the end of a sequence whose cache is kept; `follow` or `end` is called later."""
+        """Handle the end of a sequence whose cache is kept; `transfer` or `end` is called later."""
         return
 
-    def follow(self, old: Sequence, new: Sequence, n: int) -> int:
+    def transfer(self, old: Sequence, new: Sequence, n: int) -> int:
         """Transfer the state of `old` to `new`, which reuses its cache and shares n tokens.
 
         Returns the number of shared tokens that the target can skip.

@@ -142,9 +142,9 @@ class TreeDrafter(Drafter):
         if self._learner is not None:
             self._learner.end(sequence)
 
-    def follow(self, old: Sequence, new: Sequence, n: int) -> int:
-        """Transfer the draft model's state; see `Drafter.follow`."""
-        return self._model.follow(old, new, n)
+    def transfer(self, old: Sequence, new: Sequence, n: int) -> int:
+        """Transfer the draft model's state; see `Drafter.transfer`."""
+        return self._model.transfer(old, new, n)
 
     def end(self, sequence: Sequence) -> None:
         """Release the draft's cache of a sequence."""
