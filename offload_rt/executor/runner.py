@@ -380,7 +380,7 @@ class Runner:
         chunks = self._chunks(steps)
         ids = torch.cat([step.tokens[step.n_done :] for step in steps])
         tensors = iter(ops.to_device([ids, *(tensor for chunk in chunks for tensor in chunk.tensors)], self.device))
-        return next(tensors), [chunk.of(tensors) for chunk in chunks]
+        return next(tensors), [chunk.with_tensors(tensors) for chunk in chunks]
 
     def _chunks(self, steps: Sequence[Step]) -> list[Chunk]:
         """Cut the concatenated rows of all steps into chunks, on the host."""

@@ -164,7 +164,7 @@ class Chunk:
         """All tensors that layers read."""
         return [*self.row_inputs, *self.inputs, *(tensor for mask in self.masks for tensor in mask.tensors)]
 
-    def of(self, tensors: Iterator[Tensor]) -> "Chunk":
+    def with_tensors(self, tensors: Iterator[Tensor]) -> "Chunk":
         """Return this chunk with the next tensors of an iterator, e.g. device copies."""
         row_inputs = tuple(itertools.islice(tensors, len(self.row_inputs)))
         inputs = tuple(itertools.islice(tensors, len(self.inputs)))

@@ -24,11 +24,11 @@ class ChosenCache(SparseCache):
 
     def __init__(self, source: KVCache, buffer: KVBuffer, budget: int, spec: Architecture) -> None:
         super().__init__(source, buffer, budget, spec)
-        self._is_choosing = False
+        self._is_selecting = False
 
     @staticmethod
     @abstractmethod
-    def choose(n: int, q: Tensor, keys: Tensor, scale: float, lse: Tensor) -> Tensor:
+    def select_rows(n: int, q: Tensor, keys: Tensor, scale: float, lse: Tensor) -> Tensor:
         """Return the n rows kept by each head, (n_kv_heads, n) int64, ascending.
 
         q     (rows, n_kv_heads, heads per group, head_dim) queries of the last tokens
@@ -40,12 +40,12 @@ class ChosenCache(SparseCache):
     @property
     def n_seen(self) -> int:
         """All rows of the source during selection, else the rows of the view."""
-        return self.n_committed if self._is_choosing else self.n_held
+        return self.n_committed if self._is_selecting else self.n_held
 
     def rewind_to(self, tokens: Sequence[int]) -> int:
         """See `SparseCache.rewind_to`. An interrupted selection restarts."""
-        if self._is_choosing:
-            self._is_choosing = False
+        if self._is_selecting:
+            self._is_selecting = False
             self.committed = []
         return super().rewind_to(tokens)
 
@@ -54,17 +54,17 @@ class ChosenCache(SparseCache):
         n_recent = min(_N_RECENT, self.budget // 4)
         self.n_kept = (n_filled - n_recent) // _CHUNK * _CHUNK
         self.first_recent = (n_verified - n_recent) // _CHUNK * _CHUNK
-        self._is_choosing = True
+        self._is_selecting = True
         return self.first_recent
 
     def commit(self, rows: Sequence[int]) -> None:
         """See `KVCache.commit`. Completes a selection."""
         super().commit(rows)
-        self._is_choosing = False
+        self._is_selecting = False
 
     def attend(self, asked: Attention) -> Tensor:
         """Attend to the rows of the view, or to all source rows during selection."""
-        if not self._is_choosing:
+        if not self._is_selecting:
             return super().attend(asked)
         layer = asked.layer
         start = asked.start
@@ -83,7 +83,7 @@ class ChosenCache(SparseCache):
         partial = [ops.partial_attention(q, *rows, visible, scale) for rows, visible in parts]
         out, lse = ops.merge(*partial[0], *partial[1])
         group = (len(q), len(older[0]), -1)
-        best = self.choose(first, q.view(*group, q.shape[-1]), older[0], scale, lse.view(group))
+        best = self.select_rows(first, q.view(*group, q.shape[-1]), older[0], scale, lse.view(group))
         for mine, rows in zip(layer_kv, older, strict=True):
             mine[:, :first] = rows.gather(1, best[..., None].expand(-1, -1, q.shape[-1]))
         return out
@@ -93,7 +93,7 @@ class SnapKVCache(ChosenCache):
     """Select rows by the attention of the last tokens, pooled over neighbouring rows."""
 
     @staticmethod
-    def choose(n: int, q: Tensor, keys: Tensor, scale: float, lse: Tensor) -> Tensor:
+    def select_rows(n: int, q: Tensor, keys: Tensor, scale: float, lse: Tensor) -> Tensor:
         """Sum attention over the last tokens and the heads of a group, then average neighbours."""
         # Per head, to bound the memory of the scores.
         heads = zip((q.float() * scale).unbind(1), keys, lse.unbind(1), strict=True)
@@ -108,7 +108,7 @@ class RetrievalCache(ChosenCache):
     """Select chunks by the last query and the chunks' mean keys; always keep the first chunk."""
 
     @staticmethod
-    def choose(n: int, q: Tensor, keys: Tensor, scale: float, lse: Tensor) -> Tensor:
+    def select_rows(n: int, q: Tensor, keys: Tensor, scale: float, lse: Tensor) -> Tensor:
         """Rank chunks by attention share, summed over the heads of a group."""
         chunks = _shares(q[-1], keys, scale, _CHUNK).topk(n // _CHUNK).indices.sort().values
         return (chunks[..., None] * _CHUNK + torch.arange(_CHUNK, device=chunks.device)).flatten(1)

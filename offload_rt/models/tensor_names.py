@@ -16,7 +16,7 @@ from transformers.core_model_loading import (
 
 from offload_rt.errors import UnsupportedModelError
 from offload_rt.models.architecture import Part, TensorShape
-from offload_rt.models.traced import ExpertNames, JoinedTensors, TracedModel
+from offload_rt.models.traced import ExpertNames, SplitTensors, TracedModel
 
 
 class TensorNames:
@@ -35,7 +35,7 @@ class TensorNames:
         self._renamings = [name for name in transforms if isinstance(name, WeightRenaming)]
         self._converters = [name for name in transforms if isinstance(name, WeightConverter)]
         self._of_experts: dict[str, dict[str, dict[str, None]]] = {}
-        self._joined: dict[str, dict[str, TensorShape]] = {}
+        self._split: dict[str, dict[str, TensorShape]] = {}
         of_layers = ({f"{model.prefix}{i}.{name}" for name in names} for i, names in enumerate(model.shapes[:-1]))
         self._needed = set(model.shapes[-1]).union(*of_layers)
         for stored in sorted(shapes, key=dot_natural_key):
@@ -78,7 +78,7 @@ class TensorNames:
             own_name = base + own_name
         if steps == [(Concatenate, 0)] and not ending:
             self.parts[own_name] = Part(stored)
-            self._joined.setdefault(name, {})[pattern] = TensorShape(own_name, shape)
+            self._split.setdefault(name, {})[pattern] = TensorShape(own_name, shape)
         elif steps in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]) and probe.endswith(".weight"):
             self.parts[_ended(own_name, ending)] = Part(stored)
             self._of_experts.setdefault(name, {}).setdefault(pattern, {})[own_name.removesuffix(".weight")] = None
@@ -103,10 +103,10 @@ class TensorNames:
             layers[i][name[start:]] = [list(module) for module in zip(*kinds, strict=True)]
         return tuple(layers)
 
-    def joined(self) -> tuple[JoinedTensors, ...]:
+    def split_tensors(self) -> tuple[SplitTensors, ...]:
         """Return the concatenated tensors of each layer."""
         layers: list[dict[str, tuple[TensorShape, ...]]] = [{} for _ in self._model.layers]
-        for name, by_pattern in self._joined.items():
+        for name, by_pattern in self._split.items():
             i, start = self._layer(name)
             parts = (by_pattern[pattern] for pattern in self._in_order(by_pattern))
             layers[i][name[start:]] = tuple(TensorShape(name[start:], shape) for name, shape in parts)

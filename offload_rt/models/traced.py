@@ -40,7 +40,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 # Per layer: expert modules of each parameter with experts, without the layer's prefix.
 ExpertNames = Mapping[str, list[list[str]]]
 # Per layer: stored parts of each tensor that the checkpoint splits along the first dimension.
-JoinedTensors = Mapping[str, Sequence[TensorShape]]
+SplitTensors = Mapping[str, Sequence[TensorShape]]
 # Maps layer index, input hidden states and arguments to output hidden states.
 _Visit = Callable[[int, Tensor, Call], Tensor]
 
@@ -338,12 +338,12 @@ class TracedModel:
         i: int,
         weights: LayerWeights,
         experts: ExpertNames,
-        joined: JoinedTensors,
+        split: SplitTensors,
         x: Tensor,
         context: PassContext,
     ) -> Tensor:
         """Apply layer i to hidden states x (n, width)."""
-        with self._given(i, weights, experts, joined):
+        with self._given(i, weights, experts, split):
             return self._to_rows(self.run_layer(i, self._of_rows(x), context.row_inputs[i], context))
 
     def head(self, weights: LayerWeights, x: Tensor) -> Tensor:
@@ -377,7 +377,7 @@ class TracedModel:
             self._device = device
 
     @contextmanager
-    def _given(self, i: int, weights: LayerWeights, experts: ExpertNames, joined: JoinedTensors) -> Iterator[None]:
+    def _given(self, i: int, weights: LayerWeights, experts: ExpertNames, split: SplitTensors) -> Iterator[None]:
         """Bind the weights of layer i, or for -1 the weights outside the layers; unbind on exit."""
         self._weights = weights
         is_card = self._device.type == "cuda"
@@ -395,7 +395,7 @@ class TracedModel:
         for tensor in tensors:
             if parts := experts.get(tensor.name):
                 tensor.table[tensor.key] = experts_of(parts, (len(parts), *tensor.shape[1:]), weights, is_card)
-            elif part := joined.get(tensor.name):
+            elif part := split.get(tensor.name):
                 tensor.table[tensor.key] = torch.cat([weights.tensor(name, tensor.dtype) for name, _ in part])
             else:
                 tensor.table[tensor.key] = weights.tensor(tensor.name, tensor.dtype)

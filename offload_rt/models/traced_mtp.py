@@ -55,7 +55,7 @@ def traced_mtp(target: Architecture, layout: MtpLayout) -> TracedMtp:
         "taps": (target.n_layers,),
         "model": model,
         "experts": (),
-        "joined": (),
+        "split_tensors": (),
         "layout": head_layout,
         "target_norm": norm,
         "stored": layout,

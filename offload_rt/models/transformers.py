@@ -26,7 +26,7 @@ from offload_rt.models.architecture import (
 )
 from offload_rt.models.stand_ins import OTHER_STATE, TRACED
 from offload_rt.models.tensor_names import TensorNames
-from offload_rt.models.traced import OWN_CODE, Call, ExpertNames, JoinedTensors, TracedModel
+from offload_rt.models.traced import OWN_CODE, Call, ExpertNames, SplitTensors, TracedModel
 from offload_rt.ops.delta_rule import BLOCK_ROWS
 
 # Supported layer types: causal attention, full or within a window.
@@ -120,15 +120,15 @@ def _max_positions(text: PreTrainedConfig, windows: set[int | None]) -> int:
 class TransformersModel(Architecture):
     """A model of transformers.
 
-    config   JSON of the config
-    experts  per layer, expert modules that the checkpoint stores individually
-    joined   per layer, further tensors that the checkpoint stores in parts
+    config         JSON of the config
+    experts        per layer, expert modules that the checkpoint stores individually
+    split_tensors  per layer, further tensors that the checkpoint stores in parts
     """
 
     config: str
     model: TracedModel = field(compare=False, repr=False)
     experts: tuple[ExpertNames, ...] = field(default=(), compare=False, repr=False)
-    joined: tuple[JoinedTensors, ...] = field(default=(), compare=False, repr=False)
+    split_tensors: tuple[SplitTensors, ...] = field(default=(), compare=False, repr=False)
 
     is_native = False
 
@@ -164,7 +164,7 @@ class TransformersModel(Architecture):
     def of_checkpoint(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Self, Mapping[str, Part]]:
         """Locate tensors by transformers' key mapping. See `Architecture.of_checkpoint`."""
         names = TensorNames(self.model, shapes)
-        return replace(self, experts=names.experts(), joined=names.joined()), names.parts
+        return replace(self, experts=names.experts(), split_tensors=names.split_tensors()), names.parts
 
     @property
     def mixture(self) -> Mixture | None:
@@ -196,7 +196,7 @@ class TransformersModel(Architecture):
             parts = [matrix_name for names in experts.get(name, ()) for matrix_name in names]
             rows = math.prod(shape[:2]) // max(len(parts), 1)
             matrix = shape[:0:-1] if name in self.model.transposed else (rows, *shape[2:])
-            stored = self._joined(i).get(name, [TensorShape(name, shape)])
+            stored = self._split(i).get(name, [TensorShape(name, shape)])
             tensors += [TensorShape(f"{matrix_name}.weight", matrix) for matrix_name in parts] or stored
         return tuple(tensors)
 
@@ -222,7 +222,7 @@ class TransformersModel(Architecture):
 
     def layer(self, i: int, weights: LayerWeights, x: Tensor, context: PassContext) -> Tensor:
         """Run the model's layer."""
-        return self.model.layer(i, weights, self._experts(i), self._joined(i), x, context)
+        return self.model.layer(i, weights, self._experts(i), self._split(i), x, context)
 
     def head(self, weights: LayerWeights, x: Tensor) -> Tensor:
         """Run the modules after the last layer."""
@@ -260,5 +260,5 @@ class TransformersModel(Architecture):
     def _experts(self, i: int) -> ExpertNames:
         return self.experts[i] if self.experts else {}
 
-    def _joined(self, i: int) -> JoinedTensors:
-        return self.joined[i] if self.joined else {}
+    def _split(self, i: int) -> SplitTensors:
+        return self.split_tensors[i] if self.split_tensors else {}

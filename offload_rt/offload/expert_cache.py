@@ -179,7 +179,7 @@ class ExpertCache(ABC):
         missing = {
             block: n_rows[block - first] for block in self._wanted if block in coming or block not in self._slot_of
         }
-        host_blocks = host.choose(missing, self._use, coming, n_before)
+        host_blocks = host.select(missing, self._use, coming, n_before)
         self._wanted.difference_update(host_blocks)
         self.n_brought += len(host_blocks)
         not_coming = (block for block in host_blocks if block not in coming)

@@ -59,7 +59,7 @@ class HostExperts:
         """Wait for running work and stop the thread."""
         self._thread.shutdown()
 
-    def choose(
+    def select(
         self, missing: Mapping[int, int], use: np.ndarray, coming: Collection[int] = (), n_before: int = 0
     ) -> list[int]:
         """Select the missing blocks to compute on the host, in ascending order.
