@@ -226,7 +226,7 @@ class RecurrentCache(ContiguousCache):
         self._n_added = 0
 
     def copy_prefix(self, leader: KVCache, tokens: list[int]) -> None:
-        """See `ContiguousCache.copy_prefix`. Limited to positions with a present or coming state."""
+        """See `ContiguousCache.copy_prefix`. Limited to positions with an available state."""
         assert isinstance(leader, RecurrentCache), "caches of a model share a class"
         n = len(tokens)
         if n > leader.n_committed:

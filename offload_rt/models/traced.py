@@ -169,7 +169,8 @@ class TracedModel:
         with torch.device("meta"):
             is_whole = isinstance(config, kind.config_class or PreTrainedConfig)
             made_from = config if is_whole else config.get_text_config(decoder=True)
-            model: Any = kind._from_config(made_from, attn_implementation=TRACED)  # type: ignore[no-untyped-call]
+            make: Any = kind._from_config  # untyped in transformers
+            model: Any = make(made_from, attn_implementation=TRACED)
         self.model = model.eval()
         self.decoder: Any = self.model.get_decoder()
         for item in (self.model, self.decoder):

@@ -1,4 +1,4 @@
-"""Select `coupled` up to temperature 0.8, `traversal` above.
+"""Select `coupled` at temperatures in (0, 0.8], otherwise `traversal`.
 
 Each rule accepts more tokens per pass in its range (`python -m bench.systems`).
 """
