@@ -229,11 +229,12 @@ def place_layers(
     free = budget.device - reserved.total
     least = least_budget(layer_nbytes, reserved, link)
     if budget.device < least:
+        sizes = "--max-model-len or --tree-size"
         raise CapacityError(
             "the device memory budget is too small",
             need=f"{format_size(least)} ({least} bytes) at least",
             have=format_size(budget.device),
-            change=f"set --device-memory to at least {least}, or lower --max-model-len or --tree-size",
+            change=f"set --device-memory to {least} or more, or lower {sizes}",
         )
     if free >= sum(layer_nbytes):
         return Plan(("device",) * n, tuple(layer_nbytes), 0, reserved, budget, link)
@@ -276,7 +277,7 @@ def _host_slots(n_slots: int, nbytes: int, budget: MemoryBudget) -> int:
             "the host memory budget is too small for host slots of disk layers",
             need=f"{format_size(least)} ({least} bytes) at least",
             have=format_size(budget.host),
-            change=f"set --host-memory to at least {least}, or raise --device-memory",
+            change=f"set --host-memory to {least} or more, or raise --device-memory",
         )
     return min(n_slots, budget.host_room(nbytes))
 
