@@ -185,7 +185,9 @@ def test_what_does_not_run_is_refused_with_its_reason(kind, reason):
 
 def test_heads_are_of_native_models(model_of, tmp_path):
     (tmp_path / "config.json").write_text('{"medusa_num_heads": 1}')
-    with pytest.raises(UnsupportedModelError, match=r"heads cannot draft for a model of type phi3.*a whole model"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"heads cannot draft for a model of type phi3.*a complete draft model"
+    ):
         open_llm(model_of("phi3")[1], draft_model=str(tmp_path))
 
 

@@ -324,7 +324,7 @@ def _eagle_of(raw: dict[str, Any], target: NativeDecoder) -> Eagle3:
     if llama.n_layers != 1 or not isinstance(llama, NativeDecoder):
         kind = f"{llama.n_layers} layers of type {llama.family}"
         problem = f"config.json: an EAGLE-3 head with {kind} is not supported"
-        raise UnsupportedModelError(problem, need="a single Llama layer")
+        raise UnsupportedModelError(problem, need="1 Llama layer")
     for quantity, have, need in (
         ("hidden size", raw.get("target_hidden_size", llama.hidden_size), target.hidden_size),
         ("hidden size", llama.hidden_size, target.hidden_size),
