@@ -29,7 +29,7 @@ from offload_rt.config import EngineConfig
 from offload_rt.errors import CapacityError, PromptError, SettingsError
 from offload_rt.executor.sequence import Sequence
 from offload_rt.speculate.protocols import Drafter, DraftLimits
-from offload_rt.speculate.verify.match import Match
+from offload_rt.speculate.verify.match import MatchRule
 from offload_rt.tree.topology import DraftTree, Topology
 
 ROOT = Path(offload_rt.__file__).parent
@@ -337,7 +337,7 @@ def test_an_end_within_an_accepted_path_drops_the_rest(zoo):
     with open_llm(zoo.directory("llama", 0)) as llm:
         for limits, expected in (((64, {end}), text[: n + 1]), ((9, set()), text[:9])):
             sequence = Sequence(list(prompt), SamplingParams(limits[0]), 512, frozenset(limits[1]))
-            run_together(runner_of(llm), Oracle(), Match(), [sequence], 65)
+            run_together(runner_of(llm), Oracle(), MatchRule(), [sequence], 65)
             assert (sequence.tokens[len(prompt) :], sequence.stats.n_passes) == (expected, 1)
 
 
@@ -415,7 +415,7 @@ def test_the_joint_distribution_of_sampled_tokens(small, trees):
         drafter = FullTrees() if trees else llm.engine.drafter
         for start in range(0, 2 * N_DRAWS, 500):
             batch = [Sequence(list(prompts[i % 2]), params[i], 17) for i in range(start, start + 500)]
-            texts += run_together(runner_of(llm), drafter, Match(), batch, 31)
+            texts += run_together(runner_of(llm), drafter, MatchRule(), batch, 31)
     for n, prompt in enumerate(prompts):
         assert_distribution(texts[n::2], exact_distribution(model, prompt, params[n]))
 

@@ -221,11 +221,11 @@ class Probe:
     reduce: None = None
     logits: list[Tensor] = field(default_factory=list)
 
-    def choose(self, out: Tensor) -> Tensor:
+    def select(self, out: Tensor) -> Tensor:
         return out
 
-    def take(self, chosen: Tensor) -> None:
-        self.logits.extend(chosen.clone())
+    def extend(self, selected: Tensor) -> None:
+        self.logits.extend(selected.clone())
         if self.rounds:
             self.state.add(*self.rounds.pop(0))
 

@@ -196,18 +196,18 @@ def test_host_and_link_end_as_early_as_any_division_lets_them():
             return max(len(rows) - len(here), host.times.at(rows[[*here]]).sum() if here else 0.0)
 
         best = min(ends(here) for k in range(n + 1) for here in itertools.combinations(range(n), k))
-        assert ends(host.choose(dict(enumerate(rows)), np.zeros(n))) == pytest.approx(best)
+        assert ends(host.select(dict(enumerate(rows)), np.zeros(n))) == pytest.approx(best)
     set_rates(host, 1.0)
-    assert host.choose({0: 1, 1: 1}, np.zeros(2), n_before=1) == [
+    assert host.select({0: 1, 1: 1}, np.zeros(2), n_before=1) == [
         0,
         1,
     ]  # the second copy would end after the second product
     set_rates(host, 0.9)
-    assert host.choose({0: 1, 1: 1}, np.array([0.9, 0.1]), {1}) == [0]  # the copy of the other one has begun
+    assert host.select({0: 1, 1: 1}, np.array([0.9, 0.1]), {1}) == [0]  # the copy of the other one has begun
     set_rates(host, 1.0)
-    assert host.choose(dict.fromkeys(range(4), 3), np.array([0.1, 0.4, 0.2, 0.3])) == [0, 2]
+    assert host.select(dict.fromkeys(range(4), 3), np.array([0.1, 0.4, 0.2, 0.3])) == [0, 2]
     host.is_on = False
-    assert host.choose({0: 1}, np.zeros(1)) == []
+    assert host.select({0: 1}, np.zeros(1)) == []
     host.close()
 
 
@@ -236,7 +236,7 @@ def test_the_cost_model_divides_experts_as_they_are_divided():
     host, link_s = HostExperts(None, None, 1.0, CPU, 1), 0.001
     for n_used, seconds in itertools.product((1, 2, 3, 8), (0.1, 0.4, 1.0, 2.5, 1e9)):
         set_rates(host, seconds)
-        here = host.choose(dict.fromkeys(range(n_used), 1), np.zeros(n_used))
+        here = host.select(dict.fromkeys(range(n_used), 1), np.zeros(n_used))
         ends = max(n_used - len(here), len(here) * seconds)
         of_host = HostTimes((1,), (seconds * link_s,))
         experts = TouchedExperts("host", 5, 64, n_used, 10**6, host=of_host)

@@ -98,7 +98,7 @@ def test_layers_of_transformers_give_what_one_rank_gives(tmp_path: Path) -> None
 
 def test_a_pipeline_needs_as_many_ranks(zoo: Zoo) -> None:
     with pytest.raises(
-        SettingsError, match="--pipeline 2: needs as many ranks, has 1 of them, and 6 layers in 6 parts"
+        SettingsError, match="--pipeline 2: needs as many ranks, has 1 started, and 6 layers in 6 parts"
     ):
         LLM(str(zoo.directory("llama", 0)), device="cpu", pipeline=2)
 

@@ -151,7 +151,7 @@ def test_rows_of_one_tensor_may_be_several_matrices(zoo, tmp_path, monkeypatch):
     torch.testing.assert_close(got, logits_of(model, prompt_of(0, 20)), atol=2e-3, rtol=0)
     turned = WeightConverter("self_attn.qkv.weight", "self_attn.q_proj.weight", [Transpose(0, 1)])
     monkeypatch.setitem(table, "LlamaForCausalLM", [turned])
-    with pytest.raises(UnsupportedModelError, match=r"qkv.weight' would have to be converted \(Transpose"):
+    with pytest.raises(UnsupportedModelError, match=r"qkv.weight' requires conversion \(Transpose"):
         open_llm(tmp_path)
 
 
@@ -168,12 +168,12 @@ def test_what_a_text_does_not_need_may_be_stored_in_any_way(model_of, monkeypatc
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("mamba", "'linear_attention' keep state that is not keys and values"),
+        ("mamba", "'linear_attention' keep state other than keys and values"),
         ("kimi_linear", "'linear_attention' keep state"),
         ("lfm3", "'conv' keep state"),
         ("t5", "encoder-decoder"),
-        ("codegen", "attend by code of their own"),
-        ("bart", "takes no positions"),
+        ("codegen", "use custom attention code"),
+        ("bart", "no position_ids argument"),
         ("vit", "no causal language model"),
     ],
 )
@@ -185,7 +185,9 @@ def test_what_does_not_run_is_refused_with_its_reason(kind, reason):
 
 def test_heads_are_of_native_models(model_of, tmp_path):
     (tmp_path / "config.json").write_text('{"medusa_num_heads": 1}')
-    with pytest.raises(UnsupportedModelError, match=r"heads cannot draft for a model of type phi3.*a whole model"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"heads cannot draft for a model of type phi3.*a complete draft model"
+    ):
         open_llm(model_of("phi3")[1], draft_model=str(tmp_path))
 
 
@@ -212,7 +214,7 @@ def test_a_card_computes_all_experts_without_the_host_waiting(model_of, monkeypa
 
 
 def test_code_of_a_checkpoint_is_not_run():
-    with pytest.raises(UnsupportedModelError, match="its own code is not run"):
+    with pytest.raises(UnsupportedModelError, match="remote code is not run"):
         spec_of({"model_type": "new", "auto_map": {"AutoModelForCausalLM": "modeling_new.New"}})
 
 

@@ -39,7 +39,7 @@ from offload_rt.speculate.draft_model import DraftModel, SelfDraftModel
 from offload_rt.speculate.pair_stats import PairStats
 from offload_rt.speculate.protocols import Drafter, DraftLimits, DraftParts, VerificationRule
 from offload_rt.speculate.select import drafter_type, rule_of
-from offload_rt.speculate.verify.match import Match
+from offload_rt.speculate.verify.match import MatchRule
 from offload_rt.system import registry
 from offload_rt.system.trace import Trace
 from offload_rt.tree.topology import Topology
@@ -289,7 +289,7 @@ def begin(llm: LLM, drafter: Drafter, sequences: Sequence[TokenSequence], n_node
 def engine_of(llm: LLM, drafter: Drafter, rule: VerificationRule | None = None, n_nodes: int = 1000) -> Engine:
     """An engine over the runner of an LLM with another drafter, room for any number of sequences, and no clock."""
     scheduler = Scheduler(1_000_000, n_nodes)
-    return Engine(runner_of(llm), drafter, rule or Match(), Steady(), Trace(on=False), scheduler)
+    return Engine(runner_of(llm), drafter, rule or MatchRule(), Steady(), Trace(on=False), scheduler)
 
 
 def sequence_of(seed: int) -> TokenSequence:

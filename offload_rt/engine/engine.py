@@ -173,7 +173,7 @@ class Engine:
         if source is None or not is_taken:
             one.cache = self.runner.new_cache(n_rows, is_alone, one.share)
             if source and source in (*self._running, *self._kept) and not self.runner.taps:  # nobody has the states
-                self.runner.follow(one.cache, source.cache, tokens[: min(n, len(tokens) - 2)])
+                self.runner.copy_prefix(one.cache, source.cache, tokens[: min(n, len(tokens) - 2)])
             return
         self.runner.rewind(source.cache, tokens[:n])
         # Rows that move are there twice for a moment; those of a card go through memory of the host.
@@ -181,7 +181,7 @@ class Engine:
         one.cache = self.runner.renew_cache(source.cache, n_rows, one.n_nodes, is_alone, one.share, may_move)
         if one.cache == source.cache:
             one.share = source.share and replace(source.share, n_rows=one.n_rows)
-        n = self.drafter.follow(source.sequence, one.sequence, self.runner.n_committed(one.cache))
+        n = self.drafter.transfer(source.sequence, one.sequence, self.runner.n_committed(one.cache))
         self.drafter.end(source.sequence)
         self.runner.rewind(one.cache, tokens[:n])
 

@@ -11,7 +11,7 @@ import torch
 from offload_rt.config import EngineConfig, format_size
 from offload_rt.engine import profile
 from offload_rt.engine.draft_place import agree
-from offload_rt.engine.link import Link, choose_link
+from offload_rt.engine.link import LinkFormat, choose_link
 from offload_rt.engine.memory_plan import LIBRARIES, READ_BUFFERS, MemoryPlan, Sizes, less_margin, plan_touched
 from offload_rt.engine.rank_cuts import reading_notice, token_seconds
 from offload_rt.engine.stages import of_all, stage_of
@@ -63,7 +63,7 @@ class EnginePlan(MemoryPlan):
     device: torch.device
     dtype: torch.dtype
     disk: DiskTier | SidecarTier
-    link: Link
+    link: LinkFormat
     pass_bytes: PassBytes
     notice: str
     experts: ExpertFiles | None = None

@@ -21,7 +21,7 @@ _BUFFERS, _N_THREADS = 9 << 20, 8
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkFormat:
     """The way of the streamed layers.
 
     sidecar  the encoded layers; None: there are none
@@ -47,7 +47,7 @@ def sidecar_of(checkpoint: Checkpoint, directory: str | None, kind: str = "lossl
     return base / kind if directory is None else base
 
 
-def choose_link(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> Link:
+def choose_link(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> LinkFormat:
     """By the setting and by what there is.
 
     `auto` uses a sidecar and nothing else: with one, loading reads fewer bytes too. Encoding at load takes about a second
@@ -62,24 +62,26 @@ def choose_link(config: EngineConfig, checkpoint: Checkpoint, device: torch.devi
     is_divided, directory = isinstance(checkpoint.spec, TensorParallelModel), sidecar_of(checkpoint, config.sidecar)
     is_raw = is_divided and not is_asked and not (is_auto and directory.is_dir())
     if config.pipeline > 1 or (config.link_format == "raw" and not is_raw):
-        return Link()
+        return LinkFormat()
     if is_raw:
         directory = sidecar_of(checkpoint, config.sidecar, "raw")
     others = _others(directory) if is_divided and not directory.is_dir() else ""
     if not (is_asked or directory.is_dir() or (is_auto and (config.sidecar or others))):
-        return Link()
+        return LinkFormat()
     try:
         if is_raw:
             layers = zip(_opened(checkpoint, directory, others), checkpoint.layers, strict=True)
-            return Link(layers=tuple(one.records(layer) for one, layer in layers))
+            return LinkFormat(layers=tuple(one.records(layer) for one, layer in layers))
         return _encoded(config, checkpoint, directory, device, others)
     except (CheckpointError, DeviceError, SettingsError) as problem:
         if is_asked or not (directory.is_dir() or others):
             raise
-        return Link(notice=f"weights cross the link as they are: {problem}")
+        return LinkFormat(notice=f"weights cross the link as they are: {problem}")
 
 
-def _encoded(config: EngineConfig, checkpoint: Checkpoint, directory: Path, device: torch.device, others: str) -> Link:
+def _encoded(
+    config: EngineConfig, checkpoint: Checkpoint, directory: Path, device: torch.device, others: str
+) -> LinkFormat:
     is_asked, on_card = config.link_format == "lossless", device.type == "cuda"
     if checkpoint.format.name != "dense":
         problem = "--link-format lossless is for weights that are not quantised"
@@ -89,10 +91,10 @@ def _encoded(config: EngineConfig, checkpoint: Checkpoint, directory: Path, devi
         raise DeviceError(problem, change="use --link-format raw")
     if is_asked and on_card and not (config.sidecar or directory.is_dir()):
         encoded = tuple(estimate(layer) for layer in checkpoint.layers)
-        return Link(encodes=True, sizes=_sizes(checkpoint, encoded, on_card))
+        return LinkFormat(encodes=True, sizes=_sizes(checkpoint, encoded, on_card))
     sidecar = _opened(checkpoint, directory, others)
     nbytes = (one.encoded.nbytes if on_card else one.encoded.payload_nbytes for one in sidecar)
-    return Link(sidecar, sizes=_sizes(checkpoint, tuple(nbytes), on_card))
+    return LinkFormat(sidecar, sizes=_sizes(checkpoint, tuple(nbytes), on_card))
 
 
 def _opened(checkpoint: Checkpoint, directory: Path, others: str) -> tuple[SidecarLayer, ...]:

@@ -1,4 +1,4 @@
-"""The layers that each rank of a pipeline has, and what their passes move together."""
+"""Division of layers into pipeline stages, and the total traffic of all stages."""
 
 from dataclasses import replace
 
@@ -18,58 +18,70 @@ from offload_rt.weights.checkpoint import Checkpoint
 def stage_of(
     config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting, dtype: torch.dtype, budget: MemoryBudget
 ) -> Checkpoint:
-    """The part of a checkpoint that this rank has, so that all ranks are as full as each other.
+    """Select this rank's part of a checkpoint, equalizing the fill level of all ranks.
 
-    They are filled on their devices where all layers fit there, else on host and device together.
-    Raises SettingsError where ranks, drafter or link are not those of a pipeline.
+    Device memory decides if it fits all layers, otherwise device plus host memory.
+    Raises SettingsError if ranks, drafter or link do not support a pipeline.
     """
-    ranks, spec = joined(), checkpoint.spec
+    ranks = joined()
+    spec = checkpoint.spec
     if ranks is None or ranks.size != config.pipeline or config.pipeline > len(parts := divisible(spec)):
-        have = f"{ranks.size if ranks else 1} of them, and {spec.n_layers} layers in {len(divisible(spec))} parts"
+        n_ranks = ranks.size if ranks else 1
+        have = f"{n_ranks} started, and {spec.n_layers} layers in {len(divisible(spec))} parts"
         change = "start it by torchrun, with --nproc-per-node and --nnodes"
         raise SettingsError(f"--pipeline {config.pipeline}", need="as many ranks", have=have, change=change)
-    reads_more = drafting.type.view is not None or drafting.type.drafts_by_copy
-    if reads_more or (drafting.draft is not None and drafting.draft.spec.taps):
-        need = "a drafter that needs nothing but the model's logits"
-        raise SettingsError(f"--drafter {drafting.name} with --pipeline", need=need, change="use another drafter")
-    sizes, n_rows = Sizes.of_checkpoint(checkpoint, dtype), config.max_model_len or SHORTEST_CONTEXT
+    reads_target = drafting.type.view is not None or drafting.type.drafts_by_copy
+    if reads_target or (drafting.draft is not None and drafting.draft.spec.taps):
+        need = "a drafter that uses only the model's logits"
+        problem = f"--drafter {drafting.name} with --pipeline"
+        raise SettingsError(problem, need=need, change="use another drafter")
+    sizes = Sizes.of_checkpoint(checkpoint, dtype)
+    n_rows = config.max_model_len or SHORTEST_CONTEXT
     stage = _part(checkpoint, range(spec.n_layers), ranks)
     draft = Sizes.of_checkpoint(drafting.draft, drafting.draft_dtype(dtype)) if drafting.draft else None
-    own = replace(sizes, non_layer_nbytes=Sizes.of_checkpoint(stage, dtype).non_layer_nbytes)
-    reserved = reserved_memory(own, draft, dtype, n_rows, config.tree_size or 1)
+    stage_sizes = replace(sizes, non_layer_nbytes=Sizes.of_checkpoint(stage, dtype).non_layer_nbytes)
+    reserved = reserved_memory(stage_sizes, draft, dtype, n_rows, config.tree_size or 1)
     on_device = max(budget.device - reserved.total + reserved.cache - budget.libraries, 1)
-    rooms = ranks.all_gather(torch.tensor([[on_device, on_device + max(budget.host - budget.buffers, 0)]])).view(-1, 2)
+    with_host = on_device + max(budget.host - budget.buffers, 0)
+    rooms = ranks.all_gather(torch.tensor([[on_device, with_host]])).view(-1, 2)
     kv = [sum(spec.kv_shapes[n].n_numbers for n in spec.kv_layers(i)) * dtype.itemsize for i in range(spec.n_layers)]
-    of_state = sum(one.nbytes(dtype.itemsize) for one in spec.state_shapes[:1])
+    state_nbytes = sum(shape.nbytes(dtype.itemsize) for shape in spec.state_shapes[:1])
     held = [
-        sum(sizes.layer_nbytes[i] + n_rows * kv[i] + (of_state if i in spec.state_layers else 0) for i in part)
+        sum(sizes.layer_nbytes[i] + n_rows * kv[i] + (state_nbytes if i in spec.state_layers else 0) for i in part)
         for part in parts
     ]
-    of_devices, of_all = rooms.T.tolist()
-    of_rank = divide_layers(held, of_devices if sum(of_devices) >= sum(held) else of_all)[ranks.rank]
-    return _part(checkpoint, range(parts[of_rank.start].start, parts[of_rank.stop - 1].stop), ranks)
+    device_rooms, all_rooms = rooms.T.tolist()
+    rooms_used = device_rooms if sum(device_rooms) >= sum(held) else all_rooms
+    owned = divide_layers(held, rooms_used)[ranks.rank]
+    return _part(checkpoint, range(parts[owned.start].start, parts[owned.stop - 1].stop), ranks)
 
 
 def _part(checkpoint: Checkpoint, layers: range, ranks: Ranks) -> Checkpoint:
-    """A checkpoint of some layers, with what a rank has outside of them."""
+    """Return the checkpoint of some layers, with this rank's tensors outside the layers."""
     stage = Stage.of(checkpoint.spec, layers, ranks)
     is_all = stage.rank == 0 or not stage.is_native
-    non_layer = tuple(one for one in checkpoint.non_layer if is_all or len(one.shape) == 1)
+    non_layer = tuple(tensor for tensor in checkpoint.non_layer if is_all or len(tensor.shape) == 1)
     return replace(checkpoint, spec=stage, layers=checkpoint.layers[layers.start : layers.stop], non_layer=non_layer)
 
 
 def of_all(plan: Plan, ranks: Ranks) -> PassBytes:
-    """What the passes of all ranks move, one after the other. Raises CapacityError where keys and values would."""
+    """Sum the traffic of all ranks' passes. Raises CapacityError for off-device KV rows."""
     if plan.split is not None:
         change = "raise --device-memory, or lower --max-model-len"
-        raise CapacityError("a pipeline keeps keys and values on its devices, with two slots for layers", change=change)
-    tiers, own = zip(*plan.pass_bytes.streamed, strict=True)
-    *streamed, computed, ahead = map(int, ranks.total(*own, plan.pass_bytes.computed, plan.pass_bytes.ahead))
-    mine, tier = plan.touched, "host" if plan.budget.has_card else "disk"
-    of_layer = (1, mine.n_experts, mine.n_used, mine.nbytes, mine.n_resident) if mine else (0,) * 5
-    n, *sums = ranks.total(*(one * (mine.n_layers if mine else 0) for one in of_layer))
+        problem = "a pipeline keeps keys and values on its devices, with two slots for layers"
+        raise CapacityError(problem, change=change)
+    tiers, nbytes_streamed = zip(*plan.pass_bytes.streamed, strict=True)
+    totals = ranks.total(*nbytes_streamed, plan.pass_bytes.computed, plan.pass_bytes.ahead)
+    *streamed, computed, ahead = map(int, totals)
+    touched = plan.touched
+    tier = "host" if plan.budget.has_card else "disk"
+    per_layer: tuple[float, ...] = (0,) * 5
+    if touched:
+        per_layer = 1, touched.n_experts, touched.n_used, touched.nbytes, touched.n_resident
+    n_layers = touched.n_layers if touched else 0
+    n, *sums = ranks.total(*(value * n_layers for value in per_layer))
     experts = None
     if n:
-        n_experts, n_used, nbytes = (round(one / n) for one in sums[:3])
+        n_experts, n_used, nbytes = (round(value / n) for value in sums[:3])
         experts = TouchedExperts(tier, int(n), n_experts, n_used, nbytes, sums[3] / n)
     return PassBytes(tuple(zip(tiers, streamed, strict=True)), computed, ahead, experts=experts)

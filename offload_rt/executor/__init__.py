@@ -1,1 +1,1 @@
-"""One model, one pass: the runner, CUDA graphs, the sequence, the cost of a pass."""
+"""Forward passes: runner, CUDA graphs, sequences, pass costs."""

@@ -1,4 +1,4 @@
-"""One model, one pass: every layer is visited once, for all sequences of the batch."""
+"""Forward passes of a model: each pass visits every layer once, for all sequences of the batch."""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,10 +30,10 @@ from offload_rt.system.machine import ComputeTimes
 from offload_rt.system.trace import COMPUTE, Trace
 from offload_rt.weights.formats import WeightFormat
 
-# Rows that go through a layer together. One pass over the weights serves a long prompt chunk by chunk, and activations stay
-# small. When memory runs out, chunks shrink down to the least.
+# Rows per layer call. A pass over the weights processes a long prompt chunk by chunk, which bounds
+# activations. Chunks shrink to the minimum when memory runs out.
 CHUNK_ROWS, _LEAST_CHUNK_ROWS = 512, 16
-# Rows whose logits there are at once, where those of a prompt are read.
+# Rows of logits per call of `Step.read`.
 _READ_ROWS = 64
 
 
@@ -42,32 +42,32 @@ Result = TypeVar("Result")
 
 
 def _everywhere(method: Method) -> Method:
-    """Let the runners of other ranks do what this one does; they are told of the outermost call."""
+    """Repeat a method on the runners of all ranks; only the outermost call is broadcast."""
 
     @wraps(method)
     def call(self: "Runner", *args: Any, **kwargs: Any) -> Any:
         with self.everywhere(method.__name__, args, kwargs):
             return method(self, *args, **kwargs)
 
-    return call  # type: ignore[return-value]  # it takes and gives the same
+    return call  # type: ignore[return-value]  # same signature
 
 
 def _tell_nobody(*call: Any) -> AbstractContextManager[None]:
-    """There are no other ranks."""
+    """Do nothing: there is a single rank."""
     return nullcontext()
 
 
 @dataclass(eq=False, repr=False)
 class Runner:
-    """Computes logits and owns the caches. Layers come from the streamer; embedding, last norm and head are resident.
+    """Compute logits and own the caches. The streamer provides layers; other weights are resident.
 
-    kv   the kind of caches that are all on the device
-    far  where rows lie that are not; None: all are
-    experts  of mixtures that come as rows need them; None: they are part of their layers
-    taps    after how many layers a pass leaves the hidden states of its rows for a drafter, see `tapped`
-    tapped  (n_rows, len(taps), hidden_size) for each step of the last pass, until the next one
-    meanwhile  called behind each layer, while the next one may be on its way
-    tell    takes (method, args, kwargs) that the runners of other ranks are to do as well, while this one does
+    kv          cache class for rows on the device
+    far         storage of off-device rows, or None
+    experts     cache for experts loaded on demand; None if experts are part of their layers
+    taps        layer counts after which hidden states are kept for a drafter, see `tapped`
+    tapped      (n_rows, len(taps), hidden_size) per step, valid until the next pass
+    meanwhile   called after each layer, while the next layer may be in transfer
+    tell        broadcasts (method, args, kwargs) to the runners of further ranks
     """
 
     spec: Architecture
@@ -86,7 +86,8 @@ class Runner:
     tapped: Sequence[Tensor] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
-        self._chunk_rows, self._ids = CHUNK_ROWS, itertools.count()
+        self._chunk_rows = CHUNK_ROWS
+        self._ids = itertools.count()
         self._caches: dict[int, KVCache] = {}
         self._graphs: GraphRunner | None = None
         self._times: ComputeTimes | None = None
@@ -94,12 +95,13 @@ class Runner:
 
     @torch.inference_mode()
     def forward(self, steps: Sequence[Step]) -> list[Tensor]:
-        """One sweep over the layers; writes the pending rows of every cache.
+        """Run a pass over all layers and write the pending rows of every cache.
 
-        Returns per step logits (n_wanted, vocabulary) in the dtype of the computation, or what its `reduce` makes of them.
-        Raises CapacityError if a cache is too small, LinkError if a layer does not arrive.
+        Returns per step the logits (n_wanted, vocabulary) in the compute dtype, or the result of
+        its `reduce`.
+        Raises CapacityError if a cache is too small, LinkError if a layer fails to arrive.
         """
-        with self.everywhere("forward", (steps,)):  # not by a decorator: no frame more in the way of each product
+        with self.everywhere("forward", (steps,)):  # not a decorator, which would add a frame
             self.tapped = ()
             for step in steps:
                 self._caches[step.cache].begin(step.tokens.tolist())
@@ -107,83 +109,87 @@ class Runner:
                 return [self._replay(steps[0])]
             ids, chunks = self.upload(steps)
             hidden, chunks = self.embed(ids, chunks)
-            hidden = self._joined(hidden, steps)
+            hidden = self._add_states(hidden, steps)
             tapped = hidden.new_empty(len(hidden), len(self.taps), hidden.shape[1])
             keep_tapped(self.taps, tapped, hidden, 0)
-            # Where nothing is streamed, chunks follow each other through the ranks of a pipeline.
+            # Without streaming, chunks pass through the pipeline ranks individually.
             goes_by_chunk = isinstance(self.spec, Stage) and not self.streamer.order and self.far is None
-            for some in [[one] for one in chunks] if goes_by_chunk else [chunks]:
-                with self._bring_rows(some), closing(self.streamer.sweep()) as sweep:
+            for part in [[chunk] for chunk in chunks] if goes_by_chunk else [chunks]:
+                with self._bring_rows(part), closing(self.streamer.sweep()) as sweep:
                     for block in sweep:
                         with self.trace.span(COMPUTE, f"layer {block.i}"):
-                            self.layer(block, hidden, some)
+                            self.layer(block, hidden, part)
                         keep_tapped(self.taps, tapped, hidden, block.i + 1)
                         self.meanwhile()
             self.tapped = torch.split(tapped, [step.n_rows for step in steps])
             with self.trace.span(COMPUTE, "head"):
                 logits = self.logits(hidden, steps)
-            return [step.reduce(rows) if step.reduce else rows for step, rows in zip(steps, logits, strict=True)]
+            steps_rows = zip(steps, logits, strict=True)
+            return [step.reduce(rows) if step.reduce else rows for step, rows in steps_rows]
 
-    def _joined(self, x: Tensor, steps: Sequence[Step]) -> Tensor:
+    def _add_states(self, x: Tensor, steps: Sequence[Step]) -> Tensor:
         states = [step.states for step in steps if step.states is not None]
         if not states:
             return x
-        assert isinstance(self.spec, HeadDecoder), "only rows of a head have hidden states beside them"
-        return self.spec.join(self.non_layer, x, torch.cat(states))
+        assert isinstance(self.spec, HeadDecoder), "only draft heads have additional inputs"
+        return self.spec.combine(self.non_layer, x, torch.cat(states))
 
     def _bring_rows(self, chunks: Sequence[Chunk]) -> AbstractContextManager[None]:
-        """Bring the rows beyond the device that the layers read in a pass, in the order in which they do."""
+        """Load off-device cache rows during a pass, in the order of their use."""
         if self.far is None:
             return nullcontext()
-        segments = [one for chunk in chunks for one in chunk.segments]
+        segments = [segment for chunk in chunks for segment in chunk.segments]
         layers = range(self.spec.n_layers)
-        return self.far.bring([rows for i in layers for one in segments for rows in one.cache.beyond(i)])
+        return self.far.bring([rows for i in layers for segment in segments for rows in segment.cache.beyond(i)])
 
     @contextmanager
     def everywhere(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Iterator[None]:
-        """What is done within, the runners of other ranks do by this method; they are told of the outermost one."""
-        tell, self.tell = self.tell, _tell_nobody
+        """Broadcast a method call to the runners of further ranks; nested calls stay local."""
+        tell = self.tell
+        self.tell = _tell_nobody
         try:
             with tell(method, args, kwargs or {}):
                 yield
         except torch.OutOfMemoryError as error:
             if tell is _tell_nobody:
                 raise
-            raise machine_error(error) from error  # the others cannot go back and try again
+            raise machine_error(error) from error  # further ranks cannot roll back and retry
         finally:
             self.tell = tell
 
     def finish(self, logits: Sequence[Tensor] = ()) -> list[bool]:
-        """Wait until the device has computed all that was enqueued; copies go on.
+        """Wait until the device has finished all queued work; copies continue.
 
-        Returns which of these logits are all numbers; `sampling.probs` finds that out on a CPU.
+        Returns a flag per tensor of logits: free of NaN and Inf. On CPUs `sampling.probs` checks
+        instead, and all flags are True.
         """
         if self.device.type == "cpu":
             return [True] * len(logits)
         done = torch.ones((), dtype=torch.bool, device=self.device)
-        _, *found = ops.to_host([done, *(rows.amax(-1).isfinite().all() for rows in logits)], is_long=True)
-        return [bool(one) for one in found]
+        _, *flags = ops.to_host([done, *(rows.amax(-1).isfinite().all() for rows in logits)], is_long=True)
+        return [bool(flag) for flag in flags]
 
-    def use_graphs(self, most: GraphShape, capture: Capture, seconds: float = 0.0) -> None:
-        """From now on compute passes of one sequence by graphs, up to this shape; all layers must be resident.
+    def use_graphs(self, limit: GraphShape, capture: Capture, seconds: float = 0.0) -> None:
+        """Use CUDA graphs for passes of a single sequence. All layers must be resident.
 
-        seconds  spent at most, beside one pass, on capturing those that are likely to come
+        limit    largest captured shape
+        seconds  time limit for capturing likely shapes in advance
         """
         if self.kv is not ContiguousCache or not self.spec.is_native or isinstance(self.spec, Stage):
             return
         model = ResidentModel(self.spec, self.resident_layers(), self.non_layer, self.taps)
         new_buffer = partial(KVBuffer.empty, self.spec.kv_shapes, dtype=self.dtype, device=self.device)
         ranks = self.spec.ranks if isinstance(self.spec, TensorParallelModel) else None
-        self._graphs = GraphRunner(model, most, new_buffer, capture, ranks)
-        if seconds and ranks is None:  # these have clocks of their own, and capture alike what comes
+        self._graphs = GraphRunner(model, limit, new_buffer, capture, ranks)
+        if seconds and ranks is None:  # ranks must capture equal shapes, but have separate clocks
             self._graphs.prepare(seconds)
 
     def resident_layers(self) -> list[LayerWeights]:
-        """The weights of all layers, which must be resident."""
+        """Return the weights of all layers, which must be resident."""
         return [self.format.view(block.layout, block.data, self.dtype) for block in self.streamer.sweep()]
 
     def close(self) -> None:
-        """End all transfers, and drop what was captured, which holds the weights."""
+        """Stop all transfers and drop CUDA graphs, which reference the weights."""
         self._graphs = None
         if self.far is not None:
             self.far.close()
@@ -193,20 +199,22 @@ class Runner:
 
     @property
     def has_graphs(self) -> bool:
-        """Whether a sequence that runs alone takes the one buffer that passes are captured for."""
+        """Whether CUDA graphs serve a sequence that runs alone in the shared buffer."""
         return self._graphs is not None
 
     def replays(self, step: Step) -> bool:
-        """Whether graphs serve for a step."""
-        cache, n_tokens = self._caches[step.cache], len(step.tokens)
+        """Return whether a CUDA graph can execute a step."""
+        cache = self._caches[step.cache]
+        n_tokens = len(step.tokens)
         shape = GraphShape(step.n_rows, cache.n_held + n_tokens, n_tokens)
         is_whole = cache.n_seen == cache.n_held and step.read is None and cache.leader is None
         return self._graphs is not None and is_whole and self._graphs.fits(cache, shape)
 
     def _replay(self, step: Step) -> Tensor:
-        """What `forward` gives for a step that graphs serve for."""
-        cache, n_tokens = self._caches[step.cache], len(step.tokens)
-        assert self._graphs is not None and isinstance(cache, ContiguousCache), "it has been asked for"
+        """Execute a step by a CUDA graph; returns the same as `forward`."""
+        cache = self._caches[step.cache]
+        n_tokens = len(step.tokens)
+        assert self._graphs is not None and isinstance(cache, ContiguousCache), "see replays"
         whole = Segment(step, cache, step.n_done, n_tokens, slice(0, step.n_rows))
         rows = torch.arange(step.n_done, n_tokens) + cache.n_held
         inputs = PassRows(step.tokens[step.n_done :], rows, self._row_inputs([whole]), whole.mask())
@@ -216,13 +224,14 @@ class Runner:
         return out
 
     def embed(self, ids: Tensor, chunks: Sequence[Chunk]) -> tuple[Tensor, list[Chunk]]:
-        """Hidden states (n, hidden_size) of the tokens ids (n,), and the chunks with what the layers need of their rows."""
-        parts = [self.spec.embed(self.non_layer, ids[one.rows], one.row_inputs) for one in chunks]
+        """Embed tokens (n,); return hidden states (n, hidden_size) and chunks with layer inputs."""
+        parts = [self.spec.embed(self.non_layer, ids[chunk.rows], chunk.row_inputs) for chunk in chunks]
         hidden = parts[0][0] if len(parts) == 1 else torch.cat([part for part, _ in parts])
-        return hidden, [replace(one, row_inputs=inputs) for one, (_, inputs) in zip(chunks, parts, strict=True)]
+        embedded = zip(chunks, parts, strict=True)
+        return hidden, [replace(chunk, row_inputs=inputs) for chunk, (_, inputs) in embedded]
 
     def layer(self, block: LayerView, hidden: Tensor, chunks: Sequence[Chunk]) -> None:
-        """One layer on all rows, in place: hidden (n, hidden_size)."""
+        """Apply a layer to all rows of hidden (n, hidden_size), in place."""
         weights = self._weights(block)
         for chunk in chunks:
             hidden[chunk.rows] = self.spec.layer(block.i, weights, hidden[chunk.rows], chunk)
@@ -234,50 +243,57 @@ class Runner:
         return weights
 
     def _following(self, i: int) -> LayerWeights | None:
-        """The weights of the next layer that has experts, where it is on the device."""
+        """Return the weights of the next layer with experts if it is on the device, else None."""
         assert self.experts is not None
-        layers = (j for j in self.experts.mixture.layers if j > i)
-        there = next((self.streamer.resident(j) for j in layers), None)
-        return None if there is None else self._weights(there)
+        later = (j for j in self.experts.mixture.layers if j > i)
+        block = next((self.streamer.resident(j) for j in later), None)
+        return None if block is None else self._weights(block)
 
     @_everywhere
     def shrink_chunks(self) -> bool:
-        """Halve the rows that go through a layer together; returns whether they could be halved."""
+        """Halve the rows per layer call; return whether that was possible."""
         could = self._chunk_rows > _LEAST_CHUNK_ROWS
         self._chunk_rows = max(self._chunk_rows // 2, _LEAST_CHUNK_ROWS)
         return could
 
     @_everywhere
     def follow_each_other(self, times: ComputeTimes) -> None:
-        """Let the rows of a pass go through the ranks of a pipeline in parts, as soon as they can by these times."""
+        """Split the rows of a pass into overlapping pipeline parts, sized by measured times."""
         self._times = times
 
     @_everywhere
     def new_cache(self, capacity: int, is_alone: bool = False, share: KVShare | None = None) -> int:
-        """Id of an empty cache for one sequence, with room for `capacity` rows. The caller frees it.
+        """Create an empty cache for a sequence with `capacity` rows; return its id.
 
-        is_alone  no other sequence will run beside it: it reuses the graphs of the one before
-        share     of its rows on the device; None: all of them
+        The caller frees the cache.
+        is_alone  no other sequence runs concurrently, so CUDA graphs can be reused
+        share     rows on the device; None for all rows
         """
         buffer = self._graphs.reuse(capacity, is_alone and not self._caches) if self._graphs is not None else None
-        id, empty = next(self._ids), partial(KVBuffer.empty, self.spec.kv_shapes, dtype=self.dtype, device=self.device)
+        id = next(self._ids)
+        empty = partial(KVBuffer.empty, self.spec.kv_shapes, dtype=self.dtype, device=self.device)
         if self.far is not None and share is not None and share.n_on_device < capacity:
             self._caches[id] = HostCache(self.spec, empty(share.n_on_device), self.far, share)
+        elif buffer:
+            self._caches[id] = ContiguousCache(buffer)
         else:
-            self._caches[id] = (
-                ContiguousCache(buffer) if buffer else self.kv.empty(self.spec, capacity, self.dtype, self.device)
-            )
+            self._caches[id] = self.kv.empty(self.spec, capacity, self.dtype, self.device)
         return id
 
     @_everywhere
     def renew_cache(
-        self, old: int, capacity: int, n_nodes: int, is_alone: bool = False, share: KVShare | None = None,
+        self,
+        old: int,
+        capacity: int,
+        n_nodes: int,
+        is_alone: bool = False,
+        share: KVShare | None = None,
         may_move: bool = True,
-    ) -> int:  # fmt: skip
-        """Id of a cache in place of another, which it may be; it has the same rows, or none where they cannot be kept.
+    ) -> int:
+        """Resize a cache, or replace it; keep its rows if possible. Return the new or old id.
 
-        n_nodes   of its trees; the other arguments are those of `new_cache`
-        may_move  rows may be copied to another cache where this one is too small
+        n_nodes   largest tree; further arguments as in `new_cache`
+        may_move  allow copying rows to another cache
         """
         cache = self._caches[old]
         if (is_alone or not self.has_graphs) and cache.extend(capacity, n_nodes):
@@ -285,7 +301,7 @@ class Runner:
                 cache.buffer.clear(cache.n_committed)
             cache.query = None
             return old
-        # Through memory of the host: there may be no room on the device for both.
+        # Copy through host memory: the device may not have memory for both caches.
         moved = cache.to_host() if may_move and isinstance(cache, ContiguousCache) else None
         del cache
         self.free_cache(old)
@@ -296,19 +312,23 @@ class Runner:
         return id
 
     @_everywhere
-    def follow(self, id: int, source: int, tokens: list[int]) -> None:
-        """Let an empty cache begin with these tokens of another one, which has them or gets them in the same pass.
+    def copy_prefix(self, id: int, source: int, tokens: list[int]) -> None:
+        """Start an empty cache with tokens of a source cache, present or computed in this pass.
 
-        Its rows are computed where one of both is not all on the device.
+        If either cache stores rows off the device, the rows are recomputed instead.
         """
-        cache, leader = self._caches[id], self._caches[source]
+        cache = self._caches[id]
+        leader = self._caches[source]
         if isinstance(cache, ContiguousCache) and isinstance(leader, ContiguousCache):
-            cache.follow(leader, tokens)
+            cache.copy_prefix(leader, tokens)
 
     @_everywhere
     def new_view(self, source: int, kind: type[SparseCache], budget: int, n_pending: int) -> int:
-        """Id of a view of another cache, for drafts that see at most `budget` of its rows, and `n_pending` of their own."""
-        capacity = budget + n_pending + 1  # passes that are captured need a spare row
+        """Create a sparse view of a cache for drafts with a budget of verified rows; return its id.
+
+        n_pending  rows for drafted tokens
+        """
+        capacity = budget + n_pending + 1  # CUDA graphs need a spare row
         buffer = KVBuffer.empty(self.spec.kv_shapes, capacity, self.dtype, self.device)
         id = next(self._ids)
         self._caches[id] = kind(self._caches[source], buffer, budget, self.spec)
@@ -316,24 +336,24 @@ class Runner:
 
     @_everywhere
     def free_cache(self, id: int) -> None:
-        """Release the memory of a cache."""
+        """Free the memory of a cache."""
         cache = self._caches.pop(id)
         cache.close()
         if self._graphs is not None and isinstance(cache, ContiguousCache):
             self._graphs.free(cache.buffer)
 
     def n_committed(self, id: int) -> int:
-        """Committed rows of a cache."""
+        """Return the number of committed tokens of a cache."""
         return self._caches[id].n_committed
 
     @_everywhere
     def rewind(self, id: int, tokens: Sequence[int]) -> int:
-        """Keep the rows of the longest common prefix with `tokens`; returns how many."""
+        """Keep the rows of the longest common prefix with `tokens`; return its length."""
         return self._caches[id].rewind_to(tokens)
 
     @_everywhere
     def commit(self, id: int, rows: Sequence[int]) -> None:
-        """Keep these pending rows, in ascending order; see `KVCache.commit`."""
+        """Commit pending rows in ascending order; see `KVCache.commit`."""
         self._caches[id].commit(rows)
 
     @_everywhere
@@ -342,67 +362,76 @@ class Runner:
         self._caches[id].discard()
 
     def best_chunks(self, id: int, n_tokens: int, n: int, size: int) -> list[int]:
-        """See `chosen.best_chunks`; none in captured passes."""
+        """See `chosen.best_chunks`. Captured passes record no queries: the result is empty."""
         return best_chunks(self._caches[id], n_tokens, n, size)
 
     @_everywhere
     def do(self, work: Callable[..., Result], *args: Any) -> Result:
-        """A function of this runner and other arguments, of which all that this runner does is no news to other ranks."""
+        """Call a function with this runner on all ranks, as a single broadcast."""
         return work(self, *args)
 
     @_everywhere
     def assume_context(self, id: int, n: int) -> None:
-        """Take the first n rows of a cache for committed, whatever they hold, to time passes after n tokens."""
+        """Mark n rows of a cache as committed, with arbitrary content, to time passes."""
         self._caches[id].assume(n)
 
     def upload(self, steps: Sequence[Step]) -> tuple[Tensor, list[Chunk]]:
-        """Bring all that a pass needs of its rows to the device, at once: their tokens, and the chunks they go through in."""
+        """Copy tokens and all layer inputs of a pass to the device in a single transfer."""
         chunks = self._chunks(steps)
         ids = torch.cat([step.tokens[step.n_done :] for step in steps])
-        there = iter(ops.to_device([ids, *(one for chunk in chunks for one in chunk.tensors)], self.device))
-        return next(there), [chunk.of(there) for chunk in chunks]
+        tensors = iter(ops.to_device([ids, *(tensor for chunk in chunks for tensor in chunk.tensors)], self.device))
+        return next(tensors), [chunk.with_tensors(tensors) for chunk in chunks]
 
     def _chunks(self, steps: Sequence[Step]) -> list[Chunk]:
-        """Cut the rows of all steps, one behind the other, into chunks; on the host."""
+        """Cut the concatenated rows of all steps into chunks, on the host."""
         parts: list[list[Segment]] = []
-        n_rows, chunk_rows = 0, self._rows_together(sum(step.n_rows for step in steps))
+        n_rows = 0
+        chunk_rows = self._rows_together(sum(step.n_rows for step in steps))
         for step in steps:
-            start, cache = step.n_done, self._caches[step.cache]
+            start = step.n_done
+            cache = self._caches[step.cache]
             while start < len(step.tokens):
                 at = n_rows % chunk_rows
                 if at == 0:
                     parts.append([])
                 n = min(chunk_rows - at, len(step.tokens) - start)
                 parts[-1].append(Segment(step, cache, start, start + n, slice(at, at + n)))
-                start, n_rows = start + n, n_rows + n
+                start += n
+                n_rows += n
         chunks = []
         for first, segments in zip(range(0, n_rows, chunk_rows), parts, strict=True):
-            masks = tuple(one.mask() for one in segments)
+            masks = tuple(segment.mask() for segment in segments)
             rows = slice(first, first + segments[-1].rows.stop)
-            inputs = tuple(one.inputs(self.spec.state_shapes[0].kernel) for one in segments if self.spec.state_shapes)
+            inputs = tuple(
+                segment.inputs(self.spec.state_shapes[0].kernel) for segment in segments if self.spec.state_shapes
+            )
             chunks.append(Chunk(rows, tuple(segments), masks, self._row_inputs(segments), inputs))
         return chunks
 
     def _rows_together(self, n_rows: int) -> int:
-        """Rows of a chunk in a pass of so many."""
+        """Return the chunk size for a pass of `n_rows` rows."""
         if self._times is None:
             return self._chunk_rows
-        assert isinstance(self.spec, Stage) and self.spec.ranks is not None, "rows follow each other through stages"
-        return min(self._chunk_rows, -(-n_rows // self._times.n_parts(n_rows, self.spec.ranks.size)))
+        assert isinstance(self.spec, Stage) and self.spec.ranks is not None, "pipeline stages"
+        n_parts = self._times.n_parts(n_rows, self.spec.ranks.size)
+        return min(self._chunk_rows, -(-n_rows // n_parts))
 
     def _row_inputs(self, segments: list[Segment]) -> tuple[Tensor, ...]:
-        """What the architecture's layers need to know of all rows, on the host."""
-        positions = torch.cat([one.positions() for one in segments])
-        prompts = torch.cat([torch.full((one.stop - one.start,), one.step.n_prompt) for one in segments])
+        """Return the inputs that layers need per row, on the host."""
+        positions = torch.cat([segment.positions() for segment in segments])
+        prompts = torch.cat(
+            [torch.full((segment.stop - segment.start,), segment.step.n_prompt) for segment in segments]
+        )
         return self.spec.row_inputs(positions, torch.maximum(prompts, positions + 1), self.dtype)
 
     def logits(self, hidden: Tensor, steps: Sequence[Step]) -> list[Tensor]:
-        """The head on the rows that each step wants: hidden (n, hidden_size) -> per step (n_wanted, vocabulary)."""
+        """Apply the head to wanted rows: (n, hidden_size) -> (n_wanted, vocabulary) per step."""
         wanted = []
+        n_wanted = [step.n_wanted for step in steps]
         for step, rows in zip(steps, torch.split(hidden, [step.n_rows for step in steps]), strict=True):
             n_others = step.n_rows - step.n_wanted
             wanted.append(rows[n_others:])
             if step.read is not None and n_others:
                 for part in torch.split(rows[:n_others], _READ_ROWS):
                     step.read(self.spec.head(self.non_layer, part))
-        return list(torch.split(self.spec.head(self.non_layer, torch.cat(wanted)), [step.n_wanted for step in steps]))
+        return list(torch.split(self.spec.head(self.non_layer, torch.cat(wanted)), n_wanted))

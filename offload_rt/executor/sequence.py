@@ -1,4 +1,4 @@
-"""One sequence: its tokens, how they are sampled, and when it ends."""
+"""Sequence state: tokens, sampling parameters, finish reason."""
 
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
@@ -15,18 +15,18 @@ from offload_rt.text.detokenize import TextStream
 
 @dataclass(eq=False)
 class Sequence:
-    """A prompt and what has been produced from it.
+    """Prompt and generated tokens of a request.
 
-    tokens         prompt and answer
-    n_prompt       tokens of the prompt
-    max_tokens     prompt and answer together may have no more
-    end_ids        tokens that end the text: those of the model, unless the sampling ignores them, and of the sampling
-    text           turns tokens into text and looks for stop strings; None without a tokenizer
-    finish_reason  None while it goes on; "stop" for an end id or a stop string, "length" for a limit, "error"
-    error          that ended it
-    generator      random numbers, seeded by the sampling's seed or else by chance
-    noise          by the same seed, for each position
-    logprobs       of each token and of the most probable ones in its place, where they are asked for; None for others
+    tokens         prompt and generated tokens
+    n_prompt       prompt length
+    max_tokens     limit of prompt plus generated tokens
+    end_ids        end tokens of the sampling parameters, and of the model unless ignored
+    text           detokenizer with stop strings; None without a tokenizer
+    finish_reason  None while running; "stop" (end token or stop string), "length" or "error"
+    error          reason of finish_reason "error"
+    generator      random numbers from the sampling seed, or from a random seed
+    noise          noise per position, from the same seed
+    logprobs       per token, log-probabilities of the token and the top tokens, or None
     """
 
     tokens: list[int]
@@ -52,31 +52,32 @@ class Sequence:
 
     @property
     def n_new(self) -> int:
-        """Tokens produced so far."""
+        """Number of generated tokens."""
         return len(self.tokens) - self.n_prompt
 
     @property
     def longest(self) -> int:
-        """Tokens it can have at its end."""
+        """Maximum final length in tokens."""
         n = self.sampling.max_tokens
         return self.max_tokens if n is None else min(self.n_prompt + n, self.max_tokens)
 
     @property
     def temperature(self) -> float:
-        """Of the sampling; 0 where that leaves it open."""
+        """Sampling temperature; 0 if unset."""
         return self.sampling.temperature or 0.0
 
     @property
     def n_left(self) -> int:
-        """Tokens that may still be produced."""
+        """Number of tokens left to generate."""
         return self.longest - len(self.tokens)
 
     def fail(self, error: Exception) -> None:
-        """End with an error; the first one counts."""
-        self.error, self.finish_reason = self.error or error, "error"
+        """Finish with an error; keep the first error."""
+        self.error = self.error or error
+        self.finish_reason = "error"
 
     def extend(self, tokens: Tokens[int]) -> list[int]:
-        """Take tokens until one ends the sequence; returns those taken."""
+        """Append tokens until the sequence ends; return the appended tokens."""
         for n, token in enumerate(tokens, 1):
             self.tokens.append(token)
             may_stop = self.n_new > self.sampling.min_tokens
@@ -89,7 +90,8 @@ class Sequence:
         return list(tokens)
 
     def read(self, logits: Tensor, k: int) -> None:
-        """Keep log-probabilities of the next tokens and of k others, by logits (n, vocabulary) at the places before them."""
+        """Record log-probabilities of the next tokens and the top k from logits (n, vocabulary)."""
         first = len(self.logprobs)
-        tokens, decode = self.tokens[first : first + len(logits)], None if self.text is None else self.text.decode
+        tokens = self.tokens[first : first + len(logits)]
+        decode = None if self.text is None else self.text.decode
         self.logprobs += token_logprobs(logits[: len(tokens)], tokens, k, decode)

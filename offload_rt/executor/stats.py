@@ -1,4 +1,4 @@
-"""What the passes of one sequence cost, and what became of its trees."""
+"""Pass times and acceptance statistics of a sequence."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,11 +9,11 @@ from offload_rt.tree.topology import DraftTree, Topology, Verdict
 
 @dataclass(frozen=True, slots=True)
 class PassTimes:
-    """One pass: moments on the clock of `time.perf_counter`, what crossed the link, and what was predicted.
+    """Times of a pass by `time.perf_counter`, link traffic, and the predicted time.
 
-    link_busy_s   seconds in which the link moved bytes
-    waited_s      seconds in which the device had no layer to compute
-    predicted_s   of drafting, the pass and verification; None where the pass computed a prompt
+    link_busy_s   seconds of link transfers
+    waited_s      seconds the device waited for layers
+    predicted_s   predicted seconds of drafting, pass and verification; None for prompt passes
     """
 
     started: float
@@ -28,13 +28,13 @@ class PassTimes:
 
 @dataclass
 class SequenceStats:
-    """What became of a sequence's trees, and what its passes took, which it may have shared with others.
+    """Statistics of a sequence; its passes may be shared with further sequences.
 
-    passes             each with the tokens that were expected of it and those that it gave; the first is the prefill
-    n_nodes, n_levels  of all trees
-    topology           the last of the largest trees
-    last               the last tree, and the nodes of it that were accepted, without the root
-    tried, taken       per rank among siblings: at nodes that were reached, children there were, and accepted ones
+    passes             (times, expected tokens, actual tokens) per pass; the first is the prefill
+    n_nodes, n_levels  sums over all trees
+    topology           largest tree, the latest among equals
+    last               last tree, and its accepted nodes without the root
+    tried, taken       per sibling rank: existing and accepted children of reached nodes
     """
 
     passes: list[tuple[PassTimes, float, int]] = field(default_factory=list)
@@ -47,11 +47,11 @@ class SequenceStats:
 
     @property
     def n_passes(self) -> int:
-        """Passes so far."""
+        """Number of passes so far."""
         return len(self.passes)
 
     def add_tree(self, tree: DraftTree, verdict: Verdict) -> None:
-        """Count what was accepted of a tree."""
+        """Record the verdict on a tree."""
         topology = tree.topology
         self.last = topology, verdict.path
         self.n_nodes += len(topology)

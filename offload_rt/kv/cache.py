@@ -1,4 +1,4 @@
-"""Keys and values of one sequence: committed rows, and the pending rows of the pass under way."""
+"""KV cache of a sequence: committed rows, and pending rows of the current pass."""
 
 import itertools
 from abc import ABC, abstractmethod
@@ -17,7 +17,7 @@ from offload_rt.ops.reference import rotate
 
 @dataclass(frozen=True)
 class KVBytes:
-    """Bytes that a cache takes on the device and on the host, and moves over the link in each pass."""
+    """Bytes of a cache on device and host, and bytes moved over the link per pass."""
 
     device: int
     host: int = 0
@@ -25,7 +25,7 @@ class KVBytes:
 
 
 class RowRange(NamedTuple):
-    """Rows [start, stop) of a layer in a block beyond the device."""
+    """Rows [start, stop) of a layer within a block of off-device memory."""
 
     layer: int
     block: int
@@ -35,12 +35,12 @@ class RowRange(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Attention:
-    """What a layer asks of a cache: to keep keys and values of pending rows [start, start + n), and the attention of these.
+    """Request of a layer: store k and v of pending rows [start, start + n), and attend with q.
 
     q       (n, n_heads, head_dim)
-    k, v    (n, n_kv_heads, head_dim); None: they are there already
-    mask    what the rows look at among the n_committed + start + n first ones
-    rotary  cosines and sines (n, head_dim) each, by which q and k are rotated first; None: not at all
+    k, v    (n, n_kv_heads, head_dim); None if already stored
+    mask    visibility of the first n_committed + start + n rows
+    rotary  cosines and sines (n, head_dim) each, to rotate q and k first; None for no rotation
     softcap, sinks  see `PassContext.attend`
     """
 
@@ -56,21 +56,21 @@ class Attention:
     sinks: Tensor | None = None
 
     def query(self, row: int) -> "Attention | None":
-        """The query of a pending row alone, rotated; None where it is not among these."""
+        """Return the rotated query of a pending row, or None for a row outside this request."""
         at = slice(row - self.start, row - self.start + 1)
-        q = self.q[at] if self.rotary is None else rotate(self.q[at], *(one[at] for one in self.rotary))
+        q = self.q[at] if self.rotary is None else rotate(self.q[at], *(turn[at] for turn in self.rotary))
         return replace(self, q=q, k=None, v=None, rotary=None) if 0 <= at.start < len(self.q) else None
 
 
 class KVCache(ABC):
-    """Rows [0, n_committed) hold the tokens `committed`; the rows behind them are pending, or unused.
+    """Rows [0, n_committed) store the tokens `committed`; later rows are pending or unused.
 
-    A kind of cache decides where the rows lie and how they are attended to; tokens are kept here.
+    Subclasses decide on storage and attention; this class tracks tokens.
 
-    keeps_query  whether the queries of the last layer are wanted
-    asked        what that layer asked for the pending rows, where a pass was not captured; else None
-    query        the part of it that is of the token committed last
-    leader       has the committed rows, which this one copies in its next pass; None: they are here
+    keeps_query  record queries of the last layer
+    asked        last layer's request for pending rows; None in captured passes
+    query        its part for the last committed token
+    leader       cache to copy committed rows from in the next pass; None if rows are present
     """
 
     keeps_query = False
@@ -85,59 +85,64 @@ class KVCache(ABC):
 
     @abstractmethod
     def attend(self, asked: Attention) -> Tensor:
-        """Keep what is to be kept; returns (n, n_heads, head_dim of v)."""
+        """Store keys and values; return attention outputs (n, n_heads, head_dim of v)."""
 
     @abstractmethod
     def move(self, rows: Sequence[int], first: int) -> None:
-        """Move rows `first + rows` to `first` and on, in all layers; rows ascend, rows[i] >= i."""
+        """Move rows `first + rows` to `first` onwards in all layers; ascending, rows[i] >= i."""
 
     @abstractmethod
     def rows(self, layer: int, tokens: range) -> tuple[Tensor, Tensor]:
-        """Keys, as they were rotated, and values of committed tokens, (n_kv_heads, n, head_dim) each; not to be kept."""
+        """Return rotated keys and values (n_kv_heads, n, head_dim) of committed tokens.
+
+        Valid until the next operation on the cache.
+        """
 
     def beyond(self, layer: int) -> Iterable[RowRange]:
-        """What each call of `attend` for a layer needs brought to the device, in order."""
+        """Return the off-device rows each `attend` call of a layer reads, in order."""
         return ()
 
     def assume(self, n: int) -> None:
-        """Take the first n rows for committed, whatever they hold."""
+        """Mark the first n rows as committed, with arbitrary content."""
         self.committed = [0] * n
 
     def extend(self, capacity: int, n_nodes: int) -> bool:
-        """Have room for so many rows, trees of `n_nodes` among them, where no row has to move; returns whether there is."""
+        """Extend to `capacity` rows, with trees of `n_nodes`, in place; return success."""
         return capacity <= self.capacity
 
-    def close(self) -> None:  # noqa: B027  # most have nothing to give back
-        """Give back what the cache has of memory that others use as well."""
+    def close(self) -> None:  # noqa: B027  # default: nothing shared
+        """Return shared memory."""
 
     @property
     def n_committed(self) -> int:
-        """Committed tokens, which is the position of the first pending one."""
+        """Number of committed tokens, equal to the position of the first pending token."""
         return len(self.committed)
 
     @property
     def n_held(self) -> int:
-        """Rows that committed tokens take, before the pending ones; fewer where a kind of cache does not keep all."""
+        """Rows in use by committed tokens; fewer than `n_committed` in sparse caches."""
         return self.n_committed
 
     @property
     def n_seen(self) -> int:
-        """Committed rows that the pending ones see."""
+        """Number of committed rows visible to pending rows."""
         return self.n_held
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """Make room for one pending row for each token, behind the committed ones.
+        """Reserve a pending row per token, after the committed rows.
 
-        Raises CapacityError if there is not enough.
+        Raises CapacityError if the capacity is exceeded.
         """
         need = self.n_held + len(tokens)
         if need > self.capacity:
             change = "raise --max-model-len or lower --tree-size"
-            raise CapacityError("the cache", need=f"{need} rows", have=str(self.capacity), change=change)
+            raise CapacityError("the KV cache", need=f"{need} rows", have=str(self.capacity), change=change)
         self._pending = list(tokens)
 
     def commit(self, rows: Sequence[int]) -> None:
-        """Keep these pending rows, in order. Those behind stay pending if no row was moved, else all others are dropped.
+        """Commit pending rows, in order.
+
+        Later rows stay pending if no row was moved; otherwise all uncommitted rows are dropped.
 
         rows  ascending indices into the pending rows
         """
@@ -148,53 +153,58 @@ class KVCache(ABC):
             self.move(moved, self.n_held + n_in_place)
         self.committed += [self._pending[row] for row in rows]
         if self.asked is not None and rows:
-            self.query, self.asked = self.asked.query(rows[-1]), None
+            self.query = self.asked.query(rows[-1])
+            self.asked = None
         self._pending = [] if moved else self._pending[len(rows) :]
 
     def discard(self) -> None:
-        """Drop all pending rows, as when a pass failed."""
-        self._pending, self.asked = [], None
+        """Drop all pending rows, e.g. after a failed pass."""
+        self._pending = []
+        self.asked = None
 
     def rewind_to(self, tokens: Sequence[int]) -> int:
-        """Keep the longest common prefix of the committed tokens and `tokens`; return its length."""
+        """Keep the longest common prefix of committed tokens and `tokens`; return its length."""
         n = len(self.committed)
-        if list(tokens[:n]) != self.committed:  # rare, and comparing whole lists is fast
+        if list(tokens[:n]) != self.committed:  # rare; comparing whole lists is fast
             n = n_shared(self.committed, tokens)
             del self.committed[n:]
         return n
 
 
 def n_shared(a: Sequence[int], b: Sequence[int]) -> int:
-    """Tokens of the longest common prefix."""
+    """Return the length of the longest common prefix."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 @dataclass(frozen=True, eq=False)
 class KVBuffer:
-    """Memory for keys and values, each (n_layers, n_kv_heads, capacity, head_dim); those of values may be narrower."""
+    """Keys and values, each (n_layers, n_kv_heads, capacity, head_dim); values may be narrower."""
 
     keys: Tensor
     values: Tensor
 
     @classmethod
     def empty(cls, shapes: Sequence[KVShape], capacity: int, dtype: torch.dtype, device: torch.device) -> "KVBuffer":
-        """Uninitialised memory for layers of these shapes, which are all the same."""
+        """Allocate uninitialised memory for layers of equal shape."""
         n_heads, *dims = shapes[0]
         return cls(*(torch.empty(len(shapes), n_heads, capacity, dim, dtype=dtype, device=device) for dim in dims))
 
     @property
     def capacity(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return self.keys.shape[2]
 
     def clear(self, first: int = 0) -> None:
-        """Zero the rows from `first` on, which an earlier sequence may have left as NaN."""
+        """Zero the rows from `first` on; earlier sequences may have left NaN."""
         for part in (self.keys, self.values):
             part[:, :, first:].zero_()
 
     def attend(self, layer: int, rows: slice | Tensor, asked: Attention) -> Tensor:
-        """Write k and v to `rows` of a layer; attention of q to the first mask.n_keys rows."""
-        keys, values, q, mask = self.keys[layer], self.values[layer], asked.q, asked.mask
+        """Store k and v in `rows` of a layer; attend with q to the first mask.n_keys rows."""
+        keys = self.keys[layer]
+        values = self.values[layer]
+        q = asked.q
+        mask = asked.mask
         if asked.k is not None and asked.v is not None:
             q = ops.rotate_and_store(q, asked.k, asked.v, asked.rotary, keys, values, rows)
         seen = keys[:, : mask.n_keys], values[:, : mask.n_keys]
@@ -202,7 +212,7 @@ class KVBuffer:
 
 
 class MovedRows(NamedTuple):
-    """What a cache leaves to another one: tokens, their rows in memory of the host, and states by position, if it has some."""
+    """Contents moved between caches: tokens, rows in host memory, and states by position."""
 
     tokens: list[int]
     rows: list[KVBuffer]
@@ -210,47 +220,53 @@ class MovedRows(NamedTuple):
 
 
 class ContiguousCache(KVCache):
-    """All rows in one buffer on the device that computes, or in one for all layers of the same shape.
+    """Cache with all rows on the compute device, in a buffer per distinct layer shape.
 
-    more  buffers besides the first, and for each layer its buffer and its number there
+    more    further buffers
+    places  (buffer index, layer index within the buffer) of each layer
     """
 
     def __init__(self, buffer: KVBuffer, *more: KVBuffer, places: Sequence[tuple[int, int]] = ()) -> None:
         super().__init__(buffer.capacity)
         self.buffer = buffer
-        self._buffers, self._places = (buffer, *more), places
+        self._buffers = (buffer, *more)
+        self._places = places
 
     @classmethod
     def empty(cls, model: Architecture, capacity: int, dtype: torch.dtype, device: torch.device) -> Self:
-        """A cache without tokens, with room for `capacity` rows."""
-        shapes, places = list(dict.fromkeys(model.kv_shapes)), list[tuple[int, int]]()
+        """Create an empty cache for `capacity` rows."""
+        shapes = list(dict.fromkeys(model.kv_shapes))
+        places = list[tuple[int, int]]()
         for shape in model.kv_shapes:
             n = shapes.index(shape)
-            places.append((n, sum(one == n for one, _ in places)))
-        of_shape = (tuple(one for one in model.kv_shapes if one == shape) for shape in shapes)
-        return cls(*(KVBuffer.empty(one, capacity, dtype, device) for one in of_shape), places=places)
+            places.append((n, sum(buffer == n for buffer, _ in places)))
+        grouped = (tuple(layer for layer in model.kv_shapes if layer == shape) for shape in shapes)
+        buffers = (KVBuffer.empty(group, capacity, dtype, device) for group in grouped)
+        return cls(*buffers, places=places)
 
     @staticmethod
     def nbytes(model: Architecture, n_rows: int, itemsize: int) -> KVBytes:
-        """What caches of so many rows take, with elements of `itemsize` bytes: all on the device."""
+        """Return the size of `n_rows` rows with elements of `itemsize` bytes, all on the device."""
         return KVBytes(device=n_rows * model.kv_nbytes(itemsize))
 
     def attend(self, asked: Attention) -> Tensor:
-        """Write k and v behind the rows there are, and attend to all of them."""
+        """Append k and v, and attend to all visible rows."""
         first = self.n_held + asked.start
         n, layer = self._places[asked.layer] if self._places else (0, asked.layer)
         buffer = self._buffers[n]
         if self.leader is not None and asked.start == 0:
             keys, values = self.leader.rows(asked.layer, range(first))
-            buffer.keys[layer, :, :first], buffer.values[layer, :, :first] = keys, values
+            buffer.keys[layer, :, :first] = keys
+            buffer.values[layer, :, :first] = values
         return buffer.attend(layer, slice(first, first + len(asked.q)), asked)
 
-    def follow(self, leader: KVCache, tokens: list[int]) -> None:
-        """Begin with these tokens, whose rows another cache has, or has once it has attended in the next pass.
+    def copy_prefix(self, leader: KVCache, tokens: list[int]) -> None:
+        """Start with tokens of a leader cache, which has their rows or computes them next pass.
 
-        They are copied in that pass, layer by layer.
+        Rows are copied layer by layer in that pass, after the leader's attention.
         """
-        self.committed, self.leader = tokens, leader
+        self.committed = tokens
+        self.leader = leader
 
     def commit(self, rows: Sequence[int]) -> None:
         """See `KVCache.commit`."""
@@ -258,23 +274,26 @@ class ContiguousCache(KVCache):
         self.leader = None
 
     def discard(self) -> None:
-        """See `KVCache.discard`; what was to be copied may not be there."""
+        """See `KVCache.discard`. Rows not yet copied from a leader may be missing: restart."""
         super().discard()
         if self.leader is not None:
-            self.committed, self.leader = [], None
+            self.committed = []
+            self.leader = None
 
     def to_host(self) -> MovedRows:
-        """The committed tokens and copies of their rows."""
+        """Copy the committed tokens and rows to host memory."""
         n = self.n_committed
-        parts = [(one.keys[:, :, :n], one.values[:, :, :n]) for one in self._buffers]
+        parts = [(buffer.keys[:, :, :n], buffer.values[:, :, :n]) for buffer in self._buffers]
         rows = [KVBuffer(*(part.to("cpu", copy=True) for part in pair)) for pair in parts]
         return MovedRows(self.committed, rows, {})
 
     def load(self, moved: MovedRows) -> None:
-        """Begin with these tokens and their rows, as `to_host` has given them."""
-        self.committed, n = moved.tokens, len(moved.tokens)
-        for to, source in zip(self._buffers, moved.rows, strict=True):
-            to.keys[:, :, :n], to.values[:, :, :n] = source.keys, source.values
+        """Load tokens and rows saved by `to_host`."""
+        self.committed = moved.tokens
+        n = len(moved.tokens)
+        for target, source in zip(self._buffers, moved.rows, strict=True):
+            target.keys[:, :, :n] = source.keys
+            target.values[:, :, :n] = source.values
 
     def move(self, rows: Sequence[int], first: int) -> None:
         """Move rows in place."""
@@ -282,7 +301,7 @@ class ContiguousCache(KVCache):
             ops.commit_rows(buffer.keys, buffer.values, torch.tensor(rows), first)
 
     def rows(self, layer: int, tokens: range) -> tuple[Tensor, Tensor]:
-        """Where they lie."""
+        """Return views of the buffers."""
         n, layer = self._places[layer] if self._places else (0, layer)
         at = slice(tokens.start, tokens.stop)
         return self._buffers[n].keys[layer, :, at], self._buffers[n].values[layer, :, at]

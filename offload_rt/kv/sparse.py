@@ -1,4 +1,4 @@
-"""Views of a cache by which a model drafts for itself: a fixed number of rows of a text of any length."""
+"""Sparse views of a KV cache for self-drafting, with a fixed row budget for any text length."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -9,43 +9,49 @@ from offload_rt.kv.cache import ContiguousCache, KVBuffer, KVCache
 from offload_rt.models.architecture import Architecture
 from offload_rt.ops.reference import rotate
 
-# The least budget: fewer rows are not enough for older ones, recent ones and some to come.
+# Minimum budget: older rows, recent rows and new rows need at least this.
 LEAST_BUDGET = 32
-# Part of the budget that is filled at once; the rest is for tokens to come.
+# Share of the budget occupied by a refill; the rest is reserved for new tokens.
 _FILLED = 3 / 4
 
 
 class SparseCache(ContiguousCache):
-    """At most `budget` rows of the verified tokens of another cache, and behind them the rows drafted since.
+    """View with at most `budget` verified rows of a source cache, followed by drafted rows.
 
-    It has all of them as long as there is room. Then it is filled anew: `n_kept` older rows, by which the kinds differ, stand
-    before those of the most recent tokens. Rows are copies of the source's, so what was verified takes the place of what was
-    drafted. Queries, and keys unless a kind turns them, have the positions of the text.
+    The view is complete until the budget is exceeded. A refill then selects `n_kept` older rows,
+    by a policy of the subclass, followed by the most recent rows. Verified rows are copied from the
+    source and overwrite drafted rows. Queries and keys keep their positions in the text, except for
+    keys rotated by a subclass.
 
-    source        of the same model and sequence; it alone decides which tokens are committed
-    first_recent  the token whose row stands behind the older ones
+    source        cache of the same model and sequence, which determines the committed tokens
+    first_recent  token stored directly after the older rows
     """
 
     def __init__(self, source: KVCache, buffer: KVBuffer, budget: int, spec: Architecture) -> None:
         super().__init__(buffer)
-        self.source, self.budget, self.spec = source, budget, spec
-        self.n_kept = self.first_recent = self._n_copied = 0
+        self.source = source
+        self.budget = budget
+        self.spec = spec
+        self.n_kept = 0
+        self.first_recent = 0
+        self._n_copied = 0
 
     @property
     def n_held(self) -> int:
-        """Older rows and recent ones."""
+        """Older and recent rows in use."""
         return self.n_kept + self.n_committed - self.first_recent
 
     @abstractmethod
     def fill(self, n_verified: int, n_filled: int) -> int:
-        """Bring older rows and set `n_kept` and `first_recent`, so that about `n_filled` rows of the `n_verified` are taken.
+        """Select about `n_filled` of `n_verified` rows; set `n_kept` and `first_recent`.
 
-        Returns how many tokens are committed from now on; the others are left to be computed.
+        Returns the new number of committed tokens; later tokens are recomputed.
         """
 
     def rewind_to(self, tokens: Sequence[int]) -> int:
-        """Copy what the source has and this has not; returns how many of `tokens` need not be computed."""
-        verified, n = self.source.committed, len(self.source.committed)
+        """Copy new rows from the source; return the length of the common prefix with `tokens`."""
+        verified = self.source.committed
+        n = len(verified)
         is_same = verified[: self._n_copied] == self.committed[: self._n_copied]
         if not is_same or self.n_kept + n - self.first_recent > self.budget:
             self.n_kept = self.first_recent = 0
@@ -53,20 +59,22 @@ class SparseCache(ContiguousCache):
                 n = self.fill(n, int(self.budget * _FILLED))
             self._n_copied = self.first_recent
         self.copy(range(self._n_copied, n), self.n_kept + self._n_copied - self.first_recent)
-        self._n_copied, self.committed = n, verified[:n]
+        self._n_copied = n
+        self.committed = verified[:n]
         return super().rewind_to(tokens)
 
     def move(self, rows: Sequence[int], first: int) -> None:
-        """Rows of accepted nodes stay where they are: those of the source will take their place."""
+        """Leave accepted rows in place; they are replaced by rows of the source."""
 
     def copy(self, tokens: range, at: int, turn: tuple[Tensor, Tensor] | None = None) -> None:
-        """Copy the source's rows of some tokens to rows `at` and on, in all layers.
+        """Copy the source's rows of `tokens` to rows `at` onwards, in all layers.
 
-        turn  cosines and sines (1, head_dim) by which the keys are rotated; None: not at all
+        turn  cosines and sines (1, head_dim) to rotate the keys, or None
         """
         if not tokens:
             return
-        keys, values = self.buffer.keys, self.buffer.values
+        keys = self.buffer.keys
+        values = self.buffer.values
         for layer in range(len(keys)):
             k, v = self.source.rows(layer, tokens)
             if turn is not None:

@@ -1,1 +1,1 @@
-"""Model families: one file each."""
+"""Model families, the transformers adapter, draft heads, sharded models."""

@@ -1,4 +1,4 @@
-"""What the rest of the package asks of a model, whatever its layers look like."""
+"""Interfaces between models, their weights, and passes."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -11,14 +11,14 @@ from torch import Tensor
 
 
 class TensorShape(NamedTuple):
-    """A matrix or vector of a model as its computation sees it, however a weight format stores it."""
+    """Name and logical shape of a matrix or vector, independent of the weight format."""
 
     name: str
     shape: tuple[int, ...]
 
 
 class Part(NamedTuple):
-    """A tensor of a checkpoint, or `n_rows` of its rows from `first` on; 0: all."""
+    """A checkpoint tensor, or `n_rows` of its rows starting at `first`; n_rows = 0 for all rows."""
 
     name: str
     first: int = 0
@@ -26,7 +26,7 @@ class Part(NamedTuple):
 
 
 class KVShape(NamedTuple):
-    """Heads of the keys and values of a layer, and the numbers of each head."""
+    """KV heads of a layer, and the head dimensions of keys and values."""
 
     n_heads: int
     k_dim: int
@@ -34,12 +34,12 @@ class KVShape(NamedTuple):
 
     @property
     def n_numbers(self) -> int:
-        """Numbers of one token."""
+        """Number of elements per token."""
         return self.n_heads * (self.k_dim + self.v_dim)
 
 
 class Mixture(NamedTuple):
-    """Layers that have experts: `n_experts` each, of which a row takes `n_used`."""
+    """Layers with `n_experts` experts each; every row is routed to `n_used` experts."""
 
     layers: tuple[int, ...]
     n_experts: int
@@ -48,13 +48,15 @@ class Mixture(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerExperts:
-    """The experts of one layer where they are no part of it but come as rows need them.
+    """Experts of a layer that are loaded on demand.
 
-    arrive     each of the experts that so many rows take, first what is there: its weights, which are gone at the next step,
-               or last, where `HostWork` has computed it, its outputs
-    following  the weights of the next layer that has experts, without these; None where they are not there
-    expect     is told which experts rows are likely to take there, the likeliest first; empty: nobody knows
-    has_host   whether the host computes some, for which it needs the rows
+    arrive     yields (expert, weights) for the experts with rows, given row counts per expert.
+               Experts already on the device come first; weights expire at the next step. Experts
+               computed by `HostWork` come last, with outputs instead of weights
+    following  returns the next expert layer's weights without experts, or None if not on the device
+    expect     receives the experts predicted for the next expert layer, most likely first; empty
+               without a prediction
+    has_host   the host computes some experts and needs their rows
     """
 
     arrive: Callable[[Mapping[int, int], "HostWork | None"], "Iterator[tuple[int, LayerWeights | Tensor]]"]
@@ -64,10 +66,10 @@ class LayerExperts:
 
 
 class HostWork(NamedTuple):
-    """What the host needs to compute experts of a layer.
+    """Inputs for computing experts of a layer on the host.
 
-    compute  outputs of rows (n, width), all on the host, by the number of an expert and its weights
-    rows     those of an expert
+    compute  maps host rows (n, width), an expert's index and its weights to outputs
+    rows     returns the rows of an expert
     """
 
     compute: Callable[[Tensor, int, "LayerWeights"], Tensor]
@@ -76,19 +78,23 @@ class HostWork(NamedTuple):
 
 @dataclass(frozen=True)
 class ExpertShare:
-    """The experts of a layer that this rank has, and what makes the outputs of all of those of each rank's.
+    """Experts of a layer owned by this rank, and the reduction over all ranks.
 
-    is_exact  outputs are added in the order of the experts, as one rank adds them
+    owned       indices of the owned experts
+    is_exact    add outputs in expert order, as a single rank does
+    all_reduce  sums a tensor over all ranks
     """
 
-    own: range
+    owned: range
     is_exact: bool
     all_reduce: Callable[[Tensor], Tensor]
 
 
 class StateShape(NamedTuple):
-    """What a gated delta net keeps besides keys and values: a matrix k_dim x v_dim for each head of values, in float32, and
-    the inputs of its convolution over `kernel` rows.
+    """Recurrent state of a gated delta net layer.
+
+    The state is a float32 matrix (k_dim, v_dim) per value head, and the last inputs of a
+    convolution over `kernel` rows.
     """
 
     n_k_heads: int
@@ -103,19 +109,19 @@ class StateShape(NamedTuple):
         return self.n_k_heads * self.k_dim, self.n_k_heads * self.k_dim, self.n_v_heads * self.v_dim
 
     def nbytes(self, itemsize: int) -> int:
-        """Of a state."""
+        """Return the bytes of a layer's state."""
         return 4 * self.k_dim * self.widths[2] + (self.kernel - 1) * sum(self.widths) * itemsize
 
     def row_nbytes(self, itemsize: int) -> int:
-        """Of what is kept of a row that may yet be rejected."""
+        """Return the bytes of a pending row's update."""
         return sum(self.widths) * itemsize + 4 * (sum(self.widths[1:]) + 2 * self.n_v_heads)
 
 
 class LayerWeights(Protocol):
-    """The weights of one layer, or those outside the layers, however they are stored.
+    """Weights of a layer, or the weights outside the layers, in any format.
 
-    experts  where they are no part of these weights
-    expert_share  of its experts, where other ranks have the others
+    experts       experts loaded on demand, or None if part of these weights
+    expert_share  experts of this rank, or None without expert sharding
     """
 
     experts: LayerExperts | None = None
@@ -123,65 +129,73 @@ class LayerWeights(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the computation."""
+        """Compute dtype."""
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """The tensor `name`, which is not quantised, in `dtype`; None: that of the computation."""
+        """Return the unquantized tensor `name` in `dtype`, by default the compute dtype."""
 
     def vector(self, name: str) -> Tensor:
-        """The one-dimensional `<name>.weight`, of a norm, in the dtype of the computation."""
+        """Return the 1-D tensor `<name>.weight`, e.g. of a norm, in the compute dtype."""
         return self.tensor(f"{name}.weight")
 
     def linear(self, x: Tensor, name: str) -> Tensor:
-        """x (n, n_in) through the matrix `<name>.weight`, bias included: (n, n_out)."""
+        """Multiply x (n, n_in) by the matrix `<name>.weight` and add its bias: (n, n_out)."""
 
     def linears(self, x: Tensor, names: Sequence[str]) -> tuple[Tensor, ...]:
-        """`linear` for each of these; a format may compute them together and return parts of one product."""
+        """Apply `linear` for each name; a format may compute a single concatenated product."""
         return tuple(map(self.linear, repeat(x), names))
 
     def joined(self, names: Sequence[str]) -> Tensor | None:
-        """The matrices `<name>.weight` as one along their first dimension; None unless they lie so and are used as stored."""
+        """Return the matrices concatenated by rows without a copy; None if not stored so."""
         return None
 
     def rows(self, ids: Tensor, name: str) -> Tensor:
-        """Rows `ids` (n,) of the table `<name>.weight`, in the dtype of the computation: (n, width)."""
+        """Return rows `ids` (n,) of the table `<name>.weight` in the compute dtype: (n, width)."""
 
 
 class PassContext(Protocol):
-    """What a layer sees of the pass under way."""
+    """The current pass as seen by a layer."""
 
     @property
     def row_inputs(self) -> tuple[Any, ...]:
-        """What `Architecture.embed` gave beside x."""
+        """Second result of `Architecture.embed`."""
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, *,
-        scale: float, window: int | None = None, rotary: tuple[Tensor, Tensor] | None = None,
-        softcap: float | None = None, sinks: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Keep k and v (n, n_kv_heads, head_dim) of these rows in the cache and return the output of attention.
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        *,
+        scale: float,
+        window: int | None = None,
+        rotary: tuple[Tensor, Tensor] | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Store k and v (n, n_kv_heads, head_dim) in the cache and return the attention output.
 
-        q       (n, n_heads, head_dim)
-        k, v    None: those of the rows are there, of an earlier call with this `layer`
-        window  how many positions back a row sees, itself included; None: all of them
-        rotary  cosines and sines (n, head_dim) each, by which q and k are rotated first; None: they are as they should be
-        softcap scores s become softcap * tanh(s / softcap)
-        sinks   (n_heads,) a score of each head that takes part in the softmax and stands for no value
+        q        (n, n_heads, head_dim)
+        k, v     None if stored by an earlier call with the same `layer`
+        window   number of visible positions, including the row's position; None for all
+        rotary   cosines and sines (n, head_dim) each, to rotate q and k first; None for no rotation
+        softcap  replaces scores s by softcap * tanh(s / softcap)
+        sinks    (n_heads,) additional score per head in the softmax, without a value
         Returns (n, n_heads, head_dim of v).
         """
 
 
 class StateContext(PassContext, Protocol):
-    """What layers with a state see of it."""
+    """The current pass as seen by a layer with recurrent state."""
 
     def recur(
         self, layer: int, shape: StateShape, x: Tensor, weight: Tensor, log_decays: Tensor, beta: Tensor
     ) -> Tensor:
-        """The gated delta rule for these rows, each behind those that it sees (`ops.delta_rule`).
+        """Apply the gated delta rule, each row after its visible rows (`ops.delta_rule`).
 
-        layer       among those with a state
+        layer       index among the layers with a state
         x           (n, channels) queries, keys and values of all heads, before the convolution
-        weight      (channels, kernel) of the convolution, behind which stand a SiLU and a norm of queries and keys
+        weight      (channels, kernel) convolution, followed by SiLU and a norm of queries and keys
         log_decays, beta  (n, n_v_heads)
         Returns (n, n_v_heads, v_dim).
         """
@@ -189,19 +203,18 @@ class StateContext(PassContext, Protocol):
 
 @dataclass(frozen=True)
 class Architecture(ABC):
-    """A decoder-only model: its sizes, its tensors, and what it computes.
+    """A decoder-only model: sizes, tensors, computation.
 
-    n_kv_heads, head_dim  of the keys and values that `attend` keeps, in its first layer
-    dtype_name            the config's dtype; None where it names none
-    taps                  of a head that drafts by the hidden states of its target: after how many layers it takes them;
-                          empty for a model of its own
-    tp_plan               how transformers divides the modules of its layers among ranks, and what other matrices of products
-                          they have
+    n_kv_heads, head_dim  KV heads and key dimension of the first layer
+    dtype_name            dtype of the config, or None
+    taps                  layer counts after which a draft head reads the target's hidden states;
+                          empty for complete models
+    tp_plan               transformers' tensor parallel plan, extended by further linear modules
     """
 
-    # What the user should know of how it is run.
+    # Notice for the user about limitations, printed at startup.
     notice: ClassVar[str] = ""
-    # Whether a layer does the same for the same shapes, so that a pass can be captured, and its attention is plain.
+    # Equal shapes run equal kernels, so CUDA graphs apply; attention has no special features.
     is_native: ClassVar[bool] = True
 
     family: str
@@ -216,107 +229,107 @@ class Architecture(ABC):
     tp_plan: Mapping[str, str] = field(default_factory=dict, kw_only=True, compare=False, repr=False)
 
     def of_checkpoint(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Self, Mapping[str, Part]]:
-        """This model as a checkpoint stores it whose tensors have these shapes, and where the tensors it names lie in there.
+        """Adapt to a checkpoint with tensors of these shapes; map tensor names to stored parts.
 
-        Raises UnsupportedModelError where tensors would have to be converted.
+        Raises UnsupportedModelError if tensors would need conversion.
         """
         return self, {name: Part(name) for name in shapes}
 
     @property
     def kv_shapes(self) -> tuple[KVShape, ...]:
-        """Of each layer of the cache, by the numbers that `attend` is called with."""
+        """KV shapes of the cache layers, indexed by the `layer` argument of `attend`."""
         return (KVShape(self.n_kv_heads, self.head_dim, self.head_dim),) * self.n_layers
 
     def kv_layers(self, i: int) -> Sequence[int]:
-        """Numbers of the layers of the cache that layer i writes to."""
+        """Return the cache layers that layer i writes."""
         return (i,)
 
     def kv_read(self, i: int) -> Collection[int]:
-        """Those that it attends to, which others may have written."""
+        """Return the cache layers that layer i reads, possibly written by earlier layers."""
         return self.kv_layers(i)
 
     @property
     def mixture(self) -> Mixture | None:
-        """Of layers whose experts may come one by one; None where there are none."""
+        """Layers with experts that can be loaded on demand, or None."""
         return None
 
     def expert_names(self, i: int) -> Mapping[str, int | None]:
-        """The expert that a module of layer i belongs to, by its name; None: the tensor of that name has a row for each."""
+        """Map module names of layer i to experts; None for tensors with a row per expert."""
         return {}
 
     @property
     def state_shapes(self) -> tuple[StateShape, ...]:
-        """Of each layer with a state, by the numbers that `recur` is called with; all are the same."""
+        """State shapes, indexed by the `layer` argument of `recur`; all are equal."""
         return ()
 
     @property
     def state_layers(self) -> Collection[int]:
-        """These layers, in the same order."""
+        """Layers with a recurrent state, in the order of `state_shapes`."""
         return ()
 
     @abstractmethod
     def layer_prefix(self, i: int) -> str:
-        """What stands before the name of a tensor of layer i in a checkpoint."""
+        """Return the checkpoint prefix of layer i's tensors."""
 
     @abstractmethod
     def layer_tensors(self, i: int) -> tuple[TensorShape, ...]:
-        """The tensors of layer i, named without the prefix, in order of use."""
+        """Return the tensors of layer i, without the prefix, in order of use."""
 
     @abstractmethod
     def non_layer_tensors(self) -> tuple[TensorShape, ...]:
-        """The tensors outside the layers."""
+        """Return the tensors outside the layers."""
 
     @abstractmethod
     def is_unused(self, name: str) -> bool:
-        """Whether a checkpoint may hold this tensor although the model computes without it."""
+        """Return whether a checkpoint tensor is not needed for computation."""
 
     @abstractmethod
     def row_inputs(self, positions: Tensor, lengths: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """What layers need to know of each row besides its hidden state, such as cosines and sines; (n, ...) each.
+        """Return additional layer inputs per row, e.g. cosines and sines, shape (n, ...) each.
 
         positions  (n,) int64, on the host
-        lengths    (n,) int64, tokens in the sequence when plain decoding computes each row
+        lengths    (n,) int64 sequence length at which plain decoding computes each row
         """
 
     @abstractmethod
     def embed(
         self, weights: LayerWeights, ids: Tensor, row_inputs: tuple[Tensor, ...]
     ) -> tuple[Tensor, tuple[Any, ...]]:
-        """Tokens (n,) to hidden states (n, hidden_size), and what the layers need to know of these rows besides.
+        """Embed tokens (n,); return hidden states (n, hidden_size) and layer inputs.
 
-        row_inputs  what the method of this name gave, on the device
+        row_inputs  result of the method `row_inputs`, on the device
         """
 
     @abstractmethod
     def layer(self, i: int, weights: LayerWeights, x: Tensor, context: PassContext) -> Tensor:
-        """Layer i on the hidden states x (n, hidden_size) of n rows, which it may overwrite. Returns (n, hidden_size)."""
+        """Apply layer i to hidden states x (n, hidden_size), which may be overwritten."""
 
     @abstractmethod
     def head(self, weights: LayerWeights, x: Tensor) -> Tensor:
-        """Hidden states x (n, hidden_size) behind the last layer to logits (n, vocab_size)."""
+        """Map final hidden states (n, hidden_size) to logits (n, vocab_size)."""
 
     @abstractmethod
     def flops(self, i: int, n_rows: int, context: int) -> float:
-        """Operations of layer i on `n_rows` rows that follow `context` cached tokens."""
+        """Return the FLOPs of layer i on `n_rows` rows after `context` cached tokens."""
 
     def window(self, i: int) -> int | None:
-        """How many positions back a row of layer i sees, itself included; None: all of them."""
+        """Return the number of visible positions in layer i, including the row's; None for all."""
         return None
 
     def kv_nbytes(self, itemsize: int) -> int:
-        """Bytes of one cached token over all layers."""
-        return sum(one.n_numbers for one in self.kv_shapes) * itemsize
+        """Return the cache bytes of a token over all layers."""
+        return sum(shape.n_numbers for shape in self.kv_shapes) * itemsize
 
     @abstractmethod
     def scratch_nbytes(self, n_rows: int, n_logits: int, itemsize: int) -> int:
-        """Bytes of activations while `n_rows` rows go through a layer together, and of `n_logits` rows of logits."""
+        """Return activation bytes for `n_rows` rows per layer call and `n_logits` logit rows."""
 
 
 def of_whole(name: str) -> Any:
-    """A method of the model that another one is a part of, its `whole`; to `property`, what gives an attribute."""
+    """Delegate a method or, wrapped in `property`, an attribute to `self.whole`."""
 
     def ask(self: Any, *args: Any) -> Any:
-        found = getattr(self.whole, name)
-        return found(*args) if callable(found) else found
+        attribute = getattr(self.whole, name)
+        return attribute(*args) if callable(attribute) else attribute
 
     return ask

@@ -1,4 +1,4 @@
-"""The families of the native decoder, and what their config.json says."""
+"""Families of the native decoder, and the interpretation of their config.json."""
 
 import math
 from collections.abc import Callable
@@ -17,24 +17,25 @@ _REQUIRED = (
     "max_position_embeddings", "rms_norm_eps",
 )  # fmt: skip
 _SIZES = (*_REQUIRED[:-1], "num_key_value_heads", "head_dim")
-# Beyond what transformers writes for any model; most of these say how a model was made or saved.
+# Keys beyond transformers' standard keys; most describe how a model was trained or saved.
 _COMMON = {
-    *_REQUIRED, "num_key_value_heads", "head_dim", "hidden_act", "tie_word_embeddings", "rope_theta", "rope_scaling",
-    "rope_parameters", "torch_dtype", "initializer_range", "attention_dropout", "pretraining_tp", "auto_map",
-    "unk_token_id", "sep_token_id", "cls_token_id", "max_sequence_length", "rope_interleaved", "unsloth_fixed",
+    *_REQUIRED, "num_key_value_heads", "head_dim", "hidden_act", "tie_word_embeddings",
+    "rope_theta", "rope_scaling", "rope_parameters", "torch_dtype", "initializer_range",
+    "attention_dropout", "pretraining_tp", "auto_map", "unk_token_id", "sep_token_id",
+    "cls_token_id", "max_sequence_length", "rope_interleaved", "unsloth_fixed",
     "unsloth_version", "num_parameters", "num_nextn_predict_layers",
 }  # fmt: skip
-# No size of any model comes near; lists and tables are made of these lengths before the weights are looked at.
+# Larger than any real size. Bounds allocations from an invalid config before weights are checked.
 _MOST = 2**24
 _DTYPES = (None, "bfloat16", "float16", "float32", "float64")
 
 
 @dataclass(frozen=True)
 class Family:
-    """A model_type, and how a model follows from its parsed config.
+    """A model_type, and the construction of its architecture from a parsed config.
 
-    architecture    as config.json names it
-    required, keys  of its config.json, beyond those of every family
+    architecture    class name in config.json
+    required, keys  required and optional keys of config.json besides the common keys
     """
 
     architecture: str
@@ -45,14 +46,14 @@ class Family:
 
 
 def spec_of(raw: dict[str, Any]) -> Architecture:
-    """Understand the content of a config.json without its quantization_config.
+    """Build the architecture of a config.json, without its quantization_config.
 
-    Raises UnsupportedModelError for an architecture, key or value that is not understood; nothing is guessed.
+    Raises UnsupportedModelError for an unknown architecture, key or value; nothing is guessed.
     """
     kind = raw.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
-        from offload_rt.models import transformers  # takes a second, for the models that need it
+        from offload_rt.models import transformers  # import takes a second
 
         return transformers.spec_of(raw)
     named = raw.get("architectures")
@@ -61,7 +62,7 @@ def spec_of(raw: dict[str, Any]) -> Architecture:
     _check_keys(raw, family)
     try:
         config = family.config(**{key: value for key, value in raw.items() if key not in ("auto_map", "model_type")})
-    except Exception as error:  # transformers' strict configs raise a dozen unrelated classes for bad values
+    except Exception as error:  # transformers' strict configs raise a dozen unrelated classes
         raise UnsupportedModelError(f"config.json is not understood: {' '.join(str(error).split())}") from error
     return family.build(config)
 
@@ -73,24 +74,28 @@ def _check_keys(raw: dict[str, Any], family: Family) -> None:
     for key in _SIZES:
         value = raw.get(key)
         if value is not None and (type(value) is not int or not 1 <= value <= _MOST):
-            raise UnsupportedModelError(f"config.json: {key} is {value!r}", need=f"a whole number from 1 to {_MOST}")
-    # Every config.json may carry what transformers writes for any model, generation defaults included.
-    of_any = {**PreTrainedConfig().to_dict(), **GenerationConfig().to_dict()}  # type: ignore[no-untyped-call]  # theirs
-    known = (_COMMON | family.keys | set(of_any)) - {"quantization_config"}
+            raise UnsupportedModelError(f"config.json: {key} is {value!r}", need=f"an integer from 1 to {_MOST}")
+    # transformers may write these keys for any model, including generation defaults.
+    model_keys = PreTrainedConfig().to_dict()
+    standard = {**model_keys, **GenerationConfig().to_dict()}  # type: ignore[no-untyped-call]
+    known = (_COMMON | family.keys | set(standard)) - {"quantization_config"}
     for key in raw:
         if key not in known and not key.startswith("_"):
-            raise UnsupportedModelError(f"config.json: {key!r} is not understood for model_type {raw['model_type']!r}")
+            problem = f"config.json: {key!r} is not understood for model_type {raw['model_type']!r}"
+            raise UnsupportedModelError(problem)
 
 
 def _native(config: Any) -> NativeDecoder:
-    """The decoder of a parsed config, without the biases, head norms and windows that families have."""
+    """Build a decoder without family-specific biases, head norms and windows."""
     dtype_name = None if config.dtype is None else str(config.dtype).removeprefix("torch.")
-    eps, n_heads, n_kv_heads = config.rms_norm_eps, config.num_attention_heads, config.num_key_value_heads
+    eps = config.rms_norm_eps
+    n_heads = config.num_attention_heads
+    n_kv_heads = config.num_key_value_heads
     for name, value, holds, need in (
         ("dtype", dtype_name, dtype_name in _DTYPES, ", ".join(filter(None, _DTYPES))),
         ("num_key_value_heads", n_kv_heads, n_heads % n_kv_heads == 0, f"a divisor of {n_heads} heads"),
         ("hidden_act", config.hidden_act, config.hidden_act == "silu", "silu"),
-        ("rms_norm_eps", eps, isinstance(eps, float | int) and 0 <= eps < math.inf, "a number of at least 0"),
+        ("rms_norm_eps", eps, isinstance(eps, float | int) and 0 <= eps < math.inf, "a number >= 0"),
     ):
         if not holds:
             raise UnsupportedModelError(f"config.json: {name} {value!r} is not supported", need=need)
@@ -115,7 +120,7 @@ def _native(config: Any) -> NativeDecoder:
 
 
 def _windows(config: Any) -> tuple[int | None, ...]:
-    """The window of each layer from `layer_types`, as the qwen families state them."""
+    """Return the window per layer from `layer_types` (Qwen families)."""
     known = {"full_attention": None, "sliding_attention": config.sliding_window}
     for kind in config.layer_types:
         if kind not in known:
@@ -124,7 +129,7 @@ def _windows(config: Any) -> tuple[int | None, ...]:
 
 
 def _llama(config: LlamaConfig) -> NativeDecoder:
-    # Both biases are off in every published Llama and on where the config says so.
+    # Published Llamas have no biases; the config can enable them.
     bias = config.attention_bias
     return replace(_native(config), qkv_bias=bias, o_bias=bias, mlp_bias=config.mlp_bias)
 
@@ -134,13 +139,13 @@ def _mistral(config: MistralConfig) -> NativeDecoder:
 
 
 def _qwen2(config: Qwen2Config) -> NativeDecoder:
-    # head_dim is not a key of this family and follows from the sizes.
+    # head_dim is not a key of this family; it follows from the sizes.
     config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return replace(_native(config), windows=_windows(config), qkv_bias=True)
 
 
 def _mimo(config: Qwen2Config) -> NativeDecoder:
-    # Qwen2 with a layer for multi-token prediction; its biases are on where the config says so.
+    # Qwen2 with a multi-token prediction layer; the config can disable the biases.
     return replace(_qwen2(config), qkv_bias=getattr(config, "attention_bias", True))
 
 

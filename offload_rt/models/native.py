@@ -1,4 +1,4 @@
-"""The decoder of Llama, Mistral, Qwen2 and Qwen3: RMS norms before attention and MLP, rotary embeddings, gated SiLU."""
+"""Native decoder for Llama, Mistral, Qwen2 and Qwen3: pre-norm, rotary embeddings, gated SiLU."""
 
 import math
 import re
@@ -15,16 +15,16 @@ from offload_rt.models.rope import Rope
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 EMBED, NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
-# Old Llama checkpoints carry the rotary frequencies, which follow from the config.
+# Old Llama checkpoints store rotary frequencies, which the config determines.
 _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 
 @dataclass(frozen=True)
 class NativeDecoder(Architecture):
-    """The architecture of the families in `families.py`.
+    """Architecture of the families in `families.py`.
 
-    windows  per layer: how many positions back a token sees, itself included; None: all of them
-    n_mtp    layers for multi-token prediction that its checkpoints may hold besides
+    windows  per layer, number of visible positions including the row's; None for all
+    n_mtp    multi-token prediction layers that checkpoints may contain in addition
     """
 
     intermediate_size: int
@@ -40,13 +40,15 @@ class NativeDecoder(Architecture):
     n_mtp: int = 0
 
     def layer_prefix(self, i: int) -> str:
-        """As transformers names the layers of these families."""
+        """Return transformers' layer prefix for these families."""
         return f"model.layers.{i}."
 
     def layer_tensors(self, i: int) -> tuple[TensorShape, ...]:
-        """The same in every layer."""
-        d, m = self.hidden_size, self.intermediate_size
-        q, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
+        """Return the tensors of a layer, equal for all layers."""
+        d = self.hidden_size
+        m = self.intermediate_size
+        q = self.n_heads * self.head_dim
+        kv = self.n_kv_heads * self.head_dim
         head_norms = (norm("self_attn.q_norm", self.head_dim), norm("self_attn.k_norm", self.head_dim))
         return (
             norm("input_layernorm", d),
@@ -59,13 +61,13 @@ class NativeDecoder(Architecture):
         )
 
     def non_layer_tensors(self) -> tuple[TensorShape, ...]:
-        """Embedding, last norm, and the head unless it is tied to the embedding."""
+        """Return embedding, final norm, and the head unless tied to the embedding."""
         table = (self.vocab_size, self.hidden_size)
         head = () if self.tied else (TensorShape(f"{HEAD}.weight", table),)
         return (TensorShape(f"{EMBED}.weight", table), norm(NORM, self.hidden_size), *head)
 
     def is_unused(self, name: str) -> bool:
-        """Derived frequencies, a stored copy of a tied head (transformers takes the embedding, too), layers that only draft."""
+        """Ignore derived frequencies, copies of tied heads, and multi-token prediction layers."""
         drafting = (f"model.layers.{self.n_layers + i}." for i in range(self.n_mtp))
         return (
             (self.tied and name == f"{HEAD}.weight")
@@ -74,61 +76,62 @@ class NativeDecoder(Architecture):
         )
 
     def row_inputs(self, positions: Tensor, lengths: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Cosines and sines, each (n, head_dim)."""
+        """Return cosines and sines, each (n, head_dim)."""
         return self.rope.cos_sin(positions, lengths, dtype)
 
     def embed(
         self, weights: LayerWeights, ids: Tensor, row_inputs: tuple[Tensor, ...]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Rows of the embedding."""
+        """Look up the embedding."""
         return weights.rows(ids, EMBED), row_inputs
 
     def layer(self, i: int, weights: LayerWeights, x: Tensor, context: PassContext) -> Tensor:
-        """Attention and MLP, each on a norm of the residual stream and added to it."""
+        """Apply attention and MLP, each on a norm of the residual stream."""
         h = ops.rms_norm(x, weights.vector("input_layernorm"), self.eps)
         return self.mlp(weights, x, self.attention(i, weights, h, context))
 
     def attention(self, i: int, weights: LayerWeights, h: Tensor, context: PassContext) -> Tensor:
-        """What attention adds to the residual stream (n, hidden_size), of its norm h."""
-        q, k, v = (one.view(len(one), -1, self.head_dim) for one in weights.linears(h, QKV))
+        """Return attention's contribution (n, hidden_size) for the normed input h."""
+        q, k, v = (part.view(len(part), -1, self.head_dim) for part in weights.linears(h, QKV))
         if self.qk_norm:
             q = ops.rms_norm(q, weights.vector("self_attn.q_norm"), self.eps)
             k = ops.rms_norm(k, weights.vector("self_attn.k_norm"), self.eps)
         cos, sin = context.row_inputs
-        out = context.attend(i, q, k, v, scale=self.head_dim**-0.5, window=self.windows[i], rotary=(cos, sin))
+        scale = self.head_dim**-0.5
+        out = context.attend(i, q, k, v, scale=scale, window=self.windows[i], rotary=(cos, sin))
         return weights.linear(out.reshape(len(out), -1), "self_attn.o_proj")
 
     def mlp(self, weights: LayerWeights, x: Tensor, out: Tensor) -> Tensor:
-        """The residual stream x behind the layer, which it becomes; `out` of attention is added to it first."""
+        """Add the attention output `out` and the MLP output to the residual stream x, in place."""
         h = ops.add_rms_norm(x, out, weights.vector("post_attention_layernorm"), self.eps)
         return x.add_(weights.linear(ops.silu_mul(*weights.linears(h, GATE_UP)), "mlp.down_proj"))
 
     def head(self, weights: LayerWeights, x: Tensor) -> Tensor:
-        """The last norm and the head."""
+        """Apply the final norm and the head."""
         return weights.linear(ops.rms_norm(x, weights.vector(NORM), self.eps), EMBED if self.tied else HEAD)
 
     def flops(self, i: int, n_rows: int, context: int) -> float:
-        """Two for each weight and row, and four for each number of q and key that it meets."""
+        """Count 2 per weight and row, and 4 per query element and visible key."""
         n_weights = sum(math.prod(shape) for _, shape in self.layer_tensors(i))
         return 2.0 * n_rows * n_weights + 4.0 * n_rows * (context + n_rows) * self.n_heads * self.head_dim
 
     def window(self, i: int) -> int | None:
-        """As the config says."""
+        """See `Architecture.window`."""
         return self.windows[i]
 
     def scratch_nbytes(self, n_rows: int, n_logits: int, itemsize: int) -> int:
-        """The wider of attention and MLP, beside the residual stream."""
+        """Return the larger of attention and MLP activations, plus the residual stream."""
         attention = 3 * (self.n_heads + self.n_kv_heads) * self.head_dim
         widest = max(attention, 3 * self.intermediate_size) + 4 * self.hidden_size
         return n_rows * widest * itemsize + n_logits * self.vocab_size * (itemsize + 8)
 
 
 def norm(name: str, width: int) -> TensorShape:
-    """The weights of a norm."""
+    """Return the weight tensor of a norm."""
     return TensorShape(f"{name}.weight", (width,))
 
 
 def _linears(n_out: Mapping[str, int], n_in: int, bias: bool) -> tuple[TensorShape, ...]:
-    """Matrices of the same input, and behind them their biases: back to back, they are one product."""
+    """Return matrices with a shared input, followed by their biases: stored as a single product."""
     weights = tuple(TensorShape(f"{name}.weight", (n, n_in)) for name, n in n_out.items())
     return weights + (tuple(TensorShape(f"{name}.bias", (n,)) for name, n in n_out.items()) if bias else ())

@@ -1,4 +1,4 @@
-"""What the modules of a model of transformers meet in place of their cache, attention, masks and parameters."""
+"""Replacements for transformers' cache, attention, masks and parameters."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,15 +26,15 @@ from offload_rt.models.architecture import (
 )
 from offload_rt.ops.linear import linear
 
-# Names under which transformers finds what is ours: in passes, where nobody makes masks, and while a model is traced.
+# Registry names in transformers: for passes, which need no masks, and for tracing.
 NAME, TRACED = "offload_rt", "offload_rt_traced"
-OTHER_STATE = "keep state that is not keys and values"
-# Tensors that models give to attention besides queries, keys, values and a mask, and that are used or change nothing.
+OTHER_STATE = "keep state other than keys and values"
+# Further tensor arguments of attention that are supported or have no effect.
 _KNOWN = {"s_aux", "position_ids", "cache_position"}
 
 
 def register() -> None:
-    """Let models of transformers find what is ours."""
+    """Register our attention, mask and expert implementations in transformers."""
     ExpertsInterface.register(NAME, _mixture)
     AttentionInterface.register(NAME, _attention)
     AttentionInterface.register(TRACED, _traced_attention)
@@ -42,11 +42,13 @@ def register() -> None:
 
 
 class PassCache(Cache):
-    """The pass under way: to a model its cache, to the attention of its layers the way to the context.
+    """Cache seen by a transformers model; connects its attention to the current pass.
 
-    Layers of the cache are numbered in the order in which attention is first computed.
-    windows  by layer of the model and attention in it: how many positions back a row sees
-    chosen   by layer, while a model is traced: modules of experts, and what each is called with
+    Cache layers are numbered in the order of the first attention calls.
+    windows  by (layer, attention call): number of visible positions
+    chosen   by layer, during tracing: expert modules and their arguments
+    states   by layer: number among the layers with a recurrent state
+    read     by layer: cache layers read by attention
     """
 
     def __init__(self) -> None:
@@ -55,34 +57,35 @@ class PassCache(Cache):
         self.chosen: dict[int, list[tuple[nn.Module, list[Tensor]]]] = {}
         self._context: PassContext | None = None
         self._numbers: dict[tuple[int, int], int] = {}
-        self.states: dict[int, int] = {}  # by layer of the model
-        self.read: dict[int, set[int]] = {}  # layers of the cache, by layer of the model
-        self._at = (0, 0)
+        self.states: dict[int, int] = {}
+        self.read: dict[int, set[int]] = {}
+        self._at = (0, 0)  # layer, attention calls so far
 
     def enter(self, layer: int, context: PassContext) -> None:
-        """A layer of the model begins."""
-        self._context, self._at = context, (layer, 0)
+        """Start a layer of the model."""
+        self._context = context
+        self._at = (layer, 0)
 
-    def choose(self, module: nn.Module, given: list[Tensor]) -> None:
-        """A traced layer has come to its experts."""
+    def record_experts(self, module: nn.Module, given: list[Tensor]) -> None:
+        """Record the experts of a traced layer."""
         self.chosen.setdefault(self._at[0], []).append((module, given))
 
     def of_layer(self, layer: int) -> list[int]:
-        """Layers of the cache that a layer of the model keeps keys and values in."""
+        """Return the cache layers of a model layer."""
         return [number for (i, _), number in self._numbers.items() if i == layer]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values of the rows alone: what the layer makes of them for each position is kept when it attends."""
+        """Return the new rows unchanged; `attend` stores the final keys and values."""
         return key_states, value_states
 
     def get_seq_length(self, *args: Any) -> int:
-        """Positions are given."""
+        """Return 0: positions are passed explicitly."""
         return 0
 
     def get_mask_sizes(self, query_length: int, *args: Any) -> tuple[int, int]:
-        """No mask is made in passes."""
+        """Return sizes without cached rows: passes create no masks."""
         return query_length, 0
 
     get_query_offset = get_seq_length  # type: ignore[assignment]
@@ -93,15 +96,21 @@ class PassCache(Cache):
         return context.recur(self.states.setdefault(self._at[0], len(self.states)), shape, *rows)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None,
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
         sinks: Tensor | None,
-    ) -> Tensor:  # fmt: skip
-        """Attention (1, n, n_heads, v_dim) of q (1, n_heads, n, dim) to the rows of the cache that k and v become part of.
+    ) -> Tensor:
+        """Store k and v, and attend with q (1, n_heads, n, dim); returns (1, n, n_heads, v_dim).
 
-        Keys and values that another layer has attended to with are there already. What attention is first called with for
-        its window holds from then on.
+        Keys and values shared with an earlier layer are not stored again. The window of the first
+        call, during tracing, applies to all later calls.
         """
-        assert self._context is not None, "a layer is called within a pass"
+        assert self._context is not None, "attention runs within a layer"
         number: int | None = getattr(k, "kv_layer", None)
         is_kept = number is not None and getattr(v, "kv_layer", None) == number
         if not is_kept:
@@ -118,56 +127,76 @@ class PassCache(Cache):
 
 
 def _attention(
-    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, scaling: float | None = None,
-    sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **kwargs: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """What models call for attention, see transformers' AttentionInterface; s_aux are sinks."""
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention for passes, see transformers' AttentionInterface; s_aux are sinks."""
     cache: PassCache = module.__dict__["pass_cache"]
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     return cache.attend(q, k, v, scale, sliding_window, softcap, s_aux), None
 
 
 def delta_net(net: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-    """What stands for the forward of a gated delta net, whose modules it calls; rows are not padded."""
+    """Forward of a gated delta net, using its modules; inputs have no padding."""
     if hasattr(net, "in_proj_qkvz"):
-        parts = net.fix_query_key_value_ordering(net.in_proj_qkvz(hidden_states), net.in_proj_ba(hidden_states))
-        x, (gate, b, a) = torch.cat([one.flatten(2) for one in parts[:3]], -1), parts[3:]
+        qkvz = net.in_proj_qkvz(hidden_states)
+        parts = net.fix_query_key_value_ordering(qkvz, net.in_proj_ba(hidden_states))
+        x = torch.cat([part.flatten(2) for part in parts[:3]], -1)
+        gate, b, a = parts[3:]
     elif hasattr(net, "in_proj_qkv"):
-        x, gate, b, a = (getattr(net, f"in_proj_{one}")(hidden_states) for one in ("qkv", "z", "b", "a"))
+        x, gate, b, a = (getattr(net, f"in_proj_{name}")(hidden_states) for name in ("qkv", "z", "b", "a"))
     else:  # OLMo Hybrid
-        *parts, gate, b, a = (getattr(net, f"{one}_proj")(hidden_states) for one in "qkvgba")
+        *parts, gate, b, a = (getattr(net, f"{name}_proj")(hidden_states) for name in "qkvgba")
         x = torch.cat(parts, -1)
     beta = b[0].sigmoid() * (2 if getattr(net, "allow_neg_eigval", False) else 1)
     log_decays = -net.A_log.float().exp() * F.softplus(a.float() + net.dt_bias)
     weight = net.conv1d.weight.squeeze(1)
     shape = StateShape(net.num_k_heads, net.num_v_heads, net.head_k_dim, net.head_v_dim, weight.shape[1])
     out = net.__dict__["pass_cache"].recur(shape, x[0], weight, log_decays[0], beta)
-    norm, project = (net.norm, net.out_proj) if hasattr(net, "norm") else (net.o_norm, net.o_proj)
+    norm = net.norm if hasattr(net, "norm") else net.o_norm
+    project = net.out_proj if hasattr(net, "norm") else net.o_proj
     heads = norm(out.flatten(0, 1), gate.reshape(-1, net.head_v_dim))
     return project(heads.view(*x.shape[:2], -1))  # type: ignore[no-any-return]
 
 
 def _traced_attention(
-    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None,
-    sliding_window: int | None = None, **kwargs: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """The same while a model is traced. Raises UnsupportedModelError where attention is not what passes compute."""
-    others = sorted(key for key, one in kwargs.items() if isinstance(one, Tensor) and key not in _KNOWN)
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attention_mask: Tensor | None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention for tracing. Raises UnsupportedModelError for unsupported attention."""
+    unknown = sorted(key for key, value in kwargs.items() if isinstance(value, Tensor) and key not in _KNOWN)
     is_ours = attention_mask is None or hasattr(attention_mask, "window")
-    if others or not is_ours or not getattr(module, "is_causal", True):
-        raise UnsupportedModelError(f"its attention takes {(others or ['a mask of its own'])[0]}")
+    if unknown or not is_ours or not getattr(module, "is_causal", True):
+        raise UnsupportedModelError(f"its attention uses {(unknown or ['a custom mask'])[0]}")
     if k.shape[2] != q.shape[2]:
-        raise UnsupportedModelError("its layers keep keys that are not those of single tokens")
-    # The windows that layers name are for kernels that take no masks, and may lack; those of masks are what counts.
+        raise UnsupportedModelError("its layers combine the keys of several tokens")
+    # Windows named by layers serve kernels without masks and may be missing; masks are decisive.
     window = getattr(attention_mask, "window", sliding_window)
     return _attention(module, q, k, v, None, sliding_window=window, **kwargs)
 
 
 def _mask(
-    q_length: int, kv_length: int, device: torch.device, use_vmap: bool = False, local_size: int | None = None,
+    q_length: int,
+    kv_length: int,
+    device: torch.device,
+    use_vmap: bool = False,
+    local_size: int | None = None,
     **kwargs: Any,
-) -> Tensor:  # fmt: skip
-    """What a traced model takes for a mask: nothing but the window, unless a model masks by a function of its own."""
+) -> Tensor:
+    """Mask for tracing: records only the window, unless the model has a custom mask function."""
     mask = torch.empty(1, 1, q_length, kv_length, dtype=torch.bool, device=device)
     if not use_vmap:
         mask.window = local_size  # type: ignore[attr-defined]
@@ -175,18 +204,22 @@ def _mask(
 
 
 def _mixture(module: nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """What models call for the experts of a mixture, see transformers' ExpertsInterface.
+    """Experts of a mixture, see transformers' ExpertsInterface.
 
-    Their own code visits one expert after the other, for each of which the host waits.
+    transformers' own code loops over experts, with a synchronization per expert.
     """
     if hidden.is_meta:
-        module.__dict__["pass_cache"].choose(module, [hidden, *args, *kwargs.values()])
+        module.__dict__["pass_cache"].record_experts(module, [hidden, *args, *kwargs.values()])
         return torch.empty_like(hidden)
-    share, touched = (module.__dict__.get(name) for name in ("share", "touched"))
-    if hidden.is_cuda and all(getattr(one, "is_cuda", False) for one in module._parameters.values() if one is not None):
-        mix = grouped_mm_experts_forward if share is None else partial(_grouped, share.own)
+    share = module.__dict__.get("share")
+    touched = module.__dict__.get("touched")
+    parameters = [value for value in module._parameters.values() if value is not None]
+    if hidden.is_cuda and all(getattr(value, "is_cuda", False) for value in parameters):
+        mix = grouped_mm_experts_forward if share is None else partial(_grouped, share.owned)
+    elif touched is None:
+        mix = type(module).forward.__wrapped__  # type: ignore[attr-defined]
     else:
-        mix = type(module).forward.__wrapped__ if touched is None else touched.mix  # type: ignore[attr-defined]
+        mix = touched.mix
     if share is None:
         out: Tensor = mix(module, hidden, *args, **kwargs)
         return out
@@ -196,115 +229,135 @@ def _mixture(module: nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) -> Te
 def mix_of_all(
     share: ExpertShare, mix: Callable[[Tensor, Tensor, Tensor], Tensor], hidden: Tensor, chosen: Tensor, scores: Tensor
 ) -> Tensor:
-    """The output of a mixture by all ranks, each of which gives with `mix` what its experts add to it.
+    """Combine the experts of all ranks; `mix` computes the contribution of this rank's experts.
 
     chosen, scores  (n_rows, n_used)
     """
     if not share.is_exact:
         return share.all_reduce(mix(hidden, chosen, scores))
     n_rows, n_used = chosen.shape
-    # As many rows of one expert each: of their outputs only one rank's is not zero, so their sum is no sum.
+    # Repeat rows, each with a single expert. Exactly one rank's output is nonzero, so the sum over
+    # ranks adds no rounding.
     each = mix(hidden.repeat(n_used, 1), chosen.T.reshape(-1, 1), scores.T.reshape(-1, 1))
-    outputs, rows = share.all_reduce(each).view(n_used, n_rows, -1), torch.arange(n_rows, device=hidden.device)
+    outputs = share.all_reduce(each).view(n_used, n_rows, -1)
+    rows = torch.arange(n_rows, device=hidden.device)
     mixed = torch.zeros_like(hidden)
     for places in chosen.argsort(1).T:
         mixed += outputs[places, rows]
     return mixed
 
 
-def _grouped(own: range, module: Any, hidden: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
-    """Transformers' grouped products with some of the experts, to which it gives numbers of their own."""
-    is_other = (chosen < own.start) | (chosen >= own.stop)
-    whole, module.num_experts, module._is_expert_parallel = module.num_experts, len(own), True
-    numbers = (chosen - own.start).masked_fill(is_other, len(own))
-    out = grouped_mm_experts_forward(module, hidden, numbers, scores.masked_fill(is_other, 0.0))
-    module.num_experts, module._is_expert_parallel = whole, False
+def _grouped(owned: range, module: Any, hidden: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
+    """Run transformers' grouped products with this rank's experts, renumbered from 0."""
+    is_foreign = (chosen < owned.start) | (chosen >= owned.stop)
+    n_experts = module.num_experts
+    module.num_experts = len(owned)
+    module._is_expert_parallel = True
+    numbers = (chosen - owned.start).masked_fill(is_foreign, len(owned))
+    out = grouped_mm_experts_forward(module, hidden, numbers, scores.masked_fill(is_foreign, 0.0))
+    module.num_experts = n_experts
+    module._is_expert_parallel = False
     return out
 
 
 class Table:
-    """The table of an embedding; to its module, the parameter that rows are looked up in."""
+    """Embedding table; replaces the module's parameter for lookups."""
 
     def __init__(self, name: str, weights: LayerWeights, device: torch.device) -> None:
-        self._name, self._weights = name, weights
-        self.dtype, self.device = weights.dtype, device
+        self._name = name
+        self._weights = weights
+        self.dtype = weights.dtype
+        self.device = device
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None) -> Tensor:
-        assert function is F.embedding, "what an embedding computes"
+        assert function is F.embedding, "embedding modules only look up rows"
         ids, table = args[:2]
         rows: Tensor = table._weights.rows(ids.flatten(), table._name)
         return rows.view(*ids.shape, rows.shape[1])
 
 
 def experts_of(names: list[list[str]], shape: tuple[int, ...], weights: LayerWeights, is_card: bool) -> Any:
-    """A parameter of this shape that holds the matrices of experts, which have these names."""
-    whole = weights.joined([one for own in names for one in own]) if is_card else None
+    """Return a parameter of this shape that contains the named expert matrices."""
+    whole = weights.joined([name for modules in names for name in modules]) if is_card else None
     return _Experts(names, shape, weights) if whole is None else whole.view(shape)
 
 
 class _Experts:
-    """One matrix for each expert, or several whose outputs follow each other; to a module, its parameter."""
+    """Parameter of an expert module: a matrix, or several concatenated by output, per expert."""
 
     def __init__(self, names: list[list[str]], shape: tuple[int, ...], weights: LayerWeights) -> None:
-        self._names, self.shape, self._weights = names, shape, weights
+        self._names = names
+        self.shape = shape
+        self._weights = weights
 
     def __getitem__(self, expert: Any) -> "_Matrix":
         return _Matrix(self._names[int(expert)], self._weights)
 
 
 class _Matrix:
-    """A matrix whose rows lie in several, for `linear` alone."""
+    """Matrix with its rows stored in several tensors; supports only `linear` and `matmul`."""
 
     def __init__(self, names: list[str], weights: LayerWeights) -> None:
-        self._names, self._weights = names, weights
+        self._names = names
+        self._weights = weights
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None) -> Tensor:
         x, matrix, *bias = args
-        assert function in (F.linear, Tensor.matmul) and bias in ([], [None]), "what the experts of a mixture compute"
+        is_product = function in (F.linear, Tensor.matmul) and bias in ([], [None])
+        assert is_product, "experts compute products without bias"
         return torch.cat([matrix._weights.linear(x, name) for name in matrix._names], dim=-1)
 
 
 @dataclass(frozen=True)
 class Touched:
-    """The experts of a layer, or those of them that a rank has, that come as rows need them.
+    """Experts of a layer, or this rank's part, loaded on demand.
 
-    own      which they are
-    name     of their module in the layer
-    names    of each parameter that is stored expert by expert: the modules of each of these
-    predict  what rows are likely to take in the next layer, (n_rows, n_used), by what the experts of this one get
+    owned    indices of the experts
+    name     module name within the layer
+    names    expert modules of each parameter that is stored per expert
+    predict  predicts the experts (n_rows, n_used) of the next layer from this layer's inputs
     """
 
     experts: LayerExperts
-    own: range
+    owned: range
     name: str
     names: dict[str, list[list[str]]]
     predict: Callable[[Tensor], Tensor | None]
 
     def mix(self, module: Any, hidden: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
-        """What transformers' experts compute, those that are there first; the host waits for the router's choice.
+        """Compute the mixture, experts on the device first. Synchronizes on the router's choice.
 
         chosen, scores  (n_rows, n_used)
-        The outputs are added in the order of the experts, so a sum does not depend on what was there.
+        Outputs are added in expert order, so sums do not depend on the loading order.
         """
-        predicted, n_used, has_host = self.predict(hidden), chosen.shape[1], self.experts.has_host
+        predicted = self.predict(hidden)
+        n_used = chosen.shape[1]
+        has_host = self.experts.has_host
         choices = [chosen] if predicted is None else [chosen, predicted]
         on_host = ops.to_host([*choices, *([hidden.contiguous()] if has_host else [])])
-        counts = [one.flatten().bincount(minlength=module.num_experts) for one in on_host[: len(choices)]]
-        part, start = slice(self.own.start, self.own.stop), sum(counts[0][: self.own.start].tolist())
+        n_experts = module.num_experts
+        counts = [choice.flatten().bincount(minlength=n_experts) for choice in on_host[: len(choices)]]
+        part = slice(self.owned.start, self.owned.stop)
+        start = sum(counts[0][: self.owned.start].tolist())
         self.experts.expect([] if predicted is None else _ranked(counts[1][part]))
-        n_rows, ends = counts[0][part].tolist(), (start + counts[0][part].cumsum(0)).tolist()
+        n_rows = counts[0][part].tolist()
+        ends = (start + counts[0][part].cumsum(0)).tolist()
 
         def places(expert: int, order: Tensor) -> Tensor:
             return order[ends[expert] - n_rows[expert] : ends[expert]]
 
-        order, outputs = chosen.flatten().argsort(stable=True), dict[int, tuple[Tensor, Tensor]]()
-        order_there, compute = on_host[0].flatten().argsort(stable=True), partial(self._expert, module)
-        work = HostWork(compute, lambda one: on_host[-1][places(one, order_there) // n_used])
-        for expert, came in self.experts.arrive(
-            {one: n for one, n in enumerate(n_rows) if n}, work if has_host else None
-        ):
+        order = chosen.flatten().argsort(stable=True)
+        order_on_host = on_host[0].flatten().argsort(stable=True)
+        outputs = dict[int, tuple[Tensor, Tensor]]()
+
+        def host_rows(expert: int) -> Tensor:
+            return on_host[-1][places(expert, order_on_host) // n_used]
+
+        work = HostWork(partial(self._expert, module), host_rows) if has_host else None
+        wanted = {expert: n for expert, n in enumerate(n_rows) if n}
+        for expert, came in self.experts.arrive(wanted, work):
             at = places(expert, order)
             rows = at // n_used
             out = came if isinstance(came, Tensor) else self._expert(module, hidden[rows], expert, came)
@@ -316,7 +369,7 @@ class Touched:
         return mixed
 
     def _expert(self, module: Any, x: Tensor, expert: int, weights: LayerWeights) -> Tensor:
-        """One expert on its rows, but for a norm behind it, by the attributes that transformers' own implementations go by."""
+        """Compute an expert without a norm after it, by the attributes of transformers' experts."""
         up = self._product(module, x, expert, weights, "gate_up_proj" if module.has_gate else "up_proj")
         inner = module._apply_gate(up) if module.has_gate else module.act_fn(up)
         return self._product(module, inner, expert, weights, "down_proj")
@@ -324,7 +377,7 @@ class Touched:
     def _product(self, module: Any, x: Tensor, expert: int, weights: LayerWeights, key: str) -> Tensor:
         name = f"{self.name}.{key}"
         if name in self.names:
-            out = torch.cat([weights.linear(x, one) for one in self.names[name][expert]], dim=-1)
+            out = torch.cat([weights.linear(x, module_name) for module_name in self.names[name][expert]], dim=-1)
         else:
             matrix = weights.tensor(f"{name}.{expert}")
             out = linear(x, matrix.T if module.is_transposed else matrix)
@@ -332,6 +385,6 @@ class Touched:
 
 
 def _ranked(counts: Tensor) -> list[int]:
-    """The numbers that were counted at all, the most frequent first."""
-    found: list[int] = counts.argsort(descending=True, stable=True)[: int((counts > 0).sum())].tolist()
-    return found
+    """Return the indices with nonzero counts, most frequent first."""
+    ranked: list[int] = counts.argsort(descending=True, stable=True)[: int((counts > 0).sum())].tolist()
+    return ranked

@@ -1,4 +1,4 @@
-"""Where the tensors of a model of transformers lie in a checkpoint, by transformers' own mapping of names."""
+"""Locate the tensors of a transformers model in a checkpoint by transformers' key mapping."""
 
 from collections.abc import Iterable, Mapping
 
@@ -16,44 +16,45 @@ from transformers.core_model_loading import (
 
 from offload_rt.errors import UnsupportedModelError
 from offload_rt.models.architecture import Part, TensorShape
-from offload_rt.models.traced import ExpertNames, JoinedTensors, TracedModel
+from offload_rt.models.traced import ExpertNames, SplitTensors, TracedModel
 
 
 class TensorNames:
-    """Finds a model's tensors among those of a checkpoint, of these shapes.
+    """Match a model's tensors with the tensors of a checkpoint.
 
-    parts  where the tensors lie, by the model's names; of experts that are stored one by one, by the checkpoint's; of one
-           that is a part of codes or scales of all, by its number and what it is
-    Raises UnsupportedModelError where bytes would have to change places.
+    parts  locations by model tensor name; experts stored individually use checkpoint names;
+           experts within a packed tensor of codes or scales use expert index and tensor kind
+    Raises UnsupportedModelError if bytes would need rearranging.
     """
 
     def __init__(self, model: TracedModel, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.parts: dict[str, Part] = {}
-        self._model, self._base = model, model.model.base_model_prefix
+        self._model = model
+        self._base = model.model.base_model_prefix
         transforms = get_model_conversion_mapping(model.model)
-        self._renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
-        self._converters = [one for one in transforms if isinstance(one, WeightConverter)]
+        self._renamings = [name for name in transforms if isinstance(name, WeightRenaming)]
+        self._converters = [name for name in transforms if isinstance(name, WeightConverter)]
         self._of_experts: dict[str, dict[str, dict[str, None]]] = {}
-        self._joined: dict[str, dict[str, TensorShape]] = {}
-        of_layers = ({f"{model.prefix}{i}.{one}" for one in own} for i, own in enumerate(model.shapes[:-1]))
+        self._split: dict[str, dict[str, TensorShape]] = {}
+        of_layers = ({f"{model.prefix}{i}.{name}" for name in names} for i, names in enumerate(model.shapes[:-1]))
         self._needed = set(model.shapes[-1]).union(*of_layers)
         for stored in sorted(shapes, key=dot_natural_key):
             self._add(stored, shapes[stored])
 
     def _add(self, stored: str, shape: tuple[int, ...]) -> None:
-        """Place a tensor; one that nothing is known of keeps its name."""
+        """Locate a tensor; unknown tensors keep their names."""
         stem, _, last = stored.rpartition(".")
-        for probe, ending in ((stored, ""), (f"{stem}.weight", last)):  # a matrix may be stored as codes and scales
+        for probe, ending in ((stored, ""), (f"{stem}.weight", last)):  # codes and scales replace weights
             name, pattern = self._renamed(probe)
             if name in self._model.state:
-                if name not in self._needed:  # whatever would have to be done with it
+                if name not in self._needed:  # no conversion required
                     self.parts[name] = Part(stored)
                 elif pattern is None:
                     self.parts[_ended(name, ending)] = Part(stored)
                 else:
                     self._convert(stored, probe, ending, shape, name, pattern)
                 return
-        experts, _, part = stored.rpartition("_")  # the codes or scales of all of them
+        experts, _, part = stored.rpartition("_")  # packed codes or scales of all experts
         name = self._renamed(experts)[0]
         if name in self._model.state and shape[:1] == self._model.state[name][:1]:
             for i in range(shape[0]):
@@ -68,56 +69,61 @@ class TensorNames:
         return (name, None) if new not in state and name in state else (new, pattern)
 
     def _convert(self, stored: str, probe: str, ending: str, shape: tuple[int, ...], name: str, pattern: str) -> None:
-        """Place a tensor that has parts of others, or is a part."""
-        converter = next(one for one in self._converters if pattern in one.source_patterns)
-        steps = [(type(one), getattr(one, "dim", None)) for one in converter.operations]
-        own, base = apply_renamings(probe, self._renamings), f"{self._base}."
-        own = base + own if name.startswith(base) and not own.startswith(base) else own
+        """Locate a tensor that is split into, or concatenated from, model tensors."""
+        converter = next(candidate for candidate in self._converters if pattern in candidate.source_patterns)
+        steps = [(type(step), getattr(step, "dim", None)) for step in converter.operations]
+        own_name = apply_renamings(probe, self._renamings)
+        base = f"{self._base}."
+        if name.startswith(base) and not own_name.startswith(base):
+            own_name = base + own_name
         if steps == [(Concatenate, 0)] and not ending:
-            self.parts[own] = Part(stored)
-            self._joined.setdefault(name, {})[pattern] = TensorShape(own, shape)
+            self.parts[own_name] = Part(stored)
+            self._split.setdefault(name, {})[pattern] = TensorShape(own_name, shape)
         elif steps in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]) and probe.endswith(".weight"):
-            self.parts[_ended(own, ending)] = Part(stored)
-            self._of_experts.setdefault(name, {}).setdefault(pattern, {})[own.removesuffix(".weight")] = None
+            self.parts[_ended(own_name, ending)] = Part(stored)
+            self._of_experts.setdefault(name, {}).setdefault(pattern, {})[own_name.removesuffix(".weight")] = None
         elif steps == [(Chunk, 0)] and not ending:
             targets = converter.target_patterns
             n_rows = shape[0] // len(targets)
             for n, target in enumerate(targets):
                 self.parts[name.replace(targets[0], target)] = Part(stored, n * n_rows, n_rows)
         else:
+            operations = ", ".join(map(str, converter.operations))
             raise UnsupportedModelError(
-                f"tensor {stored!r} would have to be converted ({', '.join(map(str, converter.operations))})",
-                change="save the model with transformers as its classes have it",
+                f"tensor {stored!r} requires conversion ({operations})",
+                change="save the model with the current version of transformers",
             )
 
     def experts(self) -> tuple[ExpertNames, ...]:
-        """Of each layer."""
+        """Return the expert modules of each layer."""
         layers: list[dict[str, list[list[str]]]] = [{} for _ in self._model.layers]
         for name, by_pattern in self._of_experts.items():
             i, start = self._layer(name)
-            kinds = [[one[start:] for one in by_pattern[pattern]] for pattern in self._in_order(by_pattern)]
-            layers[i][name[start:]] = [list(one) for one in zip(*kinds, strict=True)]
+            kinds = [[module[start:] for module in by_pattern[pattern]] for pattern in self._in_order(by_pattern)]
+            layers[i][name[start:]] = [list(module) for module in zip(*kinds, strict=True)]
         return tuple(layers)
 
-    def joined(self) -> tuple[JoinedTensors, ...]:
-        """Of each layer."""
+    def split_tensors(self) -> tuple[SplitTensors, ...]:
+        """Return the concatenated tensors of each layer."""
         layers: list[dict[str, tuple[TensorShape, ...]]] = [{} for _ in self._model.layers]
-        for name, by_pattern in self._joined.items():
+        for name, by_pattern in self._split.items():
             i, start = self._layer(name)
             parts = (by_pattern[pattern] for pattern in self._in_order(by_pattern))
-            layers[i][name[start:]] = tuple(TensorShape(one[start:], shape) for one, shape in parts)
+            layers[i][name[start:]] = tuple(TensorShape(name[start:], shape) for name, shape in parts)
         return tuple(layers)
 
     def _layer(self, name: str) -> tuple[int, int]:
-        """Of a tensor the number of its layer, and where its name in there begins."""
+        """Return the layer index of a tensor, and the length of its prefix."""
         i = name.removeprefix(self._model.prefix).partition(".")[0]
         return int(i), len(f"{self._model.prefix}{i}.")
 
     def _in_order(self, patterns: Iterable[str]) -> list[str]:
-        order = {"": 0} | {one: n for converter in self._converters for n, one in enumerate(converter.source_patterns)}
+        order = {"": 0} | {
+            source: n for converter in self._converters for n, source in enumerate(converter.source_patterns)
+        }
         return sorted(patterns, key=order.__getitem__)
 
 
 def _ended(name: str, ending: str) -> str:
-    """The name with another last part in place of "weight"; "": as it is."""
+    """Replace the suffix "weight" of a name by `ending`, unless empty."""
     return name.removesuffix("weight") + ending if ending else name

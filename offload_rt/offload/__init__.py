@@ -1,1 +1,1 @@
-"""Where the bytes of layers lie, and how they come to the device."""
+"""Weight placement and streaming: tiers (device, host, disk), streamers, expert caches."""

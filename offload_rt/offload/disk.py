@@ -1,4 +1,4 @@
-"""Layers read straight out of a checkpoint's own safetensors shards, past the page cache where the file system allows it."""
+"""Layers read directly from safetensors shards, bypassing the page cache if possible."""
 
 import itertools
 import os
@@ -15,16 +15,16 @@ from offload_rt.offload.tier import Read
 from offload_rt.weights.header import TensorRecord, stamp_of
 from offload_rt.weights.layout import PAGE, Layout, TensorEntry, align_up, host_block, packed_layout
 
-# Ranges this close are read as one: the bytes between cost less than another request.
+# Ranges with a smaller gap are read as a single range: the gap costs less than a request.
 _JOIN = 64 << 10
 
 
 @dataclass(frozen=True)
 class ReadSettings:
-    """How the disk is kept busy.
+    """Disk request settings.
 
-    request_nbytes  bytes of one request, a multiple of PAGE
-    n_parallel      requests under way at once
+    request_nbytes  bytes per request, a multiple of PAGE
+    n_parallel      concurrent requests
     """
 
     request_nbytes: int = 1 << 20
@@ -33,7 +33,7 @@ class ReadSettings:
 
 @dataclass(frozen=True)
 class _Run:
-    """Bytes [start, stop) of a file, which hold these tensors."""
+    """Bytes [start, stop) of a file, with the contained tensors."""
 
     path: Path
     start: int
@@ -43,10 +43,11 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Part:
-    """Bytes [start, start + nbytes) of a file, which belong at `offset` of a block.
+    """Bytes [start, start + nbytes) of a file, to be stored at `offset` of a block.
 
-    phased  the block keeps the file's phase, so whole pages may be read into it without touching another tensor
-    n_pieces, stride  of a part of a matrix: so many pieces in all, the first bytes of every `stride`
+    phased    offsets in block and file agree modulo a page, so whole pages can be read in place
+    n_pieces  number of strided pieces, for a part of a matrix's columns
+    stride    distance between pieces; each piece has nbytes / n_pieces bytes
     """
 
     path: Path
@@ -59,15 +60,15 @@ class _Part:
 
     @property
     def span(self) -> int:
-        """Bytes that are read, with what lies between pieces: these are shorter than requests, and seldom begin at a page."""
+        """Bytes to read, including gaps: pieces are short and rarely page-aligned."""
         return (self.n_pieces - 1) * self.stride + self.nbytes // self.n_pieces
 
 
 class DirectFiles:
-    """Files read past the page cache where the file system allows it, and held to be those whose headers were read."""
+    """Files opened for direct I/O if supported, checked against the headers read earlier."""
 
     def __init__(self, records: Iterable[TensorRecord]) -> None:
-        """records: of the tensors to be read. Raises LinkError if a file cannot be opened, or is another by now."""
+        """records: tensors to read. Raises LinkError if a file cannot be opened or has changed."""
         self._stamps = {record.path: record.stamp for record in records}
         self._files: dict[Path, int] = {}
         self._bounce = threading.local()
@@ -86,14 +87,14 @@ class DirectFiles:
         self._files.clear()
 
     def fill(self, path: Path, start: int, into: Tensor, need: int) -> None:
-        """Read from byte `start`, which begins a page, into page-aligned memory until at least `need` bytes are there.
+        """Read at least `need` bytes from the page-aligned byte `start` into page-aligned memory.
 
-        Raises LinkError if the file fails or ends early.
+        Raises LinkError if the file fails or is too short.
         """
         fill(into, need, self._files[path], start, str(path))
 
     def bounced(self, path: Path, start: int, nbytes: int) -> Tensor:
-        """(nbytes,) uint8 from any byte of a file, until the next call in this thread. Raises LinkError as `fill`."""
+        """Read (nbytes,) uint8 from any offset into a thread-local buffer; raises LinkError."""
         lead = start % PAGE
         block = self._bounce_block(align_up(lead + nbytes, PAGE))
         self.fill(path, start - lead, block, lead + nbytes)
@@ -106,45 +107,45 @@ class DirectFiles:
         return block[:nbytes]
 
     def check(self, path: Path) -> None:
-        """Raises LinkError if a file is another than when its header was read: other weights give another text."""
+        """Raise LinkError if a file has changed since its header was read."""
         stamp = self._stamps[path]
         if stamp is not None and stamp_of(os.fstat(self._files[path])) != stamp:
             raise LinkError(f"{path} changed while in use", change="run again")
 
 
 class DiskTier:
-    """Blocks that are ranges of safetensors files.
+    """Blocks that consist of ranges of safetensors files.
 
-    A direct read can only put a byte where the file offset and the memory address agree modulo a page. So a block keeps
-    its tensors at the phase they have in the file, and nothing is copied; only where that would leave a tensor at an
-    address its dtype cannot have does a block go through a bounce buffer into a packed layout.
+    Direct I/O requires equal file offset and memory address modulo a page. Therefore a block keeps
+    each tensor's offset modulo a page, and nothing is copied. If a tensor would violate the
+    alignment of its dtype, the block is read through a bounce buffer into a packed layout.
     """
 
     def __init__(
         self, layers: Sequence[Sequence[TensorRecord]], settings: ReadSettings | None = None, packed: bool = False
     ) -> None:
-        """layers: per block its tensors' records; packed: read through bounce buffers into packed layouts all the same."""
+        """layers: tensor records per block; packed: always use packed layouts."""
         self.settings = settings or ReadSettings()
         self.n_parallel = self.settings.n_parallel
         self._blocks = [_plan(records, self.settings.request_nbytes, packed) for records in layers]
         self._files = DirectFiles(itertools.chain.from_iterable(layers))
 
     def layout(self, i: int) -> Layout:
-        """How block i lies in memory after it has been read."""
+        """Return the memory layout of block i after reading."""
         return self._blocks[i][0]
 
     def nbytes(self, i: int) -> int:
-        """Bytes that reading block i moves; its layout is longer by what alignment costs."""
+        """Return the content bytes of block i, without alignment."""
         return sum(part.nbytes for part in self._blocks[i][1])
 
     def read_nbytes(self, i: int) -> int:
-        """Bytes that are read for block i: more where it has parts of rows."""
+        """Return the bytes read from disk for block i, including gaps between pieces."""
         return sum(part.span for part in self._blocks[i][1])
 
     def reads(self, i: int, into: Tensor) -> list[Read]:
-        """One read for each request; each raises LinkError if the file fails or ends early.
+        """Return a read per request; reads raise LinkError if the file fails or is too short.
 
-        A packed block may be read into memory of a card.
+        Packed blocks may be read into device memory.
         """
         return [partial(self._read, part, into) for part in self._blocks[i][1]]
 
@@ -154,9 +155,10 @@ class DiskTier:
 
     def _read(self, part: _Part, into: Tensor) -> int:
         lead = part.start % PAGE
-        need, at = lead + part.nbytes, part.offset - lead
+        need = lead + part.nbytes
+        at = part.offset - lead
         if part.phased and (into.data_ptr() + at) % PAGE == 0:
-            # The pages at both ends may hold bytes of other tensors of this block: those are read as they are in the file.
+            # Boundary pages may contain further tensors of this block: they get equal content.
             self._files.fill(part.path, part.start - lead, into[at : at + align_up(need, PAGE)], need)
         else:
             piece = part.nbytes // part.n_pieces
@@ -168,11 +170,12 @@ class DiskTier:
 
 
 def fill(into: Tensor, need: int, file: int, start: int, name: str) -> None:
-    """Read a file from byte `start` on into memory until at least `need` bytes are there; directly where both are at a page.
+    """Read at least `need` bytes of a file from byte `start`; direct if both are page-aligned.
 
     Raises LinkError.
     """
-    view, n = memoryview(into.numpy().data), 0
+    view = memoryview(into.numpy().data)
+    n = 0
     while n < need:
         try:
             got = os.preadv(file, [view[n:]], start + n)
@@ -186,11 +189,11 @@ def fill(into: Tensor, need: int, file: int, start: int, name: str) -> None:
 
 
 def _plan(records: Sequence[TensorRecord], request_nbytes: int, packed: bool) -> tuple[Layout, tuple[_Part, ...]]:
-    """The layout of a block, and the requests that fill it."""
+    """Plan a block: its layout, and the requests that fill it."""
     packed = packed or any(record.n_pieces > 1 for record in records)
     runs = _runs(records)
     layout = _phased_layout(runs)
-    # Where tensors of one block are moved or packed, they keep the order of the records: that in which they are used.
+    # Keep the order of the records in the layout: the order of use.
     entries = {entry.name: entry for entry in layout.entries}
     layout = Layout(tuple(entries[record.key] for record in records), layout.nbytes)
     phased = not packed and not any(entry.offset % entry.dtype.itemsize for entry in layout.entries)
@@ -203,7 +206,7 @@ def _plan(records: Sequence[TensorRecord], request_nbytes: int, packed: bool) ->
 
 
 def _runs(records: Sequence[TensorRecord]) -> list[_Run]:
-    """The ranges of files that hold these tensors, those next to each other joined."""
+    """Group tensors into file ranges; merge close ranges."""
     runs: list[_Run] = []
     for record in sorted(records, key=lambda record: (record.path, record.start)):
         last = runs[-1] if runs else None
@@ -223,19 +226,28 @@ def _phased_layout(runs: Sequence[_Run]) -> Layout:
             for record in run.records
         ]
         end = base + run.stop - run.start
-    # The last page of a direct read is written whole.
+    # Direct reads write the last page completely.
     return Layout(tuple(entries), align_up(end, PAGE))
 
 
 def _parts(run: _Run, offset: int, request_nbytes: int, phased: bool) -> list[_Part]:
-    """Cut a run where requests end, at multiples of the request size in the file, or between pieces."""
-    if (one := run.records[0]).n_pieces > 1:
-        piece = one.stop - one.start
-        n = max(request_nbytes // one.stride, 1) if one.stride - piece <= _JOIN else 1
-        counts = [(first, min(n, one.n_pieces - first)) for first in range(0, one.n_pieces, n)]
+    """Cut a run at multiples of the request size in the file, or between pieces."""
+    record = run.records[0]
+    if record.n_pieces > 1:
+        piece = record.stop - record.start
+        is_dense = record.stride - piece <= _JOIN
+        n = max(request_nbytes // record.stride, 1) if is_dense else 1
         return [
-            _Part(run.path, run.start + first * one.stride, k * piece, offset + first * piece, False, k, one.stride)
-            for first, k in counts
+            _Part(
+                path=run.path,
+                start=run.start + first * record.stride,
+                nbytes=min(n, record.n_pieces - first) * piece,
+                offset=offset + first * piece,
+                phased=False,
+                n_pieces=min(n, record.n_pieces - first),
+                stride=record.stride,
+            )
+            for first in range(0, record.n_pieces, n)
         ]
     cuts = [run.start, *range(align_up(run.start + 1, request_nbytes), run.stop, request_nbytes), run.stop]
     return [_Part(run.path, a, b - a, offset + a - run.start, phased) for a, b in itertools.pairwise(cuts)]
@@ -245,8 +257,9 @@ def _open(path: Path) -> int:
     try:
         return os.open(path, os.O_RDONLY | os.O_DIRECT)
     except OSError:
-        pass  # a file system without direct I/O, such as tmpfs
+        pass  # no direct I/O on this file system, e.g. tmpfs
     try:
         return os.open(path, os.O_RDONLY)
     except OSError as error:
-        raise LinkError(f"{path}: {error.strerror}", change="check that the file is there and may be read") from error
+        change = "check that the file exists and is readable"
+        raise LinkError(f"{path}: {error.strerror}", change=change) from error

@@ -1,4 +1,4 @@
-"""Experts of mixtures, fetched into slots on the device as rows need them; those that are used least make room."""
+"""Expert cache: device slots filled on demand; the least used experts are evicted."""
 
 import threading
 import time
@@ -25,46 +25,51 @@ from offload_rt.system.numa import Cpus
 from offload_rt.system.trace import EXPERTS, NOTHING_ASKED, Trace, span_name, waits
 from offload_rt.weights.layout import Layout, host_block
 
-# The weights of a block.
-View = Callable[[Layout, Tensor], LayerWeights]
+# Creates the weights of a block from its layout and bytes.
+MakeWeights = Callable[[Layout, Tensor], LayerWeights]
 
-# How much of what is known of the use of a layer's experts stays after each pass: half of it for some 14 passes. Between 0.9
-# and 0.99 what is fetched differs by less than a tenth, now this way and now that (`bench/expert_policy.py`).
+# Decay of expert usage per pass, a half-life of about 14 passes. Between 0.9 and 0.99 the fetched
+# bytes differ by less than a tenth, without a trend (`bench/expert_policy.py`).
 _MEMORY = 0.95
-# Experts of the layer under way, of which a later chunk may need any, and expected ones stay before all others.
+# Priority of experts of the current layer, which later chunks may need, and of predicted experts.
 _SOON = 2.0
-# Experts that are fetched ahead at most, by those that a row takes. More hold up what is needed and displace what is worth as
-# much: without a limit passes took up to a quarter longer than with none ahead (`bench/expert_policy.py`).
+# Maximum experts prefetched, relative to the experts per row. Further prefetches delay needed
+# experts and evict equally useful ones: without a limit, passes took up to 25 % longer than without
+# any prefetch (`bench/expert_policy.py`).
 _AHEAD = 0.25
 
 
 class ExpertCache(ABC):
-    """Slots on the device that hold experts of any layer.
+    """Device slots for experts of all layers.
 
-    A layer's router says which its rows need. Those that are there are computed while others arrive; behind them come those
-    that the next layer is likely to need. Room is made by the one of the least use: the share of rows that took it, with
-    older passes counting less. None is left out, however few slots there are.
+    The router of a layer determines the needed experts. Cached experts are computed while missing
+    experts arrive, followed by experts predicted for the next layer. Evicted first are experts with
+    the lowest usage: the share of rows routed to them, decaying per pass. Every needed expert is
+    computed, for any number of slots.
 
-    host  computes some of those that are not there; None: all are brought
+    host  computes some missing experts on the host, or None
     """
 
     host: HostExperts | None = None
 
-    def __init__(self, sizes: ExpertSizes, tier: Tier, view: View, slots: list[Tensor]) -> None:
-        """tier: has expert e of layer `mixture.layers[k]` as block `k * mixture.n_experts + e`."""
-        self.mixture, self.tier, self._view, self._slots = sizes.mixture, tier, view, slots
-        self._changed = threading.Condition()  # guards all that follows
-        self._held = np.full(len(slots), -1)  # the block in each slot, or on its way there; -1: none
+    def __init__(self, sizes: ExpertSizes, tier: Tier, view: MakeWeights, slots: list[Tensor]) -> None:
+        """tier: block `k * mixture.n_experts + e` is expert e of layer `mixture.layers[k]`."""
+        self.mixture = sizes.mixture
+        self.tier = tier
+        self._view = view
+        self._slots = slots
+        self._changed = threading.Condition()  # guards all attributes below
+        self._held = np.full(len(slots), -1)  # block in, or being copied to, each slot; -1 for none
         self._slot_of: dict[int, int] = {}
-        self._taken = np.zeros(len(slots), dtype=bool)  # slots that are read into, or about to be computed from
+        self._taken = np.zeros(len(slots), dtype=bool)  # slots in transfer or in use
         self._use, self._soon = np.zeros((2, sizes.n_blocks))
-        self._needed: deque[int] = deque()  # blocks that have no slot yet
-        self._ahead: deque[int] = deque()  # likely ones, whether or not they are there
-        self._wanted: set[int] = set()  # of the layer under way, not computed yet
-        self.n_brought = 0  # so far, or on their way, or computed by the host instead
+        self._needed: deque[int] = deque()  # needed blocks without a slot
+        self._ahead: deque[int] = deque()  # predicted blocks, cached or not
+        self._wanted: set[int] = set()  # blocks of the current layer, not computed yet
+        self.n_brought = 0  # blocks fetched, in transfer, or computed by the host
 
     def of_layer(self, i: int, following: Callable[[], LayerWeights | None]) -> LayerExperts | None:
-        """The experts of layer i, None where it has none; see `LayerExperts.following`."""
+        """Return the experts of layer i, or None; see `LayerExperts.following`."""
         layers = self.mixture.layers
         if i not in layers:
             return None
@@ -75,37 +80,41 @@ class ExpertCache(ABC):
     def arrive(
         self, k: int, n_rows: Mapping[int, int], work: HostWork | None = None
     ) -> Iterator[tuple[int, LayerWeights | Tensor]]:
-        """See `LayerExperts.arrive`, of the k-th layer that has some. Raises LinkError if one cannot be read."""
+        """See `LayerExperts.arrive`, for the k-th expert layer. Raises LinkError."""
         first = k * self.mixture.n_experts
         try:
-            here = self._want(first, n_rows, work)
-            begun = self.host.begin(first, here, work) if self.host and work and here else None
+            host_blocks = self._want(first, n_rows, work)
+            begun = None
+            if self.host and work and host_blocks:
+                begun = self.host.begin(first, host_blocks, work)
             while self._wanted:
                 block = self._await()
                 slot = self._slot_of[block]
                 yield block - first, self._view(self.tier.layout(block), self._slots[slot])
                 self._release(block)
             if self.host and begun:
-                yield from zip((one - first for one in here), self.host.finish(begun), strict=True)
+                numbers = (block - first for block in host_blocks)
+                yield from zip(numbers, self.host.finish(begun), strict=True)
         finally:
             if self._wanted:
                 self._forget()
 
     def expect(self, k: int, experts: Sequence[int]) -> None:
-        """See `LayerExperts.expect`, of the k-th layer. It takes effect with the next `arrive`.
+        """See `LayerExperts.expect`, for the k-th expert layer. Applies to the next `arrive`.
 
-        Where nobody knows, it is those that are used most, if they are used more than what makes room for them.
+        Without a prediction, the most used experts are prefetched if used more than evicted ones.
         """
-        n, use = self.mixture.n_experts, self._use
+        n = self.mixture.n_experts
+        use = self._use
         with self._changed:
             if not experts:
                 likely = np.argsort(-use[k * n : (k + 1) * n], kind="stable")[: self.mixture.n_used]
                 least = self._least_use()
-                experts = [one for one in likely.tolist() if use[k * n + one] > least]
-            self._ahead = deque(k * n + one for one in experts[: ceil(_AHEAD * self.mixture.n_used)])
+                experts = [expert for expert in likely.tolist() if use[k * n + expert] > least]
+            self._ahead = deque(k * n + expert for expert in experts[: ceil(_AHEAD * self.mixture.n_used)])
 
     def _release(self, block: int) -> None:
-        """All that is done with a block that was wanted has been given to the device."""
+        """Mark a block as computed and free its slot for eviction."""
         with self._changed:
             slot = self._slot_of[block]
             self._computed(slot)
@@ -115,35 +124,36 @@ class ExpertCache(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End all transfers and release the slots; may be called again."""
+        """Stop all transfers and free the slots; idempotent."""
 
     @abstractmethod
     def _fetch(self, block: int, slot: int, is_needed: bool) -> None:
-        """Begin to bring a block into a slot."""
+        """Start copying a block into a slot."""
 
     @abstractmethod
     def _await(self) -> int:
-        """A wanted block that is there, or whatever is computed from now on comes after its arrival."""
+        """Return a wanted block that is present, or whose arrival precedes all further compute."""
 
     @abstractmethod
     def _on_way(self) -> tuple[set[int], int]:
-        """The wanted blocks that have a slot and are not there, and how many others are on their way."""
+        """Return wanted blocks in transfer, and the number of further blocks in transfer."""
 
     @abstractmethod
     def _sort(self) -> None:
-        """Of what was likely, hurry what is wanted now, and forget the rest if it has not begun to come."""
+        """Prioritize predicted blocks now wanted; cancel other prefetches not yet started."""
 
     @abstractmethod
     def _computed(self, slot: int) -> None:
-        """All computing with a slot has been given to the device."""
+        """Record that all compute on a slot is enqueued."""
 
     @abstractmethod
     def _settle(self) -> None:
-        """Wait for what is under way, free the slots of what has not come, and forget errors."""
+        """Wait for running transfers, free slots of incomplete blocks, clear errors."""
 
     def _want(self, first: int, n_rows: Mapping[int, int], work: HostWork | None = None) -> list[int]:
-        """Begin to bring what is not there; returns the blocks that the host is to compute instead."""
-        n, total = self.mixture.n_experts, sum(n_rows.values())
+        """Start fetching missing blocks; return the blocks for the host to compute instead."""
+        n = self.mixture.n_experts
+        total = sum(n_rows.values())
         with self._changed:
             use = self._use[first : first + n]
             use *= _MEMORY
@@ -153,32 +163,37 @@ class ExpertCache(ABC):
             self._soon[first : first + n] = self._soon[list(self._ahead)] = _SOON
             self._wanted = {first + expert for expert in n_rows}
             self._sort()
-            here = [] if self.host is None or work is None else self._leave(self.host, first, n_rows, work)
-            self._needed = deque(one for one in sorted(self._wanted) if one not in self._slot_of)
-            self._taken[[self._slot_of[one] for one in self._wanted & self._slot_of.keys()]] = True
+            host_blocks = []
+            if self.host is not None and work is not None:
+                host_blocks = self._leave(self.host, first, n_rows, work)
+            self._needed = deque(block for block in sorted(self._wanted) if block not in self._slot_of)
+            self._taken[[self._slot_of[block] for block in self._wanted & self._slot_of.keys()]] = True
             self._fill()
-            return here
+            return host_blocks
 
     def _leave(self, host: HostExperts, first: int, n_rows: Mapping[int, int], work: HostWork) -> list[int]:
-        """What the host computes of what is wanted and not there; the most used of it comes all the same, if worth the room."""
+        """Select missing blocks for the host; still prefetch the most used if worth a slot."""
         if host.times is None:
             host.measure(first, self.mixture.n_experts, work.rows(next(iter(n_rows)))[:1], work)
         coming, n_before = self._on_way()
-        missing = {one: n_rows[one - first] for one in self._wanted if one in coming or one not in self._slot_of}
-        here = host.choose(missing, self._use, coming, n_before)
-        self._wanted.difference_update(here)
-        self.n_brought += len(here)
-        most = max((one for one in here if one not in coming), key=lambda one: self._use[one], default=None)
-        if most is not None and self._use[most] > self._least_use():
-            self._ahead.append(most)
-        return here
+        missing = {
+            block: n_rows[block - first] for block in self._wanted if block in coming or block not in self._slot_of
+        }
+        host_blocks = host.select(missing, self._use, coming, n_before)
+        self._wanted.difference_update(host_blocks)
+        self.n_brought += len(host_blocks)
+        not_coming = (block for block in host_blocks if block not in coming)
+        top = max(not_coming, key=lambda block: self._use[block], default=None)
+        if top is not None and self._use[top] > self._least_use():
+            self._ahead.append(top)
+        return host_blocks
 
     def _least_use(self) -> float:
-        """Of what makes room."""
+        """Return the usage of the block evicted next."""
         return float(np.where(self._held < 0, 0.0, self._use[self._held]).min())
 
     def _fill(self) -> None:
-        """Begin fetches as far as there is room: all that are needed, then likely ones. Called with the lock held."""
+        """Start fetches while slots are free: needed blocks, then predicted. Lock held."""
         while self._needed and (slot := self._room()) is not None:
             self._bring(self._needed.popleft(), slot, True)
         while not self._needed and self._ahead:
@@ -191,25 +206,28 @@ class ExpertCache(ABC):
 
     def _bring(self, block: int, slot: int, is_needed: bool) -> None:
         self._slot_of.pop(int(self._held[slot]), None)
-        self._held[slot], self._slot_of[block], self._taken[slot] = block, slot, True
+        self._held[slot] = block
+        self._slot_of[block] = slot
+        self._taken[slot] = True
         self.n_brought += 1
         self._fetch(block, slot, is_needed)
 
     def _room(self) -> int | None:
-        """The slot of which the content is missed least; None where all are taken."""
+        """Return the slot to evict, or None if all are in use."""
         if self._taken.all():
             return None
         missed = np.where(self._held < 0, -1.0, self._use[self._held] + self._soon[self._held])
         return int(np.where(self._taken, np.inf, missed).argmin())
 
     def _free(self, block: int) -> None:
-        """Empty the slot of a block that has not come."""
+        """Free the slot of a block that has not arrived."""
         slot = self._slot_of.pop(block)
         self.n_brought -= 1
-        self._held[slot], self._taken[slot] = -1, False
+        self._held[slot] = -1
+        self._taken[slot] = False
 
     def _forget(self) -> None:
-        """A layer was left half-way: nothing more is fetched, and what has come stays."""
+        """Abandon a layer: stop fetching, keep blocks that have arrived."""
         with self._changed:
             self._needed.clear()
             self._ahead.clear()
@@ -219,16 +237,27 @@ class ExpertCache(ABC):
 
 
 class ThreadExperts(ReadThreads, ExpertCache):
-    """Experts of a CPU: threads read those that are needed before those that are likely, part by part."""
+    """CPU expert cache: threads read needed experts before predicted experts, part by part."""
 
     def __init__(
-        self, sizes: ExpertSizes, n_slots: int, tier: Tier, view: View, meter: LinkMeter, trace: Trace,
+        self,
+        sizes: ExpertSizes,
+        n_slots: int,
+        tier: Tier,
+        view: MakeWeights,
+        meter: LinkMeter,
+        trace: Trace,
         cpus: Cpus = frozenset(),
-    ) -> None:  # fmt: skip
-        """meter: of the layers' link, where that is the same; cpus: processors that the threads stay on, empty: any."""
+    ) -> None:
+        """meter: shared with the layers on the same link; cpus: CPU affinity, empty for any."""
         super().__init__(sizes, tier, view, [host_block(sizes.nbytes) for _ in range(n_slots)])
-        self.meter, self._trace, self._link, self._cpus = meter, trace, EXPERTS, cpus
-        self._error, self._is_closed, self._n_reading = None, False, 0
+        self.meter = meter
+        self._trace = trace
+        self._link = EXPERTS
+        self._cpus = cpus
+        self._error = None
+        self._is_closed = False
+        self._n_reading = 0
         self._urgent: deque[Fetch] = deque()
         self._idle: deque[Fetch] = deque()
         self._coming: dict[int, Fetch] = {}
@@ -249,15 +278,16 @@ class ThreadExperts(ReadThreads, ExpertCache):
         self._changed.notify_all()
 
     def _there(self, blocks: Iterable[int]) -> int | None:
-        """The first of some blocks that has come."""
-        return next((one for one in blocks if one in self._slot_of and one not in self._coming), None)
+        """Return the first block that has arrived, or None."""
+        return next((block for block in blocks if block in self._slot_of and block not in self._coming), None)
 
     def _await(self) -> int:
         started = time.perf_counter()
         with self._changed:
             self._changed.wait_for(lambda: self._error or self._is_closed or self._there(self._wanted) is not None)
             if self._is_closed:
-                raise LinkError("the weights were released while in use", change="close the model after the last token")
+                change = "close the model after the last token"
+                raise LinkError("the weights were released while in use", change=change)
             if self._error is not None:
                 raise self._error
             block = self._there(self._wanted)
@@ -270,7 +300,8 @@ class ThreadExperts(ReadThreads, ExpertCache):
         return wanted, len(self._coming) - len(wanted)
 
     def _sort(self) -> None:
-        likely, self._idle = self._idle, deque[Fetch]()
+        likely = self._idle
+        self._idle = deque[Fetch]()
         for fetch in likely:
             if fetch.i in self._wanted:
                 self._urgent.append(fetch)
@@ -280,7 +311,7 @@ class ThreadExperts(ReadThreads, ExpertCache):
                 self._idle.append(fetch)
 
     def _computed(self, slot: int) -> None:
-        """Computing is over when the call returns."""
+        """Do nothing: compute has finished when the call returns."""
 
     def _next(self) -> Fetch | None:
         for queue in (self._urgent, self._idle):
@@ -309,28 +340,32 @@ class ThreadExperts(ReadThreads, ExpertCache):
 
 
 class CardExperts(ExpertCache):
-    """Experts beside a card, in pinned memory of the host: copies on the streams of the layers, ordered by events.
+    """GPU expert cache over pinned host memory; copies share the layers' streams.
 
-    What has been enqueued is there for whatever is computed behind its event, so the host waits for none.
+    A block counts as present once its copy is enqueued: compute waits for the event on the device.
     """
 
-    def __init__(self, sizes: ExpertSizes, n_slots: int, tier: Tier, view: View, link: CudaStreamer) -> None:
-        """link: the streamer of the layers, over whose streams these are copied."""
-        self._meter, self._device = link.meter, link.device
-        super().__init__(sizes, tier, view, [self._device.allocate(sizes.nbytes) for _ in range(n_slots)])
+    def __init__(self, sizes: ExpertSizes, n_slots: int, tier: Tier, view: MakeWeights, link: CudaStreamer) -> None:
+        """link: streamer of the layers, whose streams copy the experts."""
+        self._meter = link.meter
+        self._device = link.device
+        slots = [self._device.allocate(sizes.nbytes) for _ in range(n_slots)]
+        super().__init__(sizes, tier, view, slots)
         self._last_use = [self._device.event() for _ in self._slots]
         self._ready = list(self._last_use)
-        self._timings: deque[tuple[Event, Event, int]] = deque()  # of copies, and of waits for them, which move nothing
+        # Start, end and bytes of copies; 0 bytes for waits of the device.
+        self._timings: deque[tuple[Event, Event, int]] = deque()
 
     @cached_property
     def copy_s(self) -> float:
-        """Seconds of copying one, where all lie on the host."""
-        found = []
+        """Seconds to copy an expert, if all experts are on the host."""
+        times = []
         for source in map(self._source, range(3)):
-            started, ended = self._device.copy([(self._slots[0][: len(source)], source)], self._device.event())
+            move = self._slots[0][: len(source)], source
+            started, ended = self._device.copy([move], self._device.event())
             self._device.wait(ended)
-            found.append(self._device.seconds_between(started, ended) or 0.0)
-        return min(found)
+            times.append(self._device.seconds_between(started, ended) or 0.0)
+        return min(times)
 
     def close(self) -> None:
         """See `ExpertCache.close`."""
@@ -338,7 +373,7 @@ class CardExperts(ExpertCache):
         self._slots.clear()
 
     def _source(self, block: int) -> Tensor:
-        assert isinstance(self.tier, MemoryTier), "all are on the host"
+        assert isinstance(self.tier, MemoryTier), "all experts are on the host"
         return self.tier.image(block).block
 
     def _fetch(self, block: int, slot: int, is_needed: bool) -> None:
@@ -349,27 +384,31 @@ class CardExperts(ExpertCache):
         self._taken[slot] = is_needed
 
     def _await(self) -> int:
-        """Those first whose copy has ended, or was enqueued first."""
+        """Return a block with a finished copy, else the first enqueued block."""
         idle = self._device.record_compute()
         self._gather()
-        there = {one: self._ready[self._slot_of[one]] for one in sorted(self._wanted) if one in self._slot_of}
-        happened = (one for one, ready in there.items() if self._device.seconds_between(ready, ready) is not None)
-        block = next(happened, next(iter(there)))
-        self._timings.append((idle, there[block], 0))
-        self._device.compute_waits_for(there[block])
+        ready_events = {
+            block: self._ready[self._slot_of[block]] for block in sorted(self._wanted) if block in self._slot_of
+        }
+        happened = (
+            block for block, ready in ready_events.items() if self._device.seconds_between(ready, ready) is not None
+        )
+        block = next(happened, next(iter(ready_events)))
+        self._timings.append((idle, ready_events[block], 0))
+        self._device.compute_waits_for(ready_events[block])
         return block
 
     def _on_way(self) -> tuple[set[int], int]:
         self._count_finished()
-        ready = {one: self._ready[self._slot_of[one]] for one in self._wanted if one in self._slot_of}
-        wanted = {one for one, event in ready.items() if self._device.seconds_between(event, event) is None}
+        ready = {block: self._ready[self._slot_of[block]] for block in self._wanted if block in self._slot_of}
+        wanted = {block for block, event in ready.items() if self._device.seconds_between(event, event) is None}
         return wanted, sum(nbytes > 0 for *_, nbytes in self._timings) - len(wanted)
 
     def _gather(self) -> None:
-        """Let some of what is wanted be enqueued: all is that has a slot."""
+        """Ensure that some wanted block is enqueued; all blocks with a slot are."""
 
     def _sort(self) -> None:
-        """What was enqueued comes."""
+        """Do nothing: enqueued copies cannot be reordered or canceled."""
 
     def _computed(self, slot: int) -> None:
         self._last_use[slot] = self._device.record_compute()

@@ -1,4 +1,4 @@
-"""Experts beside a card whose host does not hold them all: two caches, of which the one fetches from the other."""
+"""Experts of a GPU whose host memory is too small: a device cache backed by a host cache."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from torch.cuda import Event
 
 from offload_rt.models.architecture import HostWork
 from offload_rt.offload.copy_device import CopyDevice
-from offload_rt.offload.expert_cache import CardExperts, ThreadExperts, View
+from offload_rt.offload.expert_cache import CardExperts, MakeWeights, ThreadExperts
 from offload_rt.offload.meter import LinkMeter
 from offload_rt.offload.pinning import pin, unpin
 from offload_rt.offload.placement import ExpertSizes
@@ -20,13 +20,20 @@ from offload_rt.system.trace import Trace
 
 
 class PinnedExperts(ThreadExperts):
-    """Experts on the host beside a card, which it copies from pinned slots; threads read those that are not there."""
+    """Host cache in pinned slots, read by copies to the GPU; threads read misses from disk."""
 
     def __init__(
-        self, sizes: ExpertSizes, tier: Tier, view: View, device: CopyDevice, trace: Trace, cpus: Cpus
-    ) -> None:  # fmt: skip
+        self,
+        sizes: ExpertSizes,
+        tier: Tier,
+        view: MakeWeights,
+        device: CopyDevice,
+        trace: Trace,
+        cpus: Cpus,
+    ) -> None:
         self._device = device
-        self._copied = [device.record_compute()] * sizes.n_on_host  # behind the last copy out of each slot
+        # Event after the last copy out of each slot.
+        self._copied = [device.record_compute()] * sizes.n_on_host
         super().__init__(sizes, sizes.n_on_host, tier, view, LinkMeter(), trace, cpus)
         with staying_near(cpus):
             self._pinned = [slot for slot in self._slots if pin(slot)]
@@ -46,20 +53,22 @@ class PinnedExperts(ThreadExperts):
         return read()
 
     def leave(self, block: int, copied: Event) -> None:
-        """A copy of a block was enqueued, whose slot is free behind that."""
+        """Free the slot of a block after its enqueued copy."""
         self._copied[self._slot_of[block]] = copied
         if block in self._wanted:
             self._release(block)
 
 
 class FarExperts(CardExperts):
-    """Experts beside a card that come by way of a cache on the host.
+    """Device cache of experts, filled through a cache on the host.
 
-    The host waits for the disk where nothing else that is needed is on the card or on its way there. It keeps what the card
-    lacked most: its counts are of what was asked of it.
+    It waits for the disk only if no needed expert is on the device or being copied. The host cache
+    keeps the experts that the device missed most often, because it counts only device misses.
     """
 
-    def __init__(self, sizes: ExpertSizes, n_slots: int, host: PinnedExperts, view: View, link: CudaStreamer) -> None:
+    def __init__(
+        self, sizes: ExpertSizes, n_slots: int, host: PinnedExperts, view: MakeWeights, link: CudaStreamer
+    ) -> None:
         self._host = host
         super().__init__(sizes, n_slots, host.tier, view, link)
 
@@ -69,17 +78,17 @@ class FarExperts(CardExperts):
         self._host.close()
 
     def expect(self, k: int, experts: Sequence[int]) -> None:
-        """See `ExpertCache.expect`; those that are not on the host are read ahead."""
+        """See `ExpertCache.expect`. Experts missing on the host are read ahead."""
         super().expect(k, experts)
         first = k * self.mixture.n_experts
-        self._host.expect(k, [one - first for one in self._ahead if one not in self._slot_of])
+        self._host.expect(k, [block - first for block in self._ahead if block not in self._slot_of])
 
     def _want(self, first: int, n_rows: Mapping[int, int], work: HostWork | None = None) -> list[int]:
-        self._host._want(first, {one: n for one, n in n_rows.items() if first + one not in self._slot_of})
+        self._host._want(first, {expert: n for expert, n in n_rows.items() if first + expert not in self._slot_of})
         return super()._want(first, n_rows, work)
 
     def _fill(self) -> None:
-        """What is needed leaves the host as it comes there; of what is likely, what is there."""
+        """Copy needed experts as they arrive on the host; copy likely experts present there."""
         self._needed.clear()
         host = self._host
         with host._changed:

@@ -1,4 +1,4 @@
-"""Layers kept in memory: of the device, or of the host."""
+"""Layers kept in device or host memory."""
 
 from functools import partial
 
@@ -8,26 +8,26 @@ from offload_rt.offload.pinning import pin, unpin
 from offload_rt.offload.tier import Read
 from offload_rt.weights.layout import Layout, PackedLayer
 
-_PART = 16 << 20  # bytes of one read; large enough that handing out parts costs nothing
+_PART = 16 << 20  # bytes per read, large enough to hide the overhead
 
 
 class MemoryTier:
-    """Layers by number: those of the device are computed where they lie, those of the host are read by copying.
+    """Layers by number; device layers are computed in place, host layers are copied.
 
-    register    pin the pages of each block with the CUDA driver as it is put, so that the device copies it by itself
-    is_refused  whether the driver was asked to and refused
+    register    pin each block with the CUDA driver, so that the GPU copies it without staging
+    is_refused  the driver refused to pin a block
     """
 
-    n_parallel = 4  # copies at once, where the driver pins nothing and threads must bring the blocks into pinned slots
+    n_parallel = 4  # threads that copy unpinned blocks into pinned slots
 
     def __init__(self, register: bool = False) -> None:
         self._register = register
         self.is_refused = False
         self._images: dict[int, PackedLayer] = {}
-        self._pinned: dict[int, PackedLayer] = {}  # by address: layers may share a block
+        self._pinned: dict[int, PackedLayer] = {}  # by address, because layers may share a block
 
     def put(self, i: int, image: PackedLayer) -> None:
-        """Keep a layer, without copying it, pinned if that is asked for and the driver agrees."""
+        """Store a layer without copying; pin it if requested and possible."""
         self._images[i] = image
         if self._register and not self.is_pinned(i):
             if pin(image.block):
@@ -36,32 +36,34 @@ class MemoryTier:
                 self.is_refused = True
 
     def is_pinned(self, i: int) -> bool:
-        """Whether the device copies layer i by itself; not where the driver refused to pin it (WSL, limits)."""
+        """Return whether layer i is pinned; the driver may refuse (WSL, limits)."""
         return self.image(i).block.data_ptr() in self._pinned
 
     def drop(self, i: int) -> None:
-        """Forget a layer; its block is released if no other layer shares it."""
+        """Remove a layer; free its block unless shared."""
         block = self._images.pop(i).block
         address = block.data_ptr()
-        if address in self._pinned and all(one.block.data_ptr() != address for one in self._images.values()):
+        if address in self._pinned and all(
+            other_image.block.data_ptr() != address for other_image in self._images.values()
+        ):
             unpin(self._pinned.pop(address).block)
 
     def image(self, i: int) -> PackedLayer:
-        """The layer where it lies."""
+        """Return a layer's block and layout."""
         return self._images[i]
 
     def layout(self, i: int) -> Layout:
-        """How block i lies in memory."""
+        """Return the memory layout of block i."""
         return self._images[i].layout
 
     def reads(self, i: int, into: Tensor) -> list[Read]:
-        """Copies that together fill `into` with block i."""
+        """Return copies that together fill `into` with block i."""
         block = self._images[i].block
         starts = range(0, len(block), _PART)
         return [partial(_copy, block[start : start + _PART], into[start : start + _PART]) for start in starts]
 
     def close(self) -> None:
-        """Unpin and release the blocks."""
+        """Unpin and free the blocks."""
         for image in self._pinned.values():
             unpin(image.block)
         self._pinned.clear()

@@ -1,13 +1,13 @@
-"""How much a link moved, and for how long it was busy."""
+"""Traffic and busy time of a link."""
 
 import threading
 import time
 
 
 class LinkMeter:
-    """Counts bytes and the time in which at least one transfer was under way. Safe to use from several threads.
+    """Count bytes, and the time with at least one transfer in progress. Thread-safe.
 
-    waited_s  seconds in which the device had nothing to compute because a layer had not arrived; one thread writes it
+    waited_s  seconds the device waited for layers; written by a single thread
     """
 
     def __init__(self) -> None:
@@ -19,14 +19,14 @@ class LinkMeter:
         self.waited_s = 0.0
 
     def begin(self) -> None:
-        """A transfer starts."""
+        """Record the start of a transfer."""
         with self._lock:
             if self._n_under_way == 0:
                 self._since = time.perf_counter()
             self._n_under_way += 1
 
     def end(self, nbytes: int) -> None:
-        """A transfer has ended and moved so many bytes."""
+        """Record the end of a transfer of `nbytes` bytes."""
         with self._lock:
             self._n_under_way -= 1
             self._nbytes += nbytes
@@ -34,13 +34,13 @@ class LinkMeter:
                 self._busy_s += time.perf_counter() - self._since
 
     def add(self, nbytes: int, seconds: float) -> None:
-        """A transfer that was timed elsewhere, such as by events on a copy stream."""
+        """Record a transfer timed elsewhere, e.g. by CUDA events."""
         with self._lock:
             self._nbytes += nbytes
             self._busy_s += seconds
 
     def read(self) -> tuple[int, float]:
-        """Bytes moved and seconds busy since the meter was made."""
+        """Return total bytes and busy seconds."""
         with self._lock:
             under_way = time.perf_counter() - self._since if self._n_under_way else 0.0
             return self._nbytes, self._busy_s + under_way

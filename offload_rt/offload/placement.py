@@ -1,4 +1,4 @@
-"""Which layer lives where, given the budgets."""
+"""Placement of layers on device, host and disk within memory budgets."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,16 +9,19 @@ from offload_rt.kv.host import KVSplit
 from offload_rt.models.architecture import Mixture
 from offload_rt.system.machine import PassBytes, TouchedExperts
 
-# Two slots let one layer arrive while another is computed; a third absorbs the jitter of link and compute.
+# Two slots overlap transfer and compute; a third absorbs jitter.
 _LEAST_SLOTS, BEST_SLOTS = 2, 3
 
 
 @dataclass(frozen=True)
 class ReservedMemory:
-    """Bytes the device holds besides layers: of `cache` what is on the device, of `draft` all that a draft model takes.
+    """Device bytes besides layers.
 
-    `libraries` is what those of a GPU take, `stand_in` the copy of a streamed layer that stays where the target drafts itself,
-    `experts` the slots of experts that are no part of layers.
+    cache      KV cache rows on the device
+    draft      everything a draft model needs
+    libraries  CUDA libraries
+    stand_in   resident copy of a streamed layer for self-drafting, per layer
+    experts    slots of experts loaded on demand
     """
 
     non_layer: int
@@ -31,18 +34,18 @@ class ReservedMemory:
 
     @property
     def total(self) -> int:
-        """Their sum."""
+        """Sum of all fixed parts; `stand_in` depends on the number of streamed layers."""
         return self.non_layer + self.cache + self.scratch + self.draft + self.libraries + self.experts
 
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """Bytes that may be used.
+    """Memory budgets in bytes.
 
-    host       0 where there is no tier between device and disk
-    libraries  of those of the device
-    has_card   the device has memory of its own, so what comes from the disk crosses the host's link as well
-    buffers    of those of the host: what reading takes, and keys and values beyond the device
+    host       0 without a tier between device and disk
+    libraries  CUDA libraries, on the device
+    has_card   the device has separate memory, so disk reads also cross the host's link
+    buffers    host memory for reading, and for off-device KV rows
     """
 
     device: int
@@ -52,17 +55,17 @@ class MemoryBudget:
     buffers: int = 0
 
     def host_room(self, nbytes: int) -> int:
-        """Blocks of so many bytes that the host has room for."""
+        """Return the number of blocks of `nbytes` bytes that fit on the host."""
         return max(self.host - self.buffers, 0) // nbytes
 
 
 @dataclass(frozen=True)
 class LinkSizes:
-    """What layers take on their way, where that is not what they take when they are computed.
+    """Sizes of streamed layers, if different from the sizes in compute.
 
-    layer_nbytes  of each layer, on the link and on the host
-    slot_nbytes   of a slot on the device
-    buffer        of the device, besides slots: where layers are decoded, or read to before
+    layer_nbytes  bytes of each layer on link and host
+    slot_nbytes   bytes of a device slot
+    buffer        further device bytes, e.g. for decoding
     """
 
     layer_nbytes: tuple[int, ...]
@@ -71,16 +74,16 @@ class LinkSizes:
 
     @classmethod
     def of(cls, layer_nbytes: Sequence[int]) -> "LinkSizes":
-        """Of layers that travel as they are."""
+        """Return the sizes of layers streamed unchanged."""
         return cls(tuple(layer_nbytes), max(layer_nbytes), 0)
 
 
 @dataclass(frozen=True)
 class ExpertSizes:
-    """Experts that are blocks of their own.
+    """Sizes of experts that are separate blocks.
 
-    nbytes     of the longest, which a slot holds
-    n_on_host  that memory of the host holds beside a card; the others are on the disk
+    nbytes     bytes of the largest expert, which determines the slot size
+    n_on_host  experts in host memory of a GPU machine; further experts are on disk
     """
 
     mixture: Mixture
@@ -89,26 +92,26 @@ class ExpertSizes:
 
     @property
     def n_blocks(self) -> int:
-        """Of all layers."""
+        """Number of experts in all layers."""
         return len(self.mixture.layers) * self.mixture.n_experts
 
     @property
     def least(self) -> int:
-        """Bytes of as many slots as a row takes, and one more for what arrives meanwhile."""
+        """Minimum slot bytes: the experts of a row, and a slot for the next transfer."""
         return (self.mixture.n_used + 1) * self.nbytes
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Where everything lies.
+    """Placement of all memory.
 
-    tiers         per layer "device", "host" or "disk"
+    tiers         "device", "host" or "disk" per layer
     layer_nbytes  bytes of each layer
-    n_slots       blocks of `slot_nbytes` that streamed layers pass through
-    link          sizes of the layers that are streamed
-    n_host_slots  as many slots on the host, beside a card, for layers of the disk on their way
-    split         of the keys and values; None: all are on the device
-    experts       that are no part of layers, and come as rows need them
+    n_slots       device slots of `slot_nbytes` for streamed layers
+    link          sizes of streamed layers
+    n_host_slots  host slots for disk layers on the way to a GPU
+    split         placement of KV rows; None if all are on the device
+    experts       experts loaded on demand, or None
     """
 
     tiers: tuple[str, ...]
@@ -123,85 +126,89 @@ class Plan:
 
     @property
     def slot_nbytes(self) -> int:
-        """Bytes of one slot: it fits the longest layer."""
+        """Bytes of a device slot, sized for the largest layer."""
         return self.link.slot_nbytes
 
     @property
     def host_slot_nbytes(self) -> int:
-        """Bytes of one slot on the host."""
+        """Bytes of a host slot."""
         return max(self.link.layer_nbytes)
 
     @property
     def device_nbytes(self) -> int:
-        """Bytes the plan uses on the device."""
+        """Device bytes of the plan."""
         buffer = self.link.buffer if self.n_slots else 0
         moving = self.n_slots * self.slot_nbytes + buffer + self.copies_nbytes
         return self.reserved.total + moving + self.on("device")
 
     @property
     def copies_nbytes(self) -> int:
-        """Bytes of the copies of streamed layers by which the target drafts itself."""
+        """Bytes of resident copies of streamed layers for self-drafting."""
         return self.reserved.stand_in * (len(self.tiers) - self.tiers.count("device"))
 
     @property
     def host_nbytes(self) -> int:
-        """Bytes the plan uses on the host, beside a card."""
+        """Host bytes of the plan, on a GPU machine."""
         return self.n_host_slots * self.host_slot_nbytes + self.on("host")
 
     def on(self, tier: str) -> int:
-        """Bytes of the layers of a tier."""
+        """Return the bytes of all layers of a tier."""
         sizes = self.layer_nbytes if tier == "device" else self.link.layer_nbytes
         return sum(nbytes for name, nbytes in zip(self.tiers, sizes, strict=True) if name == tier)
 
     @property
     def streamed_nbytes(self) -> int:
-        """Bytes that a pass brings to the device."""
+        """Layer bytes streamed per pass."""
         return self.on("host") + self.on("disk")
 
     @property
     def kv_tier(self) -> str:
-        """Where keys and values are that are not on the device."""
+        """Tier of off-device KV rows."""
         return "host" if self.budget.has_card else "disk"
 
     @property
     def is_resident(self) -> bool:
-        """Whether no pass brings anything to the device."""
+        """Whether passes need no transfers."""
         return self.streamed_nbytes == 0 and self.split is None and self.experts is None
 
     @property
     def n_expert_slots(self) -> int:
-        """Experts that the device holds."""
+        """Number of expert slots on the device."""
         return self.reserved.experts // self.experts.nbytes if self.experts else 0
 
     @property
     def touched(self) -> TouchedExperts | None:
-        """What comes of experts."""
+        """Description of experts loaded on demand, for the cost model."""
         if self.experts is None:
             return None
-        mixture, tier = self.experts.mixture, "host" if self.budget.has_card else "disk"
+        mixture = self.experts.mixture
+        tier = "host" if self.budget.has_card else "disk"
         n_layers = len(mixture.layers)
         sizes = mixture.n_experts, mixture.n_used, self.experts.nbytes
         return TouchedExperts(tier, n_layers, *sizes, n_resident=self.n_expert_slots / n_layers)
 
     @property
     def pass_bytes(self) -> PassBytes:
-        """What one pass moves over each link, and computes."""
+        """Bytes per link and compute bytes of a pass, for the cost model."""
         streamed = (
             ("host", self.streamed_nbytes if self.budget.has_card else self.on("host")),
             ("disk", self.on("disk")),
         )
         rows = None if self.split is None else self.split.streamed(self.kv_tier)
-        computed, ahead = sum(self.layer_nbytes) + self.reserved.non_layer, self.n_slots * max(self.link.layer_nbytes)
-        touched, far = self.touched, None
+        computed = sum(self.layer_nbytes) + self.reserved.non_layer
+        ahead = self.n_slots * max(self.link.layer_nbytes)
+        touched = self.touched
+        far = None
         computed += touched.n_layers * touched.n_used * touched.nbytes if touched else 0
         if touched and self.experts and touched.tier == "host" and self.experts.n_on_host < self.experts.n_blocks:
-            n_there = touched.n_resident + self.experts.n_on_host / touched.n_layers  # hardly any is in both places
+            # Few experts are both on the device and on the host.
+            n_there = touched.n_resident + self.experts.n_on_host / touched.n_layers
             far = replace(touched, tier="disk", n_resident=min(n_there, touched.n_experts))
         return PassBytes(streamed, computed, ahead, rows, touched, far=far)
 
 
 def least_budget(layer_nbytes: Sequence[int], reserved: ReservedMemory, link: LinkSizes | None = None) -> int:
-    """The smallest device budget that would do: two slots, or all layers where they are smaller than that."""
+    """Return the minimum device budget: two slots, or all layers if smaller."""
     link = link or LinkSizes.of(layer_nbytes)
     moving = _LEAST_SLOTS * link.slot_nbytes + link.buffer + len(layer_nbytes) * reserved.stand_in
     return reserved.total + min(sum(layer_nbytes), moving)
@@ -210,21 +217,24 @@ def least_budget(layer_nbytes: Sequence[int], reserved: ReservedMemory, link: Li
 def place_layers(
     layer_nbytes: Sequence[int], reserved: ReservedMemory, budget: MemoryBudget, link: LinkSizes | None = None
 ) -> Plan:
-    """Keep as many layers resident as fit, spread evenly among the streamed ones.
+    """Keep as many layers resident as possible, spread evenly between streamed layers.
 
-    link  sizes of streamed layers; None: as when they are computed
-    Raises CapacityError, naming the smallest budget that would do, if not even two slots fit.
+    link  sizes of streamed layers; None for the sizes in compute
+    Raises CapacityError with the minimum budget if two slots do not fit.
     """
     link = link or LinkSizes.of(layer_nbytes)
-    n, largest, travelling = len(layer_nbytes), max(layer_nbytes), max(link.layer_nbytes)
+    n = len(layer_nbytes)
+    largest = max(layer_nbytes)
+    travelling = max(link.layer_nbytes)
     free = budget.device - reserved.total
     least = least_budget(layer_nbytes, reserved, link)
     if budget.device < least:
+        sizes = "--max-model-len or --tree-size"
         raise CapacityError(
             "the device memory budget is too small",
             need=f"{format_size(least)} ({least} bytes) at least",
             have=format_size(budget.device),
-            change=f"set --device-memory to {least} or more, or lower --max-model-len or --tree-size",
+            change=f"set --device-memory to {least} or more, or lower {sizes}",
         )
     if free >= sum(layer_nbytes):
         return Plan(("device",) * n, tuple(layer_nbytes), 0, reserved, budget, link)
@@ -243,14 +253,14 @@ def place_layers(
 
 
 def with_expert_slots(plan: Plan, experts: ExpertSizes) -> Plan:
-    """The same with as many slots for experts as there is room for; it has reserved the least."""
+    """Extend a plan with reserved minimum slots to as many expert slots as fit."""
     more = (plan.budget.device - plan.device_nbytes) // experts.nbytes
     nbytes = min(plan.reserved.experts + more * experts.nbytes, experts.n_blocks * experts.nbytes)
     return replace(plan, reserved=replace(plan.reserved, experts=nbytes), experts=experts)
 
 
 def with_host_slots(plan: Plan) -> Plan:
-    """The same with slots on the host for layers that lie there as well; some of these are left to the disk where they must."""
+    """Add host slots to a plan for layers; move host layers to disk if necessary."""
     hosted = [i for i, tier in enumerate(plan.tiers) if tier == "host"]
     n_host_slots = _host_slots(plan.n_slots, plan.host_slot_nbytes, plan.budget)
     n_kept = min(plan.budget.host_room(plan.host_slot_nbytes) - n_host_slots, len(hosted))
@@ -260,11 +270,11 @@ def with_host_slots(plan: Plan) -> Plan:
 
 
 def _host_slots(n_slots: int, nbytes: int, budget: MemoryBudget) -> int:
-    """How many slots of so many bytes there are on the host: as many as on the device where there is room."""
+    """Return the number of host slots of `nbytes`: up to the number of device slots."""
     least = budget.buffers + nbytes
     if budget.host < least:
         raise CapacityError(
-            "the host memory budget is too small for layers on their way from the disk",
+            "the host memory budget is too small for host slots of disk layers",
             need=f"{format_size(least)} ({least} bytes) at least",
             have=format_size(budget.host),
             change=f"set --host-memory to {least} or more, or raise --device-memory",
@@ -273,8 +283,9 @@ def _host_slots(n_slots: int, nbytes: int, budget: MemoryBudget) -> int:
 
 
 def spread(n: int, k: int) -> set[int]:
-    """k of the numbers [0, n), as evenly as they go, with as many others before the first as behind the last.
+    """Select k of the numbers [0, n), evenly spread and centred.
 
-    A resident layer at the end of a pass would be computed while the slots are full already, and drafting comes next.
+    A resident layer at the end of a pass would be computed while all slots are full; drafting
+    follows there anyway.
     """
     return {(2 * j + 1) * n // (2 * k) for j in range(k)}

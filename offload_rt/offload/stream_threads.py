@@ -1,4 +1,4 @@
-"""The streamer of a CPU: threads fill slots by blocking reads that release the interpreter lock."""
+"""CPU streamer: threads fill slots by blocking reads, which release the GIL."""
 
 import threading
 import time
@@ -18,13 +18,13 @@ from offload_rt.system.numa import Cpus, stay_near, staying_near
 from offload_rt.system.trace import DISK, KV, LINK, NOTHING_ASKED, SLOTS_FULL, WAIT, Trace, slot_lane, span_name, waits
 from offload_rt.weights.layout import host_block
 
-# What is shorter is no wait for a layer but the taking of a lock.
+# Shorter intervals are lock acquisitions, not waits for a layer.
 _LEAST_WAIT_S = 1e-4
 
 
 @dataclass(eq=False)
 class Fetch:
-    """Block i on its way into a slot, or there: parts not begun yet, and how many have not ended."""
+    """Transfer of block i into a slot: parts not yet started, and number of unfinished parts."""
 
     i: int
     slot: int
@@ -34,7 +34,7 @@ class Fetch:
 
 
 class ReadThreads(ABC):
-    """Threads that do reads part by part; a subclass says the next one, and has what a `Streamer` has."""
+    """Threads that execute reads part by part; subclasses select the next fetch."""
 
     meter: LinkMeter
     _trace: Trace
@@ -46,13 +46,13 @@ class ReadThreads(ABC):
     _cpus: Cpus
 
     def _start(self, n_threads: int) -> None:
-        # Daemons: the interpreter joins others before it calls whoever closes them.
+        # Daemon threads: the interpreter would join other threads before atexit handlers run.
         self._threads = [Thread(target=self._work, name=f"read-{i}", daemon=True) for i in range(n_threads)]
         for thread in self._threads:
             thread.start()
 
     def _end(self) -> None:
-        """End all reads and join the threads; may be called again."""
+        """Stop all reads and join the threads; idempotent."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -61,18 +61,18 @@ class ReadThreads(ABC):
 
     @abstractmethod
     def _next(self) -> Fetch | None:
-        """The fetch of which a part is to be read; None where there is nothing to do. Called with the lock held."""
+        """Return a fetch with a part to read, or None. Called with the lock held."""
 
     @abstractmethod
     def _note_standstill(self) -> None:
-        """Say why nothing is read."""
+        """Record the reason for an idle link."""
 
     @abstractmethod
     def _arrived(self, fetch: Fetch) -> None:
-        """All parts have ended. Called with the lock held."""
+        """Handle a complete fetch. Called with the lock held."""
 
     def _count_wait(self, started: float, name: str) -> None:
-        """The device had nothing to compute since then."""
+        """Record a wait of the device since `started`."""
         ended = time.perf_counter()
         self.meter.waited_s += ended - started
         if ended - started > _LEAST_WAIT_S:
@@ -84,7 +84,7 @@ class ReadThreads(ABC):
             self._read(*part)
 
     def _next_part(self) -> tuple[Fetch, Read] | None:
-        """Wait for a read to do, which counts as begun; None once they are closed."""
+        """Wait for a part to read and mark it as started; return None once closed."""
         with self._changed:
             fetch: Fetch | None = None
             while not self._is_closed and (fetch := self._next()) is None:
@@ -97,11 +97,12 @@ class ReadThreads(ABC):
             return fetch, fetch.parts.pop()
 
     def _read(self, fetch: Fetch, part: Read) -> None:
-        nbytes, error = 0, None
+        nbytes = 0
+        error = None
         self.meter.begin()
         try:
             nbytes = part()
-        except BaseException as caught:  # whatever it is, it is for who waits
+        except BaseException as caught:  # passed to the waiting thread
             error = caught
         with self._changed:
             self.meter.end(nbytes)
@@ -114,17 +115,17 @@ class ReadThreads(ABC):
                 self._trace.add(lane, span_name(self._link, fetch.i), fetch.started, time.perf_counter())
             if self._n_reading == 0:
                 self._note_standstill()
-            # Whoever waits, waits for a whole block, for an error or for the end of all reads.
+            # Waiting threads need a complete block, an error, or the end of all reads.
             if fetch.n_missing == 0 or error is not None or self._n_reading == 0:
                 self._changed.notify_all()
 
 
 class ThreadStreamer(ReadThreads, Streamer):
-    """Slots refilled in a circle: fetch k brings layer order[k mod m] into slot k mod n_slots.
+    """Ring of slots: fetch k reads layer order[k mod m] into slot k mod n_slots.
 
-    Fetch k may start once the compute of fetch k - n_slots has finished, whichever pass either belongs to, so the link goes
-    on through the head, the sampling and the drafting between two passes. Reads are handed out part by part across the
-    border of two layers: there are always `n_parallel` requests under way while a slot is free.
+    Fetch k starts after the compute of fetch k - n_slots, also across passes. Therefore the link
+    stays busy during head, sampling and drafting. Parts of consecutive layers are read without a
+    gap: `n_parallel` requests are in flight while a slot is free.
     """
 
     def __init__(
@@ -137,25 +138,26 @@ class ThreadStreamer(ReadThreads, Streamer):
     ) -> None:
         super().__init__(sources, trace, meter)
         self._cpus = sources.cpus
-        # Towards pinned memory it is the disk that is read, and the link comes after it.
+        # Reads into pinned memory come from disk; the link to the GPU is a separate stage.
         self._link = DISK if pinned else lane
         longest = max((sources.source(i).layout(i).nbytes for i in self.order), default=0)
         longest = max(longest, sources.slot_nbytes)
         self._slots = [host_block(longest) for _ in range(sources.n_slots if self.order else 0)]
-        with staying_near(sources.cpus):  # pinning touches what nobody has touched
+        with staying_near(sources.cpus):  # first touch decides the NUMA node
             self._pinned = [slot for slot in self._slots if pinned and pin(slot)]
-        self._fetches: deque[Fetch] = deque()  # begun and not consumed; only the last one has parts that are not begun
+        # Started, not consumed fetches; only the last has parts left to start.
+        self._fetches: deque[Fetch] = deque()
         self._n_reading = 0
         self._note_standstill()
         n_threads = max((sources.source(i).n_parallel for i in self.order), default=0)
         self._start(n_threads)
 
     def beside(self, sources: LayerSources) -> Self:
-        """In lanes of the trace of its own."""
+        """Create a streamer with separate trace lanes; see `Streamer.beside`."""
         return type(self)(sources, self._trace, meter=self.meter, lane=KV)
 
     def close(self) -> None:
-        """End all reads, join the threads and release the slots; may be called again."""
+        """Stop all reads, join the threads and free the slots; idempotent."""
         self._end()
         for slot in self._pinned:
             unpin(slot)
@@ -177,7 +179,7 @@ class ThreadStreamer(ReadThreads, Streamer):
 
     def _release(self) -> None:
         with self._changed:
-            if self._fetches:  # not where it was closed meanwhile
+            if self._fetches:  # empty if closed in the meantime
                 self._fetches.popleft()
             self._n_consumed += 1
             self._changed.notify_all()
@@ -187,11 +189,12 @@ class ThreadStreamer(ReadThreads, Streamer):
             self._is_parked = True
             self._changed.wait_for(lambda: not self._n_reading)
             self._fetches.clear()
-            self._n_consumed, self._error = 0, None
+            self._n_consumed = 0
+            self._error = None
             self._note_standstill()
 
     def _next(self) -> Fetch | None:
-        """See `ReadThreads._next`; it may begin."""
+        """See `ReadThreads._next`; starts a new fetch if a slot is free."""
         if self._is_parked or self._error is not None:
             return None
         if self._fetches and self._fetches[-1].parts:
@@ -199,10 +202,11 @@ class ThreadStreamer(ReadThreads, Streamer):
         if len(self._fetches) == len(self._slots):
             return None
         k = self._n_consumed + len(self._fetches)
-        layer, slot = self.order[k % len(self.order)], k % len(self._slots)
+        layer = self.order[k % len(self.order)]
+        slot = k % len(self._slots)
         try:
             parts = self._sources.source(layer).reads(layer, self._slots[slot])[::-1]
-        except BaseException as error:  # as in `_read`: it is for the caller of sweep
+        except BaseException as error:  # passed to the caller of `sweep`
             self._error = error
             self._changed.notify_all()
             return None
@@ -210,10 +214,10 @@ class ThreadStreamer(ReadThreads, Streamer):
         return self._fetches[-1]
 
     def _arrived(self, fetch: Fetch) -> None:
-        """Whoever waits for it looks for itself."""
+        """Do nothing: the waiting thread checks the first fetch."""
 
     def _note_standstill(self) -> None:
-        """Say why nothing is read, where it is more than a hand-over from one request to the next."""
+        """Record the reason for an idle link, unless the next request follows immediately."""
         if self._is_parked or self._error is not None or not (self._fetches or self._n_consumed):
             self._trace.state(waits(self._link), NOTHING_ASKED)
         elif len(self._fetches) == len(self._slots):
@@ -221,5 +225,5 @@ class ThreadStreamer(ReadThreads, Streamer):
 
 
 def open_streamer(sources: LayerSources, trace: Trace, device: torch.device) -> ThreadStreamer:
-    """The streamer of the CPU."""
+    """Create the CPU streamer."""
     return ThreadStreamer(sources, trace)

@@ -1,4 +1,4 @@
-"""What every streamer offers, and what it is built from."""
+"""Interface of streamers, and the sources of layers."""
 
 import threading
 from abc import ABC, abstractmethod
@@ -18,21 +18,21 @@ from offload_rt.system.trace import Trace
 from offload_rt.weights.layout import Layout, PackedLayer, packed_layout
 from offload_rt.weights.lossless import EncodedLayer
 
-# Stands for a layer that is on the device and never asked for on the host.
+# Placeholder for a device-resident layer, never read on the host.
 _NOTHING = PackedLayer(torch.empty(0, dtype=torch.uint8), Layout((), 0))
 
 
 @dataclass(frozen=True)
 class LayerSources:
-    """Where the layers of a model come from.
+    """Placement of a model's layers.
 
-    resident      the tier of the layers that are computed where they lie
-    streamed      per layer the tier it is read from, None where it is resident
-    n_slots       blocks on the device that streamed layers pass through
-    n_host_slots  blocks on the host that transient ones pass through before
-    cpus          processors near a card, which the threads that read stay on; empty: any
-    encoded       the streamed layers that come to a card encoded, to be decoded there
-    slot_nbytes   of a slot at least, for layers that come later
+    resident      tier of the layers computed in place
+    streamed      tier of each streamed layer, None for resident layers
+    n_slots       device slots for streamed layers
+    n_host_slots  host slots for transient layers
+    cpus          CPU affinity of reader threads, close to the GPU; empty for any
+    encoded       streamed layers in lossless encoding, decoded on the GPU
+    slot_nbytes   minimum slot size, reserved for layers of later sources
     """
 
     resident: MemoryTier
@@ -45,26 +45,26 @@ class LayerSources:
 
     @property
     def order(self) -> list[int]:
-        """The streamed layers, in the order of a sweep."""
+        """Streamed layers, in sweep order."""
         return [i for i, tier in enumerate(self.streamed) if tier is not None]
 
     def source(self, i: int) -> Tier:
-        """The tier of a streamed layer."""
+        """Return the tier of a streamed layer."""
         tier = self.streamed[i]
         assert tier is not None, f"layer {i} is resident"
         return tier
 
     def packed_layout(self, i: int) -> Layout:
-        """How layer i lies in a slot on a GPU: the same tensors in the same order, aligned for its kernels."""
+        """Return the layout of layer i in a GPU slot: equal tensor order, aligned for kernels."""
         return packed_layout((entry.name, entry.shape, entry.dtype) for entry in self.source(i).layout(i).entries)
 
     def is_transient(self, i: int) -> bool:
-        """Whether layer i comes to the device through a slot of the host: from the disk, or out of unpinned memory."""
+        """Return whether layer i passes a host slot: read from disk, or from unpinned memory."""
         tier = self.streamed[i]
         return tier is not None and not (isinstance(tier, MemoryTier) and tier.is_pinned(i))
 
     def on_host(self) -> "LayerSources":
-        """The same layers brought to the host only: those pinned in its memory stay, the others go through slots."""
+        """Return sources that stop at the host: pinned layers in place, further layers in slots."""
         here = MemoryTier()
         for i, tier in enumerate(self.streamed):
             here.put(i, tier.image(i) if isinstance(tier, MemoryTier) and tier.is_pinned(i) else _NOTHING)
@@ -74,7 +74,7 @@ class LayerSources:
 
 @dataclass(frozen=True)
 class LayerView:
-    """Layer `i` on the device, for as long as the sweep stands at it."""
+    """Layer `i` on the device, valid until the next step of the sweep."""
 
     i: int
     layout: Layout
@@ -82,31 +82,37 @@ class LayerView:
 
 
 class Streamer(ABC):
-    """Brings every layer to the device, the next ones while the present one is computed.
+    """Copy every layer to the device, prefetching during compute.
 
-    meter  bytes and seconds of the link
-    order  the layers that have to be brought, in the order of a sweep
+    meter  traffic of the link
+    order  streamed layers, in sweep order
     """
 
     def __init__(self, sources: LayerSources, trace: Trace, meter: LinkMeter | None = None) -> None:
-        self.meter, self.order = meter or LinkMeter(), sources.order
-        self._sources, self._trace = sources, trace
-        self._changed = threading.Condition()  # guards what the threads of the streamer share with the sweep
-        self._error: BaseException | None = None  # of a thread, for the caller of `sweep`
-        self._is_parked = self._is_closed = False
+        self.meter = meter or LinkMeter()
+        self.order = sources.order
+        self._sources = sources
+        self._trace = trace
+        self._changed = threading.Condition()  # guards state shared between threads and sweep
+        self._error: BaseException | None = None  # from a thread, raised in `sweep`
+        self._is_parked = False
+        self._is_closed = False
         self._n_sweeps = 0
-        self._n_consumed = 0  # streamed layers whose compute has ended
+        self._n_consumed = 0  # streamed layers with finished compute
 
     def sweep(self) -> Generator[LayerView, None, None]:
-        """Every layer once, in order. A block is gone at the next step; on a GPU its compute may still run then.
+        """Yield every layer once, in order, valid until the next step.
 
-        Raises LinkError in the caller if a read failed or the streamer is closed. After a sweep that failed or was left
-        half-way nothing is fetched until the next one, which starts afresh.
+        On a GPU, kernels may still read the block at the next step.
+        Raises LinkError if a read failed or the streamer is closed. After a failed or abandoned
+        sweep, prefetching stops until the next sweep, which restarts.
         """
         self._refuse_closed()
         self._n_sweeps += 1
-        sweep, is_whole = self._n_sweeps, False
-        if self._is_parked or (self.order and self._n_consumed % len(self.order)):  # the last one did not end
+        sweep = self._n_sweeps
+        is_whole = False
+        is_partial = self.order and self._n_consumed % len(self.order)
+        if self._is_parked or is_partial:
             self._park()
             with self._changed:
                 self._is_parked = False
@@ -114,8 +120,9 @@ class Streamer(ABC):
         try:
             for i, tier in enumerate(self._sources.streamed):
                 yield self.resident(i) or self._arrive(i)
-                if sweep != self._n_sweeps:  # somebody held an older one, as a traceback does
-                    raise LinkError("the weights are in use by another pass", change="end one before the next begins")
+                if sweep != self._n_sweeps:  # an older generator is still referenced, e.g. by a traceback
+                    change = "finish a pass before starting the next"
+                    raise LinkError("the weights are in use by another pass", change=change)
                 if tier is not None:
                     self._release()
             is_whole = True
@@ -124,40 +131,43 @@ class Streamer(ABC):
                 self._park()
 
     def follow(self, sources: LayerSources) -> None:
-        """From now on bring what these sources have, of which nothing is longer than a slot, and forget what has come."""
+        """Switch to new sources, whose layers must fit the slots; drop prefetched layers."""
         self._park()
         with self._changed:
-            self._sources, self.order, self._is_parked = sources, sources.order, False
+            self._sources = sources
+            self.order = sources.order
+            self._is_parked = False
             self._changed.notify_all()
 
     @abstractmethod
     def beside(self, sources: LayerSources) -> Self:
-        """Another streamer over the same link, of which both count what they move."""
+        """Create a streamer for further sources on the same link and meter."""
 
     @abstractmethod
     def close(self) -> None:
-        """End all transfers, join the threads and release the slots; may be called again."""
+        """Stop all transfers, join the threads and free the slots; idempotent."""
 
     @abstractmethod
     def _arrive(self, i: int) -> LayerView:
-        """Wait for layer i, the next streamed one."""
+        """Wait for layer i, the next streamed layer."""
 
     @abstractmethod
     def _release(self) -> None:
-        """Give the slot of the layer that arrived last back."""
+        """Free the slot of the latest layer."""
 
     @abstractmethod
     def _park(self) -> None:
-        """Wait for what is under way, forget what has come, and fetch nothing more; may be called again."""
+        """Wait for running transfers, drop prefetched layers, stop prefetching; idempotent."""
 
     def resident(self, i: int) -> LayerView | None:
-        """Layer i where it lies on the device; None where it is streamed."""
+        """Return layer i if resident on the device, else None."""
         if self._sources.streamed[i] is not None:
             return None
         image = self._sources.resident.image(i)
         return LayerView(i, image.layout, image.block)
 
     def _refuse_closed(self) -> None:
-        """Raises LinkError: whoever still sweeps over a closed streamer would wait for ever."""
+        """Raise LinkError if closed: a sweep would otherwise wait forever."""
         if self._is_closed:
-            raise LinkError("the weights were released while in use", change="close the model after the last token")
+            change = "close the model after the last token"
+            raise LinkError("the weights were released while in use", change=change)

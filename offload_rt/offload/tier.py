@@ -1,4 +1,4 @@
-"""What every memory tier offers, and reading from one with threads."""
+"""Interface of memory tiers, and parallel reads by threads."""
 
 import threading
 from collections import deque
@@ -11,27 +11,27 @@ from torch import Tensor
 from offload_rt.system.numa import Cpus, stay_near
 from offload_rt.weights.layout import Layout
 
-# Fills its own part of a block and returns how many bytes crossed the link.
+# Fills its part of a block and returns the bytes that crossed the link.
 Read = Callable[[], int]
 Progress = Callable[[int], None]
 _T = TypeVar("_T")
 
 
 class Tier(Protocol):
-    """Layers kept somewhere, each one block.
+    """A store of layers, a block each.
 
-    n_parallel  reads that should be under way at once to keep the link full
+    n_parallel  concurrent reads needed to saturate the link
     """
 
     n_parallel: int
 
     def layout(self, i: int) -> Layout:
-        """How block i lies in memory after it has been read."""
+        """Return the memory layout of block i after reading."""
 
     def reads(self, i: int, into: Tensor) -> list[Read]:
-        """Independent reads that together fill `into` with block i; each raises LinkError if it cannot.
+        """Return independent reads that fill `into` with block i; reads may raise LinkError.
 
-        into  (>= layout(i).nbytes,) uint8, beginning on a page
+        into  (>= layout(i).nbytes,) uint8, page-aligned
         """
 
     def close(self) -> None:
@@ -41,18 +41,19 @@ class Tier(Protocol):
 def read_parallel(
     reads: Sequence[Read], n_parallel: int, progress: Progress | None = None, cpus: Cpus = frozenset()
 ) -> int:
-    """Do reads with several under way at once; returns the bytes that crossed the link, raises an error of one of them.
+    """Run reads in parallel threads; return the bytes that crossed the link.
 
-    progress  told the bytes of each read that has ended, from the thread that did it
-    cpus      processors that the threads stay on; empty: any
-    Leaves no read under way; starts none after an error.
+    progress  receives the bytes of each finished read, in its thread
+    cpus      CPU affinity of the threads; empty for any
+    After an error no further read starts. All reads have ended on return, and the error is raised.
     """
-    waiting, is_over = iter(reads), threading.Event()
+    waiting = iter(reads)
+    is_over = threading.Event()
 
     def work() -> int:
         moved = 0
         try:
-            for read in waiting:  # shared: each thread takes the next one
+            for read in waiting:  # shared iterator
                 if is_over.is_set():
                     break
                 nbytes = read()
@@ -66,15 +67,16 @@ def read_parallel(
 
     with ThreadPoolExecutor(n_parallel, "reads", stay_near, (cpus,)) as pool:
         try:
-            return sum(task.result() for task in [pool.submit(work) for _ in range(min(n_parallel, len(reads)))])
+            tasks = [pool.submit(work) for _ in range(min(n_parallel, len(reads)))]
+            return sum(task.result() for task in tasks)
         finally:
-            is_over.set()  # also where Ctrl-C came: nobody may go on writing into a block that its owner gives up
+            is_over.set()  # also after Ctrl-C: the caller frees the block
 
 
 def done_ahead(works: Iterable[Callable[[], _T]], name: str) -> Generator[_T, None, None]:
-    """The results of some works in their order, each done in a thread while the one before it is used.
+    """Yield results of functions in order; a thread computes each during use of the previous.
 
-    Raises what a work raised in its turn. Holds no result that it has given away; once closed, leaves no work under way.
+    Errors are raised in order. No yielded result is retained. Closing waits for running functions.
     """
     with ThreadPoolExecutor(1, name) as pool:
         coming: deque[Future[_T]] = deque()

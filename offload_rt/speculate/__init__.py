@@ -1,1 +1,1 @@
-"""Speculative decoding: who proposes trees, and how they are verified."""
+"""Speculative decoding: drafters propose token trees, verification rules accept paths."""

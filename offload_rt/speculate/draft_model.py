@@ -1,7 +1,7 @@
-"""The draft model: resident, one cache for each sequence, computing trees level by level."""
+"""Resident draft model: a cache per sequence, trees computed level by level."""
 
+from collections import abc
 from collections.abc import Callable
-from collections.abc import Sequence as Several
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -20,119 +20,129 @@ from offload_rt.speculate.child_sampling import fitted
 from offload_rt.system.trace import DRAFT, Trace
 from offload_rt.tree.topology import GrowingTree, Topology
 
-# Rows that may be computed for a tree, in nodes of the tree: a growing tree drops nodes that better ones displace.
+# Draft rows per node of the final tree: a growing tree drops nodes displaced by better nodes.
 ROWS_PER_NODE = 2
-# Tokens of the beginning that a draft with a short context goes on to see, where nothing tells which ones are wanted; and
-# those of a chunk where something does.
+# First tokens kept visible by a short-context draft without retrieval; tokens per retrieved chunk.
 _N_SINKS, _CHUNK = 16, 32
-# What a softmax of logits with noise is divided by: the size of a draft's errors, at any temperature of the sequence.
+# Divisor of logits with noise before the softmax: the size of a draft's errors, at any temperature.
 _ERROR = 0.75
 
 
 class TreeState:
-    """Rows of a tree below the last token of a sequence; leaves that need no logits have none. Row 0 is the root.
+    """Draft rows of a tree below a sequence's last token. Row 0 is the root.
 
-    vocab_size  of the target
-    most_rows   of a tree
-    lacking     tokens of the sequence that are to be computed before its rows
-    generator   of the sequence, on the device; children are drawn with it
-    noise       (levels, vocabulary) float32: what the target's tokens after the nodes of each level are drawn with, times the
-                sequence's temperature; None where the tree is not coupled
-    error       why the tree is of no use; None where it is
+    Leaves without need for logits have no row.
+
+    vocab_size  vocabulary of the target
+    most_rows   row capacity
+    lacking     sequence tokens missing in the draft's cache, computed before the tree's rows
+    generator   the sequence's generator on the device, for drawing children
+    noise       (levels, vocabulary) float32: the target's sampling noise per level, times the
+                sequence's temperature; None if the tree is not coupled
+    error       reason to discard the tree, or None
     """
 
     error: NumericsError | None = None
 
     def __init__(self, vocab_size: int, most_rows: int, sequence: Sequence, device: torch.device) -> None:
-        self.vocab_size, self.sequence = vocab_size, sequence
+        self.vocab_size = vocab_size
+        self.sequence = sequence
         self.generator = generator_on(device, sequence.generator)
         self.tokens: list[int] = []
         self.lacking: list[int] = []
         self._tree = GrowingTree(most_rows)
         self.n_done = 0
         self.noise: Tensor | None = None
-        self._most_rows, self._probs = most_rows, torch.empty(0)
+        self._most_rows = most_rows
+        self._probs = torch.empty(0)
 
     @property
     def new_rows(self) -> slice:
-        """Those added since the last step."""
+        """Rows added since the last step."""
         return slice(self.n_done, len(self.tokens))
 
     @property
     def new_depths(self) -> np.ndarray:
-        """(n,) of the rows added since the last step."""
+        """(n,) depths of the rows added since the last step."""
         return self._tree.depths[self.new_rows]
 
     def computed(self) -> None:
-        """The rows added last have been computed."""
+        """Mark all rows as computed."""
         self.n_done = len(self.tokens)
 
     def clear(self, token: int) -> None:
-        """Begin with the last token of the sequence."""
-        self.tokens, self.n_done, self.error = [token], 0, None
+        """Restart from the last token of the sequence."""
+        self.tokens = [token]
+        self.n_done = 0
+        self.error = None
         self._tree.clear()
 
     def room(self, n: int, like: Tensor) -> Tensor:
-        """(n, vocabulary) for the distributions of a tree, until the next one; memory for the largest is taken once."""
+        """Return a buffer (n, vocabulary) for a tree's distributions, reused by later trees."""
         if len(self._probs) < n:
             self._probs = like.new_empty(self._most_rows // ROWS_PER_NODE, like.shape[1])
         return self._probs[:n]
 
     def perturbed(self, logits: Tensor) -> Tensor:
-        """The logits (rows, vocabulary) of the rows added last, with their noise: the largest is the guess of the token."""
+        """Add noise to the logits (rows, vocabulary) of the latest rows.
+
+        The argmax of a row is the guess of the target's token.
+        """
         assert self.noise is not None, "the tree is coupled"
         (levels,) = to_device([torch.tensor(self._tree.depths[-len(logits) :])], self.noise.device)
         return self.noise.index_select(0, levels).add_(fitted(logits, self.vocab_size)).div_(_ERROR)
 
-    def add(self, parents: Several[int], tokens: Several[int]) -> range:
-        """Add rows, to be computed next; returns them."""
+    def add(self, parents: abc.Sequence[int], tokens: abc.Sequence[int]) -> range:
+        """Add rows to compute next; return them."""
         self.tokens += tokens
         return self._tree.add(parents)
 
 
 class DraftState(TreeState):
-    """What the draft has computed for one sequence: its tokens, and rows of a tree, which are rows of its cache.
+    """Draft cache of a sequence: its committed tokens, and the rows of a tree.
 
-    In place of a token that only the target has the draft is given its own last one.
+    Target tokens outside the draft's vocabulary are replaced by the draft's last token.
     """
 
     def __init__(self, runner: Runner, cache: int, vocab_size: int, most_rows: int, sequence: Sequence) -> None:
         super().__init__(vocab_size, most_rows, sequence, runner.device)
-        self._runner, self.cache = runner, cache
+        self._runner = runner
+        self.cache = cache
         self._last_token = runner.spec.vocab_size - 1
         self.n_prompt = 0
 
     def start(self, tokens: list[int], n_prompt: int) -> None:
-        """Begin a tree below the last of `tokens`, keeping the rows that an earlier tree has of them."""
+        """Start a tree below the last of `tokens`, reusing rows of the previous tree."""
         self.commit_path(tokens)
         n_kept = self._runner.rewind(self.cache, self._known(tokens[:-1]))
-        self.lacking, self.n_prompt = tokens[n_kept:-1], n_prompt
+        self.lacking = tokens[n_kept:-1]
+        self.n_prompt = n_prompt
         self.clear(tokens[-1])
 
     def step(self, reduce: Reduce | None) -> Step:
-        """What is to be computed: what the cache lacks of the sequence, and the rows added since the last step."""
+        """Return the next step: tokens missing in the cache, and rows added since the last step."""
         tokens = torch.tensor(self._known(self.lacking + self.tokens))
-        # What is lacking comes with the root, before any other row.
+        # Missing tokens are computed together with the root, before all further rows.
         tree = Topology.chain(len(tokens)) if self.lacking else self._tree
         n_new = len(self.tokens) - self.n_done
         return Step(self.cache, tokens, tree, n_new, self.n_prompt, self.n_done, reduce, len(self.lacking))
 
     def computed(self) -> None:
-        """The step has been taken."""
+        """Commit missing tokens and mark all rows as computed."""
         if self.lacking:
             self._runner.commit(self.cache, range(len(self.lacking)))
             self.lacking = []
         super().computed()
 
     def commit_path(self, tokens: list[int]) -> None:
-        """Commit the rows of the earlier tree along which the sequence has gone on."""
+        """Commit the rows of the previous tree that the sequence continued along."""
         n = self._runner.n_committed(self.cache)
         if self.n_done == 0 or n >= len(tokens) - 1 or tokens[n] != self.tokens[0]:
             return
         self._runner.commit(self.cache, self._path(tokens[n + 1 : -1]))
 
     def _path(self, tokens: list[int]) -> list[int]:
-        """The root and the rows below it that have these tokens, as far as there are some."""
+        """Return the root and the longest path of rows with these tokens."""
         children = {(int(self._tree.parents[row]), self.tokens[row]): row for row in range(1, self.n_done)}
         rows = [0]
         for token in tokens:
@@ -149,32 +159,35 @@ class DraftState(TreeState):
 
 
 class TreeBuilder(Protocol):
-    """A tree of one sequence while it grows."""
+    """A growing tree of a sequence."""
 
     state: TreeState
 
     @property
     def reduce(self) -> Reduce | None:
-        """What is to be made of the logits of the rows added last, such as their most probable tokens; None: nothing."""
+        """Reduction of the latest logits on the device, e.g. to top tokens, or None."""
 
-    def choose(self, out: Tensor) -> Tensor:
-        """What the host needs to know of these logits (rows, vocabulary), or of what `reduce` made of them, on the device."""
+    def select(self, out: Tensor) -> Tensor:
+        """Select the host's input from logits (rows, vocabulary) or `reduce` output."""
 
-    def take(self, chosen: Tensor) -> None:
-        """Grow by what was chosen, on the host; add the rows to be computed next. Raises NumericsError for wrong logits."""
+    def extend(self, selected: Tensor) -> None:
+        """Grow by the selection, on the host, and add rows to compute next.
+
+        Raises NumericsError for NaN or Inf logits.
+        """
 
 
 _Builder = TypeVar("_Builder", bound=TreeBuilder)
 
 
 class DraftModel:
-    """Computes the draft's logits for the trees of several sequences at once.
+    """Compute draft logits for the trees of all sequences together.
 
-    vocab_size  of the target
-    max_levels  of a tree: room for so many tokens stays free in the draft's context
-    trace       gets a span for each pass, a level or round of the trees
-    context     tokens that the draft sees at most; None: as many as it has positions
-    target      its attention chooses which older tokens a draft sees of a longer text; None: the draft sees the first few
+    vocab_size  vocabulary of the target
+    max_levels  maximum tree levels; the draft's context reserves as many tokens
+    trace       receives a span per pass
+    context     context limit in tokens; None for all positions of the draft
+    target      selects visible older tokens by its attention; None to keep the first tokens
     """
 
     state_type: type[DraftState] = DraftState
@@ -183,46 +196,53 @@ class DraftModel:
     def __init__(
         self, runner: Runner, vocab_size: int, max_levels: int, trace: Trace, context: int | None = None
     ) -> None:
-        self._runner, self.vocab_size, self.max_levels, self._trace = runner, vocab_size, max_levels, trace
-        self._limit = max(min(context or runner.spec.max_positions, runner.spec.max_positions) - max_levels, 1)
+        self._runner = runner
+        self.vocab_size = vocab_size
+        self.max_levels = max_levels
+        self._trace = trace
+        n_positions = runner.spec.max_positions
+        self._limit = max(min(context or n_positions, n_positions) - max_levels, 1)
         self._states: dict[Sequence, DraftState] = {}
-        self._sources: dict[Sequence, int] = {}  # caches of the target
-        self._older: dict[Sequence, tuple[int, list[int]]] = {}  # where the window begins, and the tokens chosen for it
+        self._sources: dict[Sequence, int] = {}  # target caches
+        # Start of the window, and older tokens visible before it.
+        self._older: dict[Sequence, tuple[int, list[int]]] = {}
 
     def begin(self, sequence: Sequence, cache: int, n_nodes: int) -> None:
-        """A sequence joins, with this cache of the target and trees of up to `n_nodes`."""
+        """Register a sequence with its target cache and maximum tree size."""
         self._sources[sequence] = cache
 
     def can_draft(self, sequence: Sequence) -> bool:
-        """Whether there is what drafting for a sequence needs."""
+        """Return whether a tree can be drafted for a sequence."""
         return True
 
-    def observe(self, sequence: Sequence, first: int, states: Several[Tensor]) -> None:
-        """Keep hidden states of the target, see `Drafter.observe`; a model of its own needs none."""
+    def observe(self, sequence: Sequence, first: int, states: abc.Sequence[Tensor]) -> None:
+        """Receive hidden states of the target, see `Drafter.observe`; draft models ignore them."""
 
     def start(
-        self, sequence: Sequence, n_nodes: int, is_alone: bool, n_coupled: int = 0, path: Several[int] = ()
+        self, sequence: Sequence, n_nodes: int, is_alone: bool, n_coupled: int = 0, path: abc.Sequence[int] = ()
     ) -> TreeState:
-        """Begin a tree at the end of a sequence; where the draft's context is shorter, it sees as much as fits.
+        """Start a tree at the end of a sequence, or of the visible part in a shorter context.
 
-        is_alone   no other sequence is drafted for
-        n_coupled  levels whose children are ranked after the noise that the target's tokens are drawn with
-        path       tokens that are taken to follow the sequence's
+        is_alone   no other sequence is drafted
+        n_coupled  levels ranked with the target's sampling noise
+        path       tokens assumed to follow the sequence
         """
-        state, n_ahead = self._begin(sequence, n_nodes, is_alone, path), len(path)
+        state = self._begin(sequence, n_nodes, is_alone, path)
+        n_ahead = len(path)
         state.noise = None
         if n_coupled:
-            place, n_levels = len(sequence.tokens), n_ahead + n_coupled
+            place = len(sequence.tokens)
+            n_levels = n_ahead + n_coupled
             noise = sequence.noise.at(place, n_levels, self.vocab_size, self._runner.device)[n_ahead:]
             state.noise = noise.log().mul_(-sequence.temperature)
         return state
 
-    def _begin(self, sequence: Sequence, n_nodes: int, is_alone: bool, path: Several[int] = ()) -> TreeState:
+    def _begin(self, sequence: Sequence, n_nodes: int, is_alone: bool, path: abc.Sequence[int] = ()) -> TreeState:
         known = self._states.get(sequence)
         if known is None or known.sequence is not sequence:
-            if self._runner.has_graphs:  # of one buffer, which is not to be had while others have caches
-                for one in [one for one in self._states if one.finish_reason]:
-                    self.end(one)
+            if self._runner.has_graphs:  # graphs need a single buffer, so free finished caches
+                for old in [old for old in self._states if old.finish_reason]:
+                    self.end(old)
             longest = min(sequence.longest, self._limit) + self.max_levels
             n_rows = draft_rows(min(longest, sequence.longest), n_nodes)
             if known is None:
@@ -230,7 +250,8 @@ class DraftModel:
             else:
                 cache = self._runner.renew_cache(known.cache, n_rows, ROWS_PER_NODE * n_nodes, is_alone)
             self._add_state(sequence, cache, n_nodes)
-        state, seen = self._states[sequence], self._seen(sequence)
+        state = self._states[sequence]
+        seen = self._seen(sequence)
         n_gone = len(sequence.tokens) - len(seen)
         state.start([*seen, *path], max(sequence.n_prompt - n_gone, 1))
         return state
@@ -241,16 +262,17 @@ class DraftModel:
         )
 
     def _seen(self, sequence: Sequence) -> list[int]:
-        """All tokens, or some older ones and a window of the most recent, at positions from 0 on.
+        """Return all tokens, or older tokens and a window of recent tokens, at positions from 0.
 
-        Older ones are those that the target's last token attended to most when the window moved on (SpecExtend), or the first
-        few (StreamingLLM).
+        Older tokens are chunks with the most attention from the target's last token at the latest
+        window shift (SpecExtend), or the first tokens (StreamingLLM).
         """
-        tokens, n_chunks = sequence.tokens, self._limit // 2 // _CHUNK if self.target is not None else 0
+        tokens = sequence.tokens
+        n_chunks = self._limit // 2 // _CHUNK if self.target is not None else 0
         if len(tokens) <= self._limit:
             return tokens
         n_older = n_chunks * _CHUNK or min(_N_SINKS, self._limit // 8)
-        stride = max((self._limit - n_older) // 2, 1)  # the window moves on by half of its length at a time
+        stride = max((self._limit - n_older) // 2, 1)  # the window shifts by half of its length
         start = n_older + -(-(len(tokens) - self._limit) // stride) * stride
         first, older = self._older.get(sequence, (0, tokens[:n_older]))
         if self.target is not None and n_chunks > 1 and first != start:
@@ -260,58 +282,62 @@ class DraftModel:
                 self._older[sequence] = start, older
         return older + tokens[start:]
 
-    def follow(self, old: Sequence, new: Sequence, n: int) -> int:
-        """See `Drafter.follow`; the draft's cache is rewound when the first tree begins."""
+    def transfer(self, old: Sequence, new: Sequence, n: int) -> int:
+        """See `Drafter.transfer`. The draft's cache is rewound when the next tree starts."""
         state = self._states.pop(old, None)
         if state is not None:
-            if len(old.tokens) <= self._limit:  # else a window begins anew in any case
+            if len(old.tokens) <= self._limit:  # otherwise a new window starts anyway
                 state.commit_path(self._seen(old))
             self._states[new] = state
         return n
 
     def end(self, sequence: Sequence) -> None:
-        """Release the cache of a sequence."""
+        """Release the draft cache of a sequence."""
         self._sources.pop(sequence, None)
         self._older.pop(sequence, None)
         state = self._states.pop(sequence, None)
         if state is not None:
             self._runner.free_cache(state.cache)
 
-    def grow(self, builders: Several[_Builder], guess: Callable[[list[_Builder]], None] | None = None) -> int:
-        """Let all tree builders grow to their end, a level or round of all of them in each pass; returns the passes made.
+    def grow(self, builders: abc.Sequence[_Builder], guess: Callable[[list[_Builder]], None] | None = None) -> int:
+        """Grow all trees to completion, a level or round per pass; return the number of passes.
 
-        The device is waited for once in each. A tree with a logit that is no number ends there, with its error.
+        Each pass synchronizes with the device once. A tree with NaN or Inf logits stops with an
+        error.
 
-        guess  may add rows to those that the next pass computes
+        guess  may add rows to the next pass
         """
-        growing, n_passes = list(builders), 0
-        while growing := [one for one in growing if len(one.state.tokens) > one.state.n_done]:
+        growing = list(builders)
+        n_passes = 0
+        while growing := [builder for builder in growing if len(builder.state.tokens) > builder.state.n_done]:
             if guess is not None:
                 guess(growing)
             with self._trace.span(DRAFT, f"level {n_passes + 1}"):
                 outs = self._forward(growing)
-                chosen = to_host([chosen_of(one, out) for one, out in zip(growing, outs, strict=True)])
-                for one, tokens in zip(growing, chosen, strict=True):
-                    one.state.computed()
+                selected = to_host([select_tokens(builder, out) for builder, out in zip(growing, outs, strict=True)])
+                for builder, tokens in zip(growing, selected, strict=True):
+                    builder.state.computed()
                     try:
-                        one.take(tokens)
+                        builder.extend(tokens)
                     except NumericsError as error:
-                        one.state.error = error
+                        builder.state.error = error
             n_passes += 1
         return n_passes
 
-    def _forward(self, builders: Several[TreeBuilder]) -> list[Tensor]:
-        """One pass over the rows added last."""
-        states = [(one.state, captured(one)) for one in builders]
+    def _forward(self, builders: abc.Sequence[TreeBuilder]) -> list[Tensor]:
+        """Compute the latest rows in a single pass."""
+        states = [(builder.state, captured(builder)) for builder in builders]
         return self._runner.forward([state.step(reduce) for state, reduce in states if isinstance(state, DraftState)])
 
 
 class SelfDraftModel(DraftModel):
-    """The target itself, drafting by views of its caches; sequences beyond the room there is for views are not drafted for.
+    """Self-drafting: the target drafts with views of its caches.
 
-    kind    of the views
-    budget  verified rows that a view has at most
-    n_rows  there is memory for, in all views together
+    Sequences without memory for a view are not drafted.
+
+    kind    cache class of the views
+    budget  maximum verified rows per view
+    n_rows  total rows available to views
     """
 
     def __init__(
@@ -319,13 +345,15 @@ class SelfDraftModel(DraftModel):
     ) -> None:
         super().__init__(runner, runner.spec.vocab_size, max_levels, trace)
         self._limit = runner.spec.max_positions
-        self._kind, self._budget, self._n_rows = kind, budget, n_rows
-        self._views: dict[Sequence, tuple[int, int]] = {}  # caches of the target, and the rows of their views
+        self._kind = kind
+        self._budget = budget
+        self._n_rows = n_rows
+        self._views: dict[Sequence, tuple[int, int]] = {}  # (target cache, rows of its view)
 
     def begin(self, sequence: Sequence, cache: int, n_nodes: int) -> None:
-        """Take a view of its cache, if there is room for one beside those of others that run."""
-        for one in [one for one in self._views if one.finish_reason]:
-            self.end(one)
+        """Create a view of the sequence's cache if memory allows."""
+        for old in [old for old in self._views if old.finish_reason]:
+            self.end(old)
         budget = min(self._budget, sequence.longest)
         n_rows = view_rows(budget, n_nodes)
         if n_nodes > 1 and n_rows <= self._n_rows:
@@ -335,12 +363,12 @@ class SelfDraftModel(DraftModel):
             self._add_state(sequence, view, n_nodes)
 
     def can_draft(self, sequence: Sequence) -> bool:
-        """Not before the target has computed its prompt."""
+        """Return whether the target has computed the prompt."""
         source = self._views.get(sequence)
         return source is not None and self._runner.n_committed(source[0]) == len(sequence.tokens) - 1
 
-    def follow(self, old: Sequence, new: Sequence, n: int) -> int:
-        """See `Drafter.follow`: a view is filled anew from the target's cache."""
+    def transfer(self, old: Sequence, new: Sequence, n: int) -> int:
+        """Drop the view; a new view is filled from the target's cache. See `Drafter.transfer`."""
         self.end(old)
         return n
 
@@ -351,22 +379,22 @@ class SelfDraftModel(DraftModel):
 
 
 def captured(builder: TreeBuilder) -> Reduce | None:
-    """What is made of logits as part of the pass; nothing in a coupled tree, where noise is added to them first."""
+    """Return the reduction to run within the pass; None if noise must be added to logits first."""
     return builder.reduce if builder.state.noise is None else None
 
 
-def chosen_of(builder: TreeBuilder, out: Tensor) -> Tensor:
-    """What the host needs to know of the rows added last; `out` is what the pass gave for them."""
+def select_tokens(builder: TreeBuilder, out: Tensor) -> Tensor:
+    """Select the host's input from the pass output `out` of the latest rows."""
     if builder.state.noise is not None and builder.reduce is not None:
         out = builder.reduce(builder.state.perturbed(out))
-    return builder.choose(out)
+    return builder.select(out)
 
 
 def draft_rows(longest: int, n_nodes: int) -> int:
-    """Rows of the draft's cache for a sequence of up to `longest` tokens and trees of up to `n_nodes`."""
+    """Return draft cache rows for a sequence of up to `longest` tokens and trees of `n_nodes`."""
     return longest - 1 + ROWS_PER_NODE * n_nodes
 
 
 def view_rows(budget: int, n_nodes: int) -> int:
-    """Rows of a view for drafts of trees of up to `n_nodes`."""
+    """Return rows of a view for `budget` verified tokens and trees of up to `n_nodes`."""
     return budget + ROWS_PER_NODE * n_nodes + 1

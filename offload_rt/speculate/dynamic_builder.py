@@ -1,6 +1,6 @@
-"""Trees that grow where the draft is confident: the nodes with the highest cumulative probability, whatever their place."""
+"""Dynamic trees: grow the nodes with the highest cumulative draft probability."""
 
-from collections.abc import Sequence as Several
+from collections import abc
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,21 +14,21 @@ from offload_rt.speculate.draft_model import ROWS_PER_NODE, TreeState
 from offload_rt.speculate.pair_stats import Estimates
 from offload_rt.tree.topology import DraftTree, Topology
 
-# Candidates that one node may bring in.
+# Maximum candidates per expanded node.
 _N_CHILDREN = 32
-# A round computes the waiting nodes among this part of the tree; the next part only when none waits there.
+# A round expands the pending nodes in the first non-empty share of the tree, best nodes first.
 _SHARES = (1 / 8, 1 / 4, 1 / 2, 1)
 
 
 @dataclass(frozen=True)
 class _Nodes:
-    """The root and other nodes, the most probable first; a parent stands before its children.
+    """Nodes by descending probability, the root first; a parent precedes its children.
 
-    chances  (m,) probability that each is accepted, by the calibrated draft
-    parents  (m,) places of their parents, -1 for the root's
+    chances  (m,) calibrated acceptance probability of each node
+    parents  (m,) indices of the parents, -1 for the root
     tokens   (m,)
     depths   (m,) 0 for the root
-    rows     (m,) of the draft's cache, -1 where none was computed
+    rows     (m,) rows in the draft's cache, -1 if not computed
     """
 
     chances: np.ndarray
@@ -37,10 +37,10 @@ class _Nodes:
     depths: np.ndarray
     rows: np.ndarray
 
-    def joined(self, more: "_Nodes", n: int) -> "_Nodes":
-        """The n most probable of both; `more` names its parents by their places here."""
-        both = [np.concatenate(pair) for pair in zip(vars(self).values(), vars(more).values(), strict=True)]
-        # A child is never more probable than its parent, and stands behind it where they are equal.
+    def merged(self, new: "_Nodes", n: int) -> "_Nodes":
+        """Return the n most probable nodes of both sets; parents of `new` index into `self`."""
+        both = [np.concatenate(pair) for pair in zip(vars(self).values(), vars(new).values(), strict=True)]
+        # A child never exceeds its parent's probability; stable sorting keeps it behind its parent.
         order = np.argsort(-both[0], kind="stable")[:n]
         chances, parents, tokens, depths, rows = (part[order] for part in both)
         place = np.full(len(both[0]) + 1, -1)
@@ -50,12 +50,12 @@ class _Nodes:
 
 @dataclass(eq=False)
 class DynamicTreeBuilder:
-    """A tree that grows in rounds until no candidate can enter it, or until a round costs more than it brings.
+    """Grow a tree in rounds until no candidate enters it or a round costs more than it gains.
 
-    size         (number of nodes, of levels) of the tree at most, the root's included
-    temperature  at which the draft's probabilities are taken
-    copied       tokens that once followed the sequence's last ones, to be appended
-    least_gain   tokens that a round must promise, for each that the tree promises already
+    size         (maximum nodes, maximum levels), including the root
+    temperature  temperature of the draft's probabilities
+    copied       copied continuation to append
+    least_gain   expected tokens required of a round, per token already expected of the tree
     """
 
     state: TreeState
@@ -67,67 +67,76 @@ class DynamicTreeBuilder:
     n_fixed: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
-        root, (self._n_nodes, self._n_levels) = np.array([0]), self.size
+        self._n_nodes, self._n_levels = self.size
+        root = np.array([0])
         self._nodes = _Nodes(np.ones(1), root - 1, np.array(self.state.tokens), root, root.copy())
-        self._expanded = root  # places whose logits come next
-        self._seen: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # row -> its candidates' tokens and probabilities
+        self._expanded = root  # nodes of the next logits
+        # Tokens and probabilities of the candidates below each row.
+        self._seen: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     @property
     def reduce(self) -> Reduce:
-        """The candidates of each node and their probabilities."""
+        """Select the candidates below each node and their probabilities."""
         k = min(_N_CHILDREN, self._n_nodes - 1)
         return child_sampling.MostProbable(k, self.state.vocab_size, self.temperature or 1.0)
 
-    def choose(self, out: Tensor) -> Tensor:
-        """They are all taken."""
+    def select(self, out: Tensor) -> Tensor:
+        """Return all candidates."""
         return out
 
-    def take(self, chosen: Tensor) -> None:
-        """Let the children of the nodes computed last compete; those that enter are computed next."""
-        k = chosen.shape[1] // 2
-        tokens, values = child_sampling.unpacked(chosen, k)
-        now, above, probabilities = self._nodes, self._expanded, values.astype(np.float64)
-        self._seen.update(zip(now.rows[above].tolist(), zip(tokens, probabilities, strict=True), strict=True))
-        more = _Nodes(
-            chances=(now.chances[above, None] * self.estimates.calibration.chances(probabilities)).ravel(),
-            parents=above.repeat(k),
+    def extend(self, selected: Tensor) -> None:
+        """Merge the children of the latest nodes; children that enter are computed next."""
+        k = selected.shape[1] // 2
+        tokens, values = child_sampling.unpacked(selected, k)
+        nodes = self._nodes
+        parents = self._expanded
+        probabilities = values.astype(np.float64)
+        candidates = zip(tokens, probabilities, strict=True)
+        self._seen.update(zip(nodes.rows[parents].tolist(), candidates, strict=True))
+        children = _Nodes(
+            chances=(nodes.chances[parents, None] * self.estimates.calibration.chances(probabilities)).ravel(),
+            parents=parents.repeat(k),
             tokens=tokens.ravel(),
-            depths=now.depths[above].repeat(k) + 1,
+            depths=nodes.depths[parents].repeat(k) + 1,
             rows=np.full(tokens.size, -1),
         )
-        self._nodes = now.joined(more, self._n_nodes)
+        self._nodes = nodes.merged(children, self._n_nodes)
         self._expand()
 
     def _expand(self) -> None:
-        """Add the rows of the nodes to be computed next, the best first: behind them others may drop out uncomputed."""
-        now, self._expanded = self._nodes, np.array([], dtype=np.int64)
-        waiting = np.flatnonzero((now.rows < 0) & (now.depths < self._n_levels - 1))
-        if now.chances[waiting].sum() < self.least_gain * now.chances.sum():
+        """Add rows of the nodes to compute next, best first.
+
+        Lower-ranked pending nodes may drop out without being computed.
+        """
+        nodes = self._nodes
+        self._expanded = np.array([], dtype=np.int64)
+        waiting = np.flatnonzero((nodes.rows < 0) & (nodes.depths < self._n_levels - 1))
+        if nodes.chances[waiting].sum() < self.least_gain * nodes.chances.sum():
             return
-        ahead = (waiting[waiting <= share * self._n_nodes] for share in _SHARES)
-        places = next((some for some in ahead if len(some)), waiting)
+        parts = (waiting[waiting <= share * self._n_nodes] for share in _SHARES)
+        places = next((part for part in parts if len(part)), waiting)
         places = places[: ROWS_PER_NODE * self._n_nodes - len(self.state.tokens)]
-        now.rows[places] = self._add(now.rows[now.parents[places]].tolist(), now.tokens[places].tolist())
+        nodes.rows[places] = self._add(nodes.rows[nodes.parents[places]].tolist(), nodes.tokens[places].tolist())
         self._expanded = places
 
     @property
     def chances(self) -> np.ndarray:
-        """(m,) of the candidates, descending."""
+        """(m,) candidate probabilities, descending."""
         return self._nodes.chances[1:]
 
-    def _add(self, parents: list[int], tokens: list[int]) -> Several[int]:
-        """Rows for these nodes."""
+    def _add(self, parents: list[int], tokens: list[int]) -> abc.Sequence[int]:
+        """Return the rows of these nodes."""
         return self.state.add(parents, tokens)
 
     def tree(self, size: int) -> DraftTree:
-        """The root and so many of its best candidates."""
+        """Return the root and its `size` best candidates."""
         best = self._nodes = _Nodes(*(part[: 1 + size] for part in vars(self._nodes).values()))
         return DraftTree(
             Topology(best.parents), torch.from_numpy(best.tokens.copy()), expected=float(best.chances.sum())
         )
 
     def learn(self, path: list[int], after: list[int]) -> None:
-        """Compare the draft's candidates along the accepted path, the root first, with the tokens that came after."""
+        """Compare the candidates along the accepted path, root first, with the actual tokens."""
         rows = self._nodes.rows[[node for node in path if node < len(self._nodes.rows)]]
         for row, token in zip(rows.tolist(), after, strict=False):
             if row in self._seen:

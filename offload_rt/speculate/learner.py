@@ -1,15 +1,15 @@
-"""Learning the draft while the link is the limit: what the target says of accepted tokens distils low-rank changes of it.
+"""Online distillation: train low-rank adapters of the draft on the target's predictions.
 
-Online speculative decoding (Liu et al. 2023, arXiv 2310.07177) by adapters (Hu et al. 2021, arXiv 2106.09685). Each passage is
-predicted before it is learned from, so that it tells what was gained on text that has not been seen. While that is more than
-chance, the sum of matrix and change takes the place of the matrix: drafts take as long as before.
+Online speculative decoding (Liu et al. 2023, arXiv 2310.07177) with adapters (Hu et al. 2021,
+arXiv 2106.09685). Training uses time spent waiting for the link. Each passage is evaluated before
+training on it, which measures the gain on unseen text. While the gain is significant, the adapters
+are merged into the matrices, so drafting speed is unchanged.
 """
 
 import math
 import random
 import time
-from collections import deque
-from collections.abc import Sequence as Several
+from collections import abc, deque
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,49 +34,59 @@ from offload_rt.system.files import cache_directory, write_atomically
 from offload_rt.weights.formats import dense
 
 _RANK = 16
-# Tokens of a passage that are learned from at least, some of which one pass may add, and those before that they look back on.
+# Minimum labelled tokens of a passage (a pass may add more), and context tokens before them.
 _N_LABELLED, _N_BEFORE = 32, 96
-# How often a passage is learned from, each time in a step of its own, and of how many recent ones.
+# Training steps per passage, and number of recent passages to draw from.
 _N_USES, _N_RECENT = 16, 64
-# Learning rate, and steps in which it rises to that.
+# Learning rate, and number of warm-up steps.
 _RATE, _WARM_UP = 2e-3, 20
-# Passages by which it is judged whether there is a gain, at least and at most, and those without one after which it ends.
+# Passages per evaluation (minimum, maximum), and passages without gain before training stops.
 _LEAST_JUDGED, _MOST_JUDGED, _PATIENCE = 8, 32, 256
-# Weight of the newest slice in the estimate of its seconds, and what is left of that at a layer where it was too long.
+# Weight of the newest slice in the estimated slice time, and decay of the estimate when skipped.
 _NEWEST, _DOUBT = 0.25, 0.99
 
 
 class Passage(NamedTuple):
-    """Tokens (n,) int64, and what the target predicts after the last of them, (m, k) each."""
+    """Tokens (n,) int64, and the target's top predictions (m, k) after the last m tokens."""
 
     tokens: Tensor
     labels: TopTokens
 
 
 class Adapter:
-    """A change b @ a of a matrix (n_out, n_in): one is trained, and an earlier one the matrix has been given in place."""
+    """Low-rank change b @ a of a matrix (n_out, n_in): a trained version, and a merged version."""
 
     def __init__(self, weight: Tensor, generator: torch.Generator) -> None:
         n_out, n_in = weight.shape
-        a, b = torch.randn(_RANK, n_in, generator=generator) / math.sqrt(n_in), torch.zeros(n_out, _RANK)
-        self._weight, self._original = weight, weight.to("cpu", copy=True)
-        self.a, self.b = (one.to(weight.device).requires_grad_() for one in (a, b))
-        self._given = self.a.detach().clone(), self.b.detach().clone()
+        a = torch.randn(_RANK, n_in, generator=generator) / math.sqrt(n_in)
+        b = torch.zeros(n_out, _RANK)
+        self._weight = weight
+        self._original = weight.to("cpu", copy=True)
+        self.a, self.b = (matrix.to(weight.device).requires_grad_() for matrix in (a, b))
+        self._merged = self.a.detach().clone(), self.b.detach().clone()
 
     def __call__(self, x: Tensor, share: float) -> Tensor:
-        """What x (n, n_in) times the original and a share of the change has beyond x times the matrix: (n, n_out) float32."""
-        a, b = torch.cat((self.a, self._given[0])), torch.cat((share * self.b, -self._given[1]), dim=1)
+        """Return the adapted product minus the product with the current matrix.
+
+        x      (n, n_in)
+        share  scale of the trained change relative to the original matrix
+        Returns (n, n_out) float32.
+        """
+        a = torch.cat((self.a, self._merged[0]))
+        b = torch.cat((share * self.b, -self._merged[1]), dim=1)
         return F.linear(F.linear(x.float(), a), b)
 
     @torch.no_grad()
-    def give(self, share: float) -> None:
-        """Make the matrix the original and a share of the change as it is now."""
-        self._given = self.a.clone(), share * self.b
-        self._weight.copy_(self._original.to(self._weight.device) + self._given[1] @ self._given[0])
+    def merge(self, share: float) -> None:
+        """Set the matrix to the original plus a share of the current change."""
+        a = self.a.clone()
+        b = share * self.b
+        self._merged = a, b
+        self._weight.copy_(self._original.to(self._weight.device) + b @ a)
 
 
 class AdaptedView(dense.View):
-    """A layer of the draft with a share of what its adapters have been trained to, whatever its matrices have been given."""
+    """Draft layer with a share of its trained adapters, independent of merged changes."""
 
     share = 1.0
 
@@ -89,14 +99,14 @@ class AdaptedView(dense.View):
         """See `LayerWeights.linear`."""
         return super().linear(x, name) + self.adapters[name](x, self.share).to(x.dtype)
 
-    def linears(self, x: Tensor, names: Several[str]) -> tuple[Tensor, ...]:
-        """One by one."""
+    def linears(self, x: Tensor, names: abc.Sequence[str]) -> tuple[Tensor, ...]:
+        """Multiply by each matrix separately."""
         return LayerWeights.linears(self, x, names)
 
 
 @dataclass(frozen=True)
 class TextContext:
-    """A `PassContext` for the rows of one text, of which nothing is kept: gradients flow."""
+    """`PassContext` for a single text without a cache; differentiable."""
 
     row_inputs: tuple[Any, ...]
 
@@ -105,59 +115,67 @@ class TextContext:
         scale: float, window: int | None = None, rotary: tuple[Tensor, Tensor] | None = None,
         softcap: float | None = None, sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """See `PassContext.attend`; only native layers are learned, which have no softcap and no sinks."""
-        assert k is not None and v is not None and rotary is not None, "so native layers call it"
+        """See `PassContext.attend`. Only native layers are trained: no softcap, no sinks."""
+        assert k is not None and v is not None and rotary is not None, "native layers pass all"
         places = torch.arange(len(q), device=q.device)
         back = places[:, None] - places
-        q, k = (reference.rotate(one, *rotary) for one in (q, k))
+        q, k = (reference.rotate(states, *rotary) for states in (q, k))
         visible = (back >= 0) & (back < (window or len(q)))
         return reference.torch_attention(q, k.transpose(0, 1), v.transpose(0, 1), visible, scale)
 
 
 class Learner:
-    """Trains adapters of a draft between the layers of the target's passes, and serves them while they gain.
+    """Train adapters between layers of the target's passes, and merge them while they gain.
 
-    draft  its weights change in place
-    meter  of the target's link: a slice of training is done where a layer has been waited for as long as one takes
-    kept   name under which what gains is kept for later runs; None: it is not
-    n_predicted  of the target's most probable tokens that it learns from; 0 once it has ended
+    draft        its weights change in place
+    meter        waiting time of the target's link; a slice runs if the last wait was long enough
+    kept         name of the saved adapters for later runs; None to disable saving
+    n_predicted  top target predictions used as labels; 0 after training has stopped
     """
 
     n_predicted = 8
 
     def __init__(self, draft: Runner, meter: LinkMeter, kept: str | None = None) -> None:
-        self._draft, self._meter, self._kept_as = draft, meter, kept
+        self._draft = draft
+        self._meter = meter
+        self._kept_as = kept
         generator = torch.Generator().manual_seed(0)
         self._layers = [AdaptedView(block, draft, generator) for block in draft.streamer.sweep()]
         rest = draft.non_layer
-        assert isinstance(rest, dense.View), "no others are learned"
-        # Views of its own: those that drafts have made are of inference, which gradients refuse.
+        assert isinstance(rest, dense.View), "only dense weights are trained"
+        # A separate view: tensors created in inference mode cannot record gradients.
         self._rest = dense.View(rest.layout, rest.block, draft.dtype)
         parameters = self._parameters()
         self._optimizer = torch.optim.AdamW(parameters.values(), lr=_RATE, weight_decay=0.0)
-        self._rows: dict[Sequence, tuple[int, list[TopTokens]]] = {}  # from which token on
+        # First labelled token, and the labels per pass.
+        self._rows: dict[Sequence, tuple[int, list[TopTokens]]] = {}
         self._new: deque[Passage] = deque(maxlen=_N_RECENT)
         self._recent: deque[Passage] = deque(maxlen=_N_RECENT)
         self._gains: deque[float] = deque(maxlen=_MOST_JUDGED)
-        self._random, self._serves = random.Random(0), False
+        self._random = random.Random(0)
+        self._serves = False
         self._n_slices = self._n_left = self._n_without = 0
         self._waited_s = self._slice_s = 0.0
         self._load(parameters)
 
     def add(self, sequence: Sequence, predicted: TopTokens) -> None:
-        """Keep what the target predicted after a sequence's last token and the accepted ones, which it has not taken yet."""
+        """Record the target's predictions after the last and the accepted tokens.
+
+        Call before the sequence is extended.
+        """
         self._cut(sequence, _N_LABELLED)
         self._rows.setdefault(sequence, (len(sequence.tokens) - 1, []))[1].append(predicted)
 
     def end(self, sequence: Sequence) -> None:
-        """A sequence has ended."""
+        """Turn the remaining labels of a finished sequence into a passage."""
         self._cut(sequence, 1)
         self._rows.pop(sequence, None)
 
     def work(self) -> None:
-        """Do a slice of training, if there is something to learn and time that is free; to be called behind each layer."""
+        """Run a training slice if there are passages and free time; call after each layer."""
         now_s = self._meter.waited_s
-        waited_s, self._waited_s = now_s - self._waited_s, now_s
+        waited_s = now_s - self._waited_s
+        self._waited_s = now_s
         if not self.n_predicted or not (self._new or self._n_left):
             return
         if waited_s <= self._slice_s:
@@ -173,15 +191,22 @@ class Learner:
         self._slice_s += _NEWEST * (time.perf_counter() - started - self._slice_s)
 
     def loss(self, passage: Passage, share: float) -> Tensor:
-        """Cross-entropy in nats (m,) of the draft with a share of its change; tokens but the target's best are one class."""
-        draft, n = self._draft, len(passage.tokens)
-        spec, last, places = draft.spec, draft.spec.vocab_size - 1, torch.arange(n)
-        of_text = [passage.tokens.clamp(max=last), *passage.labels, *spec.row_inputs(places, places + 1, draft.dtype)]
-        ids, tokens, probs, *rotary = ops.to_device(of_text, draft.device)
-        x, inputs = spec.embed(self._rest, ids, tuple(rotary))
+        """Return the cross-entropy (m,) in nats of the draft with a share of its change.
+
+        Tokens outside the target's top predictions form a single class.
+        """
+        draft = self._draft
+        spec = draft.spec
+        n = len(passage.tokens)
+        last = spec.vocab_size - 1
+        places = torch.arange(n)
+        row_inputs = spec.row_inputs(places, places + 1, draft.dtype)
+        inputs = [passage.tokens.clamp(max=last), *passage.labels, *row_inputs]
+        ids, tokens, probs, *rotary = ops.to_device(inputs, draft.device)
+        x, layer_inputs = spec.embed(self._rest, ids, tuple(rotary))
         for i, view in enumerate(self._layers):
             view.share = share
-            x = spec.layer(i, view, x, TextContext(inputs))
+            x = spec.layer(i, view, x, TextContext(layer_inputs))
         logits = spec.head(self._rest, x[n - len(tokens) :]).float()
         best = logits.log_softmax(-1).gather(1, tokens.clamp(max=last)).masked_fill(tokens > last, -1e4)
         rest = torch.log1p(-best.exp().sum(-1).clamp(max=1 - 1e-6))
@@ -189,11 +214,12 @@ class Learner:
         return -((probs * best).sum(-1) + (1 - probs.sum(-1)).clamp(min=0) * rest)
 
     def save(self) -> None:
-        """Keep what gains for later runs; where the cache cannot be written, they begin anew."""
+        """Save adapters with a gain; ignore an unwritable cache."""
         with suppress(OSError, RuntimeError):
             if self._kept_as is not None and self._serves:
                 cache_directory().mkdir(parents=True, exist_ok=True)
-                write_atomically(self._path, save({name: one.data for name, one in self._parameters().items()}))
+                parameters = {name: parameter.data for name, parameter in self._parameters().items()}
+                write_atomically(self._path, save(parameters))
             elif self._kept_as is not None:
                 self._path.unlink(missing_ok=True)
 
@@ -202,35 +228,41 @@ class Learner:
         return cache_directory() / f"draft-{self._kept_as}.safetensors"
 
     def _parameters(self) -> dict[str, Tensor]:
-        named = [(f"{i}.{name}", one) for i, view in enumerate(self._layers) for name, one in view.adapters.items()]
-        return {f"{name}.{part}": getattr(one, part) for name, one in named for part in ("a", "b")}
+        return {
+            f"{i}.{name}.{part}": getattr(adapter, part)
+            for i, view in enumerate(self._layers)
+            for name, adapter in view.adapters.items()
+            for part in ("a", "b")
+        }
 
     def _load(self, parameters: dict[str, Tensor]) -> None:
-        """Serve what an earlier run has kept, if it is whole and of adapters like these."""
-        found = {}
+        """Load and merge saved adapters if the file is complete and shapes match."""
+        saved = {}
         with suppress(OSError, RuntimeError, SafetensorError):
-            found = load_file(self._path) if self._kept_as else {}
-        shapes = {name: one.shape for name, one in parameters.items()}
-        if {name: one.shape for name, one in found.items() if one.isfinite().all()} == shapes:
-            for name, one in parameters.items():
-                one.data.copy_(found[name])
+            saved = load_file(self._path) if self._kept_as else {}
+        shapes = {name: tensor.shape for name, tensor in parameters.items()}
+        if {name: tensor.shape for name, tensor in saved.items() if tensor.isfinite().all()} == shapes:
+            for name, tensor in parameters.items():
+                tensor.data.copy_(saved[name])
             self._serve(True)
 
     def _cut(self, sequence: Sequence, least: int) -> None:
-        """Make a passage of what is kept of a sequence, if that is of so many of its tokens."""
+        """Turn recorded labels into a passage if there are at least `least`."""
         first, rows = self._rows.get(sequence, (0, []))
-        n = min(sum(len(one.tokens) for one in rows), len(sequence.tokens) - first)
+        n = min(sum(len(labels.tokens) for labels in rows), len(sequence.tokens) - first)
         if n >= least:
             del self._rows[sequence]
             labels = TopTokens(*(torch.cat(parts)[:n] for parts in zip(*rows, strict=True)))
-            self._new.append(Passage(torch.tensor(sequence.tokens[max(first - _N_BEFORE, 0) : first + n]), labels))
+            context = sequence.tokens[max(first - _N_BEFORE, 0) : first + n]
+            self._new.append(Passage(torch.tensor(context), labels))
 
     def _slice(self) -> None:
-        """Learn from one passage, a new one if there is one, which first tells what has been gained."""
+        """Train on a passage; a new passage is evaluated first."""
         is_new = bool(self._new)
         passage = self._new.popleft() if is_new else self._random.choice(self._recent)
         self._n_left += _N_USES - 1 if is_new else -1
-        loss, self._n_slices = self.loss(passage, 1.0), self._n_slices + 1
+        loss = self.loss(passage, 1.0)
+        self._n_slices += 1
         torch.autograd.backward([loss.sum()])
         if is_new:
             self._recent.append(passage)
@@ -242,7 +274,10 @@ class Learner:
         self._optimizer.zero_grad()
 
     def _judge(self, gain: float) -> None:
-        """Serve what has been learned while the gain, in nats, is above 0 by two standard errors; end where it never is."""
+        """Merge adapters while the mean gain in nats exceeds two standard errors.
+
+        Training stops after `_PATIENCE` passages without gain.
+        """
         self._gains.append(gain)
         n = len(self._gains)
         if n < _LEAST_JUDGED:
@@ -257,19 +292,19 @@ class Learner:
     def _serve(self, is_served: bool) -> None:
         self._serves = is_served
         for view in self._layers:
-            for one in view.adapters.values():
-                one.give(float(is_served))
+            for adapter in view.adapters.values():
+                adapter.merge(float(is_served))
 
     def _stop(self) -> None:
-        """End for good: the draft is as it was."""
+        """Stop permanently and restore the original draft."""
         self._serve(False)
         self.n_predicted = 0
 
 
 def learning_nbytes(spec: Architecture, dtype: torch.dtype, device: torch.device) -> int:
-    """Bytes on the device that learning a draft takes beside its weights, in `dtype`."""
+    """Return device bytes for training a draft in `dtype`, besides its weights."""
     matrices = [shape for i in range(spec.n_layers) for _, shape in spec.layer_tensors(i) if len(shape) == 2]
-    # What is trained, its gradients and their moments; what is served; the change of the largest matrix.
+    # Adapters, gradients, two moments, merged adapters; and the change of the largest matrix.
     adapters = 4 * (6 * _RANK * sum(map(sum, matrices)) + 2 * max(map(math.prod, matrices)))
     originals = dtype.itemsize * sum(map(math.prod, matrices)) if device.type == "cpu" else 0
     n_labelled = 2 * _N_LABELLED

@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the last tokens when they stood in the sequence before."""
+"""Prompt lookup: continuations of earlier occurrences of the last tokens."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -8,28 +8,28 @@ import torch
 
 from offload_rt.tree.topology import DraftTree, Topology
 
-# Longest run of last tokens that is compared, and how many earlier places are looked at.
+# Maximum match length in tokens, and number of earlier occurrences to keep.
 _LONGEST = 8
 _PLACES = 4
-# Chance that a copied token is right, by the length of the match, until it was observed; and the weight of that.
+# Prior acceptance of a copied token, indexed by match length, and its weight in observations.
 _PRIOR = np.array([0.0, 0.2, 0.4, 0.55, 0.65, 0.7, 0.75, 0.8, 0.85])
 _PRIOR_WEIGHT = 8.0
 
 
 @dataclass(frozen=True)
-class Match:
-    """An earlier place where the sequence stood as it stands now.
+class NgramMatch:
+    """An earlier occurrence of the last tokens.
 
-    n_equal  last tokens that are the same there
-    tokens   what followed
+    n_equal  length of the match in tokens
+    tokens   tokens after the match
     """
 
     n_equal: int
     tokens: tuple[int, ...]
 
 
-def find_matches(tokens: list[int], n_next: int) -> list[Match]:
-    """Earlier places with the same last tokens, the longest match first and of equal ones the latest."""
+def find_matches(tokens: list[int], n_next: int) -> list[NgramMatch]:
+    """Find the longest earlier occurrences of the last tokens; the latest first among equals."""
     text = np.array(tokens)
     n = len(text)
     ends = np.flatnonzero(text[:-1] == text[-1])
@@ -42,44 +42,44 @@ def find_matches(tokens: list[int], n_next: int) -> list[Match]:
             break
         lengths += going
     best = np.lexsort((-ends, -lengths))[:_PLACES]
-    return [Match(int(lengths[i]), tuple(text[ends[i] + 1 : ends[i] + 1 + n_next].tolist())) for i in best]
+    return [NgramMatch(int(lengths[i]), tuple(text[ends[i] + 1 : ends[i] + 1 + n_next].tolist())) for i in best]
 
 
 class MatchRates:
-    """How often a copied token is right, by the length of the match it comes from."""
+    """Acceptance rates of copied tokens, by match length."""
 
     def __init__(self) -> None:
         self._right = _PRIOR_WEIGHT * _PRIOR
         self._tried = np.full(len(_PRIOR), _PRIOR_WEIGHT)
 
     def rate(self, n_equal: int) -> float:
-        """The chance of a token to be right when those before it were."""
+        """Return the acceptance probability of a copied token after accepted copied tokens."""
         return float(self._right[n_equal] / self._tried[n_equal])
 
-    def observe(self, match: Match, next_tokens: list[int]) -> None:
-        """What came after a match."""
+    def observe(self, match: NgramMatch, next_tokens: list[int]) -> None:
+        """Record the actual tokens after a match."""
         pairs = list(zip(match.tokens, next_tokens, strict=False))
         n_right = next((i for i, (copied, token) in enumerate(pairs) if copied != token), len(pairs))
         self._right[match.n_equal] += n_right
         self._tried[match.n_equal] += min(n_right + 1, len(pairs))
 
 
-def copied_paths(matches: list[Match], rates: MatchRates) -> dict[tuple[int, ...], float]:
-    """The paths that some matches propose below the root, a path before those that go on from it, and their chances."""
+def copied_paths(matches: list[NgramMatch], rates: MatchRates) -> dict[tuple[int, ...], float]:
+    """Return the proposed paths below the root, prefixes first, with their probabilities."""
     chances: dict[tuple[int, ...], float] = {}
     left = 1.0
     for match in matches:
         rate = rates.rate(match.n_equal)
         above = 1.0
         for n in range(1, len(match.tokens) + 1):
-            # Never more than the node above it has, which a match before this one may have brought.
+            # A child is at most as probable as its parent, which an earlier match may have added.
             above = chances.setdefault(match.tokens[:n], min(left * rate**n, above))
         left *= 1.0 - rate
     return chances
 
 
 def path_tree(root: int, paths: Iterable[tuple[int, ...]]) -> tuple[list[int], list[int]]:
-    """Parents and tokens of the tree of some paths, each of which goes on from one before it by a token."""
+    """Build parents and tokens of a prefix tree; each path extends an earlier path by a token."""
     at: dict[tuple[int, ...], int] = {(): 0}
     parents, tokens = [-1], [root]
     for path in paths:
@@ -90,12 +90,15 @@ def path_tree(root: int, paths: Iterable[tuple[int, ...]]) -> tuple[list[int], l
 
 
 def append_ngram(tree: DraftTree, tokens: tuple[int, ...], n_nodes: int) -> DraftTree:
-    """Add a copied continuation below the root as deterministic nodes, where it is not there yet and `n_nodes` allow.
+    """Append a copied continuation below the root as deterministic nodes, up to `n_nodes`.
 
-    It follows deterministic nodes only: beside sampled children, the caller has excluded its first token from sampling.
+    Existing equal nodes are reused in trees without sampled nodes. Beside sampled children, the
+    caller must have excluded the first copied token from sampling.
     """
-    parents, all_tokens = tree.topology.parents.tolist(), tree.tokens.tolist()
-    n_before, node = len(parents), 0
+    parents = tree.topology.parents.tolist()
+    all_tokens = tree.tokens.tolist()
+    n_before = len(parents)
+    node = 0
     for token in tokens:
         below = tree.topology.children[node] if node < n_before and tree.sampled is None else ()
         child = next((child for child in below if all_tokens[child] == token), None)
@@ -106,7 +109,8 @@ def append_ngram(tree: DraftTree, tokens: tuple[int, ...], n_nodes: int) -> Draf
             parents.append(node)
             all_tokens.append(token)
         node = child
-    n_new, sampled = len(parents) - n_before, tree.sampled
+    n_new = len(parents) - n_before
+    sampled = tree.sampled
     if n_new == 0:
         return tree
     if sampled is not None:

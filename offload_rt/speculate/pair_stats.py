@@ -1,4 +1,4 @@
-"""What was learned of a pair of models, kept between runs."""
+"""Acceptance statistics of a target and draft pair, saved between runs."""
 
 import hashlib
 from dataclasses import dataclass, field
@@ -11,11 +11,11 @@ _FILE, _VERSION = "pairs.json", 4
 
 @dataclass(frozen=True)
 class Estimates:
-    """Running estimates of one kind of tree at one temperature.
+    """Running estimates for a kind of tree at a temperature.
 
-    acceptance   by rank among siblings
-    calibration  of the draft's probabilities
-    bias         of the expectations that follow from these
+    acceptance   acceptance rates by sibling rank
+    calibration  calibration of draft probabilities
+    bias         correction of the resulting expected tokens
     """
 
     acceptance: Acceptance = field(default_factory=Acceptance)
@@ -25,10 +25,10 @@ class Estimates:
 
 @dataclass(frozen=True)
 class PairStats:
-    """Estimates for a pair of models, by kind of tree and temperature.
+    """Estimates of a model pair, by kind of tree and temperature.
 
-    pair   the name it is kept under; empty: it is not kept
-    first  acceptance of a first child, before any was seen
+    pair   cache key; empty to disable saving
+    first  prior acceptance of a first child
     """
 
     estimates: dict[str, Estimates] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class PairStats:
 
     @classmethod
     def load(cls, target: str, draft: str, first: float = Acceptance.first) -> "PairStats":
-        """What earlier runs learned of two checkpoints, by their identities."""
+        """Load the saved estimates of two checkpoints, given by their identities."""
         pair = hashlib.sha256(repr((target, draft)).encode()).hexdigest()[:24]
         entry = read_cached(_FILE, _VERSION).get(pair, {})
         try:
@@ -50,7 +50,7 @@ class PairStats:
         return cls(kinds, pair, first)
 
     def at(self, kind: str, temperature: float) -> Estimates:
-        """The estimates of a kind of tree, to be read and updated."""
+        """Return the mutable estimates for a kind of tree at a temperature."""
         key = f"{kind} {temperature:.1f}"
         if key not in self.estimates:
             self.estimates[key] = Estimates()
@@ -58,10 +58,10 @@ class PairStats:
         return self.estimates[key]
 
     def save(self) -> None:
-        """Keep what was learned for later runs."""
+        """Save the estimates for later runs."""
         if self.pair and self.estimates:
             entry = {
-                key: (one.acceptance.counts(), one.calibration.counts(), one.bias.counts())
-                for key, one in self.estimates.items()
+                key: (estimates.acceptance.counts(), estimates.calibration.counts(), estimates.bias.counts())
+                for key, estimates in self.estimates.items()
             }
             write_cached(_FILE, _VERSION, {**read_cached(_FILE, _VERSION), self.pair: entry})

@@ -1,7 +1,7 @@
-"""What every drafter and every verification rule offers; each file of draft/ and verify/ holds one."""
+"""Interfaces of drafters (draft/) and verification rules (verify/); each file there defines one."""
 
+from collections import abc
 from collections.abc import Callable
-from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -19,11 +19,12 @@ from offload_rt.tree.topology import DraftTree, Topology, Verdict
 
 @dataclass(frozen=True)
 class DraftLimits:
-    """How large trees may become.
+    """Upper bounds of tree sizes.
 
-    n_nodes      of all trees of a pass together, roots and rows that are never verified included
-    n_levels     of one tree, the root's included
-    fixed_size   trees have `n_nodes` wherever there is room, whatever that costs; and so `fixed_depth`
+    n_nodes      nodes of all trees in a pass, including roots and unverified rows
+    n_levels     levels of a single tree, including the root
+    fixed_size   use `n_nodes` wherever memory allows, regardless of the expected time
+    fixed_depth  likewise for `n_levels`
     """
 
     n_nodes: int
@@ -33,10 +34,10 @@ class DraftLimits:
 
 
 class Drafter(Protocol):
-    """Proposes trees, and learns from what becomes of them; right for any sequence it is handed.
+    """Propose token trees and learn from their verification. Any sequence is valid input.
 
-    n_predicted   how many of the target's most probable tokens `learn` is shown at every node; 0: none
-    reads_prompt  whether `read` is shown as many at the last rows of a prompt, as far as there is room for their logits
+    n_predicted   number of top target predictions per node for `learn`; 0 for none
+    reads_prompt  call `read` with the predictions at the last prompt rows, as memory allows
     """
 
     limits: DraftLimits
@@ -44,75 +45,76 @@ class Drafter(Protocol):
     reads_prompt: bool = False
 
     def begin(self, sequence: Sequence, cache: int, n_nodes: int) -> None:
-        """The sequence begins to run: the target's runner has its rows in this cache, its trees have up to `n_nodes` nodes."""
+        """Register a sequence: `cache` is its target cache, `n_nodes` the largest tree."""
 
-    def propose(self, sequences: Several[Sequence], n_nodes: int) -> list[DraftTree]:
-        """One tree of at most `n_nodes` nodes for each sequence; the root is its last token.
+    def propose(self, sequences: abc.Sequence[Sequence], n_nodes: int) -> list[DraftTree]:
+        """Propose a tree of at most `n_nodes` nodes per sequence, rooted at its last token.
 
-        No node, verified or not, is deeper than the tokens the sequence has left, less the bonus.
+        No node, verified or unverified, is deeper than `sequence.n_left - 1`.
         """
 
     def learn(self, sequence: Sequence, tree: DraftTree, verdict: Verdict, predicted: TopTokens | None) -> None:
-        """What became of the tree it proposed last; the sequence has not taken the accepted tokens yet.
+        """Learn from the verdict on the latest tree, before the sequence is extended.
 
-        predicted  by the target after every node of the tree, rejected and unverified ones too; None for n_predicted = 0
+        predicted  top target tokens after every node, including rejected and unverified nodes;
+                   None if `n_predicted` is 0
         """
 
     def read(self, sequence: Sequence, predicted: TopTokens) -> None:
-        """What the target predicts after each of the last tokens of the sequence but the very last, computed just now."""
+        """Learn from the target's predictions after the last tokens, excluding the final token."""
         return
 
-    def observe(self, sequence: Sequence, first: int, states: Several[Tensor]) -> None:
-        """Hidden states of the tokens that were computed just now and stay, where the target's runner taps them.
+    def observe(self, sequence: Sequence, first: int, states: abc.Sequence[Tensor]) -> None:
+        """Receive hidden states of newly computed, committed tokens if the runner taps layers.
 
-        first   place of the first of these tokens in the sequence
-        states  (n, taps, hidden_size), one behind the other
+        first   position of the first token in the sequence
+        states  consecutive tensors (n, taps, hidden_size)
         """
         return
 
     def leave(self, sequence: Sequence) -> None:
-        """The sequence has ended or was aborted; its cache is kept, and what is held for it, until `follow` or `end`."""
+        """Handle the end of a sequence whose cache is kept; `transfer` or `end` is called later."""
         return
 
-    def follow(self, old: Sequence, new: Sequence, n: int) -> int:
-        """A sequence takes over the cache of one that has left, with n tokens that they share: so with what is held here.
+    def transfer(self, old: Sequence, new: Sequence, n: int) -> int:
+        """Transfer the state of `old` to `new`, which reuses its cache and shares n tokens.
 
-        Returns how many of these tokens the target need not compute again for the drafter's sake.
+        Returns the number of shared tokens that the target can skip.
         """
         return n
 
     def end(self, sequence: Sequence) -> None:
-        """The sequence has left, and its cache is not kept: release what is held for it."""
+        """Release all state of a sequence whose cache is released."""
 
     def save(self) -> None:
-        """Keep what was learned for later runs."""
+        """Save learned statistics and weights for later runs."""
 
 
 class VerificationRule(Protocol):
-    """How a tree is verified."""
+    """Accept a path of a tree and draw the bonus token."""
 
     @property
     def child_sampling(self) -> str | None:
-        """How siblings are to be drawn: "without_replacement" or "independent"; None: it takes any tree."""
+        """Required sibling sampling: "without_replacement", "independent", or None for any tree."""
 
     @property
     def coupled_up_to(self) -> float:
-        """The temperature up to which it draws by the sequence's noise, which takes any tree, best one that knows the noise."""
+        """Highest temperature for coupled sampling, which is valid for any tree."""
 
     def verify(self, tree: DraftTree, target: Tensor, sequence: Sequence) -> Verdict:
-        """What to accept, given the target's distribution (n, vocabulary) after each node, by the sequence's random numbers."""
+        """Verify a tree against the target's distribution (n, vocabulary) after each node."""
 
 
 @dataclass(frozen=True)
 class DraftParts:
-    """What a drafter is built from.
+    """Constructor arguments of a drafter.
 
-    child_sampling  by which the rule wants children drawn
-    coupled_up_to   the rule's, see `VerificationRule`
-    model           None for drafters that need none
-    small           drafts for `model`, where a drafter has two
-    shape           of every tree, in level order, instead of one chosen for the machine; None to choose
-    learner         of the draft model; None where it stays as it is
+    child_sampling  sibling sampling required by the verification rule
+    coupled_up_to   see `VerificationRule.coupled_up_to`
+    model           draft model, or None
+    small           second draft model, which drafts for `model` (TriForce)
+    shape           fixed topology in level order; None to select by cost
+    learner         trains the draft model; None to keep its weights
     """
 
     limits: DraftLimits
@@ -128,18 +130,18 @@ class DraftParts:
 
 @dataclass(frozen=True)
 class DrafterType:
-    """A drafter as it can be chosen.
+    """Registry entry of a drafter.
 
-    needs_model       a draft model
-    gives_draft_probs its children are drawn from distributions that it states, above temperature 0
-    best_rule         a name in verify/
-    default_sizes     of its trees: they are tried in turn until one fits into memory
-    n_levels          of its trees, unless the setting says otherwise; deeper candidates are hardly ever reached
-    model             what computes drafts for it, if something does
-    view              the kind of cache by which the target itself drafts; None where it does not
-    view_rows         verified tokens that such a cache has at most, unless the setting says otherwise
-    draft_context     tokens that a draft model sees at most; None: as many as it has positions
-    drafts_by_copy    the target drafts itself with small copies of its streamed layers, which stay on the device
+    needs_model        requires a draft model
+    gives_draft_probs  children are drawn from known distributions at temperature > 0
+    best_rule          default rule, a module name in verify/
+    default_sizes      tree sizes, tried in turn until one fits into memory
+    n_levels           default depth limit; deeper candidates are rarely reached
+    model              class that computes drafts
+    view               cache class for self-drafting; None if the target does not draft
+    view_rows          default budget of verified tokens in a view
+    draft_context      default context limit of the draft model; None for all its positions
+    drafts_by_copy     draft with 4-bit copies of the streamed layers, resident on the device
     """
 
     open: Callable[[DraftParts], Drafter]

@@ -1,4 +1,4 @@
-"""Verification by residuals: rules that weigh the draft's distributions against the target's."""
+"""Residual verification: rules that compare draft and target distributions."""
 
 from dataclasses import dataclass
 
@@ -10,17 +10,17 @@ from offload_rt import ops
 from offload_rt.executor.sequence import Sequence
 from offload_rt.ops import Candidates
 from offload_rt.sampling import draw
-from offload_rt.speculate.verify.match import Match
+from offload_rt.speculate.verify.match import MatchRule
 from offload_rt.tree.topology import DraftTree, Verdict
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Where a rule stops, and the acceptance probabilities it went by.
+    """Result of a rule, with its acceptance probabilities.
 
-    end         the last node accepted, 0 for none below the root
-    probs       (vocabulary,): the distribution of the bonus
-    acceptance  (n,): the probability with which each node was accepted when it was tried, NaN where it was not tried
+    end         last accepted node; 0 if no node below the root was accepted
+    probs       (vocabulary,) distribution of the bonus token
+    acceptance  (n,) acceptance probability of each tried node, NaN for untried nodes
     """
 
     end: int
@@ -30,10 +30,10 @@ class Decision:
 
 @dataclass(frozen=True)
 class ResidualRule:
-    """A rule that subtracts from the target's distribution those of rejected children.
+    """Rule that subtracts the distributions of rejected children from the target's.
 
-    bottom_up       from the leaves to the root, else from the root down
-    child_sampling  by which siblings have to be drawn
+    bottom_up       verify from the leaves to the root instead of top-down
+    child_sampling  required sibling sampling
     """
 
     bottom_up: bool
@@ -41,7 +41,7 @@ class ResidualRule:
     coupled_up_to: float = 0.0
 
     def verify(self, tree: DraftTree, target: Tensor, sequence: Sequence) -> Verdict:
-        """What to accept, given the target's distribution (n, vocabulary) after each node, with fresh noise for each."""
+        """Verify a tree against the target's distribution (n, vocabulary) after each node."""
         generator = sequence.generator
         uniforms = torch.rand(len(tree.topology), dtype=torch.float64, generator=generator)
         if ops.can_verify(target, tree.topology.n_levels):
@@ -49,8 +49,8 @@ class ResidualRule:
             probs = draft_probs(tree, target).to(target.device)
             end, bonus = ops.verify(candidates(tree), probs, target, noise, self.bottom_up)
             return Verdict(tuple(tree.topology.path_to(end)), bonus)
-        if tree.sampled is None:  # as at temperature 0: no rule accepts more, and the compiler stays out of memory
-            return Match().verify(tree, target, sequence)
+        if tree.sampled is None:  # deterministic: `match` accepts as much, without loading numba
+            return MatchRule().verify(tree, target, sequence)
         decision = self.decide(tree, target.cpu(), uniforms)
         return Verdict(tuple(tree.topology.path_to(decision.end)), draw(decision.probs[None], generator)[0])
 
@@ -58,7 +58,8 @@ class ResidualRule:
         """Verify with given noise.
 
         target    (n, vocabulary) float32 or float64, on the CPU
-        uniforms  (n,) float64 in [0, 1): a node that is tried is accepted where its number is below its acceptance
+        uniforms  (n,) float64 in [0, 1); a tried node is accepted if its number is below its
+                  acceptance probability
         """
         from offload_rt.speculate.residual_kernels import verify_bottom_up, verify_top_down
 
@@ -69,20 +70,22 @@ class ResidualRule:
         return Decision(int(end), torch.from_numpy(probs), acceptance)
 
 
-# In place of distributions that stay on the device.
+# Placeholder for distributions that remain on the device.
 _NO_PROBS = np.zeros((0, 0), dtype=np.float32)
 
 
 def draft_probs(tree: DraftTree, target: Tensor) -> Tensor:
-    """The draft's distributions, (rows, vocabulary)."""
+    """Return the draft's distributions (rows, vocabulary), with zero rows if none were sampled."""
     return target.new_empty((0, target.shape[1])) if tree.sampled is None else tree.sampled.draft_probs
 
 
 def candidates(tree: DraftTree, draft_probs: np.ndarray = _NO_PROBS) -> Candidates:
-    """The tree as the kernels read it."""
-    parents, n, sampled = tree.topology.parents, len(tree.topology), tree.sampled
+    """Convert a tree to the kernels' input format."""
+    parents = tree.topology.parents
+    n = len(tree.topology)
+    sampled = tree.sampled
     is_sampled = np.zeros(n, dtype=np.bool_) if sampled is None else sampled.is_sampled
-    # By parent, the sampled first; the root stands before all.
+    # Sort by parent, sampled children first; drop the root.
     order = np.lexsort((np.arange(n), ~is_sampled, parents))[1:]
     return Candidates(
         starts=np.searchsorted(parents[order], np.arange(n + 1)),

@@ -1,23 +1,24 @@
-"""The kernels of residual verification: top down, token by token from the root, and bottom up, from the leaves.
+"""Kernels of residual verification: top-down from the root, and bottom-up from the leaves.
 
-A node's residual is kept as `scale * rest`: rejecting a deterministic child then changes one entry and the scale, whatever
-the size of the vocabulary; only a rejected sampled child costs a pass over it. The method is in docs/exactness.md.
+A node's residual is stored as `scale * rest`. Rejecting a deterministic child then changes a single
+entry and the scale. Only a rejected sampled child costs a pass over the vocabulary. See
+docs/exactness.md for the method. The kernels carry no type hints: numba infers their types.
 """
 
 import numpy as np
 
 from offload_rt.system.numba_cache import compiled
 
-# Partial sums of so many entries are added up in float64.
+# Entries per float32 partial sum; partial sums are added in float64.
 _BLOCK = 1024
-# A remainder below this is summed anew: subtracting would leave mostly rounding.
+# Remainders below this are summed again, because subtraction would leave mostly rounding errors.
 _CANCELLED = 1e-4
-# The smallest normal float32: a draft's distribution has no smaller entries but 0, so a smaller remainder is none.
+# Smallest normal float32. Draft distributions contain no denormals, so a smaller remainder is 0.
 _TINY = 1.1754943508222875e-38
 
 
 @compiled(fastmath={"reassoc", "contract", "nsz"})
-def _block_sums(values):  # type: ignore[no-untyped-def]  # numba infers the types
+def _block_sums(values):  # type: ignore[no-untyped-def]
     total = 0.0
     for first in range(0, len(values), _BLOCK):
         part = values.dtype.type(0)
@@ -28,10 +29,13 @@ def _block_sums(values):  # type: ignore[no-untyped-def]  # numba infers the typ
 
 
 @compiled(fastmath={"reassoc", "contract", "nsz"})
-def _subtract(rest, factor, probs, share, floor):  # type: ignore[no-untyped-def]  # numba infers the types
-    """rest <- max(factor * rest - share * probs - floor, 0) in place; returns its sum."""
-    factor, share, floor = rest.dtype.type(factor), rest.dtype.type(share), rest.dtype.type(floor)
-    total, zero = 0.0, rest.dtype.type(0)
+def _subtract(rest, factor, probs, share, floor):  # type: ignore[no-untyped-def]
+    """Set rest to max(factor * rest - share * probs - floor, 0) in place; return its sum."""
+    factor = rest.dtype.type(factor)
+    share = rest.dtype.type(share)
+    floor = rest.dtype.type(floor)
+    zero = rest.dtype.type(0)
+    total = 0.0
     for first in range(0, len(rest), _BLOCK):
         part = rest.dtype.type(0)
         for i in range(first, min(first + _BLOCK, len(rest))):
@@ -43,9 +47,10 @@ def _subtract(rest, factor, probs, share, floor):  # type: ignore[no-untyped-def
 
 
 @compiled()
-def _remainder(tree, node, i):  # type: ignore[no-untyped-def]  # numba infers the types
-    """Probability by the draft, and number, of the tokens that the i-th child of a node, a sampled one, was drawn from."""
-    first, last = tree.starts[node], tree.starts[node + 1]
+def _remainder(tree, node, i):  # type: ignore[no-untyped-def]
+    """Return draft probability and number of the tokens available to the sampled i-th child."""
+    first = tree.starts[node]
+    last = tree.starts[node + 1]
     row = tree.row_of[node]
     probs = tree.draft_probs[row]
     if tree.sums[row] < 0:
@@ -53,36 +58,40 @@ def _remainder(tree, node, i):  # type: ignore[no-untyped-def]  # numba infers t
     whole = tree.sums[row]
     if tree.independent:
         return whole, len(probs)
-    taken, n_taken = 0.0, 0
+    excluded = 0.0
+    n_excluded = 0
     for j in range(first, last):
-        other = tree.children[j]
-        if j < first + i or not tree.is_sampled[other]:
-            taken += probs[tree.tokens[other]]
-            n_taken += 1
-    left = whole - taken
+        sibling = tree.children[j]
+        if j < first + i or not tree.is_sampled[sibling]:
+            excluded += probs[tree.tokens[sibling]]
+            n_excluded += 1
+    left = whole - excluded
     if left < _CANCELLED:
         left = 0.0
         for token in range(len(probs)):
             is_excluded = False
             for j in range(first, last):
-                other = tree.children[j]
-                if (j < first + i or not tree.is_sampled[other]) and tree.tokens[other] == token:
+                sibling = tree.children[j]
+                if (j < first + i or not tree.is_sampled[sibling]) and tree.tokens[sibling] == token:
                     is_excluded = True
             if not is_excluded:
                 left += probs[token]
-    return left, len(probs) - n_taken
+    return left, len(probs) - n_excluded
 
 
 @compiled()
-def _child_probs(tree, node, i):  # type: ignore[no-untyped-def]  # numba infers the types
-    """The distribution of a sampled child as (share, floor): share * q + floor on the tokens it was drawn from."""
+def _child_probs(tree, node, i):  # type: ignore[no-untyped-def]
+    """Return a sampled child's distribution as (share, floor): share * q + floor."""
     left, n_left = _remainder(tree, node, i)
     return (1.0 / left, 0.0) if left >= _TINY else (0.0, 1.0 / max(n_left, 1))
 
 
 @compiled()
-def _acceptance(tree, node, i, weight, rest):  # type: ignore[no-untyped-def]  # numba infers the types
-    """min(1, weight * rest / child's distribution) at the token of the i-th child; `weight` includes the scale of `rest`."""
+def _acceptance(tree, node, i, weight, rest):  # type: ignore[no-untyped-def]
+    """Return min(1, weight * rest / q) at the token of the i-th child with distribution q.
+
+    `weight` includes the scale of `rest`.
+    """
     child = tree.children[tree.starts[node] + i]
     token = tree.tokens[child]
     wanted = weight * rest[token]
@@ -96,8 +105,8 @@ def _acceptance(tree, node, i, weight, rest):  # type: ignore[no-untyped-def]  #
 
 
 @compiled()
-def _subtract_sampled(tree, node, i, weight, rest, share, floor):  # type: ignore[no-untyped-def]  # numba infers the types
-    """rest <- max(weight * rest - distribution of the i-th child, 0); returns its sum."""
+def _subtract_sampled(tree, node, i, weight, rest, share, floor):  # type: ignore[no-untyped-def]
+    """Set rest to max(weight * rest - distribution of the i-th child, 0); return its sum."""
     first = tree.starts[node]
     last = first if tree.independent else tree.starts[node + 1]
     kept = np.empty(last - first)
@@ -105,20 +114,20 @@ def _subtract_sampled(tree, node, i, weight, rest, share, floor):  # type: ignor
         kept[j - first] = rest[tree.tokens[tree.children[j]]]
     total = _subtract(rest, weight, tree.draft_probs[tree.row_of[node]], share, floor)
     for j in range(first, last):
-        other = tree.children[j]
-        token = tree.tokens[other]
-        if j < first + i or not tree.is_sampled[other]:  # not among the tokens it was drawn from: nothing to subtract
+        sibling = tree.children[j]
+        token = tree.tokens[sibling]
+        if j < first + i or not tree.is_sampled[sibling]:  # unavailable to the child: undo
             total += weight * kept[j - first] - rest[token]
             rest[token] = weight * kept[j - first]
     return total
 
 
 @compiled()
-def _reject(tree, node, i, accept, scale, rest):  # type: ignore[no-untyped-def]  # numba infers the types
+def _reject(tree, node, i, accept, scale, rest):  # type: ignore[no-untyped-def]
     """Subtract the distribution of the rejected i-th child from a node's residual.
 
-    accept  the node's acceptance probability so far, by which its residual is weighed
-    Returns the sum of the new residual, and its scale; 0 and 0 where nothing is left.
+    accept  acceptance probability of the node so far, which weighs its residual
+    Returns the sum of the new residual and its scale, or (0, 0) for an empty residual.
     """
     child = tree.children[tree.starts[node] + i]
     if tree.is_sampled[child]:
@@ -133,15 +142,17 @@ def _reject(tree, node, i, accept, scale, rest):  # type: ignore[no-untyped-def]
 
 
 @compiled()
-def verify_top_down(tree, target, uniforms, acceptance):  # type: ignore[no-untyped-def]  # numba infers the types
-    """Token by token: accept a child, or subtract its distribution and try the next (Miao et al. 2024; Chen et al. 2024).
+def verify_top_down(tree, target, uniforms, acceptance):  # type: ignore[no-untyped-def]
+    """Accept a child, or subtract its distribution and try the next (Miao et al. 2024).
 
     target      (n, vocabulary)
-    uniforms    (n,) as `ResidualRule.decide` takes them
-    acceptance  (n,), written: the acceptance probability of each node that was tried
-    Returns the last node accepted and the distribution of the bonus.
+    uniforms    (n,) see `ResidualRule.decide`
+    acceptance  (n,) output: acceptance probability of each tried node
+    Returns the last accepted node and the distribution of the bonus token.
     """
-    node, i, scale = 0, 0, 1.0
+    node = 0
+    i = 0
+    scale = 1.0
     rest = target[0].copy()
     while tree.starts[node] + i < tree.starts[node + 1]:
         child = tree.children[tree.starts[node] + i]
@@ -151,7 +162,7 @@ def verify_top_down(tree, target, uniforms, acceptance):  # type: ignore[no-unty
             rest[:] = target[child]
             continue
         left, scale = _reject(tree, node, i, 1.0, scale, rest)
-        if left <= 0.0:  # the draft's distribution was the target's: rounding alone rejected the child
+        if left <= 0.0:  # draft and target agree: only rounding rejected the child
             rest[:] = target[node]
             scale = 1.0
         i += 1
@@ -159,14 +170,17 @@ def verify_top_down(tree, target, uniforms, acceptance):  # type: ignore[no-unty
 
 
 @compiled()
-def verify_bottom_up(tree, target, uniforms, acceptance):  # type: ignore[no-untyped-def]  # numba infers the types
-    """Leaf to root (Weng et al. 2025): a node is tried after its subtree, with the acceptance that the subtree left over.
+def verify_bottom_up(tree, target, uniforms, acceptance):  # type: ignore[no-untyped-def]
+    """Verify from the leaves to the root (Weng et al. 2025).
 
-    Arguments and result as of `verify_top_down`. Where the sibling with the larger subtree comes first, it was never found
-    to accept less than `verify_top_down` in expectation; on a chain it is block verification.
+    A node is tried after its subtree, with the acceptance probability left over by the subtree.
+    Arguments and result equal those of `verify_top_down`. With larger subtrees first, the expected
+    acceptance was never below `verify_top_down` in tests. On a chain it is block verification.
     """
-    nodes, at = np.zeros(tree.n_levels, np.int64), np.zeros(tree.n_levels, np.int64)
-    accepts, scales = np.ones(tree.n_levels), np.ones(tree.n_levels)
+    nodes = np.zeros(tree.n_levels, np.int64)
+    at = np.zeros(tree.n_levels, np.int64)
+    accepts = np.ones(tree.n_levels)
+    scales = np.ones(tree.n_levels)
     rests = np.empty((tree.n_levels, target.shape[1]), target.dtype)
     rests[0] = target[0]
     level = 0
@@ -190,12 +204,13 @@ def verify_bottom_up(tree, target, uniforms, acceptance):  # type: ignore[no-unt
             level -= 1
             node, i, accept = nodes[level], at[level] - 1, accepts[level]
             n_children = tree.starts[node + 1] - tree.starts[node]
-        # The child was rejected, and all below it. Acceptance only falls: after the last child a lost node stays lost.
+        # The child and its subtree are rejected. Acceptance only falls, so after the last child a
+        # lost node stays lost.
         if level > 0 and i == n_children - 1 and uniforms[node] >= accept:
             continue
         left, scales[level] = _reject(tree, node, i, accept, scales[level], rests[level])
         if left > 0.0:
-            accepts[level] = left / (left + (1.0 - accept))  # in this order: 1 - 1 is to be 0
+            accepts[level] = left / (left + (1.0 - accept))  # this order yields exactly 1 - 1 = 0
         elif level > 0:
             accepts[level], at[level] = 0.0, n_children
         else:

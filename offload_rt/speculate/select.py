@@ -1,4 +1,4 @@
-"""From settings to a drafter: which one, with which rule, how large its trees may be, and the draft model it needs."""
+"""Resolve settings to a drafter, a verification rule, tree limits and a draft checkpoint."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,19 +17,20 @@ from offload_rt.text.detokenize import load_tokenizer
 from offload_rt.weights.checkpoint import Checkpoint, locate, open_checkpoint
 from offload_rt.weights.heads import find_mtp, open_head
 
-if TYPE_CHECKING:  # it takes a second to load, and a plan needs none
+if TYPE_CHECKING:  # importing transformers takes a second, and plans need no tokenizer
     from transformers import PreTrainedTokenizerBase
 
-# Part of the memory budget that a default tree may take.
+# Share of the memory budget available to default trees.
 _TREE_SHARE = 1 / 8
 
 
 @dataclass(frozen=True)
 class Drafting:
-    """A drafter, the rule its trees are verified by, and the draft model's checkpoint where it has one.
+    """A drafter with its verification rule and draft checkpoint.
 
-    view_rows  verified tokens in a view of the target's cache, where the target drafts itself
-    learning   of the draft model: "off", "on" or "keep"
+    draft      checkpoint of a draft model or head; None if not used
+    view_rows  budget of verified tokens in self-drafting views
+    learning   online learning of the draft model: "off", "on" or "keep"
     """
 
     name: str
@@ -41,80 +42,98 @@ class Drafting:
 
     @property
     def child_sampling(self) -> str:
-        """How the drafter is to draw siblings."""
+        """Sibling sampling for the drafter; any sampling is valid if the rule accepts all trees."""
         return self.rule.child_sampling or "without_replacement"
 
     def draft_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """What drafts are computed in beside a target in `dtype`; a head shares weights and hidden states with it."""
+        """Return the compute dtype of the draft. Heads share weights with the target."""
         return dtype if self.draft is None or self.draft.spec.taps else self.draft.dtype
 
-    def limits(self, config: EngineConfig, extra: Callable[[int], int], budget: int, least: int) -> DraftLimits:
-        """How large trees may be: the settings, or the largest of the drafter's sizes that fits.
+    def limits(
+        self,
+        config: EngineConfig,
+        tree_nbytes: Callable[[int], int],
+        memory_nbytes: int,
+        plain_nbytes: int,
+    ) -> DraftLimits:
+        """Return tree limits from the settings, or from the drafter's largest default that fits.
 
-        extra   bytes that trees of so many nodes take beyond plain decoding
-        budget  bytes on the device
-        least   the smallest budget that would do without trees
+        tree_nbytes    bytes for trees of n nodes beyond plain decoding
+        memory_nbytes  device memory budget
+        plain_nbytes   minimum budget without trees
         """
-        room, sizes = min(budget * _TREE_SHARE, budget - least), self.type.default_sizes
-        n_nodes = config.tree_size or next((n for n in sizes if extra(n) <= room), sizes[-1])
+        room = min(memory_nbytes * _TREE_SHARE, memory_nbytes - plain_nbytes)
+        sizes = self.type.default_sizes
+        fitting = (n for n in sizes if tree_nbytes(n) <= room)
+        n_nodes = config.tree_size or next(fitting, sizes[-1])
         n_levels = 1 if n_nodes == 1 else config.tree_depth or self.type.n_levels
-        return DraftLimits(n_nodes, n_levels, config.tree_size is not None, config.tree_depth is not None)
+        is_size_fixed = config.tree_size is not None
+        return DraftLimits(n_nodes, n_levels, is_size_fixed, config.tree_depth is not None)
 
 
 def drafter_type(name: str) -> DrafterType:
-    """The drafter of a name. Raises SettingsError if there is none."""
-    found: DrafterType = registry.find("speculate.draft", name).DRAFTER
-    return found
+    """Load a drafter by name. Raises SettingsError for an unknown name."""
+    entry: DrafterType = registry.find("speculate.draft", name).DRAFTER
+    return entry
 
 
 def rule_of(name: str) -> VerificationRule:
-    """The verification rule of a name. Raises SettingsError if there is none."""
-    found: VerificationRule = registry.find("speculate.verify", name).RULE
-    return found
+    """Load a verification rule by name. Raises SettingsError for an unknown name."""
+    entry: VerificationRule = registry.find("speculate.verify", name).RULE
+    return entry
 
 
 def pick_drafter(config: EngineConfig) -> Drafting:
-    """Drafter and rule of the settings. Raises SettingsError for a combination that does not work."""
+    """Select drafter and rule. Raises SettingsError for an invalid combination of settings."""
     name = config.drafter
     if name == "auto":
         name = "recycle" if config.draft_model is None else "adaptive_tree"
     chosen = drafter_type(name)
     if config.draft_model is not None and not (chosen.needs_model or name == "mtp"):
-        users = [other for other in registry.names("speculate.draft") if drafter_type(other).needs_model]
+        users = [drafter for drafter in registry.names("speculate.draft") if drafter_type(drafter).needs_model]
         raise SettingsError(
-            f"--draft-model with --drafter {name}", need="a drafter that uses one", have=name,
-            change=f"leave it out, or use --drafter {' or '.join(users)}",
-        )  # fmt: skip
+            f"--draft-model with --drafter {name}",
+            need="a drafter that uses a draft model",
+            have=name,
+            change=f"omit --draft-model, or use --drafter {' or '.join(users)}",
+        )
     if name == "none" and (config.tree_size or config.tree_depth):
         flag = "--tree-size" if config.tree_size else "--tree-depth"
-        raise SettingsError(f"{flag} with --drafter none", need="a drafter of trees", change="leave one of them out")
+        raise SettingsError(f"{flag} with --drafter none", need="a tree drafter", change=f"omit {flag} or --drafter")
     if config.draft_model is None and chosen.needs_model:
-        raise SettingsError(f"--drafter {name}", need="a draft model", change="give one by --draft-model")
+        raise SettingsError(f"--drafter {name}", need="a draft model", change="add --draft-model PATH")
     has_draft = chosen.needs_model and chosen.model is DraftModel
     if config.draft_context is not None and (not (chosen.view or has_draft) or config.draft_context < LEAST_BUDGET):
         problem = f"--draft-context {config.draft_context} with --drafter {name}"
-        need = f"at least {LEAST_BUDGET}, and a draft model or a drafter of long texts"
-        raise SettingsError(problem, need=need, change="raise it, or leave it out")
+        need = f"at least {LEAST_BUDGET} tokens, and a draft model or a self-drafting drafter"
+        change = f"use --draft-context {LEAST_BUDGET} or more, or omit it"
+        raise SettingsError(problem, need=need, change=change)
     rule = rule_of(chosen.best_rule if config.rule == "auto" else config.rule)
     if rule.child_sampling is not None and not chosen.gives_draft_probs:
         raise SettingsError(
-            f"--rule {config.rule}", need="a drafter that draws by probabilities", have=name, change="use --rule match"
+            f"--rule {config.rule}",
+            need="a drafter with draft probabilities",
+            have=name,
+            change="use --rule match",
         )
     learning = config.learn_draft
     if chosen.view is None:
         return Drafting(name, replace(chosen, draft_context=config.draft_context), rule, learning=learning)
-    return Drafting(name, chosen, rule, view_rows=config.draft_context or chosen.view_rows, learning=learning)
+    view_rows = config.draft_context or chosen.view_rows
+    return Drafting(name, chosen, rule, view_rows=view_rows, learning=learning)
 
 
 def find_draft(
     config: EngineConfig, drafting: Drafting | None, target: Checkpoint, tokenizer: "PreTrainedTokenizerBase | None"
 ) -> Drafting:
-    """What is to draft, with the checkpoint that it drafts by. Heads that are given or come with the target pick their drafter.
+    """Locate the draft checkpoint. Given or built-in heads select their drafter.
 
-    drafting  instead of that of the settings
-    Raises SettingsError where target and draft, or draft and drafter, do not belong together.
+    drafting   overrides the settings' drafter
+    tokenizer  tokenizer of the target; None without
+    Raises SettingsError if target and draft, or draft and drafter, are incompatible.
     """
-    chosen, head = drafting or pick_drafter(config), None
+    chosen = drafting or pick_drafter(config)
+    head = None
     if config.draft_model is not None:
         directory = locate(config.draft_model, None, config.offline)
         head = (find_mtp if chosen.name == "mtp" else open_head)(directory, target)
@@ -127,28 +146,40 @@ def find_draft(
     if head is None:
         if chosen.type.model is DraftModel:
             return chosen
-        need, have = f"a checkpoint that has {chosen.name} heads", "one without"
+        need = f"a checkpoint with {chosen.name} heads"
+        have = "a checkpoint without heads"
         raise SettingsError(f"--drafter {chosen.name}", need=need, have=have, change="use another drafter")
     if config.drafter not in ("auto", head.spec.family):
-        change = f"leave --drafter out, or use --drafter {head.spec.family}"
-        raise SettingsError(f"--drafter {config.drafter}", need="a whole draft model", have="heads", change=change)
+        change = f"omit --drafter, or use --drafter {head.spec.family}"
+        raise SettingsError(f"--drafter {config.drafter}", need="a complete draft model", have="heads", change=change)
     return replace(drafting or pick_drafter(replace(config, drafter=head.spec.family)), draft=head)
 
 
 def check_pair(
     target: Architecture, draft: Architecture, tokenizers: "tuple[PreTrainedTokenizerBase | None, ...]"
 ) -> None:
-    """Raises SettingsError where draft and target do not mean the same by a token, naming the first that differs."""
-    ours, theirs = tokenizers
-    have, need = (f"{one.vocab_size} tokens" for one in (draft, target))
-    if ours is not None and theirs is not None:
-        of_target, of_draft = ({i: text for text, i in one.get_vocab().items()} for one in (ours, theirs))
-        known = sorted({*of_target, *of_draft})
-        token = next((one for one in known if of_target.get(one) != of_draft.get(one)), None)
+    """Check that both models share a tokenizer.
+
+    Raises SettingsError at the first differing token, or at different vocabulary sizes if a
+    tokenizer is missing.
+    """
+    target_tokenizer, draft_tokenizer = tokenizers
+    have = f"{draft.vocab_size} tokens"
+    need = f"{target.vocab_size} tokens"
+    if target_tokenizer is not None and draft_tokenizer is not None:
+        target_text = {i: text for text, i in target_tokenizer.get_vocab().items()}
+        draft_text = {i: text for text, i in draft_tokenizer.get_vocab().items()}
+        ids = sorted({*target_text, *draft_text})
+        token = next((i for i in ids if target_text.get(i) != draft_text.get(i)), None)
         if token is None:
             return
-        have, need = (repr(one[token]) if token in one else "no such token" for one in (of_draft, of_target))
-        have, need = f"{have} for token {token}", f"{need}, as the target has"
+        have, need = (repr(texts[token]) if token in texts else "no token" for texts in (draft_text, target_text))
+        have = f"{have} for token {token}"
+        need = f"{need}, as in the target"
     if have != need:
-        problem, change = "the draft model has another tokenizer", "give a draft of the target's family"
-        raise SettingsError(problem, need=need, have=have, change=change)
+        raise SettingsError(
+            "the draft model has a different tokenizer",
+            need=need,
+            have=have,
+            change="use a draft model of the target's family",
+        )

@@ -1,8 +1,8 @@
-"""The drafters that have a model: trees of a shape chosen for the machine, or grown where the draft is confident."""
+"""Drafters with a draft model: static trees shaped by the cost model, and dynamic trees."""
 
 import time
 import warnings
-from collections.abc import Sequence as Several
+from collections import abc
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -14,7 +14,7 @@ from offload_rt.kv.sparse import SparseCache
 from offload_rt.sampling import TopTokens
 from offload_rt.speculate.draft_model import DraftModel
 from offload_rt.speculate.dynamic_builder import DynamicTreeBuilder
-from offload_rt.speculate.ngrams import Match, MatchRates, append_ngram, find_matches
+from offload_rt.speculate.ngrams import MatchRates, NgramMatch, append_ngram, find_matches
 from offload_rt.speculate.pair_stats import Estimates
 from offload_rt.speculate.protocols import Drafter, DrafterType, DraftParts
 from offload_rt.speculate.static_builder import StaticTree, StaticTreeBuilder
@@ -23,9 +23,10 @@ from offload_rt.tree.search import TreeTable, search
 from offload_rt.tree.topology import DraftTree, Topology, Verdict
 
 _SIZES = (1024, 512, 256, 128, 64, 32, 16, 8)
-# Where the target drafts itself a level costs about as much as a pass: trees are small.
+# In self-drafting a level costs about as much as a pass, so trees are small.
 SELF_SIZES = (64, 32, 16, 8)
-# A copied continuation is appended to a tree where its tokens are at least so likely, up to so many of them.
+# A copied continuation is appended if its acceptance rate reaches `_NGRAM_RATE`, up to
+# `_NGRAM_LENGTH` tokens.
 _NGRAM_RATE, _NGRAM_LENGTH = 0.5, 8
 
 
@@ -37,9 +38,11 @@ def tree_drafter(
     view: type[SparseCache] | None = None,
     drafts_by_copy: bool = False,
 ) -> DrafterType:
-    """The type of a `TreeDrafter`; children of static trees are drawn as the rule wants them, above temperature 0.
+    """Define a `TreeDrafter` type.
 
-    The others are fields of `DrafterType`.
+    dynamic_at_zero  grow dynamic trees at temperature 0 (or with coupled noise), else static trees
+    dynamic_above    likewise at other temperatures; static trees are sampled as the rule requires
+    Remaining arguments are fields of `DrafterType`.
     """
     return DrafterType(
         open=partial(TreeDrafter, is_dynamic=(dynamic_at_zero, dynamic_above)),
@@ -55,21 +58,21 @@ def tree_drafter(
 
 @dataclass
 class Proposal:
-    """A tree under way, and what is needed to learn from what becomes of it.
+    """A tree under construction, with the state needed to learn from its verification.
 
-    expected  tokens, before the bias of expectations is corrected
+    expected  expected tokens before bias correction
     """
 
     builder: StaticTreeBuilder | DynamicTreeBuilder
     estimates: Estimates
-    match: Match | None
+    match: NgramMatch | None
     expected: float = 1.0
 
 
 class TreeDrafter(Drafter):
-    """Proposes trees by a draft model.
+    """Propose trees with a draft model.
 
-    is_dynamic  whether trees are grown by confidence, or of a chosen shape: at temperature 0, and above
+    is_dynamic  (at temperature 0, above): grow trees by confidence instead of a selected shape
     """
 
     _dynamic: type[DynamicTreeBuilder] = DynamicTreeBuilder
@@ -77,37 +80,46 @@ class TreeDrafter(Drafter):
     _n_ranks = N_RANKS
 
     def __init__(self, parts: DraftParts, is_dynamic: tuple[bool, bool]) -> None:
-        assert parts.model is not None, "it drafts by a model"
-        self._model, self._cost, self.limits = parts.model, parts.cost, parts.limits
-        self._child_sampling, self._coupled_up_to = parts.child_sampling, parts.coupled_up_to
-        self._shape, self.pair_stats, self._learner = parts.shape, parts.pair_stats, parts.learner
+        assert parts.model is not None, "a tree drafter requires a draft model"
+        self._model = parts.model
+        self._cost = parts.cost
+        self.limits = parts.limits
+        self._child_sampling = parts.child_sampling
+        self._coupled_up_to = parts.coupled_up_to
+        self._shape = parts.shape
+        self.pair_stats = parts.pair_stats
+        self._learner = parts.learner
         self.n_predicted = parts.learner.n_predicted if parts.learner else 0
         self._is_dynamic = is_dynamic
-        self._tables: dict[str, tuple[TreeTable, int]] = {}  # and at how many observations to search anew
+        # Tables, each with the number of observations that triggers a new search.
+        self._tables: dict[str, tuple[TreeTable, int]] = {}
         self._rates = MatchRates()
         self._proposals: dict[Sequence, Proposal] = {}
 
     def begin(self, sequence: Sequence, cache: int, n_nodes: int) -> None:
-        """Let the model see the sequence's cache."""
+        """Pass the sequence's target cache to the draft model."""
         self._model.begin(sequence, cache, n_nodes)
 
-    def propose(self, sequences: Several[Sequence], n_nodes: int) -> list[DraftTree]:
-        """One tree for each sequence, of at most `n_nodes` nodes."""
+    def propose(self, sequences: abc.Sequence[Sequence], n_nodes: int) -> list[DraftTree]:
+        """Propose a tree of at most `n_nodes` nodes per sequence."""
         started = time.perf_counter()
         begun = {sequence: self._start_tree(sequence, n_nodes, len(sequences)) for sequence in sequences}
-        self._proposals = {sequence: one for sequence, one in begun.items() if one is not None}
-        n_grown = self._grow([one.builder for one in self._proposals.values()])
-        failed = {sequence: error for sequence, one in self._proposals.items() if (error := one.builder.state.error)}
+        self._proposals = {sequence: proposal for sequence, proposal in begun.items() if proposal is not None}
+        n_grown = self._grow([proposal.builder for proposal in self._proposals.values()])
+        failed = {
+            sequence: error for sequence, proposal in self._proposals.items() if (error := proposal.builder.state.error)
+        }
         for sequence, error in failed.items():
             del self._proposals[sequence]
-            warnings.warn(f"nothing is drafted where {error}", RuntimeWarning, stacklevel=2)  # once, as Python does
+            # Python's warning filter shows it once.
+            warnings.warn(f"drafting skipped: {error}", RuntimeWarning, stacklevel=2)
         sizes = self._sizes(sequences, time.perf_counter() - started)
-        trees = [self._finish_tree(one, n_nodes, size) for one, size in zip(sequences, sizes, strict=True)]
+        trees = [self._finish_tree(sequence, n_nodes, size) for sequence, size in zip(sequences, sizes, strict=True)]
         self._cost.drafted(n_grown, time.perf_counter() - started, len(sequences))
         return trees
 
     def learn(self, sequence: Sequence, tree: DraftTree, verdict: Verdict, predicted: TopTokens | None) -> None:
-        """Keep count of what was accepted, and let the draft learn what the target predicts along that path."""
+        """Record acceptance; pass predictions on the accepted path to the learner."""
         if self._learner is not None and predicted is not None:
             nodes = [0, *verdict.path]
             self._learner.add(sequence, TopTokens(predicted.tokens[nodes], predicted.probs[nodes]))
@@ -121,18 +133,18 @@ class TreeDrafter(Drafter):
             self._rates.observe(proposal.match, after)
         proposal.builder.learn([0, *verdict.path], after)
 
-    def observe(self, sequence: Sequence, first: int, states: Several[Tensor]) -> None:
-        """Hand the target's hidden states to the head."""
+    def observe(self, sequence: Sequence, first: int, states: abc.Sequence[Tensor]) -> None:
+        """Pass the target's hidden states to the draft head."""
         self._model.observe(sequence, first, states)
 
     def leave(self, sequence: Sequence) -> None:
-        """Let the draft learn from the rest of the text."""
+        """Train on the remaining text of a finished sequence."""
         if self._learner is not None:
             self._learner.end(sequence)
 
-    def follow(self, old: Sequence, new: Sequence, n: int) -> int:
-        """Let the model go on."""
-        return self._model.follow(old, new, n)
+    def transfer(self, old: Sequence, new: Sequence, n: int) -> int:
+        """Transfer the draft model's state; see `Drafter.transfer`."""
+        return self._model.transfer(old, new, n)
 
     def end(self, sequence: Sequence) -> None:
         """Release the draft's cache of a sequence."""
@@ -140,13 +152,13 @@ class TreeDrafter(Drafter):
         self._model.end(sequence)
 
     def save(self) -> None:
-        """Keep what was learned of the pair."""
+        """Save pair statistics and learned weights."""
         self.pair_stats.save()
         if self._learner is not None:
             self._learner.save()
 
     def estimates_at(self, temperature: float) -> Estimates:
-        """What is known of the kind of tree it proposes at a temperature."""
+        """Return the estimates for the kind of tree proposed at a temperature."""
         kind = self._kind(temperature)
         return self.pair_stats.at(f"coupled-{kind}" if self._is_coupled(temperature) else kind, temperature)
 
@@ -157,20 +169,23 @@ class TreeDrafter(Drafter):
         return self._child_sampling if is_sampled else "deterministic"
 
     def _is_coupled(self, temperature: float) -> bool:
-        """Whether the noise of the sequence decides what is proposed, so that chance is left to nothing as at temperature 0."""
+        """Return whether the sequence's noise replaces chance: then trees are deterministic."""
         return 0 < temperature <= self._coupled_up_to
 
-    def _grow(self, builders: Several[StaticTreeBuilder | DynamicTreeBuilder]) -> int:
-        """Let trees grow to their end; returns their levels, for each of which a pass was made."""
+    def _grow(self, builders: abc.Sequence[StaticTreeBuilder | DynamicTreeBuilder]) -> int:
+        """Complete all trees; return the number of levels, at most a draft pass each."""
         return self._model.grow(builders)
 
     def _start_tree(self, sequence: Sequence, n_nodes: int, n_sequences: int) -> Proposal | None:
-        """None where there is nothing to draft."""
-        n_levels, n_rows = min(self.limits.n_levels, sequence.n_left, self._model.max_levels), n_nodes
+        """Start a tree; return None if nothing can be drafted."""
+        n_levels = min(self.limits.n_levels, sequence.n_left, self._model.max_levels)
+        n_rows = n_nodes
         if n_nodes == 1 or n_levels == 1 or not self._model.can_draft(sequence):
             return None
         temperature = sequence.temperature
-        kind, estimates, n_coupled = self._kind(temperature), self.estimates_at(temperature), 0
+        kind = self._kind(temperature)
+        estimates = self.estimates_at(temperature)
+        n_coupled = 0
         if self._is_coupled(temperature):
             n_coupled, temperature = n_levels - 1, 0.0
         match = self._likely_match(sequence, min(n_levels - 1, n_nodes - 2))
@@ -178,10 +193,12 @@ class TreeDrafter(Drafter):
         n_nodes -= len(copied)
         if kind == "dynamic":
             state = self._model.start(sequence, n_rows, n_sequences == 1, n_coupled)
-            pass_s = self._cost.seconds(np.array([n_sequences]), len(sequence.tokens), n_sequences=n_sequences)
+            n = np.array([n_sequences])
+            pass_s = self._cost.seconds(n, len(sequence.tokens), n_sequences=n_sequences)
             least_gain = self._cost.level(n_sequences) / float(pass_s[0])
             size = (n_nodes, n_levels)
-            return Proposal(self._dynamic(state, size, temperature, estimates, copied, least_gain), estimates, match)
+            builder = self._dynamic(state, size, temperature, estimates, copied, least_gain)
+            return Proposal(builder, estimates, match)
         topology, expected = self._choose(sequence, (n_nodes, n_levels, n_sequences))
         if len(topology) == 1:
             return None
@@ -196,48 +213,64 @@ class TreeDrafter(Drafter):
         tree = proposal.builder.tree(size)
         proposal.expected = tree.expected
         tree = append_ngram(tree, proposal.builder.copied, n_nodes)
-        # One token for each level is the most that can come of it.
+        # A pass yields at most a token per level.
         expected = min(proposal.estimates.bias.corrected(tree.expected), tree.topology.n_levels)
         return replace(tree, expected=expected)
 
-    def _sizes(self, sequences: Several[Sequence], draft_s: float) -> list[int]:
-        """How many of the best nodes below each root to verify, of trees that were drafted in `draft_s`."""
-        builders = [one.builder if (one := self._proposals.get(sequence)) else None for sequence in sequences]
-        chances = [one.chances if one else np.empty(0) for one in builders]
-        if self.limits.fixed_size:
-            return [len(one) for one in chances]
-        n_fixed = sum(one.n_fixed for one in builders if one)
-        n, context = len(sequences), max(len(sequence.tokens) for sequence in sequences)
-        return best_prefixes(chances, lambda n_rows: self._cost.seconds(n_fixed + n_rows, context, draft_s, n))
+    def _sizes(self, sequences: abc.Sequence[Sequence], draft_s: float) -> list[int]:
+        """Select the number of nodes per sequence to verify, by expected time per token.
 
-    def _choose(self, sequence: Sequence, most: tuple[int, int, int]) -> tuple[Topology, float]:
-        """The shape with the least time for a token, and the tokens expected of it.
-
-        most  nodes and levels it may have, and for how many sequences there is one in the pass
+        draft_s  seconds spent on drafting these trees
         """
-        n_nodes, n_levels, n_sequences = most
+        proposals = [self._proposals.get(sequence) for sequence in sequences]
+        builders = [proposal.builder if proposal else None for proposal in proposals]
+        chances = [builder.chances if builder else np.empty(0) for builder in builders]
+        if self.limits.fixed_size:
+            return [len(candidates) for candidates in chances]
+        n_fixed = sum(builder.n_fixed for builder in builders if builder)
+        n = len(sequences)
+        context = max(len(sequence.tokens) for sequence in sequences)
+
+        def seconds(n_rows: np.ndarray) -> np.ndarray:
+            return self._cost.seconds(n_fixed + n_rows, context, draft_s, n)
+
+        return best_prefixes(chances, seconds)
+
+    def _choose(self, sequence: Sequence, bounds: tuple[int, int, int]) -> tuple[Topology, float]:
+        """Select the topology with the least expected time per token.
+
+        bounds  (maximum nodes, maximum levels, sequences in the pass)
+        Returns the topology and its expected tokens per pass.
+        """
+        n_nodes, n_levels, n_sequences = bounds
         if self._shape is not None:
-            parents, depths = self._shape.parents[:n_nodes], self._shape.depths[:n_nodes]
+            parents = self._shape.parents[:n_nodes]
+            depths = self._shape.depths[:n_nodes]
             return Topology(parents[depths < n_levels]), 1.0
         trees = self._trees(sequence.temperature)
         sizes = np.array([n_nodes]) if self.limits.fixed_size else sizes_up_to(n_nodes)
-        draft_s = self._cost.level(n_sequences) * np.arange(n_levels)  # the last level needs no pass of the draft
-        seconds = self._cost.seconds(n_sequences * sizes[:, None], len(sequence.tokens), draft_s, n_sequences)
+        # The last level needs no draft pass.
+        draft_s = self._cost.level(n_sequences) * np.arange(n_levels)
+        rows = n_sequences * sizes[:, None]
+        seconds = self._cost.seconds(rows, len(sequence.tokens), draft_s, n_sequences)
         least_levels = n_levels if self.limits.fixed_depth else 1 + self.limits.fixed_size
         n_nodes, n_levels, _ = choose(trees.values[:, : n_levels + 1], sizes, seconds, least_levels)
         return trees.topology(n_nodes, n_levels), float(trees.values[n_nodes, n_levels])
 
     def _trees(self, temperature: float) -> TreeTable:
-        """The best trees for what is known of acceptance, searched anew after 4, 8, 16 ... observations."""
-        key, acceptance = f"{temperature:.1f}", self.estimates_at(temperature).acceptance
+        """Return optimal trees for the current acceptance; search again at 4, 8, 16 ... samples."""
+        key = f"{temperature:.1f}"
+        acceptance = self.estimates_at(temperature).acceptance
         if key not in self._tables or acceptance.n_seen >= self._tables[key][1]:
-            # One token may be excluded from sampling, and no child can be drawn where no other is left.
+            # Sampling may exclude a copied token, so at most `vocab_size - 1` children exist.
             n_ranks = min(self._n_ranks, self.limits.n_nodes, self._model.vocab_size - 1)
             trees = search(acceptance.by_rank()[:n_ranks], self.limits.n_nodes, self.limits.n_levels)
             self._tables[key] = trees, max(2 * acceptance.n_seen, 4)
         return self._tables[key][0]
 
-    def _likely_match(self, sequence: Sequence, n_next: int) -> Match | None:
-        """The longest match, where its continuation is likely enough to be copied."""
-        match = next(iter(find_matches(sequence.tokens, min(_NGRAM_LENGTH, n_next))), None)
-        return match if match and match.tokens and self._rates.rate(match.n_equal) >= _NGRAM_RATE else None
+    def _likely_match(self, sequence: Sequence, n_next: int) -> NgramMatch | None:
+        """Return the longest match if its continuation is likely enough to copy."""
+        matches = find_matches(sequence.tokens, min(_NGRAM_LENGTH, n_next))
+        match = next(iter(matches), None)
+        is_likely = match and match.tokens and self._rates.rate(match.n_equal) >= _NGRAM_RATE
+        return match if is_likely else None

@@ -1,1 +1,1 @@
-"""The machine, files, the timeline, the registry."""
+"""Machine profile, processes and ranks, files, timeline, registry."""

@@ -1,4 +1,4 @@
-"""Which processors lie near a card: memory lies near the one that touches it first, as long as there is room."""
+"""CPU affinity near a GPU: memory is allocated on the NUMA node of the first touch."""
 
 import os
 from collections.abc import Iterator
@@ -14,30 +14,30 @@ Cpus = frozenset[int]
 
 
 def cpus_near(device: torch.device) -> Cpus:
-    """Processors of the node that a card hangs on; empty where all are as near, or the system does not say."""
+    """Return the CPUs of the GPU's NUMA node; empty for a single node or if unknown."""
     if device.type != "cuda":
         return frozenset()
-    card: Any = torch.cuda.get_device_properties(device)  # torch's stubs leave these out
+    card: Any = torch.cuda.get_device_properties(device)  # incomplete in torch's stubs
     name = f"{card.pci_domain_id:04x}:{card.pci_bus_id:02x}:{card.pci_device_id:02x}.0"
     try:
         ranges = (_DEVICES / name / "local_cpulist").read_text(encoding="ascii").strip().split(",")
     except OSError:
         return frozenset()
-    bounds = [one.partition("-") for one in ranges if one]
+    bounds = [part.partition("-") for part in ranges if part]
     local = frozenset(cpu for first, _, last in bounds for cpu in range(int(first), int(last or first) + 1))
     allowed = os.sched_getaffinity(0)
     return frozenset() if local >= allowed else local & allowed
 
 
 def stay_near(cpus: Cpus) -> None:
-    """Let the calling thread run on these processors alone, if there are any."""
+    """Restrict the calling thread to these CPUs, unless empty."""
     if cpus:
         os.sched_setaffinity(0, cpus)
 
 
 @contextmanager
 def staying_near(cpus: Cpus) -> Iterator[None]:
-    """The same for a while."""
+    """Restrict the calling thread to these CPUs within a `with` block."""
     before = os.sched_getaffinity(0)
     stay_near(cpus)
     try:

@@ -1,4 +1,4 @@
-"""Functions compiled by numba: kept on the disk where a folder can be written, compiled anew in each run where none can."""
+"""Functions compiled by numba, cached on disk if possible."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,12 +9,12 @@ from numba import njit
 def compiled(
     *, fastmath: bool | set[str] = False, nogil: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate a function to be compiled when it is first called. fastmath, nogil: as numba's `njit` takes them."""
+    """Decorate a function for compilation at the first call; arguments as in numba's `njit`."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return njit(cache=True, fastmath=fastmath, nogil=nogil)(function)
-        except RuntimeError:  # no folder that numba knows of can be written
+        except RuntimeError:  # no writable cache folder
             return njit(fastmath=fastmath, nogil=nogil)(function)
 
     return decorate

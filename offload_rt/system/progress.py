@@ -1,4 +1,4 @@
-"""Progress bars. Where the console is no terminal there is none."""
+"""Progress bars, shown only in a terminal."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -12,8 +12,8 @@ Draw = Callable[[int, int], None]
 
 
 @contextmanager
-def progress_bar(console: Console, what: str, *columns: progress.ProgressColumn) -> Iterator[Draw]:
-    """A bar, to be called with (done so far, in all)."""
+def progress_bar(console: Console, title: str, *columns: progress.ProgressColumn) -> Iterator[Draw]:
+    """Show a bar; yields a function of (completed, total)."""
     drawn = 0.0
 
     def draw(done: int, total: int) -> None:
@@ -23,27 +23,28 @@ def progress_bar(console: Console, what: str, *columns: progress.ProgressColumn)
             drawn = now
             bar.update(task, completed=done, total=total, refresh=True)
 
-    # The caller draws it: an interrupt can break the wait for a thread of the bar's own.
-    shown = progress.TextColumn(what), progress.BarColumn(), *columns, progress.TimeElapsedColumn()
+    # Drawn by the caller: an interrupt can break the wait for a separate drawing thread.
+    shown = progress.TextColumn(title), progress.BarColumn(), *columns, progress.TimeElapsedColumn()
     with progress.Progress(*shown, console=console, disable=not console.is_terminal, auto_refresh=False) as bar:
-        task = bar.add_task(what, total=None)
+        task = bar.add_task(title, total=None)
         yield draw
 
 
 @contextmanager
-def loading_bar(console: Console, done_what: str = "loaded") -> Iterator[Draw]:
-    """To be called with (bytes so far, bytes in all), shows GB and GB/s; in a log file one line at the end."""
+def loading_bar(console: Console, verb: str = "loaded") -> Iterator[Draw]:
+    """Show GB and GB/s; yields a function of (bytes, total bytes). In log files, a final line."""
     started = loaded = 0.0
 
     def draw(done: int, total: int) -> None:
         nonlocal started, loaded
-        # Planning and opening come before the first byte and are no part of the rate.
-        started, loaded = started or time.perf_counter(), total
+        # Planning and opening precede the first byte and do not count for the rate.
+        started = started or time.perf_counter()
+        loaded = total
         bar(done, total)
 
-    with progress_bar(console, done_what, progress.DownloadColumn(), progress.TransferSpeedColumn()) as bar:
+    with progress_bar(console, verb, progress.DownloadColumn(), progress.TransferSpeedColumn()) as bar:
         yield draw
     if loaded and not console.is_terminal:
         seconds = time.perf_counter() - started
         rate = loaded / seconds / 1e9
-        console.print(f"{done_what} {loaded / 1e9:.2f} GB in {seconds:.2f} s, {rate:.2f} GB/s", highlight=False)
+        console.print(f"{verb} {loaded / 1e9:.2f} GB in {seconds:.2f} s, {rate:.2f} GB/s", highlight=False)

@@ -1,4 +1,4 @@
-"""The folder is the registry: `--drafter ngram` is `speculate/draft/ngram.py`."""
+"""Folders as registries: `--drafter ngram` is `speculate/draft/ngram.py`."""
 
 from importlib import import_module
 from pkgutil import iter_modules
@@ -8,16 +8,16 @@ from offload_rt.errors import SettingsError
 
 
 def names(folder: str) -> tuple[str, ...]:
-    """The entries of a folder of the package, such as "speculate.draft", sorted."""
+    """Return the sorted entries of a package folder, e.g. "speculate.draft"."""
     package = import_module(f"offload_rt.{folder}")
     return tuple(sorted(module.name for module in iter_modules(package.__path__)))
 
 
 def find(folder: str, name: str) -> ModuleType:
-    """The module `offload_rt.<folder>.<name>`. Raises SettingsError if the folder has no such entry."""
+    """Import `offload_rt.<folder>.<name>`. Raises SettingsError for an unknown entry."""
     if name not in names(folder):
         kind = folder.rpartition(".")[2]
         raise SettingsError(
-            f"no {kind} entry called {name!r}", have=", ".join(names(folder)), change="use one of these"
+            f"no {kind} entry called {name!r}", have=", ".join(names(folder)), change="use one of the available entries"
         )
     return import_module(f"offload_rt.{folder}.{name}")

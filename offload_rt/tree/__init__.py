@@ -1,1 +1,1 @@
-"""Trees of drafted tokens."""
+"""Token trees: topology, search, tree size selection."""

@@ -1,4 +1,4 @@
-"""A tree's shape in a few lines, for people."""
+"""Human-readable summary of a tree's shape."""
 
 from itertools import groupby
 from textwrap import shorten
@@ -11,11 +11,12 @@ _WIDTH = 96
 
 
 def describe(topology: Topology) -> str:
-    """Size and levels of a tree, and for each level how many children its nodes have; long lines are cut.
+    """Summarize a tree: size, levels, and the number of children of each node per level.
 
-    Families stand in the order of their parents, `|` between them; `.` is a leaf.
+    Families are sorted by parent and separated by `|`; `.` is a leaf. Long lines are cut.
     """
-    n, n_levels = len(topology), topology.n_levels
+    n = len(topology)
+    n_levels = topology.n_levels
     if topology.is_chain:
         return "1 node" if n == 1 else f"chain of {n} nodes"
     n_children = np.array([len(children) for children in topology.children])

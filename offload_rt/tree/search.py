@@ -1,4 +1,4 @@
-"""The tree of drafted tokens from which the verifier is expected to accept most (Sequoia, Chen et al. 2024)."""
+"""Search for the tree with the most expected tokens (Sequoia, Chen et al. 2024)."""
 
 from dataclasses import dataclass
 
@@ -9,12 +9,13 @@ from offload_rt.tree.topology import Topology
 
 @dataclass(frozen=True, eq=False)
 class TreeTable:
-    """The best trees for every number of nodes and of levels; levels count the root's.
+    """Optimal trees for every number of nodes and levels, including the root.
 
-    chances  (m,) float64: probability that the verifier takes a node of the largest tree, the root first, in level order
-    parents  (m,) int64: of these nodes, depths  (m,) int64
-    values   (n_nodes + 1, max_levels + 1) float64: expected tokens of the best tree of at most so many; row and
-             column 0 are 0
+    chances  (m,) float64 acceptance probabilities of the largest tree's nodes, in level order
+    parents  (m,) int64
+    depths   (m,) int64
+    values   (n_nodes + 1, max_levels + 1) float64: expected tokens of the best tree within both
+             bounds; row and column 0 are 0
     """
 
     chances: np.ndarray
@@ -23,9 +24,10 @@ class TreeTable:
     values: np.ndarray
 
     def topology(self, n: int, levels: int) -> Topology:
-        """The best tree of at most n nodes, in level order; fewer where more do not fit or would add nothing.
+        """Return the best tree of at most n nodes in level order.
 
-        Siblings are adjacent and in the order of their ranks, families in the order of their parents.
+        Nodes with acceptance probability 0 are omitted. Siblings are adjacent and sorted by rank,
+        families by parent.
         """
         chances = np.where(self.depths < levels, self.chances, 0.0)
         nodes = _largest(chances, n)
@@ -34,45 +36,48 @@ class TreeTable:
 
 
 def search(acceptance: np.ndarray, n_nodes: int, max_levels: int) -> TreeTable:
-    """The best trees of up to so many nodes and levels, the root's level counted.
+    """Find the optimal trees of up to `n_nodes` nodes and `max_levels` levels, including the root.
 
-    acceptance  (ranks,) float64, descending: probability that the verifier takes the child of a rank, given that its
-                parent was taken
+    acceptance  (ranks,) float64, descending: acceptance probability of a child by sibling rank,
+                given its parent was accepted
 
-    A node is taken with the product of the acceptances on its path, which is at most its parent's and its elder
-    sibling's. So the n most probable nodes are a tree, and no tree of n nodes has more expected tokens; Sequoia's
-    dynamic programme, which also serves acceptances in another order, finds the same values.
+    A node's acceptance probability is the product along its path. It never exceeds the probability
+    of its parent or of an earlier sibling. Therefore the n most probable nodes form a tree with the
+    maximum of expected tokens. Sequoia's dynamic program, which also supports unsorted acceptances,
+    yields equal values.
     """
     assert (np.diff(acceptance) <= 0).all(), "acceptance is descending"
-    chances, parents, first = [np.ones(1)], [np.array([-1])], 0
+    chances = [np.ones(1)]
+    parents = [np.array([-1])]
+    first = 0
     for _ in range(1, max_levels):
-        of_children = np.outer(chances[-1], acceptance).ravel()
-        kept = _largest(of_children, n_nodes)
-        parents.append(first + kept // len(acceptance))
+        child_chances = np.outer(chances[-1], acceptance).ravel()
+        best = _largest(child_chances, n_nodes)
+        parents.append(first + best // len(acceptance))
         first += len(chances[-1])
-        chances.append(of_children[kept])
+        chances.append(child_chances[best])
     values = np.zeros((max_levels + 1, n_nodes + 1))
-    best = np.zeros(0)
-    for level, of_level in enumerate(chances, 1):
-        best = -np.sort(-np.concatenate((best, of_level)))[:n_nodes]
-        values[level, 1 : len(best) + 1] = np.cumsum(best)
-        values[level, len(best) + 1 :] = values[level, len(best)]
-    depths = np.repeat(np.arange(max_levels), [len(of_level) for of_level in chances])
+    ranked = np.zeros(0)
+    for level, level_chances in enumerate(chances, 1):
+        ranked = -np.sort(-np.concatenate((ranked, level_chances)))[:n_nodes]
+        values[level, 1 : len(ranked) + 1] = np.cumsum(ranked)
+        values[level, len(ranked) + 1 :] = values[level, len(ranked)]
+    depths = np.repeat(np.arange(max_levels), [len(level_chances) for level_chances in chances])
     return TreeTable(np.concatenate(chances), np.concatenate(parents), depths, values.T)
 
 
 def expected_tokens(topology: Topology, acceptance: np.ndarray) -> float:
-    """Tokens a pass over this tree is expected to give; children past the last rank are never taken.
+    """Return the expected tokens of a pass over this tree.
 
-    acceptance  (ranks,) float64: of the child of each rank
+    acceptance  (ranks,) float64 by sibling rank; 0 for further ranks
     """
     acceptance = np.pad(acceptance, (0, max(int(topology.ranks.max()) + 1 - len(acceptance), 0)))
-    taken = np.ones(len(topology))
+    acceptances = np.ones(len(topology))
     for node in range(1, len(topology)):
-        taken[node] = taken[topology.parents[node]] * acceptance[topology.ranks[node]]
-    return float(taken.sum())
+        acceptances[node] = acceptances[topology.parents[node]] * acceptance[topology.ranks[node]]
+    return float(acceptances.sum())
 
 
 def _largest(chances: np.ndarray, n: int) -> np.ndarray:
-    """(up to n,) the nodes of the largest chances, ascending; of equal ones the first."""
+    """Return the indices (up to n,) of the largest values, ascending; the first among equals."""
     return np.sort(np.argsort(-chances, kind="stable")[:n])

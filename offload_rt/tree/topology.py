@@ -1,4 +1,4 @@
-"""Trees of drafted tokens: their shape, their tokens, and what a verification rule accepts of them."""
+"""Token trees: topology, draft tokens, and verdicts of verification rules."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from offload_rt.ops.tree_mask import TreeMask, make_tree_mask, own_bits, packed_
 
 @dataclass(frozen=True, eq=False)
 class Topology:
-    """The shape of a tree of n nodes; node 0 is the root, and a parent stands before its children.
+    """Shape of a tree with n nodes; node 0 is the root, and parents precede their children.
 
     parents  (n,) int64, parents[0] = -1, parents[i] < i
     """
@@ -23,21 +23,20 @@ class Topology:
     def __post_init__(self) -> None:
         parents = self.parents
         assert parents.ndim == 1 and len(parents) > 0 and parents[0] == -1, "node 0 is the root"
-        assert (parents[1:] >= 0).all() and (parents[1:] < np.arange(1, len(parents))).all(), (
-            "a parent stands before its children"
-        )
+        is_ordered = (parents[1:] >= 0).all() and (parents[1:] < np.arange(1, len(parents))).all()
+        assert is_ordered, "parents precede their children"
 
     def __len__(self) -> int:
         return len(self.parents)
 
     @classmethod
     def chain(cls, n: int) -> "Topology":
-        """n nodes, each the only child of the one before."""
+        """Return a chain of n nodes."""
         return cls(np.arange(-1, n - 1))
 
     @property
     def is_chain(self) -> bool:
-        """Whether no node has a sibling."""
+        """Whether no node has siblings."""
         return self._n_run == len(self)
 
     @cached_property
@@ -50,12 +49,12 @@ class Topology:
 
     @property
     def n_levels(self) -> int:
-        """Levels, the root's included."""
+        """Number of levels, including the root."""
         return int(self.depths.max()) + 1
 
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
-        """Per node its children, in order."""
+        """Children of each node, in order."""
         lists: list[list[int]] = [[] for _ in range(len(self))]
         for node, parent in enumerate(self.parents[1:].tolist(), 1):
             lists[parent].append(node)
@@ -63,14 +62,14 @@ class Topology:
 
     @cached_property
     def ranks(self) -> np.ndarray:
-        """(n,) int64: each node's place among its siblings, 0 for the first and for the root."""
+        """(n,) int64 index of each node among its siblings; 0 for the root."""
         ranks = np.zeros(len(self), dtype=np.int64)
         for siblings in self.children:
             ranks[list(siblings)] = np.arange(len(siblings))
         return ranks
 
     def path_to(self, node: int) -> list[int]:
-        """The nodes from below the root down to `node`; empty for the root."""
+        """Return the path from below the root to `node`; empty for the root."""
         path = []
         while node > 0:
             path.append(node)
@@ -79,13 +78,13 @@ class Topology:
 
     @cached_property
     def _n_run(self) -> int:
-        """Nodes before the first that is not the child of the one before it: a prompt, or a tree's first path."""
+        """Length of the leading chain: a prompt, or the first path of a tree."""
         breaks = np.flatnonzero(self.parents != np.arange(-1, len(self) - 1))
         return int(breaks[0]) if len(breaks) else len(self)
 
     @cached_property
     def _last_in_run(self) -> np.ndarray:
-        """(n,) the last ancestor of each node in the run, the node itself counted."""
+        """(n,) last ancestor of each node, or the node itself, within the leading chain."""
         nodes = np.arange(len(self))
         last = np.where(nodes < self._n_run, nodes, self.parents)
         while (last >= self._n_run).any():
@@ -93,25 +92,25 @@ class Topology:
         return last
 
     def mask(self, start: int, stop: int, n_before: int) -> TreeMask:
-        """What the nodes [start, stop) see, `n_before` keys before all nodes included.
+        """Build the attention mask of nodes [start, stop), with `n_before` keys before the tree.
 
-        Nodes that all of them see, such as a prompt above a tree, count as keys before the tree: no mask of a prompt's
-        length squared is ever made.
+        A prefix visible to all of these nodes, e.g. a prompt above a tree, counts as keys before
+        the tree. Masks quadratic in the prompt length are thus avoided.
         """
         trunk = min(int(self._last_in_run[start:stop].min()) + 1, start)
-        # A node of an earlier part may hang from inside the trunk; none of these nodes attends to it.
+        # Earlier nodes may branch off inside the trunk; none of these nodes attends to them.
         parents = np.maximum(self.parents[trunk:stop] - trunk, -1)
         return make_tree_mask(parents, start - trunk, n_before + trunk)
 
     def after_chain(self, n: int) -> "Topology":
-        """This tree below a chain of n nodes, whose last is the parent of the root."""
+        """Return this tree below a chain of n nodes; the last chain node is the root's parent."""
         return Topology(np.concatenate((np.arange(-1, n - 1), self.parents + n))) if n else self
 
 
 class GrowingTree:
-    """A tree of up to `capacity` nodes that come level by level. What a node sees is packed when it comes.
+    """Tree of up to `capacity` nodes, extended level by level, with precomputed visibility bits.
 
-    parents  (capacity,) int64, of which those of the nodes there are have been set
+    parents  (capacity,) int64, set for existing nodes
     """
 
     def __init__(self, capacity: int) -> None:
@@ -130,37 +129,42 @@ class GrowingTree:
         return self._depths[: self._n]
 
     def clear(self) -> None:
-        """Keep the root alone."""
+        """Remove all nodes except the root."""
         self._n = 1
 
     def add(self, parents: Sequence[int]) -> range:
-        """Add nodes below those there are; returns them."""
-        nodes, above = np.arange(self._n, self._n + len(parents)), np.asarray(parents, dtype=np.int64)
-        assert (above < self._n).all(), "a level hangs from those above"
-        self.parents[nodes], self._depths[nodes] = above, self._depths[above] + 1
+        """Add nodes below existing nodes; return them."""
+        nodes = np.arange(self._n, self._n + len(parents))
+        above = np.asarray(parents, dtype=np.int64)
+        assert (above < self._n).all(), "parents must exist"
+        self.parents[nodes] = above
+        self._depths[nodes] = self._depths[above] + 1
         self._words[nodes] = self._words[above]
         self._words[nodes, nodes // 32] |= own_bits(nodes)
         self._n += len(parents)
         return range(self._n - len(parents), self._n)
 
     def mask(self, start: int, stop: int, n_before: int) -> TreeMask:
-        """What the nodes [start, stop) see, `n_before` keys before all nodes included."""
+        """Build the attention mask of nodes [start, stop), with `n_before` keys before the tree."""
         bits = self._words[start:stop, : -(-stop // 32)].view(np.int32)
         return packed_mask(bits, self._depths[start:stop], self._depths[:stop], n_before)
 
 
 @dataclass(frozen=True)
 class SampledNodes:
-    """How the sampled nodes of a tree were drawn. All other nodes are deterministic: no chance decided their tokens.
+    """Sampling of a tree's nodes. Further nodes are deterministic: no chance decided their tokens.
 
-    A sampled node's token was drawn from the draft's distribution after its parent, without the tokens of its
-    deterministic siblings and of the siblings drawn before it; uniformly over the other tokens where that leaves nothing.
-    Sampled siblings are verified first, in their order, then the deterministic ones in theirs.
+    A sampled token follows the draft's distribution after its parent. The tokens of deterministic
+    siblings and of earlier sampled siblings are excluded; if nothing is left, the draw is uniform
+    over the remaining tokens. Verification tries sampled siblings first, in order, then
+    deterministic siblings in order.
 
     is_sampled   (n,) bool
-    draft_probs  (rows, vocabulary) float32: the draft's distribution after each node with sampled children; none is denormal
-    row_of       (n,) int64: the row of `draft_probs` that belongs to a node, -1 for none
-    independent  siblings were drawn with replacement, each from the whole distribution; then none is deterministic
+    draft_probs  (rows, vocabulary) float32 draft distributions after nodes with sampled children,
+                 without denormals
+    row_of       (n,) int64 row of each node in `draft_probs`, -1 for none
+    independent  siblings were drawn with replacement from the full distribution; then no sibling is
+                 deterministic
     """
 
     is_sampled: np.ndarray
@@ -171,13 +175,13 @@ class SampledNodes:
 
 @dataclass(frozen=True)
 class DraftTree:
-    """Candidate continuations of a sequence, and rows that are computed beside them.
+    """Candidate continuations of a sequence, and unverified extra rows.
 
     tokens        (n,) int64; tokens[0] is the last token of the sequence
-    sampled       how the sampled nodes were drawn; None where all nodes are deterministic
-    expected      tokens the drafter expects of the pass, the bonus included
-    n_unverified  the last so many nodes are computed, so that the drafter sees what the target predicts there, and are
-                  never verified nor committed
+    sampled       sampling of the nodes; None for deterministic trees
+    expected      expected tokens of the pass, including the bonus token
+    n_unverified  number of trailing nodes that are computed for the drafter only, and never
+                  verified or committed
     """
 
     topology: Topology
@@ -187,35 +191,37 @@ class DraftTree:
     n_unverified: int = 0
 
     def __post_init__(self) -> None:
-        assert self.tokens.shape == (len(self.topology),), "one token a node"
-        assert 0 <= self.n_unverified < len(self.topology), "the root is verified"
+        assert self.tokens.shape == (len(self.topology),), "a token per node"
+        assert 0 <= self.n_unverified < len(self.topology), "the root is always verified"
 
     @classmethod
     def root_only(cls, token: int) -> "DraftTree":
-        """A tree of the last token alone: plain decoding."""
+        """Return a tree with only the last token: plain decoding."""
         return cls(Topology.chain(1), torch.tensor([token]))
 
     def candidates(self) -> "DraftTree":
-        """The tree that is verified: all nodes but the last `n_unverified`."""
+        """Return the verified tree, without the last `n_unverified` nodes."""
         if self.n_unverified == 0:
             return self
-        n, sampled = len(self.topology) - self.n_unverified, self.sampled
+        n = len(self.topology) - self.n_unverified
+        sampled = self.sampled
         if sampled is not None:
             sampled = replace(sampled, is_sampled=sampled.is_sampled[:n], row_of=sampled.row_of[:n])
         return DraftTree(Topology(self.topology.parents[:n]), self.tokens[:n], sampled, self.expected)
 
     def path_to(self, node: int) -> list[int]:
-        """Tokens from below the root down to `node`."""
+        """Return the tokens from below the root to `node`."""
         tokens: list[int] = self.tokens[self.topology.path_to(node)].tolist()
         return tokens
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a rule accepts of a tree.
+    """Result of verifying a tree.
 
-    path   nodes, the first a child of the root, each the child of the one before
-    bonus  the token after the path, drawn from the target's distribution, or from its residual after rejected children
+    path   accepted nodes from below the root downwards
+    bonus  token after the path, drawn from the target's distribution or from its residual after
+           rejected children
     """
 
     path: tuple[int, ...]

@@ -126,7 +126,7 @@ def test_a_script_has_one_llm_and_may_forget_to_close_it(model: Path, tmp_path: 
     script.write_text(_FORGETFUL)
     with started(str(script), [str(model)], tmp_path) as ranks:
         assert [one.code() for one in ranks] == [0, 0]
-        refusal = "a second LLM in a run of several ranks; go on with the first, or run anew"
+        refusal = "a second LLM in a run of several ranks; use the existing LLM, or start a new run"
         assert ranks[0].out.splitlines() == ["20", refusal]
         assert (ranks[1].out, ranks[1].err) == ("", "")
 

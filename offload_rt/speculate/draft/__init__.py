@@ -1,1 +1,1 @@
-"""Who proposes trees: one file for each drafter."""
+"""Drafters, one file each."""

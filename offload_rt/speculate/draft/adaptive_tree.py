@@ -1,4 +1,4 @@
-"""The kind of tree that was measured to give most: dynamic at temperature 0, of a chosen shape and sampled above."""
+"""Tree kind with the best measured speed: dynamic at temperature 0, static and sampled above."""
 
 from offload_rt.speculate.tree_drafter import tree_drafter
 

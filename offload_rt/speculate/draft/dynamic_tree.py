@@ -1,4 +1,4 @@
-"""Trees of the tokens that the draft thinks most probable, grown anew for each step; none is sampled."""
+"""Trees of the draft's most probable tokens, grown anew in each step; no token is sampled."""
 
 from offload_rt.speculate.tree_drafter import tree_drafter
 

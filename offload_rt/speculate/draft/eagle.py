@@ -1,4 +1,4 @@
-"""EAGLE-3 (Li et al. 2025, arXiv 2503.01840): trees grown by a layer that sees hidden states of the target."""
+"""EAGLE-3 (Li et al. 2025, arXiv 2503.01840): a draft layer on hidden states of the target."""
 
 from offload_rt.speculate.head_model import HeadModel
 from offload_rt.speculate.tree_drafter import tree_drafter

@@ -1,13 +1,13 @@
 """Lookahead decoding (Fu et al. 2024, arXiv 2402.02057). Needs no draft model.
 
-Guessed tokens, the window, are computed beside the candidates. In each pass every trajectory of the window grows by what the
-target predicts at its end (Jacobi iteration), and its n-grams become candidates of later passes.
+A window of guessed tokens is computed beside the candidates. Each pass extends every trajectory of
+the window by the target's prediction at its end (Jacobi iteration). The resulting n-grams become
+candidates of later passes.
 """
 
 import random
-from collections import OrderedDict
+from collections import OrderedDict, abc
 from collections.abc import Iterable
-from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,63 +20,66 @@ from offload_rt.speculate.protocols import Drafter, DrafterType, DraftParts
 from offload_rt.tree.choose import sizes_up_to
 from offload_rt.tree.topology import DraftTree, Topology, Verdict
 
-# Rows of a pass: half of them for the window, half for n-grams. The authors' n-grams have 5 tokens; 120 rows are their 15
-# columns and 15 n-grams. More columns than the most brought nothing, longer n-grams next to nothing.
+# Rows of a pass: half for the window, half for n-grams. The authors use n-grams of 5 tokens; 120
+# rows equal their 15 columns and 15 n-grams. More than 60 columns gained nothing, longer n-grams
+# almost nothing.
 _SIZES = (840, 480, 240, 120, 56, 24, 8, 1)
 _LENGTH, _LONGEST, _MOST_COLUMNS = 5, 8, 60
 # Levels of the largest window.
 _N_LEVELS = _MOST_COLUMNS + _LONGEST - 2
-# Rows are free while a pass with them takes no longer than this factor of one without.
+# Rows count as free while they extend the pass by at most this factor.
 _FREE = 1.05
-# N-grams kept for a sequence, some 200 bytes each.
+# Maximum n-grams per sequence, about 200 bytes each.
 _MOST_NGRAMS = 1 << 15
-# Weight of the newest pass in the tokens that are expected of one.
+# Weight of the newest pass in the expected tokens per pass.
 _NEWEST = 0.1
 
 
 class NgramPool:
-    """N-grams by their first token, the newest of each; those whose first token was not met for long are dropped."""
+    """N-grams indexed by first token. The least recently updated first tokens are evicted."""
 
-    def __init__(self, n_most: int = _MOST_NGRAMS) -> None:
-        self._n_most, self._n = n_most, 0
+    def __init__(self, capacity: int = _MOST_NGRAMS) -> None:
+        self._capacity = capacity
+        self._n = 0
         self._ngrams: OrderedDict[int, list[tuple[int, ...]]] = OrderedDict()
 
     def add(self, ngrams: Iterable[tuple[int, ...]]) -> None:
-        """Keep n-grams, each as the newest of its first token."""
+        """Add n-grams, each as the newest of its first token."""
         for first, *rest in ngrams:
             known = self._ngrams.pop(first, [])
-            newer = [*(one for one in known if one != tuple(rest)), tuple(rest)][-_MOST_COLUMNS:]
+            newer = [*(ngram for ngram in known if ngram != tuple(rest)), tuple(rest)][-_MOST_COLUMNS:]
             self._ngrams[first] = newer
             self._n += len(newer) - len(known)
-        while self._n > self._n_most:
+        while self._n > self._capacity:
             self._n -= len(self._ngrams.popitem(last=False)[1])
 
     def after(self, token: int, n: int) -> list[tuple[int, ...]]:
-        """What followed a token, the n newest first."""
+        """Return the n newest continuations of a token, newest first."""
         return self._ngrams.get(token, [])[: -n - 1 : -1]
 
 
 @dataclass
 class Window:
-    """Trajectories: entry i of row k stands k + i tokens behind the last token of the sequence.
+    """Trajectories: entry i of row k is a guess k + i tokens after the sequence's last token.
 
-    rows  the first lacks its entry 0, which is that last token; a new window has one row, a full one a row less than an
-          n-gram has tokens
+    rows  the first row omits entry 0, the last token itself; a new window has a single row, a
+          full window `length - 1` rows for n-grams of `length` tokens
     """
 
     rows: list[list[int]] = field(default_factory=lambda: [[]])
 
     def fit(self, n_columns: int, tokens: list[int], random_numbers: random.Random) -> None:
-        """Cut it to so many columns, or fill it up by random ones of these tokens."""
+        """Resize to `n_columns`; new entries are random choices from `tokens`."""
         for level, row in enumerate(self.rows):
             n = n_columns - (level == 0)
             row[n:] = random_numbers.choices(tokens, k=max(n - len(row), 0))
 
     def advance(self, last: int, predicted: list[int], length: int) -> list[tuple[int, ...]]:
-        """Go on by one token, however many were accepted; returns the n-grams of this length that were completed.
+        """Advance by a token, whatever number was accepted; return the completed n-grams.
 
-        last       token of the sequence, before it grew
-        predicted  by the target after each entry of the last row
+        last       last token of the sequence, before it was extended
+        predicted  target predictions after each entry of the last row
+        length     tokens per n-gram
         """
         if len(self.rows) < length - 1:
             self.rows = [*(row[1:] for row in self.rows), predicted[1:]]
@@ -88,10 +91,10 @@ class Window:
 
 @dataclass
 class _State:
-    """Of one sequence.
+    """Lookahead state of a sequence.
 
-    length     of its n-grams, in tokens
-    n_columns  that the window has in the pass under way
+    length     tokens per n-gram
+    n_columns  columns of the window in the current pass
     """
 
     length: int
@@ -101,51 +104,57 @@ class _State:
     n_columns: int = 0
 
     def fit(self, text: list[int], n_columns: int, n_levels: int) -> None:
-        """Give the window so many columns, or as many as so many levels leave room for."""
+        """Resize the window to `n_columns`, limited by `n_levels`."""
         height = len(self.window.rows)
-        # While rows are lacking it has a column more for each: it loses one with each that is added.
-        most = n_columns * (self.length - 1) // height, n_levels - height + 1
-        self.n_columns = max(min(n_columns + self.length - 1 - height, *most), 0)
+        # A window with missing rows has an extra column per missing row, and loses a column with
+        # each added row.
+        by_rows = n_columns * (self.length - 1) // height
+        by_levels = n_levels - height + 1
+        wanted = n_columns + self.length - 1 - height
+        self.n_columns = max(min(wanted, by_rows, by_levels), 0)
         if self.n_columns:
             self.window.fit(self.n_columns, text, self.random_numbers)
 
     def add_text(self, tokens: list[int]) -> None:
-        """Keep the n-grams of a text."""
+        """Add all n-grams of a text."""
         self.pool.add(zip(*(tokens[k:] for k in range(self.length)), strict=False))
 
 
 class Lookahead(Drafter):
-    """A window as large as rows are free, and the n-grams that begin with the last token."""
+    """Propose a window within the free rows, and n-grams starting with the last token."""
 
     n_predicted = 1
 
     def __init__(self, parts: DraftParts) -> None:
-        self.limits, self._cost = parts.limits, parts.cost
+        self.limits = parts.limits
+        self._cost = parts.cost
         self._states: dict[Sequence, _State] = {}
         self._expected = 1.0
 
-    def propose(self, sequences: Several[Sequence], n_nodes: int) -> list[DraftTree]:
-        """One tree for each sequence, the window behind its candidates."""
-        return [self._tree(one, self._n_free(one, n_nodes, len(sequences))) for one in sequences]
+    def propose(self, sequences: abc.Sequence[Sequence], n_nodes: int) -> list[DraftTree]:
+        """Propose a tree per sequence; its window follows its candidates as unverified nodes."""
+        n = len(sequences)
+        return [self._tree(sequence, self._n_free(sequence, n_nodes, n)) for sequence in sequences]
 
     def learn(self, sequence: Sequence, tree: DraftTree, verdict: Verdict, predicted: TopTokens | None) -> None:
-        """Let the window go on, and keep its n-grams and those of the text."""
-        state, taken = self._states[sequence], [*tree.tokens[list(verdict.path)].tolist(), verdict.bonus]
+        """Advance the window, and add its n-grams and the n-grams of the accepted text."""
+        state = self._states[sequence]
+        taken = [*tree.tokens[list(verdict.path)].tolist(), verdict.bonus]
         self._expected += _NEWEST * (len(taken) - self._expected)
         if state.n_columns and predicted is not None:
             n = len(tree.topology)
-            # In a window of one row the first entry is the root.
+            # A window with a single row starts at the root.
             last_row = [0, *range(n - tree.n_unverified, n)][-state.n_columns :]
             tokens = predicted.tokens[last_row, 0].tolist()
             state.pool.add(state.window.advance(sequence.tokens[-1], tokens, state.length))
         state.add_text([*sequence.tokens[1 - state.length :], *taken])
 
     def end(self, sequence: Sequence) -> None:
-        """Forget its window and its n-grams."""
+        """Release the window and the n-grams of a sequence."""
         self._states.pop(sequence, None)
 
     def _n_free(self, sequence: Sequence, n_nodes: int, n_sequences: int) -> int:
-        """Rows that cost next to nothing, the root's included; all where a size was asked for."""
+        """Return the number of nearly free rows, including the root; all for a fixed size."""
         if self.limits.fixed_size:
             return n_nodes
         sizes = sizes_up_to(n_nodes)
@@ -162,7 +171,7 @@ class Lookahead(Drafter):
         n_columns = min(n_rows // (2 * (state.length - 1)), _MOST_COLUMNS)
         state.fit(sequence.tokens, n_columns, n_levels)
         ngrams = state.pool.after(sequence.tokens[-1], max(n_columns, 1))
-        paths = dict.fromkeys(one[:k] for one in ngrams for k in range(1, min(len(one) + 1, n_levels)))
+        paths = dict.fromkeys(ngram[:k] for ngram in ngrams for k in range(1, min(len(ngram) + 1, n_levels)))
         n_candidates = n_rows - max(n_columns * (state.length - 1) - 1, 0)
         parents, tokens = path_tree(sequence.tokens[-1], [*paths][: n_candidates - 1])
         n_candidates = len(tokens)
@@ -174,7 +183,7 @@ class Lookahead(Drafter):
 
 
 def _append_window(parents: list[int], tokens: list[int], rows: list[list[int]]) -> None:
-    """Add its rows: the first a chain below the root, each other one below the row before it, entry by entry."""
+    """Append the window: row 0 as a chain below the root, row k entry by entry below row k - 1."""
     above: list[int] = []
     for level, row in enumerate(rows):
         places = [*range(len(tokens), len(tokens) + len(row))]

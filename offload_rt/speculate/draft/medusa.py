@@ -1,4 +1,4 @@
-"""Medusa (Cai et al. 2024, arXiv 2401.10774): trees grown by heads that each predict the token at one distance."""
+"""Medusa (Cai et al. 2024, arXiv 2401.10774): each head predicts a token at a fixed distance."""
 
 from offload_rt.speculate.head_model import MedusaModel
 from offload_rt.speculate.tree_drafter import tree_drafter

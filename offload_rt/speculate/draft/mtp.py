@@ -1,4 +1,4 @@
-"""Trees grown by the layer for multi-token prediction that comes with the target (DeepSeek-V3, arXiv 2412.19437)."""
+"""Draft with the target's multi-token prediction layer (DeepSeek-V3, arXiv 2412.19437)."""
 
 from offload_rt.speculate.head_model import HeadModel
 from offload_rt.speculate.tree_drafter import tree_drafter

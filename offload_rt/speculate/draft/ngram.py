@@ -1,13 +1,19 @@
-"""Prompt lookup (Saxena 2023): continuations copied from earlier in the sequence. Needs no draft model."""
+"""Prompt lookup (Saxena 2023): copy continuations from earlier text. Needs no draft model."""
 
-from collections.abc import Sequence as Several
+from collections import abc
 
 import numpy as np
 import torch
 
 from offload_rt.executor.sequence import Sequence
 from offload_rt.sampling import TopTokens
-from offload_rt.speculate.ngrams import Match, MatchRates, copied_paths, find_matches, path_tree
+from offload_rt.speculate.ngrams import (
+    MatchRates,
+    NgramMatch,
+    copied_paths,
+    find_matches,
+    path_tree,
+)
 from offload_rt.speculate.protocols import Drafter, DrafterType, DraftParts
 from offload_rt.tree.choose import best_prefix
 from offload_rt.tree.topology import DraftTree, Topology, Verdict
@@ -16,25 +22,26 @@ _SIZES = (32, 16, 8, 4, 1)
 
 
 class PromptLookup(Drafter):
-    """A tree of what followed the longest matches, as large as it pays."""
+    """Propose the continuations of the longest matches, sized by expected time per token."""
 
     def __init__(self, parts: DraftParts) -> None:
-        self.limits, self._cost = parts.limits, parts.cost
+        self.limits = parts.limits
+        self._cost = parts.cost
         self._rates = MatchRates()
-        self._best: dict[Sequence, Match] = {}
+        self._best: dict[Sequence, NgramMatch] = {}
 
-    def propose(self, sequences: Several[Sequence], n_nodes: int) -> list[DraftTree]:
-        """One tree for each sequence."""
+    def propose(self, sequences: abc.Sequence[Sequence], n_nodes: int) -> list[DraftTree]:
+        """Propose a tree per sequence."""
         self._best.clear()
         return [self._tree(sequence, n_nodes, len(sequences)) for sequence in sequences]
 
     def learn(self, sequence: Sequence, tree: DraftTree, verdict: Verdict, predicted: TopTokens | None) -> None:
-        """Keep count of how often a copied token was right."""
+        """Update the acceptance rate of copied tokens."""
         if match := self._best.get(sequence):
             self._rates.observe(match, [*tree.tokens[list(verdict.path)].tolist(), verdict.bonus])
 
     def end(self, sequence: Sequence) -> None:
-        """Forget its match."""
+        """Forget the match of a sequence."""
         self._best.pop(sequence, None)
 
     def _tree(self, sequence: Sequence, n_nodes: int, n_sequences: int) -> DraftTree:

@@ -1,6 +1,6 @@
-"""No drafting: a tree of one node, which is plain decoding."""
+"""Plain decoding: trees with a single node."""
 
-from collections.abc import Sequence as Several
+from collections import abc
 
 from offload_rt.executor.sequence import Sequence
 from offload_rt.speculate.protocols import Drafter, DrafterType, DraftLimits, DraftParts
@@ -8,13 +8,13 @@ from offload_rt.tree.topology import DraftTree
 
 
 class PlainDecoding(Drafter):
-    """Proposes nothing beyond the last token."""
+    """Propose only the last token."""
 
     def __init__(self, parts: DraftParts) -> None:
         self.limits = DraftLimits(n_nodes=1, n_levels=1)
 
-    def propose(self, sequences: Several[Sequence], n_nodes: int) -> list[DraftTree]:
-        """One tree of one node for each sequence."""
+    def propose(self, sequences: abc.Sequence[Sequence], n_nodes: int) -> list[DraftTree]:
+        """Return a root-only tree per sequence."""
         return [DraftTree.root_only(sequence.tokens[-1]) for sequence in sequences]
 
 

@@ -1,4 +1,4 @@
-"""The target drafts itself with its streamed layers at four bits, which stay on the device (SubSpec: Wang et al. 2025)."""
+"""SubSpec (Wang et al. 2025): draft with 4-bit copies of the streamed layers on the device."""
 
 from offload_rt.speculate.tree_drafter import tree_drafter
 

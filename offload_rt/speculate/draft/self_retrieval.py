@@ -1,4 +1,4 @@
-"""As self_window, with the chunks of the text that are most similar to what is looked for now (TriForce, Sun et al. 2024)."""
+"""Self-drafting with retrieved text chunks, ranked by similarity to the query (TriForce, 2024)."""
 
 from offload_rt.kv.chosen import RetrievalCache
 from offload_rt.speculate.tree_drafter import tree_drafter

@@ -1,4 +1,4 @@
-"""As self_window, with the rows that the last tokens attend to most (SnapKV, Li et al. 2024)."""
+"""Self-drafting with the cache rows that the last tokens attend to (SnapKV, Li et al. 2024)."""
 
 from offload_rt.kv.chosen import SnapKVCache
 from offload_rt.speculate.tree_drafter import tree_drafter

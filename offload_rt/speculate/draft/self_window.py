@@ -1,4 +1,4 @@
-"""The target drafts itself with the first and the most recent rows of its cache (MagicDec, Chen et al. 2024)."""
+"""Self-drafting with the first and most recent cache rows (MagicDec, Chen et al. 2024)."""
 
 from offload_rt.kv.window import WindowCache
 from offload_rt.speculate.tree_drafter import tree_drafter

@@ -1,4 +1,4 @@
-"""Trees of one shape, the best for the measured acceptance and machine (Sequoia; Chen et al. 2024)."""
+"""Sequoia trees (Chen et al. 2024): a fixed shape, optimal for measured acceptance and machine."""
 
 from offload_rt.speculate.tree_drafter import tree_drafter
 

@@ -1,1 +1,1 @@
-"""How a tree is verified: one file for each rule."""
+"""Verification rules, one file each."""

@@ -1,4 +1,7 @@
-"""`coupled` at low temperatures and `traversal` above, where each gives more tokens a pass (`python -m bench.systems`)."""
+"""Select `coupled` at temperatures in (0, 0.8], otherwise `traversal`.
+
+Each rule accepts more tokens per pass in its range (`python -m bench.systems`).
+"""
 
 from torch import Tensor
 
@@ -8,13 +11,13 @@ from offload_rt.tree.topology import DraftTree, Verdict
 
 
 class Adaptive:
-    """The rule of the default drafter with a draft model."""
+    """Default verification rule for drafters with a draft model."""
 
     child_sampling = traversal.RULE.child_sampling
     coupled_up_to = 0.8
 
     def verify(self, tree: DraftTree, target: Tensor, sequence: Sequence) -> Verdict:
-        """What to accept, given the target's distribution (n, vocabulary) after each node."""
+        """Verify a tree against the target's distribution (n, vocabulary) after each node."""
         rule = coupled.RULE if 0 < sequence.temperature <= self.coupled_up_to else traversal.RULE
         return rule.verify(tree, target, sequence)
 

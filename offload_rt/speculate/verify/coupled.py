@@ -1,7 +1,7 @@
-"""Draw by noise that is a function of seed, position and token, and go on while a child carries the token.
+"""Sample by noise that depends only on seed, position and token, and follow the matching child.
 
-The text is then the one that plain decoding with this rule and seed gives, whatever the tree. A drafter that knows the noise
-proposes what is likely to be drawn.
+The generated text equals plain decoding with the same rule and seed, for any tree. A drafter with
+access to the noise proposes the tokens with the highest perturbed draft probability.
 """
 
 import math
@@ -14,19 +14,20 @@ from offload_rt.ops import to_device, to_host
 from offload_rt.speculate.verify.match import walk
 from offload_rt.tree.topology import DraftTree, Verdict
 
-# Nodes that are drawn after together: what is divided takes no more memory than so many rows.
+# Rows per draw; bounds the temporary memory of the division.
 _N_ROWS = 64
 
 
 class Coupled:
-    """As `match`, with the draw that argmax(log p + g) is, for Gumbel noise g."""
+    """Variant of `match` that draws argmax(log p + g) with Gumbel noise g."""
 
     child_sampling = None
     coupled_up_to = math.inf
 
     def verify(self, tree: DraftTree, target: Tensor, sequence: Sequence) -> Verdict:
-        """What to accept, given the target's distribution (n, vocabulary) after each node; see `Match.verify`."""
-        depths, n_tokens = torch.from_numpy(tree.topology.depths), target.shape[1]
+        """Verify a tree; see `MatchRule.verify`."""
+        depths = torch.from_numpy(tree.topology.depths)
+        n_tokens = target.shape[1]
         noise = sequence.noise.at(len(sequence.tokens), tree.topology.n_levels, n_tokens, target.device)
         if target.is_cuda:
             (rows,) = to_device([depths], target.device)
@@ -37,7 +38,10 @@ class Coupled:
 
 
 def draw(probs: Tensor, noise: Tensor) -> Tensor:
-    """A token from each distribution (..., vocabulary) by exponential noise: argmax(log p + g), without its rounding."""
+    """Draw a token per distribution (..., vocabulary) using exponential noise.
+
+    Equals argmax(log p + g) without the rounding of the logarithm.
+    """
     return (probs / noise).argmax(-1)
 
 

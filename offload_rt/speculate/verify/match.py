@@ -1,4 +1,4 @@
-"""Draw from the target's distribution and go on while a child carries the token. Lossless for any drafter."""
+"""Draw from the target's distribution and follow the matching child. Lossless for any drafter."""
 
 from collections.abc import Callable
 
@@ -9,16 +9,16 @@ from offload_rt.sampling import draw
 from offload_rt.tree.topology import DraftTree, Verdict
 
 
-class Match:
-    """It need not know where a tree comes from. Of siblings with the same token it follows all at once."""
+class MatchRule:
+    """Accept children equal to a sampled target token. Duplicate siblings are followed together."""
 
     child_sampling = None
     coupled_up_to = 0.0
 
     def verify(self, tree: DraftTree, target: Tensor, sequence: Sequence) -> Verdict:
-        """What to accept, given the target's distribution (n, vocabulary) after each node.
+        """Verify a tree against the target's distribution (n, vocabulary) after each node.
 
-        A card draws after all nodes at once, and is waited for once.
+        On CUDA, tokens after all nodes are drawn at once, with a single synchronization.
         """
         if target.is_cuda:
             return walk(tree, draw(target, sequence.generator).__getitem__)
@@ -26,7 +26,7 @@ class Match:
 
 
 def walk(tree: DraftTree, token_after: Callable[[int], int]) -> Verdict:
-    """Go from the root to the child that carries the token drawn after its parent, until none does."""
+    """Descend from the root through children equal to the token drawn at their parent."""
     nodes = [0]
     while True:
         token = token_after(nodes[0])
@@ -37,4 +37,4 @@ def walk(tree: DraftTree, token_after: Callable[[int], int]) -> Verdict:
         nodes = carriers
 
 
-RULE = Match()
+RULE = MatchRule()

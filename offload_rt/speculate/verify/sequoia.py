@@ -1,4 +1,4 @@
-"""Token by token, for children drawn without replacement: the rule of Sequoia (Chen et al. 2024)."""
+"""Sequoia verification (Chen et al. 2024): top-down, with children drawn without replacement."""
 
 from offload_rt.speculate.residual import ResidualRule
 

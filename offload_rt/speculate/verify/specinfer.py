@@ -1,4 +1,7 @@
-"""Token by token, for children drawn independently: the rule of SpecInfer (Miao et al. 2024), kept for comparison."""
+"""SpecInfer verification (Miao et al. 2024): top-down, with independently drawn children.
+
+Kept for comparison.
+"""
 
 from offload_rt.speculate.residual import ResidualRule
 

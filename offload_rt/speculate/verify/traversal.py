@@ -1,4 +1,7 @@
-"""Leaf to root (Weng et al. 2025): a node is tried with the acceptance probability that its subtree left over."""
+"""Traversal verification (Weng et al. 2025), from the leaves to the root.
+
+A node is tried with the acceptance probability left over by its subtree.
+"""
 
 from offload_rt.speculate.residual import ResidualRule
 
