@@ -1,7 +1,7 @@
 """Products of stored weights on a CPU, as a share of the multiply-add peak and of the memory bandwidth.
 
 `python -m bench.compute --parts products` prints the table. Every format is written as a one-layer checkpoint, opened, and
-multiplied through the view that a model uses. Several copies of the layer are used in turn, more than the caches hold.
+multiplied through the view that a model uses. Copies of the layer, larger than the caches together, are used in turn.
 """
 
 import itertools
@@ -170,7 +170,7 @@ def _flops(n_rows: int) -> int:
 
 
 def _gflops(products: Iterator[tuple[LayerWeights, str]], n_rows: int, dtype: torch.dtype) -> float:
-    """Rate of multiplying whole copies for at least so long."""
+    """Rate of multiplying whole copies for at least _LEAST_S seconds."""
     inputs = {name: torch.randn(n_rows, n_in).to(dtype) for name, (_, n_in) in MATRICES.items()}
     started, n_copies, elapsed = time.perf_counter(), 0, 0.0
     while elapsed < _LEAST_S:

@@ -3,12 +3,12 @@
 python -m scripts.compare [--size 2100MB] [--quantize FORMAT] [--rounds 4] [--tokens 48] [--chart docs/compare.png]
 python -m scripts.compare --gguf Q4_0 [--budget 6GB | --cgroup DIR] [--avx2] [--prompt-tokens 192]
 
-Every peer (a file of `bench/peers`) runs in a process of its own with the settings an expert would choose, and answers one
-prompt a round. The order of the peers rotates from round to round, so that a slow disk or core is slow for all. Warming up is
-not counted. Weights that come from the disk are cold in every pass. The floor of a figure is the bytes that a pass moves at the
-best rate measured between the rounds. Greedy tokens are compared with those of the resident model. Systems that draft are
-compared with systems that draft, plain ones with plain ones. With --quantize offload_rt runs the checkpoint in that format, and
-the others the same weights as floats. The last line is one JSON object.
+Every peer (a file of `bench/peers`) runs in a process of its own with expert settings and answers one prompt a round.
+The order of the peers rotates, so that a slow disk or core slows all of them. Warming up is not counted.
+Weights from the disk are cold in every pass. The floor is the bytes of a pass at the best rate measured between the rounds.
+Greedy tokens are compared with the tokens of the resident model. Drafting systems are compared with drafting systems.
+With --quantize offload_rt runs the checkpoint in that format; its peers run the same weights as floats.
+The last line is one JSON object.
 
 With --gguf all peers read one GGUF file, so only offload_rt and llama.cpp run. Plain offload_rt gives the reference tokens.
 With --avx2 torch, MKL and oneDNN use AVX2 only. The instruction set of llama.cpp is fixed when it is compiled:

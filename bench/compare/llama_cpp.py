@@ -17,7 +17,7 @@ PACKAGES = ("llama_cpp",)
 
 
 def unfit() -> str | None:
-    """Why this build cannot take part: its instruction set is fixed when it is compiled."""
+    """Refuse a build with AVX-512 in a comparison of AVX2; the compiler fixes the instruction set."""
     import llama_cpp
 
     features = llama_cpp.llama_print_system_info().decode()
