@@ -20,9 +20,12 @@ venv: .venv/installed .venv/kernels
 	$(PY) -m pip install --quiet --disable-pip-version-check -e ".[dev]"
 	touch $@
 
-# The systems that offload_rt is compared with; only these targets need them.
+# Compile llama.cpp for this machine and without its vision library. Add -DGGML_NATIVE=OFF for AVX2 only.
+LLAMA_CMAKE ?= -DLLAVA_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_OPENSSL=OFF
+
+# Systems for `make compare` only. llama.cpp compiles for half an hour on two cores.
 .venv/compared: .venv/installed
-	$(PY) -m pip install --quiet --disable-pip-version-check -e ".[dev,compare]"
+	CMAKE_ARGS="$(LLAMA_CMAKE)" $(PY) -m pip install --quiet --disable-pip-version-check -e ".[dev,compare]"
 	touch $@
 
 # After the install, whose isolated build has no torch; without nvcc this says so and plain torch serves.
@@ -56,8 +59,10 @@ lint: venv
 compare: .venv/compared
 	$(PY) -m scripts.compare --chart docs/compare.png
 	$(PY) -m scripts.compare --quantize pack-quantized --rounds 2
+	$(PY) -m scripts.compare --gguf BF16 --budget 6GB --prompt-tokens 192
+	$(PY) -m scripts.compare --gguf Q4_0 --budget 6GB --prompt-tokens 192
 
-bench: .venv/compared
+bench: venv
 	$(PY) -m bench.stream
 	$(PY) -m bench.verify
 	$(PY) -m bench.speculate

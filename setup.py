@@ -52,7 +52,14 @@ setup(
             "accelerate>=1.15,<1.16",
         ],
         # What `make compare` runs beside offload_rt, at the versions it was tried with.
-        "compare": [TORCH, "accelerate>=1.15,<1.16", "deepspeed>=0.19.8,<0.20", "matplotlib>=3.9,<4"],
+        "compare": [
+            TORCH,
+            "accelerate>=1.15,<1.16",
+            "deepspeed>=0.19.8,<0.20",
+            "matplotlib>=3.9,<4",
+            # Compiled on installation, half an hour on two cores (Makefile, LLAMA_CMAKE).
+            "llama-cpp-python>=0.3.36,<0.4",
+        ],
         "server": SERVER,
         "plot": ["matplotlib>=3.9,<4"],
     },

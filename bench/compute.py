@@ -1,10 +1,15 @@
-"""What takes the time of a pass on a CPU, and is torch's attention the fastest there?
+"""How close to the ceilings of a CPU are products of stored weights? Is torch's attention the fastest there?
 
-    python -m bench.compute [--size 2100MB] [--rows 176] [--context 300]
+    python -m bench.compute [--parts products pass attention] [--size 2100MB] [--rows 176] [--context 300]
 
-The pass is one over a tree with all layers resident, under torch's profiler. Implementations of attention are interleaved.
+Products: every weight format against the multiply-add peak and the memory bandwidth of the same round, torch's product beside.
+Pass: the time of a pass over a tree by kind of op, all layers resident, under torch's profiler.
+Attention: implementations of attention, interleaved. With --avx2 torch, MKL and oneDNN use AVX2 only.
 """
 
+import argparse
+import os
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -14,12 +19,16 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from bench import products
 from bench.gpu.shapes import random_tree
-from bench.measure import Spread, commit, expanded_model, flag_parser, machine, print_result
+from bench.measure import AVX2_ENVIRONMENT, Spread, commit, expanded_model, flag_parser, machine, print_result
+from bench.products import DENSE, QUANTIZED
 from offload_rt import LLM, ops
 from offload_rt.ops import reference
 from offload_rt.tree.topology import Topology
+from offload_rt.weights.checkpoint import open_checkpoint
 
+PARTS = ("products", "pass", "attention")
 # By what an op of torch is called, in this order; the rest is "else".
 _KINDS = {"attention": ("attention",), "products": ("mm", "linear", "matmul")}
 _ELSE = "else"
@@ -83,27 +92,50 @@ def attention_ms(heads: tuple[int, int, int], n_rows: int, n_keys: int) -> dict[
     return interleaved_ms(ways | {"as used": partial(ops.tree_attention, q, k, v, mask, scale)})
 
 
-def main() -> None:
-    """Print the shares, a line for each comparison, and one JSON line."""
-    parser = flag_parser(__doc__)
-    parser.add_argument("--size", default="2100MB")
-    parser.add_argument("--rows", type=int, default=176)
-    parser.add_argument("--context", type=int, default=300)
-    flags = parser.parse_args()
-    print(f"{machine()}; commit {commit()}")
+def shares_of_pass(flags: argparse.Namespace) -> dict[str, float]:
+    """Print the shares of the ops in a pass over a random tree."""
     limits = {"tree_size": flags.rows, "max_model_len": flags.context + flags.rows + 36, "device_memory": "6GB"}
     with LLM(str(expanded_model(flags.size)), device="cpu", drafter="ngram", **limits) as llm:
-        spec = llm.engine_plan.checkpoint.spec
         found = shares(llm, random_tree(flags.rows), flags.context)
     print(f"a pass of {flags.rows} rows: " + ", ".join(f"{kind} {share:.0%}" for kind, share in found.items()))
-    attention = {}
+    return found
+
+
+def compare_attention(flags: argparse.Namespace) -> dict[str, object]:
+    """Print the times of attention with the heads of the model and others."""
+    spec = open_checkpoint(expanded_model(flags.size)).spec
+    found: dict[str, object] = {}
     for heads in ((spec.n_heads, spec.n_kv_heads, spec.head_dim), *_OTHER_HEADS):
         for n_rows, n_keys in ((flags.rows, flags.context + flags.rows), *((1, n) for n in _ONE_ROW_KEYS)):
             case = "{} rows to {} keys, {}/{} heads of {}".format(n_rows, n_keys, *heads)
             times = attention_ms(heads, n_rows, n_keys)
-            attention[case] = {name: vars(spread) for name, spread in times.items()}
+            found[case] = {name: vars(spread) for name, spread in times.items()}
             print(f"{case}, ms: " + "; ".join(f"{name} {spread}" for name, spread in times.items()))
-    print_result("compute", flags, shares=found, attention_ms=attention)
+    return found
+
+
+def main() -> None:
+    """Print the parts asked for and one JSON line."""
+    parser = flag_parser(__doc__)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--formats", nargs="+", choices=[*DENSE, *QUANTIZED], default=[*DENSE, *QUANTIZED])
+    parser.add_argument("--rounds", type=int, default=5, help="of products")
+    parser.add_argument("--avx2", action="store_true")
+    parser.add_argument("--size", default="2100MB")
+    parser.add_argument("--rows", type=int, default=176)
+    parser.add_argument("--context", type=int, default=300)
+    flags = parser.parse_args()
+    if flags.avx2 and not os.environ.keys() >= AVX2_ENVIRONMENT.keys():  # libraries read it while they are loaded
+        os.execve(sys.executable, [sys.executable, "-m", "bench.compute", *sys.argv[1:]], os.environ | AVX2_ENVIRONMENT)
+    print(f"{machine()}; commit {commit()}{'; AVX2 only' if flags.avx2 else ''}")
+    found: dict[str, object] = {}
+    if "products" in flags.parts:
+        found |= products.report(flags.formats, flags.rounds)
+    if "pass" in flags.parts:
+        found["shares"] = shares_of_pass(flags)
+    if "attention" in flags.parts:
+        found["attention_ms"] = compare_attention(flags)
+    print_result("compute", flags, **found)
 
 
 if __name__ == "__main__":

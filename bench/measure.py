@@ -24,6 +24,12 @@ if TYPE_CHECKING:  # they take seconds to load
 
 ROOT = Path(__file__).resolve().parent.parent
 UNKNOWN = "unknown"
+# Settings by which torch, MKL and oneDNN use AVX2 on a newer CPU. The compiled CPU library adds its own.
+AVX2_ENVIRONMENT = {
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+}
 
 
 @dataclass(frozen=True)
@@ -92,6 +98,17 @@ def quantized_model(model: Path, format: str, folder: Path) -> tuple[Path, Path]
     return out
 
 
+def gguf_model(model: Path, type: str, folder: Path) -> Path:
+    """A checkpoint as one GGUF file with matrices of this type, kept in a folder until the checkpoint is newer."""
+    out = folder / f"{model.name}-{type}.gguf"
+    if not out.exists() or out.stat().st_mtime < (model / "config.json").stat().st_mtime:
+        partial = out.with_suffix(f".{os.getpid()}.partial")
+        command = [sys.executable, "scripts/quantize.py", str(model), str(partial)]
+        subprocess.run([*command, "--format", "gguf", "--type", type], cwd=ROOT, check=True)
+        partial.rename(out)
+    return out
+
+
 def resident_layers(llm: "LLM") -> "MemoryTier":
     """The layers of a model that is resident as a whole, where they lie."""
     from offload_rt.offload.memory import MemoryTier
@@ -103,9 +120,9 @@ def resident_layers(llm: "LLM") -> "MemoryTier":
     return tier
 
 
-def drop_from_page_cache(directory: Path) -> None:
-    """Make the weights of a checkpoint cold again."""
-    for path in directory.glob("*.safetensors"):
+def drop_from_page_cache(checkpoint: Path) -> None:
+    """Evict the weights of a directory or a GGUF file from the page cache."""
+    for path in [checkpoint] if checkpoint.is_file() else checkpoint.glob("*.safetensors"):
         file = os.open(path, os.O_RDONLY)
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(file)
@@ -120,12 +137,16 @@ class ProcessRun:
     peak_rss: int
 
 
-def run_json(arguments: Sequence[str], timeout_s: float = math.inf) -> ProcessRun:
-    """Run `python <arguments>` in the repository. Raises RuntimeError, with the last line of its errors, if it fails."""
+def run_json(arguments: Sequence[str], timeout_s: float = math.inf, cgroup: Path | None = None) -> ProcessRun:
+    """Run `python <arguments>` in the repository. Raises RuntimeError, with the last line of its errors, if it fails.
+
+    cgroup  directory of a control group for the process to join
+    """
     started, peak = time.perf_counter(), 0
     with TemporaryFile("w+") as out, TemporaryFile("w+") as errors:
         # Files, not pipes: a process that fills a pipe waits for a reader.
-        command = [sys.executable, *arguments]
+        join = ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(cgroup / "cgroup.procs")] if cgroup else []
+        command = [*join, sys.executable, *arguments]
         with family(subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=errors)) as process:
             while process.poll() is None:
                 peak = max(peak, _high_water(process.pid))

@@ -1,13 +1,28 @@
-"""How long does a token take in other systems: the same checkpoint, prompts and machine?
+"""How long does a token take in other systems, on the same checkpoint, prompts and machine?
 
 python -m scripts.compare [--size 2100MB] [--quantize FORMAT] [--rounds 4] [--tokens 48] [--chart docs/compare.png]
+python -m scripts.compare --gguf Q4_0 [--budget 6GB | --cgroup DIR] [--avx2] [--prompt-tokens 192]
 
-Every peer (a file of `bench/peers`) runs in a process of its own with the settings an expert would choose, and answers one
-prompt a round. The order of the peers rotates from round to round, so that a slow disk or core is slow for all. Warming up is
-not counted. Weights that come from the disk are cold in every pass. The floor of a figure is the bytes that a pass moves at the
-best rate measured between the rounds. Greedy tokens are compared with those of the resident model. Systems that draft are
-compared with systems that draft, plain ones with plain ones. With --quantize offload_rt runs the checkpoint in that format, and
-the others the same weights as floats. The last line is one JSON object.
+Every peer (a file of `bench/peers`) runs in a process of its own with expert settings and answers one prompt a round.
+The order of the peers rotates, so that a slow disk or core slows all of them. Warming up is not counted.
+Weights from the disk are cold in every pass. The floor is the bytes of a pass at the best rate measured between the rounds.
+Greedy tokens are compared with the tokens of the resident model. Drafting systems are compared with drafting systems.
+With --quantize offload_rt runs the checkpoint in that format; its peers run the same weights as floats.
+The last line is one JSON object.
+
+With --gguf all peers read one GGUF file, so only offload_rt and llama.cpp run. Plain offload_rt gives the reference tokens.
+With --avx2 torch, MKL and oneDNN use AVX2 only. The instruction set of llama.cpp is fixed when it is compiled:
+
+    CMAKE_ARGS="-DGGML_NATIVE=OFF -DLLAVA_BUILD=OFF" pip install llama-cpp-python     AVX2, FMA and F16C
+    CMAKE_ARGS="-DLLAVA_BUILD=OFF" pip install llama-cpp-python                       all that this CPU has
+
+LLAMA_CPP_LIB_PATH selects the libraries of a second build. `make compare` installs the second kind (LLAMA_CMAKE).
+
+With --cgroup each process joins a control group. Its memory limit counts anonymous memory and cached file pages. The budget of
+offload_rt is the limit less its imports; llama.cpp maps the file. As root, with version 2 or 1 of the control groups:
+
+    mkdir /sys/fs/cgroup/small; echo 1200M > /sys/fs/cgroup/small/memory.max
+    mkdir /sys/fs/cgroup/memory/small; echo 1200M > /sys/fs/cgroup/memory/small/memory.limit_in_bytes
 """
 
 import argparse
@@ -16,10 +31,11 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from bench.compare import contract, outcome
@@ -27,11 +43,13 @@ from bench.compare.chart import caption, draw
 from bench.compare.contract import Job
 from bench.compare.outcome import Row, Run, run_peer
 from bench.measure import (
+    AVX2_ENVIRONMENT,
     ROOT,
     Spread,
     commit,
     drop_from_page_cache,
     expanded_model,
+    gguf_model,
     machine,
     quantized_model,
     run_json,
@@ -42,8 +60,9 @@ from offload_rt.errors import OffloadError, PromptError
 from offload_rt.text.detokenize import load_tokenizer
 
 _DRAFT, _BUILD = ROOT / "models/demo-draft", ROOT / "build"
-_PROMPT_TOKENS, _LEAST_MAX_LEN = 64, 256
+_LEAST_MAX_LEN = 256
 OURS = ("offload_rt_plain", "offload_rt_speculative")
+READ_GGUF = (*OURS, "llama_cpp", "llama_cpp_assisted")
 # transformers loads a class when it is named.
 IMPORTS = "import torch; from transformers import AutoTokenizer, LlamaForCausalLM; import offload_rt.llm"
 
@@ -54,6 +73,7 @@ class Course:
 
     prompts    one for each round; warm_up comes before each
     timeout_s  of one process
+    cgroup     control group for each process to join
     """
 
     job: Job
@@ -61,6 +81,7 @@ class Course:
     warm_up: list[int]
     n_tokens: int
     timeout_s: float
+    cgroup: Path | None = None
 
 
 @dataclass
@@ -102,25 +123,30 @@ def run_all(course: Course, peers: Sequence[str]) -> Results:
 def _take_turn(name: str, course: Course, i: int, found: Results) -> None:
     drop_from_page_cache(course.job.plain)
     try:
-        run = run_peer(name, course.job, [course.prompts[i]], course.warm_up, course.n_tokens, course.timeout_s)
+        asked = [course.prompts[i]], course.warm_up, course.n_tokens, course.timeout_s, course.cgroup
+        run = run_peer(name, course.job, *asked)
     except RuntimeError as error:
         found.reasons[name] = str(error)
         print(f"round {i + 1}  {name}: {error}", flush=True)
         return
     found.runs[name].append(run)
-    print(f"round {i + 1}  {name}: {run.seconds_per_token:.4f} s per token", flush=True)
+    decode = f"{run.seconds_per_token:.4f} s per token"
+    print(f"round {i + 1}  {name}: {decode}, {run.prompt_s:.2f} s for the prompt", flush=True)
 
 
 @contextmanager
-def scratch() -> Iterator[Path]:
-    """A folder for the peers' files, with an empty cache for offload_rt. Compiled extensions are kept."""
+def scratch(environment: Mapping[str, str]) -> Iterator[Path]:
+    """A folder for the peers' files, with an empty cache for offload_rt. Compiled extensions are kept.
+
+    environment  further variables of all processes
+    """
     _BUILD.mkdir(exist_ok=True)
     for lock in (_BUILD / "torch-extensions").glob("*/lock"):
         lock.unlink()  # left by a killed compilation; the next one would wait for it forever
     with tempfile.TemporaryDirectory(dir=_BUILD, prefix="compare-") as folder:
         changes = {"XDG_CACHE_HOME": folder, "TORCH_EXTENSIONS_DIR": str(_BUILD / "torch-extensions")}
         changes |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        with mock.patch.dict(os.environ, changes):
+        with mock.patch.dict(os.environ, changes | environment):
             yield Path(folder)
 
 
@@ -136,32 +162,62 @@ def main() -> None:
 
 
 def _compare(flags: argparse.Namespace) -> None:
-    model = (flags.model or expanded_model(flags.size)).resolve()
-    nbytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
-    budget = flags.budget or nbytes // 4
-    measured = commit()  # now, not at the end: the tree may change meanwhile
-    about = f"{model.name}: {format_size(nbytes)} of weights, budget {format_size(budget)}; commit {measured}"
-    print(f"{machine()}\n{about}; {flags.rounds} prompts, {flags.tokens} tokens each\n", flush=True)
-    tokenizer = load_tokenizer(model)
+    source = (flags.model or expanded_model(flags.size)).resolve()
+    tokenizer = load_tokenizer(source)
     if tokenizer is None:
-        raise PromptError(f"{model} has no tokenizer", need="one, for prompts are text", change="copy it there")
-    prompts = held_out_prompts(tokenizer, flags.rounds + 1, _PROMPT_TOKENS)
-    with scratch() as folder:
-        max_len = max(_PROMPT_TOKENS + flags.tokens, _LEAST_MAX_LEN)
-        ours, plain = quantized_model(model, flags.quantize, folder) if flags.quantize else (model, model)
-        job = Job(ours, plain, flags.draft_model.resolve(), budget, 0, max_len, folder)
-        found = run_all(Course(job, prompts[1:], prompts[0], flags.tokens, flags.timeout), flags.peers)
+        raise PromptError(f"{source} has no tokenizer", need="one, for prompts are text", change="copy it there")
+    prompts = held_out_prompts(tokenizer, flags.rounds + 1, flags.prompt_tokens)
+    measured = commit()  # now, not at the end: the tree may change meanwhile
+    with scratch(AVX2_ENVIRONMENT if flags.avx2 else {}) as folder:
+        ours, plain = _checkpoints(flags, source, folder)
+        nbytes = sum(path.stat().st_size for path in ([plain] if flags.gguf else source.glob("*.safetensors")))
         imports = run_json(["-c", IMPORTS]).peak_rss
-        reference = [run.token_ids for run in found.runs.get(outcome.REFERENCE, ())]
-        rows = outcome.rows(flags.peers, found.runs, found.reasons, found.gbps)
+        limit = memory_limit(flags.cgroup) if flags.cgroup else None
+        budget = flags.budget or (limit - imports if limit else nbytes // 4)
+        said = {"bench": "compare", "machine": machine(), "commit": measured, "model": ours.name}
+        said |= {"model_bytes": nbytes, "budget_bytes": budget, "rounds": flags.rounds, "tokens": flags.tokens}
+        said |= {"prompt_tokens": flags.prompt_tokens, "limit_bytes": limit, "avx2": flags.avx2}
+        print(f"{_about(said)}\n", flush=True)
+        max_len = max(flags.prompt_tokens + flags.tokens, _LEAST_MAX_LEN)
+        job = Job(ours, plain, flags.draft_model.resolve(), budget, 0, max_len, folder, limit)
+        peers = flags.peers or (READ_GGUF if flags.gguf else contract.names())
+        found = run_all(Course(job, prompts[1:], prompts[0], flags.tokens, flags.timeout, flags.cgroup), peers)
+        first = OURS[0] if flags.gguf else outcome.REFERENCE
+        reference = [run.token_ids for run in found.runs.get(first, ())]
+        rows = outcome.rows(peers, found.runs, found.reasons, found.gbps, first)
         rows = outcome.with_margins(rows, plain, prompts[1:], reference)
-    said = {"bench": "compare", "machine": machine(), "commit": measured, "model": ours.name, "model_bytes": nbytes}
-    said |= {"budget_bytes": budget, "rounds": flags.rounds, "tokens": flags.tokens, "imports_bytes": imports}
-    said |= {"gbps": found.gbps, "rows": [row.entry() for row in rows], "ratios": ratios(found)}
-    _print(rows, found, imports)
+    said |= {"imports_bytes": imports, "gbps": found.gbps, "rows": [row.entry() for row in rows]}
+    said |= {"ratios": ratios(found, decode_rate), "prompt_ratios": ratios(found, prompt_rate)}
+    _print(rows, found, said)
     if flags.chart and any(row.reason is None for row in rows):
         draw(rows, caption(said), flags.chart)
     print(json.dumps(said))
+
+
+def _checkpoints(flags: argparse.Namespace, source: Path, folder: Path) -> tuple[Path, Path]:
+    """The checkpoint of offload_rt and that of its peers. The GGUF file of the demo target is kept."""
+    if flags.gguf:
+        path = gguf_model(source, flags.gguf, folder if flags.model else source.parent)
+        return path, path
+    return quantized_model(source, flags.quantize, folder) if flags.quantize else (source, source)
+
+
+def _about(said: Mapping[str, Any]) -> str:
+    """Two lines above everything: the machine, and the settings."""
+    facts = [
+        f"{said['model']}: {format_size(said['model_bytes'])} of weights, budget {format_size(said['budget_bytes'])}",
+        f"commit {said['commit']}",
+        f"{said['rounds']} prompts of {said['prompt_tokens']} tokens, {said['tokens']} new tokens each",
+    ]
+    facts += [f"memory limit {format_size(said['limit_bytes'])}"] if said["limit_bytes"] else []
+    facts += ["AVX2 only"] if said["avx2"] else []
+    return f"{said['machine']}\n{'; '.join(facts)}"
+
+
+def memory_limit(cgroup: Path) -> int:
+    """Bytes that the processes of a control group may use, of version 2 or 1."""
+    files = (cgroup / "memory.max", cgroup / "memory.limit_in_bytes")
+    return int(next(path for path in files if path.exists()).read_text())
 
 
 def _flags() -> argparse.Namespace:
@@ -170,26 +226,42 @@ def _flags() -> argparse.Namespace:
     parser.add_argument("--draft-model", type=Path, default=_DRAFT)
     parser.add_argument("--size", default="2100MB")
     parser.add_argument("--quantize", help="a format of scripts/quantize.py, such as pack-quantized")
-    parser.add_argument("--budget", type=parse_size, help="default: a quarter of the weights")
+    parser.add_argument("--gguf", help="matrix type of one GGUF file for all peers, such as BF16 or Q4_0")
+    parser.add_argument("--avx2", action="store_true", help="restrict all processes to AVX2")
+    parser.add_argument("--cgroup", type=Path, help="directory of a control group with a memory limit")
+    parser.add_argument(
+        "--budget", type=parse_size, help="default: a quarter of the weights, or the limit less imports"
+    )
     parser.add_argument("--rounds", type=int, default=4, help="prompts, each answered by every peer")
     parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--peers", nargs="+", choices=contract.names(), default=contract.names())
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--peers", nargs="+", choices=contract.names(), help="default: all that read the files")
     parser.add_argument("--timeout", type=float, default=400, help="seconds that one process may take")
     parser.add_argument("--chart", type=Path, help="file for a picture, PNG")
     return parser.parse_args()
 
 
-def ratios(found: Results) -> dict[str, dict[str, list[float]]]:
-    """How many times as fast each offload_rt is as each peer of its kind, round by round: the same prompt each time.
+def decode_rate(run: Run) -> float:
+    """Tokens per second after the prompt."""
+    return 1 / run.seconds_per_token
 
-    Of its kind: that draft as well, or do not as well; and that finished all rounds.
+
+def prompt_rate(run: Run) -> float:
+    """Prompts per second."""
+    return 1 / run.prompt_s
+
+
+def ratios(found: Results, rate: Callable[[Run], float]) -> dict[str, dict[str, list[float]]]:
+    """Divide each offload_rt's rate by the rates of its peers, round by round: the same prompt each time.
+
+    Peers of one kind: drafting or plain, with all rounds finished.
     """
     n_rounds = max(map(len, found.runs.values()), default=0)
-    speeds = {name: [1 / run.seconds_per_token for run in runs] for name, runs in found.runs.items()}
+    rates = {name: [rate(run) for run in runs] for name, runs in found.runs.items()}
     kinds = {name: contract.find(name).DRAFTS for name, runs in found.runs.items() if len(runs) == n_rounds > 0}
     return {
         ours: {
-            name: [mine / theirs for mine, theirs in zip(speeds[ours], speeds[name], strict=True)]
+            name: [mine / theirs for mine, theirs in zip(rates[ours], rates[name], strict=True)]
             for name, drafts in kinds.items()
             if drafts == kinds[ours] and name != ours
         }
@@ -198,13 +270,21 @@ def ratios(found: Results) -> dict[str, dict[str, list[float]]]:
     }
 
 
-def _print(rows: Sequence[Row], found: Results, imports: int) -> None:
+def _print(rows: Sequence[Row], found: Results, said: Mapping[str, Any]) -> None:
     rates = ", ".join(f"{source} {min(rates):.2f} to {max(rates):.2f} GB/s" for source, rates in found.gbps.items())
     print(f"\n{outcome.table(rows)}\n\nrates measured between the rounds: {rates}; a floor is at the best")
-    print(f"peaks include the imports of torch and transformers, {format_size(imports)}, and file pages a peer maps")
-    for ours, others in ratios(found).items():
-        for name, values in others.items():
-            print(f"{contract.find(ours).TITLE}: {Spread.of(values)} times as fast as {contract.find(name).TITLE}")
+    imports = format_size(said["imports_bytes"])
+    print(f"peaks include the imports of torch and transformers, {imports}, and file pages a peer maps")
+    for name, runs in found.runs.items():
+        if runs and name not in found.reasons:
+            decode = Spread.of([decode_rate(run) for run in runs])
+            prompt = Spread.of([said["prompt_tokens"] * prompt_rate(run) for run in runs])
+            print(f"{contract.find(name).TITLE}: decode {decode}, prompt {prompt} tokens/s")
+    for what, rate in (("decode", decode_rate), ("prompt", prompt_rate)):
+        for ours, others in ratios(found, rate).items():
+            for name, values in others.items():
+                titles = contract.find(ours).TITLE, contract.find(name).TITLE
+                print(f"{what}: {titles[0]} {Spread.of(values)} times as fast as {titles[1]}")
 
 
 if __name__ == "__main__":

@@ -273,18 +273,23 @@ def write(source: Path, target: Path, choice: Choice, exact: Path | None = None)
 
 
 def write_one_file(source: Path, target: Path, type: str) -> None:
-    """The checkpoint of one file in `source` as a GGUF file, with its tokenizer if it has a byte-level one."""
+    """Write a checkpoint as one GGUF file, with its tokenizer if that is byte-level."""
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    metadata, stored, _ = write_gguf.model(config, load_file(source / "model.safetensors"), type)
+    metadata, stored = write_gguf.metadata_of(config), {}
     if (source / "tokenizer.json").exists():
         metadata |= write_gguf.tokenizer(source / "tokenizer.json")
-    target.write_bytes(write_gguf.file_bytes(metadata, stored))
+    for path in sorted(source.glob("*.safetensors")):
+        for name, tensor in load_file(path).items():
+            file_name, encoded, _ = write_gguf.convert(config, name, tensor, type)
+            stored[file_name] = encoded
+    with target.open("wb") as file:
+        file.writelines(write_gguf.file_parts(metadata, stored))
 
 
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("source", type=Path, help="folder of a checkpoint; of one model.safetensors for GGUF")
+    parser.add_argument("source", type=Path, help="folder of a checkpoint")
     parser.add_argument("target", type=Path, help="folder or GGUF file to make")
     parser.add_argument("--format", choices=[*FORMATS, "gguf"], default="pack-quantized")
     parser.add_argument("--bits", type=int, choices=range(2, 9), default=4)

@@ -1,9 +1,9 @@
-"""GGUF files of Llama and Qwen models, by the specification and not by the code that reads them; rounded to nearest."""
+"""Write GGUF files of Llama and Qwen models from the specification, independently of the reader; round to nearest."""
 
 import itertools
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+_UINT32, _INT32 = struct.pack("<I", 4), struct.pack("<I", 5)
 TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14, "BF16": 30}
 ALIGNMENT = 32
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -44,30 +45,39 @@ def text(words: str) -> bytes:
 
 
 def value(content: Any) -> bytes:
-    """A value of the metadata and its type."""
+    """Encode a metadata value behind its type.
+
+    Integers are uint32. Integers of arrays are int32: llama.cpp reads token types as int32 only.
+    """
     if isinstance(content, list):
-        parts = [value(one) for one in content]
-        kind = parts[0][:4] if parts else struct.pack("<I", 4)
-        return struct.pack("<I", 9) + kind + struct.pack("<Q", len(parts)) + b"".join(one[4:] for one in parts)
+        parts = [value(item) for item in content]
+        kind = parts[0][:4] if parts else _UINT32
+        kind = _INT32 if kind == _UINT32 else kind
+        return struct.pack("<I", 9) + kind + struct.pack("<Q", len(parts)) + b"".join(part[4:] for part in parts)
     for kind, number, form in ((bool, 7, "<?"), (int, 4, "<I"), (float, 6, "<f")):
         if isinstance(content, kind):
             return struct.pack("<I", number) + struct.pack(form, content)
     return struct.pack("<I", 8) + text(content)
 
 
-def file_bytes(metadata: Mapping[str, Any], tensors: Mapping[str, Stored]) -> bytes:
-    """A file of version 3."""
+def file_parts(metadata: Mapping[str, Any], tensors: Mapping[str, Stored]) -> Iterator[bytes]:
+    """Yield the header of a version 3 file, then its tensors with their padding."""
     head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata))
     head += b"".join(text(key) + value(content) for key, content in metadata.items())
-    data = b""
+    offset = 0
     for name, (kind, shape, content) in tensors.items():
-        head += (
-            text(name)
-            + struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
-            + struct.pack("<IQ", kind, len(data))
-        )
-        data += content + bytes(-len(content) % ALIGNMENT)
-    return head + bytes(-len(head) % ALIGNMENT) + data
+        head += text(name) + struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
+        head += struct.pack("<IQ", kind, offset)
+        offset += len(content) + -len(content) % ALIGNMENT
+    yield head + bytes(-len(head) % ALIGNMENT)
+    for stored in tensors.values():
+        yield stored.data
+        yield bytes(-len(stored.data) % ALIGNMENT)
+
+
+def file_bytes(metadata: Mapping[str, Any], tensors: Mapping[str, Stored]) -> bytes:
+    """Join the parts of a file."""
+    return b"".join(file_parts(metadata, tensors))
 
 
 def blocks(weight: Tensor, type: str) -> tuple[np.ndarray, Tensor]:
@@ -160,15 +170,14 @@ def renamed(name: str) -> str:
     return f"blk.{layer}.{_MODULES[within]}.{kind}"
 
 
-def model(
-    config: Mapping[str, Any], tensors: Mapping[str, Tensor], type: str
-) -> tuple[dict[str, Any], dict[str, Stored], dict[str, Tensor]]:
-    """Metadata, tensors by their names in a file, and the weights that these stand for, by transformers' names.
+def head_dim_of(config: Mapping[str, Any]) -> int:
+    """Columns of an attention head."""
+    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
 
-    config, tensors  of a llama, qwen2 or qwen3 with plain rotary embeddings
-    """
-    family, n_heads = config["model_type"], config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // n_heads
+
+def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Describe a llama, qwen2 or qwen3 with plain rotary embeddings."""
+    family, head_dim = config["model_type"], head_dim_of(config)
     theta = config.get("rope_theta") or config.get("rope_parameters", {}).get("rope_theta", 10000.0)
     metadata: dict[str, Any] = {"general.architecture": family, "general.name": "small"}
     metadata |= {f"{family}.{theirs}": config[ours] for ours, theirs in _KEYS.items()}
@@ -176,22 +185,37 @@ def model(
     metadata |= {f"{family}.attention.{name}_length": head_dim for name in ("key", "value")}
     if isinstance(config.get("eos_token_id"), int):
         metadata["tokenizer.ggml.eos_token_id"] = config["eos_token_id"]
+    return metadata
+
+
+def convert(config: Mapping[str, Any], name: str, tensor: Tensor, type: str) -> tuple[str, Stored, Tensor]:
+    """Encode a transformers tensor: its name in a file, its bytes, and the encoded weights as float32.
+
+    Queries and keys of a llama change the order of their rows.
+    llama.cpp rotates neighbouring rows, transformers rows half a head apart.
+    """
+    file_name, head_dim = renamed(name), head_dim_of(config)
+    counts = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    n_heads = counts.get(file_name.split(".")[-2]) if config["model_type"] == "llama" else None
+    kind = stored_as(file_name, tensor, type)
+    flat = tensor.reshape(len(tensor), -1)
+    if n_heads is not None:
+        flat = flat.view(n_heads, 2, head_dim // 2, -1).transpose(1, 2).reshape(flat.shape)
+    data, values = blocks(flat, kind)
+    if n_heads is not None:
+        values = values.view(n_heads, head_dim // 2, 2, -1).transpose(1, 2)
+    return file_name, Stored(TYPES[kind], tuple(tensor.shape), data.tobytes()), values.reshape(tensor.shape)
+
+
+def model(
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], type: str
+) -> tuple[dict[str, Any], dict[str, Stored], dict[str, Tensor]]:
+    """Convert a whole model: metadata, stored tensors, and the encoded weights by transformers' names."""
     stored, exact = {}, {}
     for name, tensor in tensors.items():
-        mine = renamed(name)
-        heads = {"attn_q": n_heads, "attn_k": config["num_key_value_heads"]}.get(mine.split(".")[-2])
-        is_rotated = family == "llama" and heads is not None
-        kind = stored_as(mine, tensor, type)
-        flat = tensor.reshape(len(tensor), -1)
-        # llama.cpp rotates neighbours, transformers numbers that lie half a head apart.
-        flat = flat.view(heads, 2, head_dim // 2, -1).transpose(1, 2).reshape(flat.shape) if is_rotated else flat
-        data, values = blocks(flat, kind)
-        values = values.view(heads, head_dim // 2, 2, -1).transpose(1, 2) if is_rotated else values
-        stored[mine], exact[name] = (
-            Stored(TYPES[kind], tuple(tensor.shape), data.tobytes()),
-            values.reshape(tensor.shape),
-        )
-    return metadata, stored, exact
+        file_name, encoded, exact[name] = convert(config, name, tensor, type)
+        stored[file_name] = encoded
+    return metadata_of(config), stored, exact
 
 
 def tokenizer(path: Path) -> dict[str, Any]:

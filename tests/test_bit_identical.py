@@ -20,16 +20,6 @@ NAMES = ("llama", "llama-dynamic", "mistral", "qwen2", "qwen2-window", "qwen3")
 pytestmark = pytest.mark.skipif(cpu.library() is None, reason="no C++ compiler")
 
 
-@pytest.fixture(autouse=True)
-def products_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of torch are computed row by row; those of the CPU library need no such thing."""
-    linear = F.linear
-    if not hasattr(ops, "linear"):
-        monkeypatch.setattr(
-            F, "linear", lambda x, *others: torch.cat([linear(row.clone(), *others) for row in x.split(1)])
-        )
-
-
 def decoded(runner: Runner, tokens: Sequence[int], n_prompt: int) -> Tensor:
     """(n, vocabulary): logits of plain decoding, which computes a prompt together and then one token at a time."""
     cache = runner.new_cache(len(tokens))

@@ -1,8 +1,9 @@
-"""GGUF files: the weights, the config and the tokenizer that they hold, and what is refused."""
+"""GGUF files: weights, config, tokenizer and refused contents."""
 
 import itertools
 import json
 import random
+import shutil
 import struct
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +16,7 @@ import write_gguf
 from checkpoints import llama_config, llama_tensors
 from checkpoints import pack as pack_block
 from quantize import write_one_file
+from safetensors.torch import load_file, save_file
 from tiny import CASES, generate, open_llm, prompt_of
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -224,6 +226,29 @@ def test_what_a_file_says_of_itself(tmp_path: Path) -> None:
     assert open_checkpoint(path).identity == open_checkpoint(copy).identity != open_checkpoint(DEMO).identity
     with open_llm(path, "disk") as llm:
         assert llm.generate("import numpy", SamplingParams(8)).pop().text
+
+
+def test_llama_cpp_knows_every_metadata_type(tmp_path: Path) -> None:
+    """llama.cpp reads token types from an int32 array and refuses another element type; its package reads the types."""
+    gguf = pytest.importorskip("gguf")
+    write_one_file(DEMO, tmp_path / "m.gguf", "Q4_0")
+    fields = gguf.GGUFReader(tmp_path / "m.gguf").fields
+    array, integer = gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.INT32
+    assert fields["tokenizer.ggml.token_type"].types == [array, integer]
+    assert fields["tokenizer.ggml.tokens"].types == [array, gguf.GGUFValueType.STRING]
+    assert fields["llama.block_count"].types == [gguf.GGUFValueType.UINT32]
+    assert fields["llama.rope.freq_base"].types == [gguf.GGUFValueType.FLOAT32]
+
+
+def test_a_file_of_several_shards_equals_the_file_of_one(tmp_path: Path) -> None:
+    tensors = load_file(DEMO / "model.safetensors")
+    source, names = tmp_path / "shards", list(tensors)
+    shutil.copytree(DEMO, source, ignore=shutil.ignore_patterns("*.safetensors"))
+    for i, part in enumerate((names[:9], names[9:])):
+        save_file({name: tensors[name] for name in part}, source / f"model-{i}.safetensors")
+    write_one_file(DEMO, tmp_path / "one.gguf", "BF16")
+    write_one_file(source, tmp_path / "several.gguf", "BF16")
+    assert (tmp_path / "one.gguf").read_bytes() == (tmp_path / "several.gguf").read_bytes()
 
 
 def test_the_chat_template_is_that_of_the_file(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ class Job:
     n_resident  layers that fit into the budget beside everything else, for peers that do not decide it themselves
     max_len     most tokens of prompt and answer together
     scratch     folder for files of its own
+    limit       memory limit of the process in bytes, page cache included; None: unlimited
     """
 
     model: Path
@@ -28,6 +29,7 @@ class Job:
     n_resident: int
     max_len: int
     scratch: Path
+    limit: int | None = None
 
     def text(self) -> str:
         """As JSON, for another process."""

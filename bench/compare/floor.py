@@ -12,6 +12,7 @@ import torch
 
 from bench.compare.contract import Job
 from bench.measure import flag_parser
+from bench.peaks import read_gbps
 from offload_rt import LLM
 from offload_rt.engine.profile import memory_gbps
 
@@ -27,8 +28,9 @@ def main() -> None:
         n_resident = llm.plan.tiers.count("device")
         dtype, device = llm.engine_plan.dtype, llm.engine_plan.device
         disk = _sweep_gbps(llm)
-    gbps = {"disk": disk, "memory": memory_gbps(dtype, device)}
-    if device.type == "cuda":
+    is_cpu = device.type == "cpu"
+    gbps = {"disk": disk, "memory": read_gbps() if is_cpu else memory_gbps(dtype, device)}
+    if not is_cpu:
         gbps["host"] = _copy_gbps()
     print(json.dumps({"gbps": gbps, "n_resident": n_resident}))
 

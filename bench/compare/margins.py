@@ -20,7 +20,9 @@ def main() -> None:
     parser.add_argument("--prompt", type=json.loads, required=True)
     parser.add_argument("--tokens", type=json.loads, required=True)
     flags = parser.parse_args()
-    model = AutoModelForCausalLM.from_pretrained(flags.model, dtype=torch.float32)
+    of_file = {"gguf_file": flags.model.name} if flags.model.is_file() else {}
+    folder = flags.model.parent if of_file else flags.model
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **of_file)
     with torch.inference_mode():
         logits = model(torch.tensor([flags.prompt + flags.tokens])).logits[0, len(flags.prompt) - 1 : -1]
     best = logits.topk(2).values

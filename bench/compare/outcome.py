@@ -41,6 +41,11 @@ class Run:
         return (last_s - first_s) / (last_n - first_n) if last_n > first_n else last_s / last_n
 
     @property
+    def prompt_s(self) -> float:
+        """Seconds until the first token, the whole prompt's pass included."""
+        return self.arrivals[0][0]
+
+    @property
     def tokens_per_pass(self) -> float:
         """After the first pass; of the first if there was one."""
         first_n, last_n = self.arrivals[0][1], self.arrivals[-1][1]
@@ -48,12 +53,13 @@ class Run:
 
 
 def run_peer(
-    name: str, job: Job, prompts: list[list[int]], warm_up: list[int], n_tokens: int, timeout_s: float = math.inf
-) -> Run:
-    """Let one peer answer in a process of its own. Raises RuntimeError with its last words if it fails."""
+    name: str, job: Job, prompts: list[list[int]], warm_up: list[int], n_tokens: int, timeout_s: float = math.inf,
+    cgroup: Path | None = None,
+) -> Run:  # fmt: skip
+    """Run one peer in a new process, in a control group if given. Raises RuntimeError with its last words if it fails."""
     asked = {"prompts": prompts, "warm-up": warm_up, "tokens": n_tokens}
     flags = [part for flag, value in asked.items() for part in (f"--{flag}", json.dumps(value))]
-    done = run_json(["-m", "bench.peers", name, "--job", job.text(), *flags], timeout_s)
+    done = run_json(["-m", "bench.peers", name, "--job", job.text(), *flags], timeout_s, cgroup)
     return Run(Report.of(done.result), done.peak_rss)
 
 
@@ -121,13 +127,17 @@ def rows(
     runs: Mapping[str, Sequence[Run]],
     reasons: Mapping[str, str],
     gbps: Mapping[str, Sequence[float]],
+    reference: str = REFERENCE,
 ) -> list[Row]:
-    """One for each peer: those without figures last, those with a draft behind those without, the faster first."""
-    reference = [run.token_ids for run in runs.get(REFERENCE, ())]
+    """One row for each peer: plain peers before drafting peers, fast before slow, peers without figures last.
+
+    reference  peer whose tokens are compared with
+    """
+    expected = [run.token_ids for run in runs.get(reference, ())]
     found = [
         Row(name, contract.find(name).TITLE, reason=reasons[name])
         if name in reasons
-        else _row(name, runs[name], gbps, reference)
+        else _row(name, runs[name], gbps, expected)
         for name in peers
     ]
     return sorted(found, key=lambda row: (row.reason is not None, row.drafts, _median(row)))
@@ -148,7 +158,7 @@ def _row(name: str, runs: Sequence[Run], gbps: Mapping[str, Sequence[float]], re
         seconds_per_token=Spread.of([run.seconds_per_token for run in runs]),
         # A disk's rate changes from round to round; at its best rate, no round's figure is below the floor.
         floor_s=supply.pass_bytes / (best_gbps * 1e9) / per_pass if best_gbps else 0.0,
-        first_token_s=Spread.of([run.arrivals[0][0] for run in runs]),
+        first_token_s=Spread.of([run.prompt_s for run in runs]),
         tokens_per_pass=per_pass,
         peak_bytes=max(run.peak_rss for run in runs),
         device_bytes=max(run.report.device_bytes for run in runs),

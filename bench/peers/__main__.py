@@ -5,7 +5,7 @@ python -m bench.peers NAME --job JSON --prompts JSON --warm-up JSON --tokens N
 
 import json
 import time
-from importlib.metadata import version
+from importlib.metadata import packages_distributions, version
 
 from bench.compare import contract
 from bench.measure import flag_parser
@@ -33,7 +33,8 @@ def main() -> None:
         before = _storage_bytes()
         answers.append(peer.generate(prompt, flags.tokens))
         read.append(_storage_bytes() - before)
-    versions = {name: version(name) for name in ("torch", *module.PACKAGES)}
+    distributions = packages_distributions()
+    versions = {name: version(distributions[name][0]) for name in ("torch", *module.PACKAGES)}
     peer.close()
     report = contract.Report(load_s, peer.supply, answers, read, _device_peak(), versions)
     print("\n" + report.text(), flush=True)

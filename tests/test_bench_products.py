@@ -1,0 +1,59 @@
+"""The products of bench.compute: the measured matrices are those of the format, and ratios compare equal work."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import products
+from bench.products import Case
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrices of a few kilobytes, one copy of them."""
+    shapes = {"mlp.gate_proj": (512, 256), "mlp.up_proj": (512, 256), "mlp.down_proj": (256, 512)}
+    monkeypatch.setattr(products, "HIDDEN", 256)
+    monkeypatch.setattr(products, "INTERMEDIATE", 512)
+    monkeypatch.setattr(products, "MATRICES", shapes)
+    monkeypatch.setattr(products, "_TIMES_CACHE", 0)
+
+
+@pytest.mark.usefixtures("small")
+def test_all_formats_multiply_the_same_weights(tmp_path: Path) -> None:
+    """Their products differ from those of float32 by rounding: checkpoints as floats, a quantised one, a GGUF file."""
+    found = products.all_weights(tmp_path, [*products.DENSE, "int4, groups of 128", "Q4_0"])
+    for name, (_, n_in) in products.MATRICES.items():
+        x = torch.randn(3, n_in, generator=torch.Generator().manual_seed(1))
+        expected = found["float32"].views[0].linear(x, name)
+        for kind, weights in found.items():
+            y = weights.views[0].linear(x.to(weights.dtype), name).float()
+            error = (y - expected).norm() / expected.norm()
+            assert error < (0.2 if kind in products.FOUR_BITS else 0.02), (kind, name)
+            assert kind == "float32" or error > 0
+    n = 3 * 256 * 512
+    assert found["bf16"].nbytes == 2 * n and found["Q4_0"].nbytes == n // 32 * 18
+
+
+@pytest.mark.usefixtures("small")
+def test_copies_exceed_the_caches_and_are_used_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_TIMES_CACHE", 4)
+    monkeypatch.setattr(products, "cache_nbytes", lambda: 1 << 20)
+    weights = products.open_weights(products.write_layer(tmp_path, torch.bfloat16), torch.bfloat16)
+    assert len(weights.views) == 6  # of 768 KiB, for 4 MiB
+    matrices = weights.products()
+    turns = [next(matrices) for _ in range(20)]
+    assert len({id(view) for view, _ in turns[:18]}) == 6 and turns[18:] == turns[:2]
+    starts = {view.tensor("mlp.up_proj.weight").data_ptr() for view in weights.views}
+    assert len(starts) == 6
+
+
+def test_ratios_are_of_times() -> None:
+    def case(gflops: float) -> Case:
+        return Case([gflops], [0.0], [0.0])
+
+    cases = {"bf16": {1: case(10.0), 8: case(40.0)}, "Q4_0": {1: case(25.0), 8: case(50.0)}}
+    ratios = products.summary(cases)
+    assert ratios["1 row, Q4_0 against bf16"].median == 2.5
+    assert ratios["time of 8 rows against 1 row, bf16"].median == 2.0
+    assert ratios["time of 8 rows against 1 row, Q4_0"].median == 4.0
