@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,9 @@ def serve(
         finally:
             server.should_exit = True
             thread.join()
+
+
+running = contextmanager(serve)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from typing import Any
 import openai
 import pytest
 from openai import OpenAI
-from serving import LIMITS, MODELS, PROMPT, TEMPLATE, TURNS, Served, alone, llm, serve, served
+from serving import LIMITS, MODELS, PROMPT, TEMPLATE, TURNS, Served, alone, llm, running, served
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.cli.serve import main
@@ -345,7 +345,7 @@ def test_bodies_that_are_too_long_are_refused(served: Served) -> None:
 
 def test_keys_names_and_times_are_heeded(llm: LLM) -> None:
     limits = replace(LIMITS, n_waiting=2, timeout_s=0.2)
-    for guarded in serve(llm, api_key="secret", hosts=frozenset({"127.0.0.1"}), limits=limits):
+    with running(llm, api_key="secret", hosts=frozenset({"127.0.0.1"}), limits=limits) as guarded:
         ask = {"prompt": "x", "max_tokens": 1}
         assert guarded.post("/v1/completions", ask)[0] == 401
         key = {"Authorization": "Bearer secret"}

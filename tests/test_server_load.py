@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from serving import LIMITS, PROMPT, TURNS, Served, alone, llm, serve, served, wait_until
+from serving import LIMITS, PROMPT, TURNS, Served, alone, llm, running, served, wait_until
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.engine import engine as engine_module
@@ -258,7 +258,7 @@ def test_what_is_no_http_hurts_nobody(served: Served) -> None:
 def test_the_end_of_a_server_leaves_no_thread(llm: LLM) -> None:
     llm.generate("x", SamplingParams(max_tokens=1))
     before = {one for one in threading.enumerate() if not one.name.startswith("engine")}
-    for short in serve(llm, limits=replace(LIMITS, n_waiting=2)):
+    with running(llm, limits=replace(LIMITS, n_waiting=2)) as short:
         with ThreadPoolExecutor(8) as pool:
             asked = [pool.submit(short.post, "/v1/completions", {"prompt": "x", "max_tokens": 4}) for _ in range(8)]
             assert {one.result()[0] for one in asked} <= {200, 429}

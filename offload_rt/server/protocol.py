@@ -5,7 +5,7 @@ Unknown fields are ignored. Known fields without an implementation are refused.
 
 import json
 import reprlib
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, Field, PlainValidator, ValidationError
 
@@ -19,10 +19,6 @@ _Item = TypeVar("_Item")
 FailFastList = Annotated[list[_Item], Field(fail_fast=True)]
 
 _MAX_LOGPROBS = 20
-# The JSON parser holds the interpreter lock. These limits bound it to a few dozen milliseconds.
-_MAX_STRINGS = 1 << 15
-_MAX_CONTAINERS = 1 << 15
-_MAX_VALUES = 1 << 18
 _MAX_ENTRIES = {
     "messages": 4096,
     "tools": 1024,
@@ -30,6 +26,7 @@ _MAX_ENTRIES = {
     "stop": 64,
     "stop_token_ids": 1024,
     "bad_words": 1024,
+    "allowed_token_ids": 1 << 14,
 }
 # Fields of OpenAI, vLLM and llama.cpp that would change the output.
 _NOT_IMPLEMENTED = (
@@ -45,12 +42,47 @@ _NOT_SAMPLING = frozenset(
 )
 
 
+class BodyCounts(NamedTuple):
+    """Contents of a JSON text, counted without parsing.
+
+    strings     including keys
+    containers  lists and objects
+    values      separators between values
+    fractions   at least the numbers with a fraction or an exponent
+    """
+
+    strings: int
+    containers: int
+    values: int
+    fractions: int
+
+    @classmethod
+    def of_json(cls, raw: bytes) -> "BodyCounts":
+        """Count the contents of a valid JSON text in UTF-8."""
+        unescaped = raw.replace(rb"\\", b"").replace(rb"\"", b"")
+        n_strings = unescaped.count(b'"') // 2
+        if n_strings > _MAX_COUNTS.strings:  # splitting would create as many objects
+            return cls(n_strings, 0, 0, 0)
+        structure = b"".join(unescaped.split(b'"')[::2])
+        n_containers = structure.count(b"[") + structure.count(b"{")
+        n_fractions = sum(map(structure.count, (b".", b"e", b"E")))
+        return cls(n_strings, n_containers, structure.count(b","), n_fractions)
+
+
+# The JSON parser holds the interpreter lock. These limits bound it to a few dozen milliseconds.
+_MAX_COUNTS = BodyCounts(strings=1 << 15, containers=1 << 15, values=1 << 18, fractions=1 << 15)
+
+
 def read_body(kind: type[Body], raw: bytes, max_prompts: int, max_prompt_tokens: int) -> Body:
     """Parse and validate a request body. Counts are checked before any object is built.
 
     Raises SettingsError for the first wrong value.
     """
-    _check_counts(raw, max(_MAX_VALUES, max_prompt_tokens))
+    max_values = max(_MAX_COUNTS.values, max_prompt_tokens)
+    limits = _MAX_COUNTS._replace(values=max_values)
+    for name, count, limit in zip(BodyCounts._fields, BodyCounts.of_json(raw), limits, strict=True):
+        if count > limit:
+            raise SettingsError(f"{count} {name} in the body", need=f"at most {limit}")
     try:
         body = json.loads(str(raw, "utf-8"))  # bytes may also be UTF-16, with other counts
     except (ValueError, RecursionError) as error:
@@ -64,22 +96,6 @@ def read_body(kind: type[Body], raw: bytes, max_prompts: int, max_prompt_tokens:
         first = error.errors(include_url=False, include_context=False)[0]
         field = ".".join(map(str, first["loc"]))[:100]
         raise SettingsError(f"{field}: {first['msg'][:200]}") from error
-
-
-def _check_counts(raw: bytes, max_values: int) -> None:
-    """Raises SettingsError for more strings, containers or values than the limits."""
-    unescaped = raw.replace(rb"\\", b"").replace(rb"\"", b"")
-    n_strings = unescaped.count(b'"') // 2
-    if n_strings > _MAX_STRINGS:
-        raise SettingsError(f"{n_strings} strings in the body", need=f"at most {_MAX_STRINGS}")
-    structure = b"".join(unescaped.split(b'"')[::2])
-    n_containers = structure.count(b"[") + structure.count(b"{")
-    if n_containers > _MAX_CONTAINERS:
-        need = f"at most {_MAX_CONTAINERS}"
-        raise SettingsError(f"{n_containers} lists and objects in the body", need=need)
-    n_values = structure.count(b",")
-    if n_values > max_values:
-        raise SettingsError(f"{n_values} values in the body", need=f"at most {max_values}")
 
 
 def _check_entries(body: Json, max_prompts: int) -> None:
