@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
 from fastapi import FastAPI
 from openai import OpenAI
 
@@ -39,6 +40,7 @@ class Served:
     llm: LLM
     port: int
     app: FastAPI
+    http_server: uvicorn.Server
 
     @property
     def client(self) -> OpenAI:
@@ -102,7 +104,7 @@ def serve(
         thread = threading.Thread(target=server.run, args=([listening],))
         thread.start()
         try:
-            yield Served(llm, listening.getsockname()[1], app)
+            yield Served(llm, listening.getsockname()[1], app, server)
         finally:
             server.should_exit = True
             thread.join()
