@@ -202,18 +202,20 @@ def test_bytes_of_byte_fallback_tokens_are_raw():
 
 
 @pytest.mark.parametrize("backend", TOKENIZERS)
-def test_control_tokens_in_messages_are_encoded_as_text(backend):
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(TOKENIZERS[backend].to_str()), eos_token="</s>"
-    )
-    tokenizer.chat_template = "{% for m in messages %}</s>{{ m.content }}{% endfor %}"
-    contents = ["the fox", "the </s> fox", "</s>"]
-    turns = [{"role": "user", "content": content} for content in contents]
+def test_special_tokens_in_messages_are_encoded_as_text(backend, tmp_path):
+    """The template's stay special; markers such as <think> stay tokens everywhere."""
+    raw = Tokenizer.from_str(TOKENIZERS[backend].to_str())
+    raw.add_special_tokens(["</s>"])
+    raw.add_tokens(["<think>"])
+    add_tokenizer(tmp_path, raw)
+    tokenizer = load_tokenizer(tmp_path)
+    tokenizer.chat_template = "{% for m in messages %}</s><think>{{ m.content }}{% endfor %}"
+    special, marker = raw.token_to_id("</s>"), raw.token_to_id("<think>")
+    turns = [{"role": "user", "content": text} for text in ("fox", "the </s> fox", "<think></s>")]
     ids = encode_chat(tokenizer, turns, {})
-    assert ids.count(tokenizer.eos_token_id) == len(turns)
-    plain = [turn for turn in turns if "</s>" not in turn["content"]]
-    rendered = tokenizer.apply_chat_template(plain, tokenize=True, return_dict=False)
-    assert encode_chat(tokenizer, plain, {}) == rendered
+    assert ids.count(special) == 3 and ids.count(marker) == 4
+    rendered = tokenizer.apply_chat_template(turns[:1], tokenize=True, return_dict=False)
+    assert encode_chat(tokenizer, turns[:1], {}) == rendered
 
 
 # Whole generations

@@ -121,16 +121,21 @@ def load_tokenizer(path: Path) -> "PreTrainedTokenizerBase | None":
         return None
     from transformers import AutoTokenizer
 
+    tokenizer: PreTrainedTokenizerBase | None
     try:
         if path.is_file():
-            return _load_gguf_tokenizer(path)
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            path, trust_remote_code=False, local_files_only=True
-        )
-        return tokenizer
+            tokenizer = _load_gguf_tokenizer(path)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(
+                path, trust_remote_code=False, local_files_only=True
+            )
     except Exception as error:  # transformers and tokenizers raise OSError to bare Exception
         problem = f"the tokenizer in {path} cannot be loaded: {_brief(error)}"
         raise CheckpointError(problem, change="download it again") from error
+    if tokenizer is not None and tokenizer.chat_control_tokens is None:
+        # Markers such as <think> and <tool_call> stay tokens: clients send them in history.
+        tokenizer.chat_control_tokens = ()
+    return tokenizer
 
 
 def _load_gguf_tokenizer(path: Path) -> "PreTrainedTokenizerBase | None":
@@ -178,7 +183,7 @@ def encode_chat(
 ) -> list[int]:
     """Encode a conversation with the model's chat template, in the sandbox of transformers.
 
-    Control tokens inside messages are encoded as plain text.
+    Special tokens inside messages are encoded as plain text.
     options  arguments of `apply_chat_template` and template variables
     Raises PromptError for a missing or failing template, CapacityError above `max_characters`.
     """
