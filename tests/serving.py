@@ -47,9 +47,9 @@ class Served:
         return OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="any", max_retries=0)
 
     @property
-    def server(self) -> Any:
+    def service(self) -> Any:
         """Object with the number of open answers."""
-        return self.app.state.server
+        return self.app.state.service
 
     def request(
         self, method: str, path: str, raw: bytes = b"", headers: dict[str, str] | None = None

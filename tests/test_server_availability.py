@@ -36,8 +36,7 @@ from serving import (
 
 from offload_rt import LLM
 from offload_rt.errors import PromptError, SettingsError
-from offload_rt.server import app as app_module
-from offload_rt.server import connection, protocol
+from offload_rt.server import connection, protocol, service
 from offload_rt.server.connection import ConnectionLimits, LogRate
 
 __all__ = ["llm", "served"]
@@ -178,7 +177,7 @@ def test_requests_are_parsed_and_checked_off_the_event_loop(
 
         monkeypatch.setattr(owner, name, watched)
 
-    watch(app_module, "read_body")
+    watch(service, "read_body")
     for name in ("encode", "encode_chat", "check_prompt", "_request"):
         watch(served.llm, name)
     for body in ({"prompt": "x"}, {"prompt": [5]}):
@@ -190,7 +189,7 @@ def test_requests_are_parsed_and_checked_off_the_event_loop(
 
 def test_bodies_are_parsed_one_at_a_time(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parsers hold the interpreter lock; several at once would stall the event loop for longer."""
-    original = app_module.read_body
+    original = service.read_body
     entered = threading.Semaphore(0)
     proceed = threading.Event()
     n_inside = []
@@ -204,7 +203,7 @@ def test_bodies_are_parsed_one_at_a_time(served: Served, monkeypatch: pytest.Mon
         inside.remove(threading.get_ident())
         return original(*args)
 
-    monkeypatch.setattr(app_module, "read_body", held)
+    monkeypatch.setattr(service, "read_body", held)
     results: list[int] = []
     body = {"prompt": "x", "max_tokens": 1}
     clients = [
@@ -242,8 +241,8 @@ def test_a_client_that_does_not_read_loses_its_place(stingy: Served) -> None:
     raw = json.dumps(LONG_ANSWER | {"stream": True, "temperature": 1}).encode()
     with closing(connect(stingy, rcvbuf=4096)) as client:
         client.sendall(head_of("/v1/completions", len(raw)) + raw)
-        wait_until(lambda: stingy.server.n_open == 4)
-        wait_until(lambda: stingy.server.n_open == 0)
+        wait_until(lambda: stingy.service.n_open == 4)
+        wait_until(lambda: stingy.service.n_open == 0)
         assert b"[DONE]" not in read_all(client)
     stingy.wait_until_idle()
 
@@ -251,14 +250,14 @@ def test_a_client_that_does_not_read_loses_its_place(stingy: Served) -> None:
 def test_a_stream_ends_at_its_deadline_although_the_client_does_not_read(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app_module, "_STREAM_GRACE_S", 0.1, raising=False)
+    monkeypatch.setattr(service, "_STREAM_GRACE_S", 0.1, raising=False)
     limits = replace(LIMITS, timeout_s=3)
     with running(llm, replace(CONNECTIONS, write_s=600), sndbuf=4096, limits=limits) as patient:
         raw = json.dumps(LONG_ANSWER | {"stream": True, "temperature": 1}).encode()
         with closing(connect(patient, rcvbuf=4096)) as client:
             client.sendall(head_of("/v1/completions", len(raw)) + raw)
-            wait_until(lambda: patient.server.n_open == 4)
-            wait_until(lambda: patient.server.n_open == 0)
+            wait_until(lambda: patient.service.n_open == 4)
+            wait_until(lambda: patient.service.n_open == 0)
 
 
 def test_a_slow_reader_keeps_its_connection() -> None:

@@ -24,7 +24,7 @@ def nothing_is_left(served: Served) -> Iterator[None]:
     """After each test nothing runs, all is answered again, and all caches are free once those kept for others are dropped."""
     yield
     served.wait_until_idle()
-    assert served.server.n_open == 0
+    assert served.service.n_open == 0
     with served.llm._of_engine.turn:
         engine = served.llm.engine
         engine.reset_prefix_cache()
@@ -78,9 +78,9 @@ def test_clients_that_go_while_they_wait_give_their_room_back(served: Served, st
     with served.llm._of_engine.turn:
         for _ in range(2):
             with sent(served, stream=stream, prompt=["x"] * LIMITS.n_waiting):
-                wait_until(lambda: served.server.n_open == LIMITS.n_waiting)
+                wait_until(lambda: served.service.n_open == LIMITS.n_waiting)
                 assert served.post("/v1/completions", {"prompt": "x"})[0] == 429
-            wait_until(lambda: served.server.n_open == 0)
+            wait_until(lambda: served.service.n_open == 0)
     assert served.post("/v1/completions", {"prompt": "x", "max_tokens": 1})[0] == 200
 
 
@@ -98,7 +98,7 @@ def test_clients_that_go_while_their_prompt_is_computed(
     monkeypatch.setattr(served.llm.engine.runner, "forward", held)
     with sent(served, stream=stream, prompt=["x", "y"]):
         wait_until(lambda: widths)
-    wait_until(lambda: served.server.n_open == 0)
+    wait_until(lambda: served.service.n_open == 0)
     may_go_on.set()
     served.wait_until_idle()
     assert len(widths) <= 2, "the pass under way, and one with those that had come since"
@@ -132,7 +132,7 @@ def test_a_request_that_breaks_in_the_middle_breaks_alone(
         with served.llm._of_engine.turn:
             several = [{}, {"logit_bias": {"0": 1.0}}, {"logit_bias": {"1": 1.0}}]
             asked = [pool.submit(served.asked, "/v1/completions", body | more) for more in several]
-            wait_until(lambda: served.server.n_open == 3)
+            wait_until(lambda: served.service.n_open == 3)
         right, *wrong = [one.result() for one in asked]
     assert right[0] == 200
     if stream:

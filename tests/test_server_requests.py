@@ -77,7 +77,7 @@ def test_a_bad_word_does_not_occur(served: Served) -> None:
 def test_only_allowed_tokens_occur(served: Served) -> None:
     allowed = served.llm.encode("abc", add_special_tokens=False)
     choice = complete(served, allowed_token_ids=allowed, logprobs=0)
-    texts = {served.server.decode([token]) for token in allowed}
+    texts = {served.service.decode([token]) for token in allowed}
     assert set(choice["logprobs"]["tokens"]) <= texts
 
 
@@ -224,7 +224,7 @@ def test_control_tokens_in_messages_are_text(
     turns = [{"role": "user", "content": content} for content in contents]
     status, answer = served.post("/tokenize", {"messages": turns})
     assert status == 200 and answer["tokens"].count(control) == len(turns)
-    text = served.server.decode(answer["tokens"])
+    text = served.service.decode(answer["tokens"])
     assert text == "".join(CONTROL + content for content in contents)
 
 
@@ -314,10 +314,10 @@ def test_tool_parser_scans_text_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_full_queue_is_a_rate_limit(served: Served) -> None:
     with served.llm._of_engine.turn:
-        served.server.n_open += LIMITS.n_waiting
+        served.service.n_open += LIMITS.n_waiting
         try:
             status, headers, text = served.asked("/v1/completions", GREEDY)
         finally:
-            served.server.n_open -= LIMITS.n_waiting
+            served.service.n_open -= LIMITS.n_waiting
     assert status == 429 and int(headers["Retry-After"]) > 0
     assert json.loads(text)["error"]["type"] == "rate_limit_error"
