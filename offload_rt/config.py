@@ -165,7 +165,8 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         lambda bias: all(isinstance(id, int) and (x == -math.inf or abs(x) <= 100) for id, x in bias.items()),
         "a number from -100 to 100, or -inf, for each token id",
     ),
-    ("stop bad_words", all, "texts that are not empty"),
+    ("stop", all, "texts that are not empty"),
+    ("bad_words", lambda words: all(word.strip() for word in words), "texts that are not blank"),
     ("stop_token_ids allowed_token_ids", lambda ids: all(token >= 0 for token in ids), "token ids"),
     ("bad_words_ids", lambda words: all(word and min(word) >= 0 for word in words), "non-empty lists of token ids"),
     ("seed", lambda n: 0 <= n < 2**63, "between 0 and 2**63 - 1"),
@@ -177,8 +178,8 @@ class SamplingParams:
     """How tokens are chosen, by transformers' and vLLM's names, and when a text ends.
 
     They apply in the order of vLLM and transformers: logit_bias, repetition, frequency and presence penalty, min_tokens,
-    temperature, top_k, top_p, min_p. A None among `LEFT_TO_THE_MODEL` is what generation_config.json says in an `LLM`; where
-    that says nothing, it changes nothing, and the most probable token is taken.
+    allowed_token_ids, bad_words, temperature, top_k, top_p, min_p. A None among `LEFT_TO_THE_MODEL` is what
+    generation_config.json says in an `LLM`; where that says nothing, it changes nothing, and the most probable token is taken.
     """
 
     max_tokens: int | None = setting(

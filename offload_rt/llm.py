@@ -346,6 +346,8 @@ class LLM:
             tokenizer = self._tokenizer()
             plain = tokenizer.encode(word.lstrip(), add_special_tokens=False)
             spaced = tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
+            if not plain:
+                raise SettingsError(f"bad word {word!r}", need="a token", have="none")
             yield tuple(plain)
             # vLLM's rule: a space token of its own would exclude the word only after that token.
             if spaced[0] != plain[0] and len(spaced) == len(plain):

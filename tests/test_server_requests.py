@@ -100,6 +100,7 @@ def test_rules_that_exclude_every_token_are_refused(llm: LLM, params: Any) -> No
         ({"allowed_token_ids": [10**6]}, "allowed_token_ids"),
         ({"allowed_token_ids": [-1]}, "allowed_token_ids"),
         ({"bad_words": [""]}, "bad_words"),
+        ({"bad_words": [" "]}, "bad_words"),
         ({"repetition_penalty": 1e-300}, "repetition_penalty"),
         ({"repetition_penalty": 1e300}, "repetition_penalty"),
         ({"logit_bias": {"5": 1e39}}, "logit_bias"),
