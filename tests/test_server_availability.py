@@ -29,7 +29,6 @@ from serving import (
     Served,
     llm,
     running,
-    serve,
     served,
     wait_until,
 )
@@ -41,7 +40,7 @@ from offload_rt.server.connection import ConnectionLimits, LogRate
 
 __all__ = ["llm", "served"]
 
-LONG_ANSWER = {"prompt": PROMPT, "n": 4, "logprobs": 20, "max_tokens": 200, "ignore_eos": True}
+STREAM = {"prompt": PROMPT, "max_tokens": 50, "ignore_eos": True, "stream": True}
 
 
 def head_of(path: str, n_body: int) -> bytes:
@@ -232,32 +231,36 @@ def test_the_first_validation_error_is_reported(served: Served) -> None:
 
 
 @pytest.fixture
-def stingy(llm: LLM) -> Iterator[Served]:
-    """A server with small send buffers and a short write timeout."""
-    yield from serve(llm, replace(CONNECTIONS, write_s=0.3), sndbuf=4096)
+def large_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make each event larger than all buffers together."""
+    event = service._event
+    monkeypatch.setattr(service, "_event", lambda content: event(content) + ":" * 10**6 + "\n\n")
 
 
-def test_a_client_that_does_not_read_loses_its_place(stingy: Served) -> None:
-    raw = json.dumps(LONG_ANSWER | {"stream": True, "temperature": 1}).encode()
-    with closing(connect(stingy, rcvbuf=4096)) as client:
+@pytest.mark.usefixtures("large_events")
+def test_a_client_that_does_not_read_loses_its_place(llm: LLM) -> None:
+    raw = json.dumps(STREAM).encode()
+    impatient = replace(CONNECTIONS, write_s=0.3)
+    with running(llm, impatient, 4096) as server, closing(connect(server, 4096)) as client:
         client.sendall(head_of("/v1/completions", len(raw)) + raw)
-        wait_until(lambda: stingy.service.n_open == 4)
-        wait_until(lambda: stingy.service.n_open == 0)
+        assert client.recv(12) == b"HTTP/1.1 200"
+        wait_until(lambda: server.service.n_open == 0)
         assert b"[DONE]" not in read_all(client)
-    stingy.wait_until_idle()
+        server.wait_until_idle()
 
 
+@pytest.mark.usefixtures("large_events")
 def test_a_stream_ends_at_its_deadline_although_the_client_does_not_read(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service, "_STREAM_GRACE_S", 0.1, raising=False)
-    limits = replace(LIMITS, timeout_s=3)
-    with running(llm, replace(CONNECTIONS, write_s=600), sndbuf=4096, limits=limits) as patient:
-        raw = json.dumps(LONG_ANSWER | {"stream": True, "temperature": 1}).encode()
-        with closing(connect(patient, rcvbuf=4096)) as client:
-            client.sendall(head_of("/v1/completions", len(raw)) + raw)
-            wait_until(lambda: patient.service.n_open == 4)
-            wait_until(lambda: patient.service.n_open == 0)
+    raw = json.dumps(STREAM).encode()
+    patient = replace(CONNECTIONS, write_s=600)
+    serving = running(llm, patient, 4096, limits=replace(LIMITS, timeout_s=2))
+    with serving as server, closing(connect(server, 4096)) as client:
+        client.sendall(head_of("/v1/completions", len(raw)) + raw)
+        client.recv(12)
+        wait_until(lambda: server.service.n_open == 0)
 
 
 def test_a_slow_reader_keeps_its_connection() -> None:
