@@ -7,7 +7,7 @@ import logging
 import math
 import reprlib
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -105,7 +105,7 @@ class Service:
         # The first chunk precedes the status: errors of the request get a status of their own.
         first = await _unless_gone(http, anext(chunks))
         events = self._events(first, chunks, answer, request.options.include_usage)
-        return _EventStream(events, self.limits.timeout_s + _STREAM_GRACE_S)
+        return _EventStream(events, chunks, self.limits.timeout_s + _STREAM_GRACE_S)
 
     def _admit(self, n: int) -> None:
         """Reserve queue places, until `_chunks` ends. Raises Refused if the queue is full."""
@@ -123,7 +123,7 @@ class Service:
 
     async def _chunks(
         self, answer: Answer, request: GenerationRequest, params: SamplingParams
-    ) -> AsyncIterator[Json]:
+    ) -> AsyncGenerator[Json, None]:
         """Yield the chunks of a stream. Leaving the iterator aborts the answers."""
         started = time.perf_counter()
         end = "aborted"
@@ -185,7 +185,7 @@ class Service:
 
     async def _events(
         self, first: Json, chunks: AsyncIterator[Json], answer: Answer, has_usage: bool
-    ) -> AsyncIterator[str]:
+    ) -> AsyncGenerator[str, None]:
         """Yield server-sent events. An error in the middle is the last chunk."""
         try:
             yield _event(first)
@@ -290,11 +290,20 @@ class Service:
 
 
 class _EventStream(StreamingResponse):
-    """Server-sent events with a deadline, also for clients that do not read."""
+    """Server-sent events with a deadline, also for clients that do not read.
 
-    def __init__(self, events: AsyncIterator[str], timeout_s: float) -> None:
+    chunks  closed at the end, so that the answers are aborted at once
+    """
+
+    def __init__(
+        self,
+        events: AsyncGenerator[str, None],
+        chunks: AsyncGenerator[Json, None],
+        timeout_s: float,
+    ) -> None:
         headers = {"Cache-Control": "no-cache"}
         super().__init__(events, headers=headers, media_type="text/event-stream")
+        self._generators = (events, chunks)
         self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -303,6 +312,10 @@ class _EventStream(StreamingResponse):
                 await super().__call__(scope, receive, send)
         except TimeoutError:  # uvicorn closes connections with incomplete responses
             pass
+        finally:
+            # Suspended generators would wait for the garbage collector.
+            for generator in self._generators:
+                await generator.aclose()
 
 
 def _client_message(error: OffloadError) -> str:
