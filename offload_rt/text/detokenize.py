@@ -28,9 +28,7 @@ class TextStream:
     It also delays whole characters before an incomplete character.
     """
 
-    def __init__(
-        self, tokenizer: "PreTrainedTokenizerBase", prompt: Sequence[int], stop: Sequence[str]
-    ) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", prompt: Sequence[int], stop: Sequence[str]) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         # Prompt tokens at the start of the window preserve the leading space of the answer.
@@ -126,9 +124,7 @@ def load_tokenizer(path: Path) -> "PreTrainedTokenizerBase | None":
         if path.is_file():
             tokenizer = _load_gguf_tokenizer(path)
         else:
-            tokenizer = AutoTokenizer.from_pretrained(
-                path, trust_remote_code=False, local_files_only=True
-            )
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # transformers and tokenizers raise OSError to bare Exception
         problem = f"the tokenizer in {path} cannot be loaded: {_brief(error)}"
         raise CheckpointError(problem, change="download it again") from error
