@@ -17,8 +17,9 @@ from fastapi import FastAPI
 from openai import OpenAI
 
 from offload_rt import LLM, SamplingParams
-from offload_rt.server.app import ServerLimits, make_app
+from offload_rt.server.app import make_app
 from offload_rt.server.connection import ConnectionLimits, make_server
+from offload_rt.server.service import ServerLimits
 
 MODELS = Path(__file__).parent.parent / "models"
 PROMPT = "def read_lines(path):\n"

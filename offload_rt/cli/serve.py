@@ -51,8 +51,9 @@ def main(arguments: list[str] | None = None) -> int:
 def _serve(flags: Namespace) -> None:
     settings, config = from_flags(ServeSettings, flags), from_flags(EngineConfig, flags)
     try:
-        from offload_rt.server.app import ServerLimits, make_app
+        from offload_rt.server.app import make_app
         from offload_rt.server.connection import ConnectionLimits, make_server
+        from offload_rt.server.service import ServerLimits
     except ImportError as error:
         need, change = "FastAPI, uvicorn and prometheus-client", 'pip install "offload-rt[server]"'
         raise SettingsError(f"offload-rt serve: {error}", need=need, change=change) from error
