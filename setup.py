@@ -26,7 +26,7 @@ setup(
     },
     install_requires=[
         TORCH,
-        "transformers>=5.17,<6",
+        "transformers>=5.21,<6",
         "safetensors>=0.7,<1",
         "tokenizers>=0.22,<1",
         "huggingface-hub>=1.5,<3",

@@ -41,7 +41,8 @@ from bench.paced import pace
 from bench.prompts import held_out_prompts
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig, parse_size
-from offload_rt.server.app import ServerLimits, make_app
+from offload_rt.server.app import make_app
+from offload_rt.server.service import ServerLimits
 
 
 @dataclass(frozen=True)

@@ -139,6 +139,10 @@ class EngineConfig:
         return None if self.kv_memory is None else parse_size(self.kv_memory)
 
 
+def _token_ids(text: str) -> tuple[int, ...]:
+    return tuple(int(token) for token in text.split(","))
+
+
 def _bias_by_id(text: str) -> dict[int, float]:
     return {int(token): float(bias) for token, bias in dict(json.loads(text)).items()}
 
@@ -154,11 +158,17 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("top_p", lambda x: 0 < x <= 1, "above 0 and at most 1"),
     ("top_k logprobs prompt_logprobs", lambda n: n >= -1, "at least 0, or -1"),
     ("min_p", lambda x: 0 <= x <= 1, "between 0 and 1"),
-    ("repetition_penalty", lambda x: 0 < x < math.inf, "above 0"),
+    ("repetition_penalty", lambda x: 0.01 <= x <= 100, "between 0.01 and 100"),
     ("presence_penalty frequency_penalty", lambda x: -2 <= x <= 2, "between -2 and 2"),
-    ("logit_bias", lambda one: all(isinstance(id, int) and x < math.inf for id, x in one.items()), "a number by token id"),
+    (
+        "logit_bias",
+        lambda bias: all(isinstance(id, int) and (x == -math.inf or abs(x) <= 100) for id, x in bias.items()),
+        "a number from -100 to 100, or -inf, for each token id",
+    ),
     ("stop", all, "texts that are not empty"),
-    ("stop_token_ids", lambda ids: all(token >= 0 for token in ids), "token ids"),
+    ("bad_words", lambda words: all(word.strip() for word in words), "texts that are not blank"),
+    ("stop_token_ids allowed_token_ids", lambda ids: all(token >= 0 for token in ids), "token ids"),
+    ("bad_words_ids", lambda words: all(word and min(word) >= 0 for word in words), "non-empty lists of token ids"),
     ("seed", lambda n: 0 <= n < 2**63, "between 0 and 2**63 - 1"),
 )  # fmt: skip
 
@@ -168,8 +178,8 @@ class SamplingParams:
     """How tokens are chosen, by transformers' and vLLM's names, and when a text ends.
 
     They apply in the order of vLLM and transformers: logit_bias, repetition, frequency and presence penalty, min_tokens,
-    temperature, top_k, top_p, min_p. A None among `LEFT_TO_THE_MODEL` is what generation_config.json says in an `LLM`; where
-    that says nothing, it changes nothing, and the most probable token is taken.
+    allowed_token_ids, bad_words, temperature, top_k, top_p, min_p. A None among `LEFT_TO_THE_MODEL` is what
+    generation_config.json says in an `LLM`; where that says nothing, it changes nothing, and the most probable token is taken.
     """
 
     max_tokens: int | None = setting(
@@ -195,6 +205,13 @@ class SamplingParams:
     ignore_eos: bool = setting(False, "go on after the model's end tokens")
     stop: tuple[str, ...] = setting((), "end before this text (may be given several times)")
     stop_token_ids: tuple[int, ...] = setting((), "end after this token (may be given several times)", parse=int)
+    bad_words: tuple[str, ...] = setting((), "never produce this text (may be given several times)")
+    bad_words_ids: tuple[tuple[int, ...], ...] = setting(
+        (), "never produce these token ids in a row, like 15,7 (may be given several times)", parse=_token_ids
+    )
+    allowed_token_ids: tuple[int, ...] = setting(
+        (), "produce this token only (may be given several times); default: all", parse=int
+    )
     seed: int | None = setting(None, "makes sampling repeatable", parse=int)
     n: int = setting(1, "answers; the seed of each is one above that of the one before", parse=int)
     logprobs: int | None = setting(
@@ -206,8 +223,9 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        for name in ("stop", "stop_token_ids"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
+            object.__setattr__(self, name, tuple(getattr(self, name) or ()))
+        object.__setattr__(self, "bad_words_ids", tuple(tuple(word) for word in self.bad_words_ids))
         if self.max_new_tokens is not None:
             if self.max_tokens not in (_N_TOKENS, self.max_new_tokens):
                 raise SettingsError("max_tokens and max_new_tokens", need="only one of them", have="both")
@@ -226,7 +244,12 @@ class SamplingParams:
     def looks_back(self) -> bool:
         """Whether the distribution of a token depends, beyond the model, on the tokens before it or on their number."""
         is_plain = self.repetition_penalty in (None, 1.0) and not self.presence_penalty and not self.frequency_penalty
-        return not is_plain or self.min_tokens > 0
+        return not is_plain or self.min_tokens > 0 or any(len(word) > 1 for word in self.bad_words_ids)
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether logits change before the temperature applies."""
+        return self.looks_back or bool(self.logit_bias or self.bad_words_ids or self.allowed_token_ids)
 
     def left_to(self, defaults: "SamplingParams") -> dict[str, Any]:
         """What these leave open and `defaults` decide, by name."""

@@ -1,5 +1,6 @@
 """The public Python surface: `LLM`."""
 
+import asyncio
 import sys
 import time
 import weakref
@@ -254,7 +255,9 @@ class LLM:
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> AsyncGenerator[Piece, None]:
         """`stream` for asyncio. Those under way share their passes; one that is cancelled takes no part in the next."""
-        async with aclosing(self._of_engine.pieces(self._request(prompt, sampling_params))) as pieces:
+        # Checks and tokenization of a long prompt would hold up other tasks.
+        request = await asyncio.to_thread(self._request, prompt, sampling_params)
+        async with aclosing(self._of_engine.pieces(request)) as pieces:
             async for piece in pieces:
                 yield piece
 
@@ -302,11 +305,6 @@ class LLM:
         """Raises PromptError or CapacityError for token ids that cannot be continued."""
         if not ids:
             raise PromptError("the prompt is empty", need="at least one token", change="give it some text")
-        vocab_size = self.engine_plan.checkpoint.spec.vocab_size
-        wrong = [token for token in ids if not 0 <= token < vocab_size]
-        if wrong:
-            need, change = f"ids from 0 to {vocab_size - 1}", "use this model's tokenizer"
-            raise PromptError(f"token id {wrong[0]} in the prompt", need=need, change=change)
         if len(ids) >= self.max_model_len:
             can_grow = self.max_model_len < self.engine_plan.checkpoint.spec.max_positions
             limit = "--max-model-len" if can_grow else "the model's positions"
@@ -315,6 +313,11 @@ class LLM:
                 need=f"at most {self.max_model_len - 1} tokens, one fewer than {limit}",
                 change="shorten it, or raise --max-model-len and --device-memory" if can_grow else "shorten it",
             )  # fmt: skip
+        vocab_size = self.engine_plan.checkpoint.spec.vocab_size
+        wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
+        if wrong is not None:
+            need, change = f"ids from 0 to {vocab_size - 1}", "use this model's tokenizer"
+            raise PromptError(f"token id {wrong} in the prompt", need=need, change=change)
 
     def _request(self, prompt: Prompt, params: SamplingParams | None) -> Request:
         """The sequences of a prompt, the i-th with a seed that is by i above that of the params."""
@@ -322,6 +325,9 @@ class LLM:
         params = replace(params, **params.left_to(self._defaults))
         if params.n > 1 and not params.temperature:
             raise SettingsError(f"n is {params.n}", need="a temperature above 0", have="greedy decoding, of one answer")
+        bad_words_ids = (*params.bad_words_ids, *self._bad_words_ids(params.bad_words))
+        params = replace(params, bad_words=(), bad_words_ids=bad_words_ids)
+        self._check_token_ids(params)
         seed = params.seed
         several = (replace(params, n=1, seed=None if seed is None else (seed + i) % 2**63) for i in range(params.n))
         return Request([self._sequence(prompt, one) for one in several])
@@ -331,12 +337,42 @@ class LLM:
         self.check_prompt(ids)
         if params.stop and self.tokenizer is None:
             raise PromptError("stop strings", need="a tokenizer", have="a checkpoint without one")
-        vocab_size = self.engine_plan.checkpoint.spec.vocab_size
-        for token in (*(params.logit_bias or ()), *params.stop_token_ids):
-            if not 0 <= token < vocab_size:
-                raise SettingsError(f"token id {token} in logit_bias or stop_token_ids", need=f"ids below {vocab_size}")
         text = TextStream(self.tokenizer, ids, params.stop) if self.tokenizer is not None else None
         return Sequence(ids, params, self.max_model_len, self._end_ids, text)
+
+    def _bad_words_ids(self, bad_words: Several[str]) -> Iterator[tuple[int, ...]]:
+        """Encode each bad word as the start of a text, and behind a space where that differs."""
+        for word in bad_words:
+            tokenizer = self._tokenizer()
+            plain = tokenizer.encode(word.lstrip(), add_special_tokens=False)
+            spaced = tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
+            if not plain:
+                raise SettingsError(f"bad word {word!r}", need="a token", have="none")
+            yield tuple(plain)
+            # vLLM's rule: a space token of its own would exclude the word only after that token.
+            if spaced[0] != plain[0] and len(spaced) == len(plain):
+                yield tuple(spaced)
+
+    def _check_token_ids(self, params: SamplingParams) -> None:
+        """Raises SettingsError for ids outside the vocabulary, and if no token could be produced."""
+        vocab_size = self.engine_plan.checkpoint.spec.vocab_size
+        ids_by_name = {
+            "logit_bias": params.logit_bias or (),
+            "stop_token_ids": params.stop_token_ids,
+            "allowed_token_ids": params.allowed_token_ids,
+            "bad_words": [token for word in params.bad_words_ids for token in word],
+        }
+        for name, ids in ids_by_name.items():
+            wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
+            if wrong is not None:
+                raise SettingsError(f"token id {wrong} in {name}", need=f"ids below {vocab_size}")
+        # A token that ends no bad word and no text stays possible on every path of a tree.
+        excluded = {word[-1] for word in params.bad_words_ids}
+        if params.min_tokens:
+            excluded |= {*params.stop_token_ids, *self._end_ids}
+        if all(token in excluded for token in params.allowed_token_ids or range(vocab_size)):
+            need = "a token that neither ends a bad word nor, with min_tokens, the text"
+            raise SettingsError("allowed_token_ids", need=need, change="allow more tokens")
 
 
 def _several(prompts: Prompt | Several[Prompt]) -> list[Prompt]:

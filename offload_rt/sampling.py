@@ -52,7 +52,7 @@ def probs(
     result = torch.empty_like(logits, dtype=wide) if out is None else out
     best = torch.empty_like(logits[:, 0], dtype=wide)
     is_whole = torch.ones_like(best, dtype=torch.bool)
-    change = _Change(params, context, logits.device) if params.looks_back or params.logit_bias else None
+    change = _Change(params, context, logits.device) if params.changes_logits else None
 
     def compute(rows: slice | Tensor, row_paths: Sequence[Sequence[int]], n_first: int) -> None:
         part = logits[rows].to(wide)
@@ -179,10 +179,15 @@ class _Change:
         answer = context.tokens[context.n_prompt :]
         self._n_early = params.min_tokens - len(answer)  # end tokens are masked above this depth
         seen = set(context.tokens) if self._penalty != 1.0 else ()
-        ids = (seen, answer if self._counts else (), context.end_ids if self._n_early > 0 else (), bias)
+        ends = context.end_ids if self._n_early > 0 else ()
+        bad_tokens = [word[0] for word in params.bad_words_ids if len(word) == 1]
+        self._bad_phrases = [word for word in params.bad_words_ids if len(word) > 1]
+        self._recent = answer[-max(map(len, self._bad_phrases), default=1) :]
+        ids = (seen, answer if self._counts else (), ends, bias, bad_tokens, params.allowed_token_ids)
         host = [torch.tensor([*part], dtype=torch.int64) for part in ids]
         host.append(torch.tensor([*bias.values()], dtype=torch.float64))
-        self._seen, self._answer, self._ends, self._biased, self._bias = to_device(host, device)
+        placed = to_device(host, device)
+        self._seen, self._answer, self._ends, self._biased, self._bad, self._allowed, self._bias = placed
 
     def __call__(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         """Return changed logits (n, vocabulary) for nodes with these paths."""
@@ -200,7 +205,32 @@ class _Change:
             logits = logits - self._params.frequency_penalty * n - self._params.presence_penalty * (n > 0)
         if len(self._ends):
             logits = torch.where(early[:, None], logits.index_fill(1, self._ends, -torch.inf), logits)
+        return self._mask(logits, paths)
+
+    def _mask(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
+        """Exclude tokens outside `allowed_token_ids` and last tokens of bad words."""
+        if len(self._allowed):
+            allowed = logits.index_select(1, self._allowed)
+            logits = torch.full_like(logits, -torch.inf).index_copy_(1, self._allowed, allowed)
+        if len(self._bad):
+            logits = logits.index_fill(1, self._bad, -torch.inf)
+        completed = [
+            (row, phrase[-1])
+            for row, path in enumerate(paths)
+            for phrase in self._bad_phrases
+            if _ends_with(self._recent, path, phrase[:-1])
+        ]
+        if completed:
+            (cells,) = to_device([torch.tensor(completed, dtype=torch.int64)], logits.device)
+            minus_inf = logits.new_full((), -torch.inf)
+            logits = logits.index_put((cells[:, 0], cells[:, 1]), minus_inf)
         return logits
+
+
+def _ends_with(answer: Sequence[int], path: Sequence[int], tokens: Sequence[int]) -> bool:
+    """Whether the answer and a path behind it end with these tokens."""
+    tail = [*answer, *path][-len(tokens) :]
+    return tail == [*tokens]
 
 
 def _occurrences(logits: Tensor, tokens: Tensor, on_path: Tensor) -> Tensor:

@@ -4,11 +4,9 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-import torch.nn.functional as F
 from tiny import Zoo, feed, open_llm, prompt_of, random_tree, runner_of
 from torch import Tensor
 
-from offload_rt import ops
 from offload_rt.executor.runner import Runner
 from offload_rt.executor.step import Step
 from offload_rt.ops import cpu

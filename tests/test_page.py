@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_server import TEMPLATE, Served, llm, serve
-
-from offload_rt import LLM
+from serving import TEMPLATE, Served, llm, served
 
 selenium = pytest.importorskip("selenium")
 if not (shutil.which("chromium") and shutil.which("chromedriver")):
@@ -20,14 +18,9 @@ from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.common.keys import Keys  # noqa: E402
 from selenium.webdriver.support.wait import WebDriverWait  # noqa: E402
 
-__all__ = ["TEMPLATE", "llm"]
+__all__ = ["TEMPLATE", "llm", "served"]
 # Where pictures of the page are left to look at; unset: nowhere.
 PICTURES = os.environ.get("PAGE_PICTURES")
-
-
-@pytest.fixture(scope="module")
-def served(llm: LLM) -> Iterator[Served]:  # a fixture
-    yield from serve(llm)
 
 
 @pytest.fixture

@@ -49,6 +49,8 @@ SETTINGS = [
         "logit_bias": {9: 5.0},
         "repetition_penalty": 1.3,
     },
+    {"temperature": 1.0, "allowed_token_ids": (3, 9, 40, 41)},
+    {"temperature": 1.0, "bad_words_ids": ((5,), (7, 8), (1, 2, 3))},
     {"temperature": 0.7, "top_k": 20, "top_p": 0.9},
     {"temperature": 1.4, "top_p": 0.85, "min_p": 0.05},
     {"temperature": 1.4, "top_k": 12, "min_p": 0.2},
@@ -112,6 +114,18 @@ def test_the_answer_alone_is_counted_and_ends_wait_for_the_least_tokens(min_toke
     }
     got = probs(logits, SamplingParams(**settings), Context(tokens, 6, frozenset({1, 50})), paths)
     expected = peer_probs(logits, settings, [tokens + path for path in paths], 6, [1, 50])
+    assert torch.equal(got > 0, expected > 0)
+    torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_bad_words_may_span_answer_and_path_but_not_the_prompt():
+    logits, contexts = random_logits(9, n=70)
+    tokens, paths = contexts[0][:9], [context[: i % 4] for i, context in enumerate(contexts)]
+    words = [(*(tokens + path)[-n:], 10 * n) for path in paths for n in (1, 2, 4)]
+    settings = {"temperature": 1.0, "bad_words_ids": tuple(dict.fromkeys(words)), "top_k": 20}
+    got = probs(logits, SamplingParams(**settings), Context(tokens, 6), paths)
+    answers = [tokens[6:] + path for path in paths]
+    expected = peer_probs(logits, settings, answers)
     assert torch.equal(got > 0, expected > 0)
     torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
 

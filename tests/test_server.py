@@ -6,112 +6,24 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-import uvicorn
-from fastapi import FastAPI
 from openai import OpenAI
+from serving import LIMITS, MODELS, PROMPT, TEMPLATE, TURNS, Served, alone, llm, running, served
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.cli.serve import main
 from offload_rt.llm import Piece
-from offload_rt.server.app import ServerLimits, make_app
 from offload_rt.server.protocol import ChatRequest
 from offload_rt.server.responses import Answer
-from offload_rt.server.tools import ToolText
+from offload_rt.server.tools import ToolParser
 
-MODELS = Path(__file__).parent.parent / "models"
-PROMPT = "def read_lines(path):\n"
-TURNS = [{"role": "user", "content": "import os\n"}]
-TEMPLATE = (
-    "{% for m in messages %}{{ m.content }}\n{% endfor %}"
-    "{{ mark or '' }}{% if tools %}# {{ tools | length }}\n{% endif %}"
-    "{% for m in messages if m.tool_calls %}{% for c in m.tool_calls %}{{ c.function.arguments.a }}{% endfor %}{% endfor %}"
-)
-LIMITS = ServerLimits(n_body=200_000, n_answers=4, n_waiting=32, seconds=60)
-
-
-@dataclass
-class Served:
-    """A server on this machine."""
-
-    llm: LLM
-    port: int
-    app: FastAPI
-
-    @property
-    def client(self) -> OpenAI:
-        return OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="any", max_retries=0)
-
-    @property
-    def server(self) -> Any:
-        """What counts the answers under way."""
-        return self.app.state.server
-
-    def asked(self, path: str, body: Any, headers: dict[str, str] | None = None) -> tuple[int, Any, str]:
-        """Status, headers and text of a request; a body that is not bytes is sent as JSON."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-        connection.request("POST", path, raw, {"Content-Type": "application/json", **(headers or {})})
-        response = connection.getresponse()
-        text = response.read().decode()
-        connection.close()
-        return response.status, response.headers, text
-
-    def post(self, path: str, body: Any, headers: dict[str, str] | None = None) -> tuple[int, Any]:
-        """Status and parsed body of a request."""
-        status, _, text = self.asked(path, body, headers)
-        return status, json.loads(text or "null")
-
-    def wait_until_idle(self) -> None:
-        """Until nothing is computed any more; fails after a minute."""
-        deadline = time.monotonic() + 60
-        while self.llm.engine.n_running or self.llm.engine.n_waiting:
-            assert time.monotonic() < deadline, "an answer that nobody waits for goes on"
-            time.sleep(0.01)
-
-
-def serve(llm: LLM, **more: Any) -> Iterator[Served]:
-    """Run the server in a thread, and end it."""
-    app = make_app(llm, "demo", **{"limits": LIMITS, **more})
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", access_log=False, timeout_graceful_shutdown=5))
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        thread = threading.Thread(target=server.run, args=([listening],))
-        thread.start()
-        try:
-            yield Served(llm, listening.getsockname()[1], app)
-        finally:
-            server.should_exit = True
-            thread.join()
-
-
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with LLM(
-        str(MODELS / "demo-target"), str(MODELS / "demo-draft"), dtype="float32", device_memory="1500MB",
-        max_model_len=256, tree_size=16,
-    ) as one:  # fmt: skip
-        assert one.tokenizer is not None
-        one.tokenizer.chat_template = TEMPLATE
-        yield one
-
-
-@pytest.fixture(scope="module")
-def served(llm: LLM) -> Iterator[Served]:
-    yield from serve(llm)
-
-
-def alone(llm: LLM, prompt: str | list[int], **params: Any) -> str:
-    """What the model itself says."""
-    return llm.generate(prompt, SamplingParams(**params))[0].text
+__all__ = ["llm", "served"]
 
 
 def rendered(llm: LLM, **more: Any) -> list[int]:
@@ -198,8 +110,9 @@ def test_logprobs_of_a_completion_with_its_prompt(served: Served) -> None:
     assert len(logprobs.tokens) == len(ids) + 3
     assert logprobs.token_logprobs[0] is None and all(x is not None and x <= 0 for x in logprobs.token_logprobs[1:])
     assert all(2 <= len(top) <= 3 for top in logprobs.top_logprobs[1:])
-    starts = [sum(map(len, logprobs.tokens[:k])) for k in range(len(logprobs.tokens))]
-    assert logprobs.text_offset == starts
+    assert logprobs.text_offset is not None and logprobs.text_offset[:2] == [0, 0], "hidden token"
+    for token, start in zip(logprobs.tokens[1:], logprobs.text_offset[1:], strict=True):
+        assert choice.text[start:].startswith(token)
     whole = served.llm.generate(ids, SamplingParams(max_tokens=3, logprobs=2))[0]
     assert whole.logprobs is not None
     own = [found[id].logprob for id, found in zip(whole.token_ids, whole.logprobs, strict=True)]
@@ -341,7 +254,7 @@ def test_answers_of_requests_at_once_are_those_of_each_alone(served: Served) -> 
         ("completions", {"prompt": []}, "prompt"),
         ("completions", {"prompt": [10**9]}, "token id"),
         ("completions", {"prompt": "x " * 5000}, "too long"),
-        ("completions", {"prompt": ["x"] * 40}, "40 answers"),
+        ("completions", {"prompt": ["x"] * 40}, "40 entries in prompt"),
         ("completions", {}, "prompt"),
         *(("completions", one, "body") for one in ([1, 2], "text", 5, True, b"null")),
         ("completions", b"", "body"),
@@ -352,7 +265,7 @@ def test_answers_of_requests_at_once_are_those_of_each_alone(served: Served) -> 
         ("chat/completions", {"messages": []}, "messages"),
         ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
         ("chat/completions", {"messages": TURNS, "response_format": {"type": "json_object"}}, "response_format"),
-        ("chat/completions", {"messages": TURNS, "response_format": {"type": "xml"}}, "response_format xml"),
+        ("chat/completions", {"messages": TURNS, "response_format": {"type": "xml"}}, "response_format 'xml'"),
         ("chat/completions", {"messages": TURNS, "tool_choice": "required"}, "tool_choice"),
         ("chat/completions", {"messages": TURNS, "top_logprobs": 2}, "logprobs"),
         ("chat/completions", {"messages": TURNS, "chat_template_kwargs": {"chat_template": "x"}}, "chat_template"),
@@ -431,24 +344,24 @@ def test_bodies_that_are_too_long_are_refused(served: Served) -> None:
 
 
 def test_keys_names_and_times_are_heeded(llm: LLM) -> None:
-    limits = replace(LIMITS, n_waiting=2, seconds=0.2)
-    for served in serve(llm, api_key="secret", hosts=frozenset({"127.0.0.1"}), limits=limits):
+    limits = replace(LIMITS, n_waiting=2, timeout_s=0.2)
+    with running(llm, api_key="secret", hosts=frozenset({"127.0.0.1"}), limits=limits) as guarded:
         ask = {"prompt": "x", "max_tokens": 1}
-        assert served.post("/v1/completions", ask)[0] == 401
+        assert guarded.post("/v1/completions", ask)[0] == 401
         key = {"Authorization": "Bearer secret"}
-        assert served.post("/v1/completions", ask, key)[0] == 200
-        assert served.post("/v1/completions", ask, {**key, "Host": "evil.example"})[0] == 403
-        status, found = served.post(
+        assert guarded.post("/v1/completions", ask, key)[0] == 200
+        assert guarded.post("/v1/completions", ask, {**key, "Host": "evil.example"})[0] == 403
+        status, found = guarded.post(
             "/v1/completions", {"prompt": ["x"] * 2, "max_tokens": 250, "ignore_eos": True}, key
         )
         assert status == 504 and "took more than" in found["error"]["message"]
-        served.wait_until_idle()
+        guarded.wait_until_idle()
         with ThreadPoolExecutor(24) as pool:
-            many = [pool.submit(served.post, "/v1/completions", {**ask, "max_tokens": 20}, key) for _ in range(24)]
+            many = [pool.submit(guarded.post, "/v1/completions", {**ask, "max_tokens": 20}, key) for _ in range(24)]
             assert {one.result()[0] for one in many} <= {200, 429, 504}
-        served.wait_until_idle()
+        guarded.wait_until_idle()
         for path in ("/", "/page/app.js", "/health"):
-            connection = http.client.HTTPConnection("127.0.0.1", served.port)
+            connection = http.client.HTTPConnection("127.0.0.1", guarded.port)
             connection.request("GET", path, headers={"Host": "127.0.0.1"})
             assert connection.getresponse().status == 200
             connection.close()
@@ -484,20 +397,21 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
         ("<tool_call>[1]", "<tool_call>[1]", []),
     ],
 )  # fmt: skip
-def test_calls_of_tools_are_held_back_from_the_text(text: str, said: str, names: list[str]) -> None:
+def test_tool_parser_separates_calls_from_content(text: str, said: str, names: list[str]) -> None:
     for n in (1, 4, len(text)):
-        one = ToolText(is_on=True)
-        found = "".join(one.take(text[k : k + n]) for k in range(0, len(text), n))
-        rest, calls = one.end()
-        assert (found + rest, [call["function"]["name"] for call in calls]) == (said, names)
+        parser = ToolParser(frozenset({"add", "sub"}))
+        parts = [parser.feed(text[k : k + n]) for k in range(0, len(text), n)] + [parser.end()]
+        content = "".join(part.text for part in parts)
+        called = [call["function"]["name"] for part in parts for call in part.calls]
+        assert (content, called) == (said, names)
 
 
 def test_calls_of_tools_in_a_chat(llm: LLM) -> None:
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
-    answer = Answer(ChatRequest(messages=TURNS, tools=tools), "demo", 1)
+    answer = Answer(ChatRequest(messages=TURNS, tools=tools), "demo", 1, llm.tokenizer)
     output = llm.generate("x", SamplingParams(max_tokens=1))[0]
-    answer.take(0, Piece(CALL[:30], [1, 2]))
-    chunk = answer.take(0, Piece(CALL[30:], [3], output))
+    answer.add(0, Piece(CALL[:30], [1, 2]))
+    chunk = answer.add(0, Piece(CALL[30:], [3], output))
     (choice,) = chunk["choices"]
     assert choice["finish_reason"] == "tool_calls"
     (call,) = choice["delta"]["tool_calls"]
@@ -530,7 +444,7 @@ def test_calls_come_back_to_the_template_as_objects(served: Served) -> None:
         assert (usage["prompt_tokens"] > n_plain) == is_offered
     for forced in ("required", {"type": "function", "function": {"name": "add"}}, {"type": "allowed_tools"}):
         status, found = served.post("/v1/chat/completions", asked | {"tool_choice": forced})
-        assert status == 400 and "no answer is forced" in found["error"]["message"]
+        assert status == 400 and "never forced" in found["error"]["message"]
 
 
 def test_a_format_is_told_to_a_template_that_knows_of_it(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ import http.client
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -12,17 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from test_server import LIMITS, PROMPT, TURNS, Served, alone, llm, serve
+from serving import LIMITS, PROMPT, TURNS, Served, alone, llm, running, served, wait_until
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.engine import engine as engine_module
 
-__all__ = ["llm"]
-
-
-@pytest.fixture(scope="module")
-def served(llm: LLM) -> Iterator[Served]:
-    yield from serve(llm)
+__all__ = ["llm", "served"]
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +24,7 @@ def nothing_is_left(served: Served) -> Iterator[None]:
     """After each test nothing runs, all is answered again, and all caches are free once those kept for others are dropped."""
     yield
     served.wait_until_idle()
-    assert served.server.n_open == 0
+    assert served.service.n_open == 0
     with served.llm._of_engine.turn:
         engine = served.llm.engine
         engine.reset_prefix_cache()
@@ -57,13 +51,6 @@ def sent(served: Served, **body: Any) -> Iterator[socket.socket]:
         yield connection
 
 
-def wait_until(holds: Any) -> None:
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.005)
-
-
 def test_two_hundred_at_once_are_answered_or_sent_away(served: Served) -> None:
     prompts = [f"def f{k % 8}(x):\n    return " for k in range(200)]
     expected = {one: alone(served.llm, one, max_tokens=4) for one in set(prompts)}
@@ -82,7 +69,7 @@ def test_two_hundred_at_once_are_answered_or_sent_away(served: Served) -> None:
             assert answer["choices"][0]["text"] == expected[prompt]
         else:
             assert int(headers["Retry-After"]) > 0 and "x-should-retry" not in headers
-            assert answer["error"]["type"] == "invalid_request_error" and "wait for room" in answer["error"]["message"]
+            assert answer["error"]["type"] == "rate_limit_error"
     assert sum(status == 200 for status, _, _ in found) == LIMITS.n_waiting
 
 
@@ -91,9 +78,9 @@ def test_clients_that_go_while_they_wait_give_their_room_back(served: Served, st
     with served.llm._of_engine.turn:
         for _ in range(2):
             with sent(served, stream=stream, prompt=["x"] * LIMITS.n_waiting):
-                wait_until(lambda: served.server.n_open == LIMITS.n_waiting)
+                wait_until(lambda: served.service.n_open == LIMITS.n_waiting)
                 assert served.post("/v1/completions", {"prompt": "x"})[0] == 429
-            wait_until(lambda: served.server.n_open == 0)
+            wait_until(lambda: served.service.n_open == 0)
     assert served.post("/v1/completions", {"prompt": "x", "max_tokens": 1})[0] == 200
 
 
@@ -111,7 +98,7 @@ def test_clients_that_go_while_their_prompt_is_computed(
     monkeypatch.setattr(served.llm.engine.runner, "forward", held)
     with sent(served, stream=stream, prompt=["x", "y"]):
         wait_until(lambda: widths)
-    wait_until(lambda: served.server.n_open == 0)
+    wait_until(lambda: served.service.n_open == 0)
     may_go_on.set()
     served.wait_until_idle()
     assert len(widths) <= 2, "the pass under way, and one with those that had come since"
@@ -145,7 +132,7 @@ def test_a_request_that_breaks_in_the_middle_breaks_alone(
         with served.llm._of_engine.turn:
             several = [{}, {"logit_bias": {"0": 1.0}}, {"logit_bias": {"1": 1.0}}]
             asked = [pool.submit(served.asked, "/v1/completions", body | more) for more in several]
-            wait_until(lambda: served.server.n_open == 3)
+            wait_until(lambda: served.service.n_open == 3)
         right, *wrong = [one.result() for one in asked]
     assert right[0] == 200
     if stream:
@@ -153,7 +140,7 @@ def test_a_request_that_breaks_in_the_middle_breaks_alone(
         assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == expected
     else:
         assert json.loads(right[2])["choices"][0]["text"] == expected
-    for (status, _, text), message in zip(wrong, ("contain NaN or Inf", "a fault of the server"), strict=True):
+    for (status, _, text), message in zip(wrong, ("contain NaN or Inf", "internal server error"), strict=True):
         assert status == (200 if stream else 500) and "secret" not in text
         *_, last = (event[6:] for event in text.split("\n\n") if '"error"' in event) if stream else [text]
         error = json.loads(last)["error"]
@@ -180,7 +167,7 @@ DEEP = b"[" * 90_000 + b"]" * 90_000
         ({"prompt": "x", "n": -1}, "n is -1"),
         ({"prompt": "x", "max_tokens": -1}, "max_tokens"),
         ({"prompt": "x", "max_tokens": "many"}, "max_tokens"),
-        ({"prompt": "x", "stop": ["a"] * 65}, "65 texts in stop"),
+        ({"prompt": "x", "stop": ["a"] * 65}, "65 entries in stop"),
         ({"prompt": "x", "stop": [""]}, "stop"),
         ({"prompt": "x", "stream": "perhaps"}, "stream"),
         ({"prompt": {"text": "x"}}, "prompt"),
@@ -192,7 +179,7 @@ DEEP = b"[" * 90_000 + b"]" * 90_000
         ({"prompt": [2**70]}, "token id"),
         ({"prompt": "x" * 150_000}, "65536 characters"),
         ({"prompt": [1] * 60_000}, "too long"),
-        ({"prompt": ["x"] * 30_000}, "30000 answers"),
+        ({"prompt": ["x"] * 30_000}, "30000 entries in prompt"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -271,11 +258,11 @@ def test_what_is_no_http_hurts_nobody(served: Served) -> None:
 def test_the_end_of_a_server_leaves_no_thread(llm: LLM) -> None:
     llm.generate("x", SamplingParams(max_tokens=1))
     before = {one for one in threading.enumerate() if not one.name.startswith("engine")}
-    for served in serve(llm, limits=replace(LIMITS, n_waiting=2)):
+    with running(llm, limits=replace(LIMITS, n_waiting=2)) as short:
         with ThreadPoolExecutor(8) as pool:
-            asked = [pool.submit(served.post, "/v1/completions", {"prompt": "x", "max_tokens": 4}) for _ in range(8)]
+            asked = [pool.submit(short.post, "/v1/completions", {"prompt": "x", "max_tokens": 4}) for _ in range(8)]
             assert {one.result()[0] for one in asked} <= {200, 429}
-        with sent(served, stream=True):
+        with sent(short, stream=True):
             pass
     left = {one for one in threading.enumerate() if not one.name.startswith("engine")} - before
     wait_until(lambda: not any(one.is_alive() for one in left))

@@ -4,12 +4,13 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from tiny import CASES, SPOKEN, add_tokenizer, byte_level, metaspace, open_llm, prompt_of
-from tokenizers import processors
+from tokenizers import Tokenizer, processors
+from transformers import PreTrainedTokenizerFast
 
 from offload_rt import SamplingParams
 from offload_rt.errors import CheckpointError, PromptError
 from offload_rt.executor.sequence import Sequence
-from offload_rt.text.detokenize import TextStream, encode, encode_chat, load_tokenizer
+from offload_rt.text.detokenize import TextStream, encode, encode_chat, load_tokenizer, token_bytes
 
 BYTE_LEVEL, METASPACE = byte_level(), metaspace()
 HELLO = [{"role": "user", "content": "hello"}]
@@ -184,6 +185,37 @@ def test_an_end_token_ends_a_sequence_and_has_no_text():
     sequence = Sequence([0], SamplingParams(max_new_tokens=99), 999, frozenset({ids[-1]}), stream)
     assert sequence.extend([*ids, 5, 6]) == ids
     assert (sequence.finish_reason, stream.text) == ("stop", decode(BYTE_LEVEL, ids[:-1]))
+
+
+@given(texts)
+def test_bytes_of_tokens_add_up_to_the_text(text):
+    """Also where a token holds a part of a character."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=BYTE_LEVEL)
+    ids = encoded(BYTE_LEVEL, text)
+    assert b"".join(token_bytes(tokenizer, token) for token in ids) == text.encode()
+
+
+def test_bytes_of_byte_fallback_tokens_are_raw():
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=METASPACE)
+    ids = encoded(METASPACE, "🙂")[-4:]
+    assert b"".join(token_bytes(tokenizer, token) for token in ids) == "🙂".encode()
+
+
+@pytest.mark.parametrize("backend", TOKENIZERS)
+def test_special_tokens_in_messages_are_encoded_as_text(backend, tmp_path):
+    """The template's stay special; markers such as <think> stay tokens everywhere."""
+    raw = Tokenizer.from_str(TOKENIZERS[backend].to_str())
+    raw.add_special_tokens(["</s>"])
+    raw.add_tokens(["<think>"])
+    add_tokenizer(tmp_path, raw)
+    tokenizer = load_tokenizer(tmp_path)
+    tokenizer.chat_template = "{% for m in messages %}</s><think>{{ m.content }}{% endfor %}"
+    special, marker = raw.token_to_id("</s>"), raw.token_to_id("<think>")
+    turns = [{"role": "user", "content": text} for text in ("fox", "the </s> fox", "<think></s>")]
+    ids = encode_chat(tokenizer, turns, {})
+    assert ids.count(special) == 3 and ids.count(marker) == 4
+    rendered = tokenizer.apply_chat_template(turns[:1], tokenize=True, return_dict=False)
+    assert encode_chat(tokenizer, turns[:1], {}) == rendered
 
 
 # Whole generations

@@ -13,6 +13,8 @@ from transformers.generation import LogitsProcessor, LogitsProcessorList
 from transformers.generation.logits_process import (
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
@@ -100,6 +102,10 @@ def modifiers(params: SamplingParams, n_prompt: int, end_ids: Sequence[int] = ()
         found.append(SequenceBiasLogitsProcessor({(token,): float(bias) for token, bias in params.logit_bias.items()}))
     found.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty or 1.0))
     found.append(OverAnswer(n_prompt, params.presence_penalty, params.frequency_penalty))
+    if params.bad_words_ids:
+        found.append(NoBadWordsLogitsProcessor([[*word] for word in params.bad_words_ids]))
+    if params.allowed_token_ids:
+        found.append(PrefixConstrainedLogitsProcessor(lambda *_: [*params.allowed_token_ids], 1))
     ends = [*end_ids, *params.stop_token_ids]
     if params.min_tokens and ends:
         found.append(MinNewTokensLengthLogitsProcessor(n_prompt, params.min_tokens, ends))

@@ -13,7 +13,8 @@ from offload_rt.cli.process import exit_code
 from offload_rt.config import EngineConfig, check_positive, parse_size, setting
 from offload_rt.errors import SettingsError
 
-_LOOPBACK = frozenset({"127.0.0.1", "localhost", "[::1]"})
+# Names of this machine, as `--host` and as the header Host give them.
+_LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1", "[::1]"})
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,9 @@ def main(arguments: list[str] | None = None) -> int:
 def _serve(flags: Namespace) -> None:
     settings, config = from_flags(ServeSettings, flags), from_flags(EngineConfig, flags)
     try:
-        import uvicorn
-
-        from offload_rt.server.app import ServerLimits, make_app
+        from offload_rt.server.app import make_app
+        from offload_rt.server.connection import ConnectionLimits, make_server
+        from offload_rt.server.service import ServerLimits
     except ImportError as error:
         need, change = "FastAPI, uvicorn and prometheus-client", 'pip install "offload-rt[server]"'
         raise SettingsError(f"offload-rt serve: {error}", need=need, change=change) from error
@@ -74,11 +75,12 @@ def _serve(flags: Namespace) -> None:
         with loading_bar(console) as bar:
             llm.load(progress=bar)
         llm.engine.prompt_seconds = settings.prompt_wait
-        hosts = _LOOPBACK if settings.host in _LOOPBACK else frozenset[str]()
-        app = make_app(llm, name, limits, key, hosts)
-        server = uvicorn.Server(uvicorn.Config(
-            app, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=settings.drain
-        ))  # fmt: skip
+        is_local = settings.host.lower() in _LOOPBACK
+        app = make_app(llm, name, limits, key, _LOOPBACK if is_local else frozenset())
+        server = make_server(app, settings.drain, ConnectionLimits.from_ulimit())
+        if not is_local and key is None:
+            warning = "every machine that reaches this address can use the model; set --api-key"
+            print(f"warning: {warning}", file=sys.stderr)
         at = f"http://{settings.host}:{listening.getsockname()[1]}"
         print(f"{name}: {at}/v1 for clients, {at} for people", file=sys.stderr, flush=True)
         with suppress(KeyboardInterrupt):  # what told it to end, again, after it has ended

@@ -1,1 +1,1 @@
-"""An HTTP server that OpenAI's clients can talk to, and its page."""
+"""OpenAI-compatible HTTP server and web page."""

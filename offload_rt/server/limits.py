@@ -1,51 +1,78 @@
-"""What holds for every request before its route is called: who may ask, and how much may be sent in what time."""
+"""Middleware for every request: host names, API key, body size, body time, cancellation."""
 
 import asyncio
 import hmac
+import re
 from dataclasses import dataclass
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-_BODY_S = 60.0  # in which the body of a request must have come
+_BODY_TIMEOUT_S = 60.0
 _OPEN_PATHS = ("/page/", "/health")
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:/@]+)(?::\d{1,5})?", re.IGNORECASE)
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
-def error_response(status: int, message: str, code: str | None = None, retry_after: int | None = None) -> JSONResponse:
-    """A refusal in the form that OpenAI's clients read. They send it again by themselves only where `retry_after` is given."""
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    retry = {"x-should-retry": "false"} if retry_after is None else {"Retry-After": str(retry_after)}
-    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": code}}, status, retry)
+def error_response(
+    status: int, message: str, code: str | None = None, retry_after_s: int | None = None
+) -> JSONResponse:
+    """Build an error in the format of OpenAI. Clients retry only with `retry_after_s`."""
+    kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    headers = {"x-should-retry": "false"}
+    if retry_after_s is not None:
+        headers = {"Retry-After": str(retry_after_s)}
+    error = {"message": message[:1000], "type": kind, "param": None, "code": code}
+    return JSONResponse({"error": error}, status, headers)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Middleware that refuses requests without the key, by another host's name, or with a body that is too long or too slow.
+    """ASGI middleware that refuses requests before routing.
 
-    api_key  that all but the page and /health ask for; None: nobody needs one
-    hosts    names by which the server may be called, against pages that let their own name point to it; empty: any
-    n_body   bytes of a body at most
+    api_key      required except for the page and /health; None: no key
+    hosts        accepted host names in lower case, against DNS rebinding; empty: all
+    body_nbytes  maximum size of a body
     """
 
     app: ASGIApp
     api_key: str | None
     hosts: frozenset[str]
-    n_body: int
+    body_nbytes: int
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse it."""
+        """Forward or refuse a request."""
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
+        if scope["method"] == "HEAD":  # uvicorn omits the body of the response
+            scope = {**scope, "method": "GET"}
+        is_started = False
+
+        async def watched_send(message: Message) -> None:
+            nonlocal is_started
+            is_started = True
+            await send(message)
+
+        try:
+            await self._respond(scope, receive, watched_send)
+        except asyncio.CancelledError:  # uvicorn cancels open requests at the end of the drain
+            if not is_started:
+                refusal = error_response(503, "the server is shutting down", retry_after_s=5)
+                await refusal(scope, receive, send)
+
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._refusal(scope["path"], Headers(scope=scope))
         messages: list[Message] = []
         if refusal is None:
             try:
-                messages = await asyncio.wait_for(self._body(receive), _BODY_S)
+                messages = await asyncio.wait_for(self._body(receive), _BODY_TIMEOUT_S)
             except TimeoutError:
-                refusal = error_response(408, f"the body of the request has not come within {_BODY_S:.0f} s")
+                text = f"the request body did not arrive within {_BODY_TIMEOUT_S:.0f} s"
+                refusal = error_response(408, text)
             except OverflowError:
-                refusal = error_response(413, f"the body of the request has more than {self.n_body} bytes")
+                text = f"the request body exceeds {self.body_nbytes} bytes"
+                refusal = error_response(413, text)
 
         async def replay() -> Message:
             return messages.pop(0) if messages else await receive()
@@ -53,21 +80,24 @@ class Limits:
         await (refusal or self.app)(scope, replay, send)
 
     def _refusal(self, path: str, headers: Headers) -> JSONResponse | None:
-        if self.hosts and headers.get("host", "").rsplit(":", 1)[0] not in self.hosts:
-            return error_response(403, "this server is not called by that name: begin it with --host")
+        host = _HOST.fullmatch(headers.get("host", ""))
+        if self.hosts and (host is None or host[1].lower() not in self.hosts):
+            return error_response(403, "this host name is not accepted")
         if self.api_key is None or path == "/" or path.startswith(_OPEN_PATHS):
             return None
-        given = headers.get("authorization", "").encode("utf-8", "replace")
-        if hmac.compare_digest(given, b"Bearer " + self.api_key.encode()):
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        given = key.strip().encode("utf-8", "replace")
+        if scheme.lower() == "bearer" and hmac.compare_digest(given, self.api_key.encode()):
             return None
         return error_response(401, "the API key is missing or wrong", "invalid_api_key")
 
     async def _body(self, receive: Receive) -> list[Message]:
-        """The messages up to the end of the body. Raises OverflowError if it is too long."""
-        messages, n = [await receive()], 0
+        """Read the messages of a body. Raises OverflowError above `body_nbytes`."""
+        messages = [await receive()]
+        nbytes = 0
         while messages[-1]["type"] == "http.request":
-            n += len(messages[-1].get("body", b""))
-            if n > self.n_body:
+            nbytes += len(messages[-1].get("body", b""))
+            if nbytes > self.body_nbytes:
                 raise OverflowError
             if not messages[-1].get("more_body"):
                 break

@@ -1,4 +1,4 @@
-"""What the server counts, in Prometheus' text format."""
+"""Counters in the text format of Prometheus."""
 
 from collections.abc import Iterator
 
@@ -7,38 +7,43 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from offload_rt.llm import LLM
 
-_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
+_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 
 
 class Metrics:
-    """Counters of one server; the link's are the engine's own."""
+    """Counters of requests, and of the engine at the time of the query."""
 
     def __init__(self, llm: LLM) -> None:
-        self._llm, self._registry = llm, CollectorRegistry()
-        self.requests = Counter("offload_rt_requests", "Requests by how they ended", ["end"], registry=self._registry)
-        self.prompt_tokens = Counter("offload_rt_prompt_tokens", "Tokens of prompts", registry=self._registry)
-        self.tokens = Counter("offload_rt_tokens", "Tokens produced", registry=self._registry)
-        self.first_token = Histogram(
-            "offload_rt_first_token_seconds",
-            "From a request to its first token",
-            buckets=_SECONDS,
-            registry=self._registry,
-        )
-        self.request_seconds = Histogram(
-            "offload_rt_request_seconds", "From a request to its end", buckets=_SECONDS, registry=self._registry
-        )
+        self._llm = llm
+        self._registry = CollectorRegistry()
+        self.requests = self._counter("requests", "Requests by finish reason", ["end"])
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens")
+        self.tokens = self._counter("tokens", "Generated tokens")
+        self.first_token = self._histogram("first_token_seconds", "Time to the first token")
+        self.request_seconds = self._histogram("request_seconds", "Duration of a request")
         self._registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        """What is read off the engine when it is asked for."""
+        """Read the counters of the engine."""
         engine = self._llm.engine
         nbytes, busy_s = engine.runner.streamer.meter.read()
-        yield CounterMetricFamily("offload_rt_passes", "Passes over the weights", engine.n_passes)
-        yield CounterMetricFamily("offload_rt_link_bytes", "Bytes that crossed the link", nbytes)
-        yield CounterMetricFamily("offload_rt_link_busy_seconds", "Seconds in which the link moved bytes", busy_s)
-        yield GaugeMetricFamily("offload_rt_running", "Sequences that are computed", engine.n_running)
-        yield GaugeMetricFamily("offload_rt_waiting", "Sequences that wait for room", engine.n_waiting)
+        counters = (
+            ("passes", "Forward passes", engine.n_passes),
+            ("link_bytes", "Bytes copied over the link", nbytes),
+            ("link_busy_seconds", "Busy time of the link", busy_s),
+        )
+        for name, text, value in counters:
+            yield CounterMetricFamily(f"offload_rt_{name}", text, value)
+        yield GaugeMetricFamily("offload_rt_running", "Running sequences", engine.n_running)
+        yield GaugeMetricFamily("offload_rt_waiting", "Waiting sequences", engine.n_waiting)
 
     def text(self) -> bytes:
-        """All of them."""
+        """Render all counters."""
         return generate_latest(self._registry)
+
+    def _counter(self, name: str, text: str, labels: list[str] | None = None) -> Counter:
+        return Counter(f"offload_rt_{name}", text, labels or [], registry=self._registry)
+
+    def _histogram(self, name: str, text: str) -> Histogram:
+        name = f"offload_rt_{name}"
+        return Histogram(name, text, buckets=_BUCKETS_S, registry=self._registry)

@@ -1,1 +1,1 @@
-"""From text to tokens and back."""
+"""Tokenization and detokenization."""

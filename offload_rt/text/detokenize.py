@@ -1,139 +1,211 @@
-"""From a prompt to token ids, and from token ids to text that comes out token by token."""
+"""Encode prompts and conversations; decode answers token by token."""
 
+import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload_rt.errors import CapacityError, CheckpointError, PromptError
 
-if TYPE_CHECKING:  # it takes a third of a second to load, and a plan needs none
+if TYPE_CHECKING:  # The import takes 0.3 s; `offload-rt plan` needs no tokenizer.
     from transformers import PreTrainedTokenizerBase
 
-# A turn of a conversation: its "role", its "content", and what else the model's template knows.
+# One turn of a conversation: "role", "content", and further keys of the chat template.
 Message = Mapping[str, Any]
+
+_REPLACEMENT = "\ufffd"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class TextStream:
-    """The text of a growing answer: never half a character, never past a stop string.
+    """Incremental text of an answer, in whole characters, up to a stop string.
 
-    A token's text may depend on the tokens before it (leading spaces, bytes of one character), so each piece is what the
-    text of a short window of tokens gains by the new ones. `tokenizers.decoders.DecodeStream` does not serve: where bytes
-    never become a character it raises with byte-fallback tokenizers, and holds back whole characters with all.
+    Leading spaces and split characters make a token's text depend on earlier tokens.
+    Each step therefore decodes a short window and appends the difference.
+    `tokenizers.decoders.DecodeStream` raises on invalid bytes with byte-fallback tokenizers.
+    It also delays whole characters before an incomplete character.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", prompt: Sequence[int], stop: Sequence[str]) -> None:
-        self._tokenizer, self._stop = tokenizer, tuple(stop)
-        # The window begins a few tokens back, so that the first new token is not taken for the beginning of a text.
-        self._window, self._n_new = list(prompt[-6:]), 0
-        self._n_known = len(self._decoded().rstrip("\ufffd"))
-        self._held = max((len(text) for text in self._stop), default=1) - 1
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        # Prompt tokens at the start of the window preserve the leading space of the answer.
+        self._window = list(prompt[-6:])
+        self._n_new = 0
+        self._n_known = len(self._decode_window().rstrip(_REPLACEMENT))
+        self._n_held_back = max((len(text) for text in self._stop), default=1) - 1
         self._n_taken = 0
         self._is_stopped = False
-        self.text = ""  # all so far, a stop string and what follows it cut off
+        self.text = ""  # ends before the stop string
 
     def add(self, token: int, may_stop: bool = True) -> bool:
-        """Take one token; returns whether a stop string is complete, which one that ends too early never is."""
+        """Append one token. Returns whether a stop string is complete.
+
+        may_stop  False ignores stop strings, for texts below `min_tokens`
+        """
         self._window.append(token)
         self._n_new += 1
-        text = self._decoded()
-        whole = text.rstrip("\ufffd")  # at the end they stand for a character whose bytes are still to come
+        decoded = self._decode_window()
+        whole = decoded.rstrip(_REPLACEMENT)  # the last character may be incomplete
         if len(whole) <= self._n_known:
             return False
         n_before = len(self.text)
         self.text += whole[self._n_known :]
         self._n_known = len(whole)
-        if whole == text:
+        if whole == decoded:
             del self._window[: -self._n_new]
-            self._n_new, self._n_known = 0, len(self._decoded())
+            self._n_new = 0
+            self._n_known = len(self._decode_window())
         if may_stop:
-            # No stop string ends in the text before this token's, or it has been passed.
-            found = [self.text.find(stop, max(n_before - len(stop) + 1, 0)) for stop in self._stop]
-            if found := [at for at in found if at >= 0]:
-                self.text, self._is_stopped = self.text[: min(found)], True
+            self._find_stop(n_before)
         return self._is_stopped
 
+    def _find_stop(self, n_before: int) -> None:
+        """Cut the text at the first stop string that ends behind `n_before` characters."""
+        starts = [self.text.find(stop, max(n_before - len(stop) + 1, 0)) for stop in self._stop]
+        starts = [start for start in starts if start >= 0]
+        if starts:
+            self.text = self.text[: min(starts)]
+            self._is_stopped = True
+
     def decode(self, token: int) -> str:
-        """The text of one token by itself."""
+        """Decode one token alone."""
         return str(self._tokenizer.decode([token]))
 
     def take(self, final: bool = False) -> str:
-        """Text not taken yet; what could be the beginning of a stop string is held back until `final`."""
-        held = 0 if final or self._is_stopped else self._held
-        start, self._n_taken = self._n_taken, max(len(self.text) - held, self._n_taken)
+        """Return new text. A possible start of a stop string follows later, or with `final`."""
+        n_held_back = 0 if final or self._is_stopped else self._n_held_back
+        start = self._n_taken
+        self._n_taken = max(len(self.text) - n_held_back, start)
         return self.text[start : self._n_taken]
 
-    def _decoded(self) -> str:
+    def _decode_window(self) -> str:
         return str(self._tokenizer.decode(self._window, skip_special_tokens=True))
 
 
-def load_tokenizer(path: Path) -> "PreTrainedTokenizerBase | None":
-    """The tokenizer of a checkpoint, a directory or GGUF file; None if there is none in it. No code of the checkpoint is run.
+def token_bytes(tokenizer: "PreTrainedTokenizerBase", token: int) -> bytes:
+    """Return the bytes of one token, including parts of a UTF-8 character."""
+    decoded = str(tokenizer.decode([token]))
+    if _REPLACEMENT not in decoded:
+        return decoded.encode()
+    symbol = str(tokenizer.convert_ids_to_tokens(token))
+    if match := _BYTE_TOKEN.fullmatch(symbol):
+        return bytes([int(match[1], 16)])
+    alphabet = _byte_alphabet()
+    if all(character in alphabet for character in symbol):
+        return bytes(alphabet[character] for character in symbol)
+    return decoded.encode()
 
-    Raises CheckpointError if it is damaged.
+
+@cache
+def _byte_alphabet() -> dict[str, int]:
+    """Map characters of byte-level vocabularies to bytes."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    characters: dict[int, str] = bytes_to_unicode()  # type: ignore[no-untyped-call]
+    return {character: byte for byte, character in characters.items()}
+
+
+def load_tokenizer(path: Path) -> "PreTrainedTokenizerBase | None":
+    """Load the tokenizer of a checkpoint directory or GGUF file, without running its code.
+
+    Returns None if the checkpoint has no tokenizer.
+    Raises CheckpointError if the tokenizer is damaged.
     """
     names = ("tokenizer.json", "tokenizer.model", "vocab.json")
     if path.is_dir() and not any((path / name).exists() for name in names):
         return None
     from transformers import AutoTokenizer
 
+    tokenizer: PreTrainedTokenizerBase | None
     try:
         if path.is_file():
-            return _of_gguf(path)
-        found: PreTrainedTokenizerBase
-        found = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
-        return found
-    except Exception as error:  # transformers and tokenizers raise anything, from OSError to bare Exception
+            tokenizer = _load_gguf_tokenizer(path)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # transformers and tokenizers raise OSError to bare Exception
         problem = f"the tokenizer in {path} cannot be loaded: {_brief(error)}"
         raise CheckpointError(problem, change="download it again") from error
+    if tokenizer is not None and tokenizer.chat_control_tokens is None:
+        # Markers such as <think> and <tool_call> stay tokens: clients send them in history.
+        tokenizer.chat_control_tokens = ()
+    return tokenizer
 
 
-def _of_gguf(path: Path) -> "PreTrainedTokenizerBase | None":
-    """By transformers' own parts: its AutoTokenizer asks for another package where a file is of an older architecture."""
+def _load_gguf_tokenizer(path: Path) -> "PreTrainedTokenizerBase | None":
+    """Convert the tokenizer of a GGUF file.
+
+    AutoTokenizer requires the package `gguf` for older architectures; its parts do not.
+    """
     from transformers import PreTrainedTokenizerFast
-    from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer, get_gguf_tokenizer
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import (
+        convert_gguf_tokenizer,
+        get_gguf_tokenizer,
+    )
 
     architecture, content, config = get_gguf_tokenizer(str(path))
     if "tokenizer_type" not in content:
         return None
-    backend, more = convert_gguf_tokenizer(architecture, content)
-    settings = {"tokenizer_object": backend, **config, **more}
-    return PreTrainedTokenizerFast(**settings)  # type: ignore[no-untyped-call]  # theirs
+    backend, extra = convert_gguf_tokenizer(architecture, content)
+    settings = {"tokenizer_object": backend, **config, **extra}
+    return PreTrainedTokenizerFast(**settings)  # type: ignore[no-untyped-call]
 
 
 def encode(
-    tokenizer: "PreTrainedTokenizerBase", text: str, n_most: float = inf, add_special_tokens: bool = True
+    tokenizer: "PreTrainedTokenizerBase",
+    text: str,
+    max_characters: float = inf,
+    add_special_tokens: bool = True,
 ) -> list[int]:
-    """Token ids of a text of at most so many characters.
+    """Encode a text.
 
-    Raises PromptError if the tokenizer has no ids for it, CapacityError if it is longer.
+    Raises PromptError if the tokenizer fails, CapacityError above `max_characters`.
     """
-    if len(text) > n_most:
-        need = f"at most {n_most} characters, what the context holds of the longest tokens"
-        raise CapacityError("the prompt is too long", need=need, have=str(len(text)), change="shorten it")
+    _check_length(text, max_characters)
     try:
         return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
-    except Exception as error:  # tokenizers raises bare Exception where a vocabulary lacks what its own rules need
+    except Exception as error:  # tokenizers raises bare Exception for gaps in the vocabulary
         problem = f"the model's tokenizer failed: {_brief(error)}"
         raise PromptError(problem, change="use the tokenizer of this model") from error
 
 
 def encode_chat(
-    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], options: Mapping[str, Any], n_most: float = inf
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: Sequence[Message],
+    options: Mapping[str, Any],
+    max_characters: float = inf,
 ) -> list[int]:
-    """Token ids of a conversation through the model's chat template, which transformers renders in a sandbox of jinja.
+    """Encode a conversation with the model's chat template, in the sandbox of transformers.
 
-    options  of `apply_chat_template`, and variables of the template
-    Raises PromptError if the template is missing or fails, CapacityError for more than `n_most` characters.
+    Special tokens inside messages are encoded as plain text.
+    options  arguments of `apply_chat_template` and template variables
+    Raises PromptError for a missing or failing template, CapacityError above `max_characters`.
     """
-    change = "use another model, or give the whole text as a prompt in place of a chat"
+    change = "use another model, or send the whole text as a prompt"
     if not (tokenizer.chat_template or options.get("chat_template")):
         raise PromptError("the model has no chat template", change=change)
+    turns = [dict(message) for message in messages]
     try:
-        text = tokenizer.apply_chat_template([dict(one) for one in messages], **{**options, "tokenize": False})
-    except Exception as error:  # a template is a program: it raises anything
-        raise PromptError(f"the model's chat template failed: {_brief(error)}", change=change) from error
-    return encode(tokenizer, str(text), n_most, add_special_tokens=False)
+        # Tokenizers take long for endless texts, so check the length of the rendered text first.
+        text = str(tokenizer.apply_chat_template(turns, **{**options, "tokenize": False}))
+        _check_length(text, max_characters)
+        encoding = {"tokenize": True, "return_dict": False, "sanitize_control_tokens": True}
+        ids: Any = tokenizer.apply_chat_template(turns, **{**options, **encoding})
+    except CapacityError:
+        raise
+    except Exception as error:  # templates are programs and raise any class
+        problem = f"the model's chat template failed: {_brief(error)}"
+        raise PromptError(problem, change=change) from error
+    return list(ids)
+
+
+def _check_length(text: str, max_characters: float) -> None:
+    if len(text) > max_characters:
+        need = f"at most {max_characters} characters, the context length times the longest token"
+        have = str(len(text))
+        raise CapacityError("the prompt is too long", need=need, have=have, change="shorten it")
 
 
 def _brief(error: Exception) -> str:

@@ -1,11 +1,11 @@
-// Requests to the server this page came from.
+// Requests to the server of this page.
 
-/** Parsed JSON of a GET, or an Error with the server's sentence. */
+/** Return the parsed JSON of a GET. Throws the error message of the server. */
 export async function get(path, key) {
   return (await checked(await fetch(path, { headers: headers(key) }))).json();
 }
 
-/** Stream the answer to a conversation: gives each chunk as it comes. Aborting `signal` ends it on the server, too. */
+/** Stream the chunks of an answer. Aborting `signal` also aborts the answer on the server. */
 export async function* complete(request, key, signal) {
   const body = JSON.stringify({ ...request, stream: true, stream_options: { include_passes: true } });
   const response = await fetch("v1/chat/completions", { method: "POST", headers: headers(key), body, signal });
@@ -29,6 +29,6 @@ function headers(key) {
 
 async function checked(response) {
   if (response.ok) return response;
-  const found = await response.json().catch(() => null);
-  throw new Error(found?.error?.message ?? `the server answers ${response.status}`);
+  const content = await response.json().catch(() => null);
+  throw new Error(content?.error?.message ?? `HTTP status ${response.status}`);
 }

@@ -1,4 +1,4 @@
-// The page: conversations kept in this browser, and what each pass of an answer brought.
+// Web page: conversations in browser storage, and the passes behind each answer.
 import { complete, get } from "./api.js";
 import { drawTree } from "./tree.js";
 
@@ -10,10 +10,10 @@ let chats = kept("chats", []);
 let open = kept("open", null);
 let settings = kept("settings", {});
 let model = "";
-let running = null;  // the AbortController of the answer that is being made
-let lastTree = null;  // of the last pass that had more than a root
+let running = null;  // AbortController of the running answer
+let lastTree = null;  // last pass with more than a root
 
-const chat = () => chats.find((one) => one.id === open);
+const chat = () => chats.find((entry) => entry.id === open);
 
 function element(tag, properties = {}, ...children) {
   const made = Object.assign(document.createElement(tag), properties);
@@ -27,11 +27,11 @@ function save() {
 }
 
 function show() {
-  at("chats").replaceChildren(...chats.map((one) => {
-    const select = element("button", { type: "button", className: "open", textContent: one.title, onclick: () => choose(one.id) });
-    select.setAttribute("aria-current", String(one.id === open));
-    const remove = element("button", { type: "button", textContent: "×", onclick: () => drop(one.id) });
-    remove.setAttribute("aria-label", `Delete ${one.title}`);
+  at("chats").replaceChildren(...chats.map((entry) => {
+    const select = element("button", { type: "button", className: "open", textContent: entry.title, onclick: () => choose(entry.id) });
+    select.setAttribute("aria-current", String(entry.id === open));
+    const remove = element("button", { type: "button", textContent: "×", onclick: () => drop(entry.id) });
+    remove.setAttribute("aria-label", `Delete ${entry.title}`);
     return element("li", {}, select, remove);
   }));
   const messages = chat()?.messages ?? [];
@@ -67,7 +67,7 @@ function choose(id) {
 }
 
 function drop(id) {
-  chats = chats.filter((one) => one.id !== id);
+  chats = chats.filter((entry) => entry.id !== id);
   choose(open === id ? (chats[0]?.id ?? null) : open);
 }
 
@@ -132,7 +132,7 @@ function take(message, text, pass) {
 }
 
 function report(pieces, pass) {
-  const tokens = pieces.reduce((sum, one) => sum + one.tokens, 0), seconds = pieces.reduce((sum, one) => sum + one.seconds, 0);
+  const tokens = pieces.reduce((sum, piece) => sum + piece.tokens, 0), seconds = pieces.reduce((sum, piece) => sum + piece.seconds, 0);
   at("per-pass").textContent = (tokens / pieces.length).toFixed(2);
   at("per-token").textContent = tokens ? (seconds / tokens).toFixed(3) : "–";
   at("busy").textContent = `${Math.round(100 * pass.link_busy)} %`;

@@ -1,6 +1,6 @@
-// The tree of one pass: levels from left to right, the accepted path in the accent's colour.
+// Draft tree of a pass: levels from left to right, accepted path in the accent colour.
 
-/** Draw nodes whose parents are `parents` (-1 for the root), of which `path` were accepted, into a canvas. */
+/** Draw a tree into a canvas. `parents` holds -1 for the root, `path` the accepted nodes. */
 export function drawTree(canvas, parents, path) {
   const scale = window.devicePixelRatio || 1, width = canvas.clientWidth, height = canvas.clientHeight;
   if (!width) return;
@@ -12,7 +12,7 @@ export function drawTree(canvas, parents, path) {
   const spots = places(parents), taken = new Set([0, ...path]);
   const x = (node) => 8 + spots[node].level * (width - 16), y = (node) => 8 + spots[node].row * (height - 16);
   const radius = Math.max(1.5, Math.min(5, 60 / Math.sqrt(parents.length)));
-  for (const isTaken of [false, true]) {  // the accepted path lies above the others
+  for (const isTaken of [false, true]) {  // draw the accepted path last
     pen.strokeStyle = pen.fillStyle = isTaken ? accent : plain;
     pen.lineWidth = isTaken ? 2 : 0.7;
     parents.forEach((parent, node) => {
@@ -31,7 +31,7 @@ export function drawTree(canvas, parents, path) {
   canvas.setAttribute("aria-label", `${parents.length} nodes, ${path.length} of them accepted after the root`);
 }
 
-/** Where each node stands, both from 0 to 1: its level, and its row, which is the middle of its children's. */
+/** Compute level and row of each node, from 0 to 1. A row is the mean of its children's rows. */
 function places(parents) {
   const children = parents.map(() => []), level = [];
   parents.forEach((parent, node) => {

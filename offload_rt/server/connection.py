@@ -1,0 +1,156 @@
+"""Connection limits that uvicorn lacks: count, header timeout, write timeout, log rate.
+
+No server compared here has a write timeout or a connection limit.
+hypercorn 0.18 closes idle connections, and thereby half-sent heads, after 5 s.
+granian 2.8 has a header timeout, but its server inside a process is experimental.
+"""
+
+import asyncio
+import logging
+import os
+import resource
+import time
+from dataclasses import dataclass
+from typing import ClassVar
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+# asyncio accepts this many connections at once, before it closes surplus connections.
+_BACKLOG = 64
+# Connections in the hands of asyncio, and files of the engine.
+_RESERVED_FILES = 5 * _BACKLOG
+_RECORDS_PER_MINUTE = 30
+_BUSY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 5\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """Limits of connections.
+
+    n_connections  further connections get status 503
+    header_s       time for the head of a request
+    write_s        time without progress while the client does not read
+    """
+
+    n_connections: int
+    header_s: float = 10.0
+    write_s: float = 30.0
+
+    @classmethod
+    def from_ulimit(cls) -> "ConnectionLimits":
+        """Derive the number of connections from the limit of open files."""
+        n_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        n_open = len(os.listdir("/proc/self/fd"))
+        return cls(max(n_files - n_open - _RESERVED_FILES, _BACKLOG))
+
+
+class BoundedProtocol(H11Protocol):
+    """HTTP/1.1 connection with limits."""
+
+    limits: ClassVar[ConnectionLimits]
+    _header_timer: asyncio.TimerHandle | None = None
+    _write_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start the header timer, or refuse the connection."""
+        super().connection_made(transport)
+        # Every unsent byte counts: `pause_writing` follows at once.
+        transport.set_write_buffer_limits(high=0)
+        if len(self.connections) > self.limits.n_connections:
+            transport.write(_BUSY)
+            transport.close()
+        else:
+            self._watch_header()
+
+    def data_received(self, data: bytes) -> None:
+        """Parse data. The header timer runs from the first byte to the end of the head."""
+        super().data_received(data)
+        self._watch_header()
+
+    def _watch_header(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_header_timer()
+        elif self._header_timer is None:
+            abort = self.transport.abort
+            self._header_timer = self.loop.call_later(self.limits.header_s, abort)
+
+    def _stop_header_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+        self._header_timer = None
+
+    def pause_writing(self) -> None:
+        """Start the write timer."""
+        super().pause_writing()
+        self._watch_write(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        """Stop the write timer."""
+        super().resume_writing()
+        self._stop_write_timer()
+
+    def _watch_write(self, n_unsent: int) -> None:
+        self._write_timer = self.loop.call_later(self.limits.write_s, self._check_write, n_unsent)
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+
+    def _check_write(self, n_unsent: int) -> None:
+        """Abort the connection unless the client has read something."""
+        remaining = self.transport.get_write_buffer_size()
+        if remaining < n_unsent:
+            self._watch_write(remaining)
+        else:
+            self.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the timers."""
+        self._stop_header_timer()
+        self._stop_write_timer()
+        super().connection_lost(exc)
+
+
+class LogRate(logging.Filter):
+    """Pass a limited number of records per minute, and report the number of others."""
+
+    def __init__(self, n_per_minute: int) -> None:
+        super().__init__()
+        self._n_per_minute = n_per_minute
+        self._minute = 0
+        self._n_records = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether a record passes."""
+        minute = int(time.monotonic() // 60)
+        if minute != self._minute:
+            n_dropped = self._n_records - self._n_per_minute
+            if n_dropped > 0:
+                record.msg = f"{record.getMessage()} ({n_dropped} earlier messages were dropped)"
+                record.args = None
+            self._minute = minute
+            self._n_records = 0
+        self._n_records += 1
+        return self._n_records <= self._n_per_minute
+
+
+def make_server(app: ASGIApp, drain_s: int, limits: ConnectionLimits) -> uvicorn.Server:
+    """Build the HTTP server of an app.
+
+    drain_s  time for open requests after SIGTERM
+    """
+    protocol = type("Protocol", (BoundedProtocol,), {"limits": limits})
+    config = uvicorn.Config(
+        app,
+        http=protocol,
+        backlog=_BACKLOG,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=drain_s,
+    )
+    for name in ("uvicorn.error", "asyncio"):
+        logging.getLogger(name).addFilter(LogRate(_RECORDS_PER_MINUTE))
+    return uvicorn.Server(config)

@@ -1,0 +1,348 @@
+"""Generation for HTTP requests: validation, admission, chunks, and errors."""
+
+import asyncio
+import inspect
+import json
+import logging
+import math
+import reprlib
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
+from transformers import PreTrainedTokenizerBase
+
+from offload_rt.config import SamplingParams
+from offload_rt.errors import CapacityError, DeviceError, OffloadError, SettingsError, UserError
+from offload_rt.llm import LLM, Piece
+from offload_rt.sampling import Logprob
+from offload_rt.server.limits import error_response
+from offload_rt.server.metrics import Metrics
+from offload_rt.server.protocol import ChatRequest, CompletionRequest, read_body
+from offload_rt.server.responses import Answer, Json
+
+GenerationRequest = CompletionRequest | ChatRequest
+Arrivals = asyncio.Queue[tuple[int, Piece | Exception]]
+_T = TypeVar("_T")
+_Body = TypeVar("_Body", bound=BaseModel)
+_RETRY_S = 5
+# A stream gets this long to send the error of a timeout.
+_STREAM_GRACE_S = 5
+
+
+@dataclass(frozen=True)
+class ServerLimits:
+    """Limits for clients.
+
+    body_nbytes  size of a request body
+    n_answers    `n` of a request
+    n_waiting    answers in the queue, beside running answers
+    timeout_s    duration of a request
+    """
+
+    body_nbytes: int
+    n_answers: int
+    n_waiting: int
+    timeout_s: float
+
+
+class Refused(Exception):
+    """A refused request: HTTP status, reason, and OpenAI's error code."""
+
+    def __init__(self, status: int, reason: str, code: str | None = None, retry_after_s: int | None = None) -> None:
+        super().__init__(reason)
+        self.status = status
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(eq=False)
+class Service:
+    """A model and its open requests."""
+
+    llm: LLM
+    name: str
+    limits: ServerLimits
+    metrics: Metrics
+    created: int = field(default_factory=lambda: int(time.time()))
+    n_open: int = 0
+    _parsing: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def read(self, http: Request, kind: type[_Body]) -> _Body:
+        """Read and validate a body in a worker thread, one body at a time.
+
+        Parsers hold the interpreter lock in steps; several at once would add up.
+        """
+        # Browsers send other content types across origins without asking.
+        if "json" not in http.headers.get("content-type", "").lower():
+            raise Refused(415, "the Content-Type must be application/json")
+        raw = await http.body()
+        max_prompts = self.limits.n_waiting
+        max_len = self.llm.max_model_len
+        async with self._parsing:
+            return await asyncio.to_thread(read_body, kind, raw, max_prompts, max_len)
+
+    async def answer(self, http: Request, request: GenerationRequest) -> Response:
+        """Answer a request, as a stream or whole."""
+        self.check_model(request.model)
+        params = request.params(self.limits.n_answers)
+        n_answers = request.n_prompts * params.n
+        answer = Answer(request, self.name, n_answers, self.llm.tokenizer)
+        self._admit(n_answers)
+        chunks = self._chunks(answer, request, params)
+        if not request.stream:
+            await _unless_gone(http, _exhaust(chunks))
+            return await asyncio.to_thread(lambda: JSONResponse(answer.whole()))
+        # The first chunk precedes the status: errors of the request get a status of their own.
+        first = await _unless_gone(http, anext(chunks))
+        events = self._events(first, chunks, answer, request.options.include_usage)
+        return _EventStream(events, chunks, self.limits.timeout_s + _STREAM_GRACE_S)
+
+    def _admit(self, n: int) -> None:
+        """Reserve queue places, until `_chunks` ends. Raises Refused if the queue is full."""
+        engine = self.llm.engine
+        if engine.is_short:
+            reason = "device memory is exhausted by running answers"
+            raise Refused(503, reason, retry_after_s=_RETRY_S)
+        if n > self.limits.n_waiting:
+            need = f"at most {self.limits.n_waiting}"
+            change = "send several requests"
+            raise SettingsError(f"{n} answers in one request", need=need, change=change)
+        if self.n_open + n - engine.n_running > self.limits.n_waiting:
+            raise Refused(429, "the queue is full", retry_after_s=_RETRY_S)
+        self.n_open += n
+
+    async def _chunks(
+        self, answer: Answer, request: GenerationRequest, params: SamplingParams
+    ) -> AsyncGenerator[Json, None]:
+        """Yield the chunks of a stream. Leaving the iterator aborts the answers."""
+        started = time.perf_counter()
+        end = "aborted"
+        arrivals: Arrivals = asyncio.Queue()
+        tasks: list[asyncio.Task[None]] = []
+        n_left = len(answer.choices)
+        has_begun = False
+        echo = isinstance(request, CompletionRequest) and request.echo
+        try:
+            prompts = await asyncio.to_thread(self._tokenize, request)
+            answer.start(prompts)
+            for i in range(n_left):
+                run = self._run(i, prompts[i // params.n], params, arrivals)
+                tasks.append(asyncio.create_task(run))
+            while n_left:
+                left_s = started + self.limits.timeout_s - time.perf_counter()
+                i, piece = await asyncio.wait_for(arrivals.get(), max(left_s, 0))
+                if isinstance(piece, Exception):
+                    raise piece
+                if not has_begun:
+                    has_begun = True
+                    self.metrics.first_token.observe(time.perf_counter() - started)
+                    self.metrics.prompt_tokens.inc(answer.n_prompt)
+                    for chunk in answer.role_chunks():
+                        yield chunk
+                if echo and not answer.choices[i].n_tokens:
+                    prompt = prompts[i // params.n]
+                    yield await asyncio.to_thread(self._echo, answer, i, prompt, piece)
+                self.metrics.tokens.inc(len(piece.token_ids))
+                n_left -= piece.output is not None
+                yield answer.add(i, piece)
+            end = answer.choices[0].finish_reason or ""
+        except TimeoutError as error:
+            end = "timeout"
+            reason = f"the request took more than {self.limits.timeout_s:.0f} s"
+            raise Refused(504, reason) from error
+        except Exception as error:
+            end = "refused" if isinstance(error, UserError) else "error"
+            raise
+        finally:
+            self.n_open -= len(answer.choices)
+            for task in tasks:
+                task.cancel()
+            self.metrics.requests.labels(end).inc()
+            self.metrics.request_seconds.observe(time.perf_counter() - started)
+
+    async def _run(self, i: int, prompt: list[int], params: SamplingParams, arrivals: Arrivals) -> None:
+        """Generate one answer into the queue."""
+        seed = None if params.seed is None else (params.seed + i % params.n) % 2**63
+        try:
+            stream = self.llm.astream(prompt, replace(params, n=1, seed=seed))
+            async with aclosing(stream) as pieces:
+                async for piece in pieces:
+                    arrivals.put_nowait((i, piece))
+        except Exception as error:  # the request raises it
+            arrivals.put_nowait((i, error))
+
+    async def _events(
+        self, first: Json, chunks: AsyncIterator[Json], answer: Answer, has_usage: bool
+    ) -> AsyncGenerator[str, None]:
+        """Yield server-sent events. An error in the middle is the last chunk."""
+        try:
+            yield _event(first)
+            async for chunk in chunks:
+                yield _event(chunk)
+            if has_usage:
+                yield _event(answer.usage_chunk())
+        except Exception as error:
+            response = await self.error_response(None, error)
+            yield f"data: {bytes(response.body).decode()}\n\n"
+            if not isinstance(error, OffloadError | Refused):
+                logging.getLogger("uvicorn.error").exception("error in the middle of a stream")
+        yield "data: [DONE]\n\n"
+
+    def _echo(self, answer: Answer, i: int, prompt: list[int], piece: Piece) -> Json:
+        """Build the chunk with the prompt."""
+        first = {prompt[0]: Logprob(math.nan, 0, self.decode(prompt[:1]))}
+        logprobs = [candidates or first for candidates in piece.prompt_logprobs or []]
+        return answer.echo(i, prompt, logprobs)
+
+    def decode(self, tokens: list[int]) -> str:
+        """Decode tokens, special tokens included."""
+        return "" if self.llm.tokenizer is None else str(self.llm.tokenizer.decode(tokens))
+
+    def _tokenize(self, request: GenerationRequest) -> list[list[int]]:
+        """Tokenize and check the prompts of a request. Runs in a worker thread."""
+        if isinstance(request, ChatRequest):
+            prompts = [self.render(request)]
+        else:
+            special = request.add_special_tokens
+            prompts = [
+                self.llm.encode(prompt, special) if isinstance(prompt, str) else prompt for prompt in request.prompt
+            ]
+        prompts = [request.truncate(prompt, self.llm.max_model_len) for prompt in prompts]
+        for prompt in prompts:
+            self.llm.check_prompt(prompt)
+        return prompts
+
+    def render(self, request: ChatRequest) -> list[int]:
+        """Tokenize a conversation. Runs in a worker thread.
+
+        Raises PromptError or SettingsError for input that the chat template ignores.
+        """
+        variables = request.chat_template_kwargs or {}
+        # Clients may set variables of the template, but no template of their own.
+        arguments = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+        reserved = variables.keys() & arguments.keys()
+        if reserved:
+            need = "variables of the model's template"
+            raise SettingsError(f"chat_template_kwargs {min(reserved)}", need=need)
+        if request.continue_final_message and request.add_generation_prompt:
+            need = "add_generation_prompt to be false"
+            raise SettingsError("continue_final_message", need=need, change="set it to false")
+        template = str(self.llm.tokenizer and self.llm.tokenizer.chat_template)
+        wanted = request.wanted_format
+        if wanted and "response_format" not in template:
+            need = "a model whose chat template supports it, or text"
+            problem = f"response_format {wanted['type']}"
+            raise SettingsError(problem, need=need, change="ask in the prompt")
+        if request.offered_tools and "tools" not in template:
+            need = "a model whose chat template supports tools"
+            raise SettingsError("tools", need=need, change="describe them in the prompt")
+        options = {
+            "add_generation_prompt": request.add_generation_prompt,
+            "continue_final_message": request.continue_final_message,
+            "tools": request.offered_tools,
+            **variables,
+        }
+        if wanted:
+            options["response_format"] = wanted
+        return self.llm.encode_chat(request.turns(), options)
+
+    def check_model(self, name: str | None) -> None:
+        """Raises Refused for the name of another model."""
+        if name and name != self.name:
+            reason = f"there is no model {reprlib.repr(name)} here, but {self.name!r}"
+            raise Refused(404, reason, "model_not_found")
+
+    @property
+    def card(self) -> Json:
+        """Description of the model, as listed by OpenAI."""
+        length = {"max_model_len": self.llm.max_model_len}
+        head = {"id": self.name, "object": "model", "created": self.created}
+        return {**head, "owned_by": "offload_rt", **length}
+
+    async def error_response(self, http: Request | None, error: Exception) -> JSONResponse:
+        """Convert an exception to a response, without advice for the operator."""
+        if isinstance(error, HTTPException):
+            return error_response(error.status_code, str(error.detail))
+        if isinstance(error, Refused):
+            return error_response(error.status, str(error), error.code, error.retry_after_s)
+        if not isinstance(error, OffloadError):
+            return error_response(500, "internal server error; the server's log has details")
+        text = _client_message(error)
+        if isinstance(error, CapacityError):
+            length = f"This model's maximum context length is {self.llm.max_model_len} tokens."
+            return error_response(400, f"{length} {text}", "context_length_exceeded")
+        if isinstance(error, DeviceError):
+            return error_response(503, text, retry_after_s=_RETRY_S)
+        return error_response(400 if isinstance(error, UserError) else 500, text)
+
+
+class _EventStream(StreamingResponse):
+    """Server-sent events with a deadline, also for clients that do not read.
+
+    chunks  closed at the end, so that the answers are aborted at once
+    """
+
+    def __init__(
+        self,
+        events: AsyncGenerator[str, None],
+        chunks: AsyncGenerator[Json, None],
+        timeout_s: float,
+    ) -> None:
+        headers = {"Cache-Control": "no-cache"}
+        super().__init__(events, headers=headers, media_type="text/event-stream")
+        self._generators = (events, chunks)
+        self._timeout_s = timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await super().__call__(scope, receive, send)
+        except TimeoutError:  # uvicorn closes connections with incomplete responses
+            pass
+        finally:
+            # Suspended generators would wait for the garbage collector.
+            for generator in self._generators:
+                await generator.aclose()
+
+
+def _client_message(error: OffloadError) -> str:
+    """Format an error without the parts that name command-line flags."""
+    parts = {"need": error.need, "have": error.have, "change": error.change}
+    public = {name: "" if "--" in part else part for name, part in parts.items()}
+    return str(OffloadError(error.problem, **public))
+
+
+def _event(content: Json) -> str:
+    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
+
+
+async def _exhaust(chunks: AsyncIterator[Json]) -> None:
+    async for _ in chunks:
+        pass
+
+
+async def _unless_gone(http: Request, work: Awaitable[_T]) -> _T:
+    """Await some work. A disconnect of the client cancels it."""
+
+    async def disconnect() -> None:
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(disconnect())
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Refused(499, "the client disconnected")
+        return task.result()
+    finally:
+        watch.cancel()
+        task.cancel()
