@@ -26,7 +26,8 @@ setup(
     },
     install_requires=[
         TORCH,
-        "transformers>=5.17,<6",
+        # 5.20 lacks `core_model_loading.apply_renamings`.
+        "transformers>=5.21,<6",
         "safetensors>=0.7,<1",
         "tokenizers>=0.22,<1",
         "huggingface-hub>=1.5,<3",
