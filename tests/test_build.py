@@ -8,9 +8,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from pretended_card import pretended_card
 from processes import is_soon_over, is_written
 
 from offload_rt.ops import build, extension
@@ -136,12 +138,30 @@ def test_kernels_are_built_for_the_cards_that_are_there(card: None, monkeypatch:
     monkeypatch.setattr(build, "find", lambda *recipes: asked.extend(recipes) or Path("library"))
     monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
     monkeypatch.setattr(extension, "describe", lambda library: None)
+    monkeypatch.setattr(extension, "_launch_failure", lambda: "")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert extension.missing() == ""
     codes = [{one for one in recipe.arguments if one.startswith("-gencode")} for recipe in asked]
     assert len(codes[0]) == 5
     assert codes[1] == {
         f"-gencode=arch=compute_{a},code={b}" for a, b in (("89", "sm_89"), ("90", "sm_90"), ("90", "compute_90"))
     }
+
+
+def test_kernels_that_load_and_do_not_run_are_missing(card: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of a compiler that is newer than the driver."""
+
+    def failed(*_: object) -> None:
+        raise RuntimeError("launch of a kernel: CUDA driver version is insufficient\nmore")
+
+    missing = extension.missing
+    with pretended_card(monkeypatch):
+        monkeypatch.setattr(extension, "missing", missing)
+        monkeypatch.setattr(extension, "kernels", lambda: SimpleNamespace(silu_mul=failed))
+        monkeypatch.setattr(build, "find", lambda *_: Path("library"))
+        monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
+        monkeypatch.setattr(extension, "describe", lambda library: None)
+        assert "CUDA driver version is insufficient; update the driver" in extension.missing()
 
 
 def test_a_card_without_kernels_says_what_is_lost(card: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from offload_rt.models.tensor_parallel import TensorParallelModel
 from offload_rt.offload.disk import DiskTier
 from offload_rt.offload.placement import ExpertSizes, MemoryBudget, Plan
 from offload_rt.offload.sidecar import SidecarTier
+from offload_rt.ops import extension
 from offload_rt.speculate.draft_model import DraftModel
 from offload_rt.speculate.learner import learning_nbytes
 from offload_rt.speculate.select import Drafting
@@ -81,13 +82,17 @@ class EnginePlan(MemoryPlan):
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of a setting. Raises DeviceError if it is cuda and there is none."""
+    """Return the device of a setting. Raises DeviceError for cuda without a usable device.
+
+    Builds the kernels: nvcc needs memory and all cores, and host memory is pinned later.
+    """
     if name == "cuda" and not torch.cuda.is_available():
         need = "a CUDA device that torch can use"
         raise DeviceError("--device cuda", need=need, have=_why_no_card(), change="use --device cpu")
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     _expand_segments()
+    extension.missing()
     return torch.device("cuda", torch.cuda.current_device())
 
 
