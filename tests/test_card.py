@@ -15,8 +15,8 @@ from tiny import CASES, feed, generate, keep_steady, prefill, prompt_of, random_
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
 from offload_rt.engine import builder, draft_place, engine_plan, loader, profile
-from offload_rt.engine.memory_plan import READ_BUFFERS
-from offload_rt.errors import LinkError, NumericsError
+from offload_rt.engine.memory_plan import DRIVER, READ_BUFFERS
+from offload_rt.errors import CapacityError, LinkError, NumericsError
 from offload_rt.executor.cuda_graphs import CudaCapture, GraphPass
 from offload_rt.executor.sequence import Sequence
 from offload_rt.offload import memory
@@ -190,6 +190,17 @@ def test_the_cap_on_the_cards_memory_ends_with_the_engine(zoo, card):
         with on_card(directory, drafter="none", device_memory=little(directory)):
             assert torch.cuda.get_per_process_memory_fraction() < before
         assert torch.cuda.get_per_process_memory_fraction() == before
+
+
+def test_a_budget_is_compared_with_what_is_free(zoo, monkeypatch):
+    """Another process may have most of a card, and the driver loads modules after planning."""
+    directory, free = zoo.directory("llama", 0), 1 << 30
+    with pretended_card(monkeypatch):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free, 4 << 30))
+        with LLM.open(EngineConfig(str(directory), device="cuda", device_memory=free - DRIVER)) as unloaded:
+            assert unloaded.plan.budget.device == free - DRIVER
+        with pytest.raises(CapacityError, match="--device-memory is more than there is"):
+            LLM.open(EngineConfig(str(directory), device="cuda", device_memory=free - DRIVER + 1))
 
 
 def test_products_are_summed_in_float32_as_long_as_an_engine_is_open(zoo, card):

@@ -12,7 +12,7 @@ from offload_rt.config import EngineConfig, format_size
 from offload_rt.engine import profile
 from offload_rt.engine.draft_place import agree
 from offload_rt.engine.link import Link, choose_link
-from offload_rt.engine.memory_plan import LIBRARIES, READ_BUFFERS, MemoryPlan, Sizes, less_margin, plan_touched
+from offload_rt.engine.memory_plan import DRIVER, LIBRARIES, READ_BUFFERS, MemoryPlan, Sizes, less_margin, plan_touched
 from offload_rt.engine.rank_cuts import reading_notice, token_seconds
 from offload_rt.engine.stages import of_all, stage_of
 from offload_rt.errors import CapacityError, DeviceError, SettingsError, UnsupportedModelError
@@ -338,8 +338,8 @@ def memory_budget(config: EngineConfig, device: torch.device) -> MemoryBudget:
     if device.type == "cpu":
         return MemoryBudget(_within(config.device_nbytes, "--device-memory", spare, memory_limit()))
     torch.cuda.empty_cache()  # what an engine that was closed has left to torch is free as well
-    on_card, all_of_card = torch.cuda.mem_get_info(device)
-    of_card = _within(config.device_nbytes, "--device-memory", less_margin(on_card), all_of_card)
+    on_card, _ = torch.cuda.mem_get_info(device)  # without the context of this process
+    of_card = _within(config.device_nbytes, "--device-memory", less_margin(on_card), max(on_card - DRIVER, 0))
     of_host = _within(config.host_nbytes, "--host-memory", spare, memory_limit())
     return MemoryBudget(of_card, of_host, LIBRARIES, has_card=True, buffers=READ_BUFFERS)
 

@@ -52,6 +52,11 @@ def keep_tapped(taps: Sequence[int], tapped: Tensor, hidden: Tensor, n_layers: i
             tapped[:, place] = hidden
 
 
+def most_captured_rows(n_rows: int) -> int:
+    """Rows of the widest captured pass, where passes have up to `n_rows`."""
+    return max(width for width in _WIDTHS if width <= max(n_rows, 1))
+
+
 @dataclass(frozen=True)
 class GraphShape:
     """The most a pass may have: rows computed, cache rows attended to, and those of them that belong to the tree."""
@@ -210,7 +215,7 @@ class GraphRunner:
     ) -> None:  # fmt: skip
         self._model, self._most, self._new_buffer, self._capture = model, most, new_buffer, capture
         self._capture_pass = capture if ranks is None else partial(capture_together, capture, ranks)
-        self._most_rows = max(width for width in _WIDTHS if width <= max(most.n_rows, 1))
+        self._most_rows = most_captured_rows(most.n_rows)
         self._passes: dict[KVBuffer, dict[GraphShape, GraphPass]] = {}
         self._reductions: dict[tuple[int, Reduce], _Reduction] = {}
         self._reusable: KVBuffer | None = None

@@ -17,7 +17,7 @@ _LEAST_SLOTS, BEST_SLOTS = 2, 3
 class ReservedMemory:
     """Bytes the device holds besides layers: of `cache` what is on the device, of `draft` all that a draft model takes.
 
-    `libraries` is what those of a GPU take, `stand_in` the copy of a streamed layer that stays where the target drafts itself,
+    `libraries` is what those of a GPU take, `graphs` what captured passes keep for themselves, `stand_in` the copy of a streamed layer that stays where the target drafts itself,
     `experts` the slots of experts that are no part of layers.
     """
 
@@ -28,11 +28,13 @@ class ReservedMemory:
     libraries: int = 0
     stand_in: int = 0
     experts: int = 0
+    graphs: int = 0
 
     @property
     def total(self) -> int:
         """Their sum."""
-        return self.non_layer + self.cache + self.scratch + self.draft + self.libraries + self.experts
+        of_model = self.non_layer + self.cache + self.scratch + self.experts
+        return of_model + self.draft + self.libraries + self.graphs
 
 
 @dataclass(frozen=True)
