@@ -200,9 +200,7 @@ def pretended_card(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(
-        torch.cuda, "set_device", lambda device: _COUNTS.selected.add(threading.current_thread().name)
-    )
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: _COUNTS.selected.add(threading.current_thread().name))
     monkeypatch.setattr(extension, "missing", lambda: "" if has_kernels else "the card is pretended")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (nbytes, nbytes))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)

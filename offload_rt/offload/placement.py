@@ -17,7 +17,8 @@ _LEAST_SLOTS, BEST_SLOTS = 2, 3
 class ReservedMemory:
     """Bytes the device holds besides layers: of `cache` what is on the device, of `draft` all that a draft model takes.
 
-    `libraries` is what those of a GPU take, `graphs` what captured passes keep for themselves, `stand_in` the copy of a streamed layer that stays where the target drafts itself,
+    `libraries` is what those of a GPU take, `graphs` what captured passes keep for themselves, `stand_in` the copy of a
+    streamed layer that stays where the target drafts itself,
     `experts` the slots of experts that are no part of layers.
     """
 
