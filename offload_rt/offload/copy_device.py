@@ -54,9 +54,13 @@ class CopyDevice:
                 for to, of in zip(torch.split(target, _CHUNK), torch.split(source, _CHUNK), strict=True):
                     stream = self._take_turns()
                     with torch.cuda.stream(stream):
-                        to.copy_(of, non_blocking=True)
+                        self._move(to, of)
             done.record(stream)
         return before, done
+
+    def _move(self, to: Tensor, source: Tensor) -> None:
+        """Enqueue the copy of a chunk on the current stream."""
+        to.copy_(source, non_blocking=True)
 
     def _take_turns(self) -> Stream:
         """The other stream, behind all that was given to this one."""

@@ -18,8 +18,7 @@ class ReservedMemory:
     """Bytes the device holds besides layers: of `cache` what is on the device, of `draft` all that a draft model takes.
 
     `libraries` is what those of a GPU take, `graphs` what captured passes keep for themselves, `stand_in` the copy of a
-    streamed layer that stays where the target drafts itself,
-    `experts` the slots of experts that are no part of layers.
+    streamed layer that stays where the target drafts itself, `experts` the slots of experts that are no part of layers.
     """
 
     non_layer: int

@@ -19,12 +19,12 @@ def missing() -> str:
     """Load the kernels, which may build them, and launch one. Return why they cannot serve, or an empty string."""
     if not torch.cuda.is_available():
         return "torch sees no card"
-    cards = filter(_is_able, range(torch.cuda.device_count()))
-    known = {max(one for one in build.ARCHITECTURES if one <= _capability(card)) for card in cards}
+    cards, offered = filter(_is_able, range(torch.cuda.device_count())), build.architectures()
+    known = {max(one for one in offered if one <= _capability(card)) for card in cards}
     if not known:
         return f"they need compute capability {build.ARCHITECTURES[0] / 10}"
     try:
-        library = build.find(build.kernels(), build.kernels(known))
+        library = build.find(*map(build.kernels, (build.ALL_ARCHITECTURES, build.ARCHITECTURES, known)))
         torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]  # torch gives it no types
     except (build.NotBuilt, OSError) as error:
         return str(error)
