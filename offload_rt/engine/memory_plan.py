@@ -295,7 +295,8 @@ class _Memory:
     def _split(self, max_len: int, n_nodes: int) -> KVSplit:
         spec = self.target.spec
         rows = RowFormat(spec.n_kv_heads, spec.head_dim, self.dtype, self.config.kv_dtype == "fp8")
-        return KVSplit.least(spec, _cache_rows(max_len, n_nodes), n_nodes, rows, CHUNK_ROWS)
+        n_rows = _cache_rows(max_len, n_nodes)
+        return KVSplit.least(spec, n_rows, n_nodes, rows, CHUNK_ROWS, self.budget.has_card)
 
     def _least(self, reserved: ReservedMemory) -> int:
         return least_budget(self.target.layer_nbytes, reserved, self.target.link)
