@@ -1,4 +1,4 @@
-"""What ptxas made of each kernel, as one table. Fails where a register was spilled.
+"""What ptxas made of each kernel, as one table. Fails where a kernel spills registers that some card runs.
 
     python scripts/check_kernels.py
 
@@ -92,7 +92,7 @@ def main() -> None:
         sizes = (f"{'-' if size is None else size:>{width}}" for size, width in ((one.shared, 7), (one.blocks, 6)))
         print(f"{one.kernel:<58} {one.arch:>4} {one.registers:>9} {' '.join(sizes)} {one.frame:>5} {one.spilled:>7}")
     absent = {str(one) for one in architectures} - {one.arch for one in found}
-    spilling = [one for one in found if one.spilled]
+    spilling = [one for one in found if one.spilled and one.blocks != 0]
     if absent or spilling:
         sys.exit(f"kernels: {len(spilling)} spill registers, {len(absent)} architectures are missing")
 

@@ -23,7 +23,7 @@ _SHAPES = Shapes(n_nodes=(1, 768))
 
 
 class PacedDevice(CopyDevice):
-    """A CUDA device whose copies take as long as over a link of `GBPS`."""
+    """A CUDA device with copies slowed to `GBPS`."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)

@@ -24,7 +24,7 @@ def requirements() -> list[Requirement]:
 
 
 def unmet(required: list[Requirement]) -> list[Requirement]:
-    """Print the installed version of each package. Return those without a fitting one."""
+    """Print the installed version of each package. Return the unmet requirements."""
     lacking = []
     for one in required:
         try:

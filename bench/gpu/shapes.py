@@ -19,7 +19,7 @@ from offload_rt.tree.topology import Topology
 from offload_rt.weights.checkpoint import Checkpoint, open_checkpoint
 
 TARGET, DRAFT = ROOT / "models/demo-target", ROOT / "models/demo-draft"
-# A card of 24 GB reports 23.65 GiB, of which the context of a program takes about half a GiB.
+# A card of 24 GB reports 23.65 GiB. The context of a program uses about half a GiB.
 BUDGET = "22.5GiB"
 _N_OWN = {TARGET: 6, DRAFT: 3}
 _MARGIN = 1 << 30

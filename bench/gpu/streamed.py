@@ -18,7 +18,7 @@ _NBYTES = 64 << 20
 class Shapes:
     """What is measured; a test makes it small. The sizes of the README come first.
 
-    settings  further ones of the LLM, such as the format on the link
+    settings  further settings of the LLM, such as the format on the link
     """
 
     target: str = "llama-2-70b"
