@@ -11,7 +11,7 @@ import pytest
 from bench.gpu import requirements
 
 ROOT = Path(__file__).resolve().parent.parent
-# An interpreter whose torch sees cards, and whose tests and sections end in different ways.
+# An interpreter with cards: tests and sections end in different ways.
 PYTHON = """#!/bin/bash
 case "$*" in
   *device_count*) echo {n_cards} ;;

@@ -256,7 +256,7 @@ def test_on_a_card_rows_of_the_host_are_pinned_when_the_model_is_loaded(pair, mo
 
 
 def test_blocks_beside_a_card_are_larger():
-    """They take the link longer than the host needs to launch what attends to them."""
+    """A block's copy takes longer than the launches of its attention."""
     rows, spec = RowFormat(8, 128, torch.float16), spec_of(KNOWN["llama2-70b"])
     on_cpu, on_card = (KVSplit.least(spec, 100_000, 64, rows, 512, one).block_nbytes for one in (False, True))
     assert on_cpu < on_card == 16 << 20

@@ -325,7 +325,7 @@ def capture_together(capture: Capture, ranks: Ranks, compute: Callable[[], None]
 class CudaCapture:
     """Capture CUDA graphs that share one memory pool: no two of them run at once.
 
-    The first unexpected failure ends all captures: passes launch their kernels one by one from then on.
+    After the first unexpected failure nothing is captured, and passes launch each kernel.
     """
 
     def __init__(self) -> None:
@@ -348,7 +348,7 @@ class CudaCapture:
         try:
             with suppress(torch.OutOfMemoryError):
                 return self._capture(compute)
-            # During a capture torch gives nothing back of what it keeps for other work.
+            # During a capture torch releases no cached memory.
             torch.cuda.empty_cache()
             return self._capture(compute)
         except (torch.OutOfMemoryError, extension.NotCapturable):

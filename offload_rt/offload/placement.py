@@ -15,10 +15,14 @@ _LEAST_SLOTS, BEST_SLOTS = 2, 3
 
 @dataclass(frozen=True)
 class ReservedMemory:
-    """Bytes the device holds besides layers: of `cache` what is on the device, of `draft` all that a draft model takes.
+    """Bytes on the device besides layers.
 
-    `libraries` is what those of a GPU take, `graphs` what captured passes keep for themselves, `stand_in` the copy of a
-    streamed layer that stays where the target drafts itself, `experts` the slots of experts that are no part of layers.
+    cache      keys and values on the device
+    draft      the draft model with its cache and distributions
+    libraries  workspaces of GPU libraries
+    stand_in   copy of one streamed layer, by which the target drafts itself
+    experts    slots of experts that are blocks of their own
+    graphs     pool and logits of captured passes
     """
 
     non_layer: int

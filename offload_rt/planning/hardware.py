@@ -30,7 +30,7 @@ class Link:
 class Card:
     """A graphics card.
 
-    memory_nbytes  as it is sold, less what error correction takes
+    memory_nbytes  nominal, without the share of error correction
     tflops         10^12 operations a second in matrix products
     memory_gbps    GB/s of its memory
     source         of these figures
