@@ -10,7 +10,7 @@ import torch
 from pretended_card import CardTensor, _Copies, pretended_card
 from recorded import record
 from test_expert_cache import model_of, open_touched  # noqa: F401
-from tiny import CASES, feed, generate, keep_steady, prefill, prompt_of, random_tree
+from tiny import CASES, feed, generate, keep_steady, least_streaming, prefill, prompt_of, random_tree
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
@@ -318,8 +318,7 @@ def test_the_host_waits_once_a_level_once_for_the_pass_and_once_for_the_verdict(
     with pretended_card(monkeypatch, has_kernels=True) as counts:
         settings |= {"max_model_len": 128, "device": "cuda"} | pair.settings(drafter, rule)
         if place == "host":
-            with LLM.open(EngineConfig(str(pair.target), **settings)) as unloaded:
-                settings["device_memory"] = unloaded.plan.reserved.total + 2 * unloaded.plan.slot_nbytes
+            settings["device_memory"] = least_streaming(pair.target, **settings)
         with LLM(str(pair.target), **settings) as llm:
             assert set(llm.plan.tiers) == {place}
             steps = counted_steps(llm, counts, SamplingParams(max_new_tokens=24, temperature=temperature, seed=1))
@@ -351,8 +350,7 @@ def test_a_draft_is_captured_before_layers_are_copied(zoo, monkeypatch):
         monkeypatch.setattr(_Copies, "copy", lambda *arguments: order.append("copy") or copy(*arguments))
         monkeypatch.setattr(builder, "CudaCapture", lambda: capture)
         monkeypatch.setattr(builder, "_CAPTURING_S", 1e9)
-        with LLM.open(EngineConfig(str(pair.target), **settings)) as unloaded:
-            settings["device_memory"] = unloaded.plan.reserved.total + 2 * unloaded.plan.slot_nbytes
+        settings["device_memory"] = least_streaming(pair.target, **settings)
         with LLM(str(pair.target), **settings):
             pass
     assert order[:4] == ["capture"] * 4 and set(order[4:]) == {"copy"}
