@@ -26,6 +26,7 @@ setup(
     },
     install_requires=[
         TORCH,
+        # 5.20 lacks `core_model_loading.apply_renamings`.
         "transformers>=5.21,<6",
         "safetensors>=0.7,<1",
         "tokenizers>=0.22,<1",

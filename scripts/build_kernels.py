@@ -13,7 +13,7 @@ from offload_rt.ops import build
 
 def main() -> None:
     """Build what can be built here, in place of what was there."""
-    for recipe in (build.CPU, build.kernels()):
+    for recipe in (build.CPU, build.kernels(build.architectures())):
         start = time.perf_counter()
         for path in build.PACKAGE.glob(f"_{recipe.name}-*"):
             path.unlink()

@@ -10,10 +10,11 @@ import functools
 import shutil
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,11 +49,13 @@ class Counts:
     n_waits    times that the host waited for it
     n_uploads  copies to it through the copy engine, but for those of the streamer
     n_kernels  launches of our own
+    selected   names of the threads that have selected the card
     """
 
     n_waits: int = 0
     n_uploads: int = 0
     n_kernels: int = 0
+    selected: set[str] = field(default_factory=set)
 
 
 _COUNTS = Counts()
@@ -191,11 +194,14 @@ def pretended_card(
     """
     _set_guard()
     _COUNTS.n_waits = _COUNTS.n_uploads = _COUNTS.n_kernels = 0
+    _COUNTS.selected.clear()
     kernels = _Kernels(emulated.load()) if has_kernels else None
     transfer._reading.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: _COUNTS.selected.add(threading.current_thread().name))
+    monkeypatch.setattr(extension, "missing", lambda: "" if has_kernels else "the card is pretended")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (nbytes, nbytes))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     nowhere = SimpleNamespace(pci_domain_id=0xFFFF, pci_bus_id=0xFF, pci_device_id=0xFF)
@@ -278,6 +284,9 @@ def _set_guard() -> None:
 
 class _Copies:
     """A `CopyDevice` that copies at once."""
+
+    def select(self) -> None:
+        torch.cuda.set_device(CARD)
 
     def allocate(self, nbytes: int) -> Tensor:
         return CardTensor(torch.full((nbytes,), 0xA5, dtype=torch.uint8))

@@ -13,7 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload_rt.ops import cpu
 
-_TO_THE_HOST = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default}
+_aten = torch.ops.aten
+_TO_THE_HOST = {_aten._local_scalar_dense.default, _aten.nonzero.default}
+_COPIES = {_aten.copy_.default, _aten._to_copy.default}
 
 
 def tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -34,6 +36,9 @@ class _Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert func not in _TO_THE_HOST, f"{func} waits for the device while it is captured"
+        ends = {one.device.type for one in tensors_of(args)}
+        ends |= {torch.device(kwargs["device"]).type} if kwargs and kwargs.get("device") else set()
+        assert func not in _COPIES or len(ends) == 1, f"{func} copies unpinned memory of the host while it is captured"
         out = func(*args, **(kwargs or {}))
         self.calls.append((func, args, kwargs or {}, out))
         return out

@@ -3,18 +3,32 @@
 import json
 import subprocess
 import sys
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import expand
 import pytest
 import torch
-from pretended_card import pretended_card
+from pretended_card import _Copies, pretended_card
 from processes import is_soon_over, is_written
 from tiny import keep_steady
 from transformers import Qwen3MoeConfig
 
-from bench.gpu import attention, experts, generation, onchip, shapes, streamed
+from bench.gpu import (
+    attention,
+    correctness,
+    experts,
+    formats,
+    generation,
+    onchip,
+    paced,
+    shapes,
+    streamed,
+    timing,
+)  # fmt: skip
 from bench.gpu.__main__ import _is_measured, run_section
 from bench.gpu.table import table, written_into
 from bench.measure import UNKNOWN, Spread, commit
@@ -79,12 +93,88 @@ def test_the_section_of_experts_runs(monkeypatch):
 
 
 def test_the_section_of_passes_runs(small, monkeypatch):
+    """The link is measured while no layer crosses it."""
+    opened, are_parked = [], []
+
+    @contextmanager
+    def watched(*args, **settings):
+        with shapes.opened(*args, **settings) as llm:
+            opened.append(llm)
+            yield llm
+
+    def link_gbps(device):
+        are_parked.append(opened[-1].engine.runner.streamer._is_parked)
+        return 1.0
+
     monkeypatch.setattr(streamed, "written", small)
-    monkeypatch.setattr(streamed, "upload_gbps", lambda device: 1.0)
+    monkeypatch.setattr(streamed, "opened", watched)
+    monkeypatch.setattr(streamed, "link_gbps", link_gbps)
     with pretended_card(monkeypatch):
         found = told(streamed.measure(streamed.Shapes("", 11, "275MiB", (1, 8))))
+    assert are_parked == [True, True]
     assert found[-1]["plan"]["streamed_layers"] > 0 and found[-1]["plan"]["streamed_bytes"] > 0
     assert [[one["rows"] for one in each["passes"]] for each in found] == [[1], [1, 8]]
+
+
+def test_the_section_of_a_paced_link_says_so(small, monkeypatch):
+    monkeypatch.setattr(paced, "written", small)
+    monkeypatch.setattr(paced, "PacedDevice", lambda _: _Copies())
+    monkeypatch.setattr(paced, "paced_gbps", lambda device: 25.0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
+    with pretended_card(monkeypatch):
+        (found,) = told(paced.measure(streamed.Shapes("", 11, "275MiB", (1,))))
+    assert found["link"] == "a card, link paced to 25 GB/s" and found["passes"][0]["link_gbps"] == 25.0
+
+
+def test_the_section_of_formats_runs(small, monkeypatch):
+    """A way that fails does not end the others."""
+    sizes = streamed.Shapes("", 11, "275MiB", (1,))
+    ways = {
+        "lossless": (None, replace(sizes, settings=(("link_format", "lossless"),))),
+        "int4": ("gptq", replace(sizes, device_memory="286MiB")),
+        "host": (None, replace(sizes, context=600, settings=(("kv_memory", "4MiB"),))),
+    }
+    monkeypatch.setattr(formats, "written", small)
+    monkeypatch.setattr(formats, "link_gbps", lambda device: 1.0)
+    with pretended_card(monkeypatch):
+        found = told(formats.measure(ways))[-1]
+    assert "no kernel decodes lossless weights" in found["lossless"]["failed"]
+    assert "passes" in found["host"] and "passes" in found["int4"], found
+    plain, quantised = found["host"]["passes"][0]["floor_s"], found["int4"]["passes"][0]["floor_s"]
+    assert quantised < 0.5 * plain
+
+
+def test_correctness_keeps_the_whole_output_and_its_end(monkeypatch, capfd):
+    monkeypatch.setattr(correctness, "ON_CARD", (("tests/test_no_such_file.py", "card"),))
+    monkeypatch.setattr(correctness, "shutil", SimpleNamespace(which=lambda _: None))
+    monkeypatch.setattr(correctness.extension, "missing", lambda: "no card")
+    found = told(correctness.measure())[-1]
+    assert found["kernels"] == "no card" and found["memory checker"] == "not installed"
+    assert found["tests/test_no_such_file.py"].endswith("exit code 4")
+    assert "no tests ran" in capfd.readouterr().err
+
+
+def test_calls_are_timed_in_a_graph(monkeypatch):
+    """Launches of the host do not count: small work would measure nothing else."""
+    calls, is_capturing = [], []
+
+    @contextmanager
+    def graph(_):
+        is_capturing.append(True)
+        yield
+        is_capturing.clear()
+
+    class Event:
+        def __init__(self, **_):
+            self.record = self.synchronize = lambda: None
+            self.elapsed_time = lambda _: 40.0
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: calls.append("replay")))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    spread = timing.seconds(lambda: calls.append(bool(is_capturing)), repeats=2, warm_up=1)
+    assert calls == [False, *[True] * 20, *["replay"] * 3]
+    assert spread.median == pytest.approx(0.002)
 
 
 def test_the_section_of_generation_runs(small, monkeypatch):
@@ -93,7 +183,7 @@ def test_the_section_of_generation_runs(small, monkeypatch):
     keep_steady(monkeypatch)
     with pretended_card(monkeypatch):
         found = told(generation.measure(generation.Shapes("", 11, "", 5, "275MiB", 1, 8)))
-    assert found[-1]["plan"]["streamed_layers"] > 0
+    assert found[-1]["plan"]["streamed_layers"] > 0 and found[-1]["acceptance"] == "of the demonstration pair"
     grown = [[(one["temperature"], len(one["runs"])) for one in each["generation"]] for each in found]
     assert grown == [[(0.0, 1)], [(0.0, 1), (0.6, 1)]]
 
@@ -115,8 +205,10 @@ def test_the_section_of_models_on_the_card_runs(small, monkeypatch):
     monkeypatch.setattr(onchip, "opened", partial(shapes.opened, **FEW_A_PASS))
     keep_steady(monkeypatch)
     with pretended_card(monkeypatch):
-        found = told(onchip.measure(onchip.Shapes((("llama-2-7b", 8),), 12, (1, 8))))
-    shape = found[-1]["shapes"][0]
+        targets = (("llama-2-7b", 8, 1e9), ("llama-33b", 60, 65e9))
+        found = told(onchip.measure(onchip.Shapes(targets, 12, (1, 8))))
+    shape, left_out = found[-1]["shapes"]
+    assert left_out == {"shape": "llama-33b", "left out": "65 GB of weights, 4 GB are free"}
     assert shape["floor_s"] > 0 and set(shape["levels"]) == {"1", "8"} and shape["times_faster"] > 0
 
 
@@ -126,11 +218,14 @@ def test_the_section_of_attention_runs(monkeypatch):
     def no_compiler(*_):
         raise RuntimeError("no compiler")
 
-    def in_turn(works):
-        for work in works.values():
-            work()
-        return {name: Spread.of([1.0 if name in (attention._PRODUCT, attention._COPY) else 2.0]) for name in works}
+    def captured(work):
+        work()
+        return work
 
+    def in_turn(replays):
+        return {name: Spread.of([1.0 if name in (attention._PRODUCT, attention._COPY) else 2.0]) for name in replays}
+
+    monkeypatch.setattr(attention, "captured", captured)
     monkeypatch.setattr(attention, "in_turn", in_turn)
     monkeypatch.setattr(attention, "_flex", no_compiler)
     with pretended_card(monkeypatch):
@@ -161,8 +256,8 @@ def test_the_section_of_attention_runs(monkeypatch):
         ("", {"failed": "it printed nothing"}),
     ],
 )
-def test_what_a_section_found_is_kept(code, expected):
-    assert run_section([sys.executable, "-c", code], 60) == expected
+def test_what_a_section_found_is_kept(code, expected, tmp_path):
+    assert run_section([sys.executable, "-c", code], 60, tmp_path / "log") == expected
 
 
 def test_a_section_whose_time_is_over_ends_with_all_it_started(tmp_path, monkeypatch):
@@ -179,7 +274,8 @@ def test_a_section_whose_time_is_over_ends_with_all_it_started(tmp_path, monkeyp
     code = (
         f"import subprocess, sys; print('{{\"a\": 1}}', flush=True); subprocess.run([sys.executable, '-c', {child!r}])"
     )
-    assert run_section([sys.executable, "-c", code], 5) == {"failed": "took more than 5 s", "result": {"a": 1}}
+    found = run_section([sys.executable, "-c", code], 5, tmp_path / "log")
+    assert found == {"failed": "took more than 5 s", "result": {"a": 1}}
     assert is_soon_over(int(pid.read_text()))
 
 

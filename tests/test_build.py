@@ -8,9 +8,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from pretended_card import pretended_card
 from processes import is_soon_over, is_written
 
 from offload_rt.ops import build, extension
@@ -30,7 +32,10 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(build, "PACKAGE", tmp_path / "package")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    monkeypatch.delenv("CUDA_HOME", raising=False)
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(build, "SYSTEM_CUDA", tmp_path / "system")
+    monkeypatch.setattr(build.importlib.util, "find_spec", lambda _: None)
     compiler(tmp_path, 'exec g++ "$@"')
     return tmp_path
 
@@ -87,6 +92,21 @@ def test_a_build_that_fails_is_told_and_not_tried_again(folders: Path) -> None:
     assert find(TINY).exists()
 
 
+def test_a_compiler_is_found_outside_of_the_path(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of pip, of the system, on the path, of CUDA_PATH, of CUDA_HOME: the later ones go first."""
+    homes = [folders / "nvidia" / "cu13", folders / "system", folders, folders / "path", folders / "home"]
+    pip = SimpleNamespace(submodule_search_locations=[str(folders / "nvidia")])
+    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: pip if name == "nvidia" else None)
+    monkeypatch.setenv("PATH", str(folders / "bin"))
+    for home, variable in zip(homes, (None, None, None, "CUDA_PATH", "CUDA_HOME"), strict=True):
+        (home / "bin").mkdir(parents=True, exist_ok=True)
+        (home / "bin" / "nvcc").write_text("")
+        (home / "bin" / "nvcc").chmod(0o755)
+        if variable:
+            monkeypatch.setenv(variable, str(home))
+        assert build.find_compiler("nvcc") == str(home / "bin" / "nvcc")
+
+
 def test_without_a_compiler_or_a_place_there_is_a_reason(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NotBuilt, match="there is no no-such-compiler"):
         find(replace(TINY, compiler="no-such-compiler"))
@@ -131,17 +151,41 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extension, "_is_able", extension._is_able.__wrapped__)
 
 
-def test_kernels_are_built_for_the_cards_that_are_there(card: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("release", [12.7, 12.8])
+def test_kernels_are_built_for_the_cards_that_are_there(
+    card: None, folders: Path, monkeypatch: pytest.MonkeyPatch, release: float
+) -> None:
+    """For 12.0 by a compiler that knows it; else the card compiles the PTX of 9.0."""
+    compiler(folders, f"echo Cuda compilation tools, release {release}, V{release}.61")
+    (folders / "bin" / "compiler").rename(folders / "bin" / "nvcc")
     asked: list[Recipe] = []
     monkeypatch.setattr(build, "find", lambda *recipes: asked.extend(recipes) or Path("library"))
     monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
     monkeypatch.setattr(extension, "describe", lambda library: None)
+    monkeypatch.setattr(extension, "_launch_failure", lambda: "")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert extension.missing() == ""
     codes = [{one for one in recipe.arguments if one.startswith("-gencode")} for recipe in asked]
-    assert len(codes[0]) == 5
-    assert codes[1] == {
-        f"-gencode=arch=compute_{a},code={b}" for a, b in (("89", "sm_89"), ("90", "sm_90"), ("90", "compute_90"))
-    }
+    assert [len(one) for one in codes] == [6, 5, 3]
+    last = {12.7: "90", 12.8: "120"}[release]
+    pairs = ("89", "sm_89"), (last, f"sm_{last}"), (last, f"compute_{last}")
+    assert codes[2] == {f"-gencode=arch=compute_{a},code={b}" for a, b in pairs}
+
+
+def test_kernels_that_load_and_do_not_run_are_missing(card: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of a compiler that is newer than the driver."""
+
+    def failed(*_: object) -> None:
+        raise RuntimeError("launch of a kernel: CUDA driver version is insufficient\nmore")
+
+    missing = extension.missing
+    with pretended_card(monkeypatch):
+        monkeypatch.setattr(extension, "missing", missing)
+        monkeypatch.setattr(extension, "kernels", lambda: SimpleNamespace(silu_mul=failed))
+        monkeypatch.setattr(build, "find", lambda *_: Path("library"))
+        monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
+        monkeypatch.setattr(extension, "describe", lambda library: None)
+        assert "CUDA driver version is insufficient; update the driver" in extension.missing()
 
 
 def test_a_card_without_kernels_says_what_is_lost(card: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,16 +10,18 @@ import torch
 from pretended_card import CardTensor, _Copies, pretended_card
 from recorded import record
 from test_expert_cache import model_of, open_touched  # noqa: F401
-from tiny import CASES, feed, generate, keep_steady, prefill, prompt_of, random_tree
+from tiny import CASES, feed, generate, keep_steady, least_streaming, prefill, prompt_of, random_tree
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
 from offload_rt.engine import builder, draft_place, engine_plan, loader, profile
-from offload_rt.engine.memory_plan import READ_BUFFERS
-from offload_rt.errors import LinkError, NumericsError
-from offload_rt.executor.cuda_graphs import GraphPass
+from offload_rt.engine.memory_plan import DRIVER, READ_BUFFERS
+from offload_rt.errors import CapacityError, LinkError, NumericsError
+from offload_rt.executor.cuda_graphs import CudaCapture, GraphPass
 from offload_rt.executor.sequence import Sequence
+from offload_rt.offload import memory
 from offload_rt.offload.memory import MemoryTier
+from offload_rt.ops import extension
 
 
 @pytest.fixture(autouse=True)
@@ -190,6 +192,17 @@ def test_the_cap_on_the_cards_memory_ends_with_the_engine(zoo, card):
         assert torch.cuda.get_per_process_memory_fraction() == before
 
 
+def test_a_budget_is_compared_with_what_is_free(zoo, monkeypatch):
+    """Another process may have most of a card, and the driver loads modules after planning."""
+    directory, free = zoo.directory("llama", 0), 1 << 30
+    with pretended_card(monkeypatch):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free, 4 << 30))
+        with LLM.open(EngineConfig(str(directory), device="cuda", device_memory=free - DRIVER)) as unloaded:
+            assert unloaded.plan.budget.device == free - DRIVER
+        with pytest.raises(CapacityError, match="--device-memory is more than there is"):
+            LLM.open(EngineConfig(str(directory), device="cuda", device_memory=free - DRIVER + 1))
+
+
 def test_products_are_summed_in_float32_as_long_as_an_engine_is_open(zoo, card):
     directory, products = zoo.directory("llama", 0), torch.backends.cuda.matmul
 
@@ -305,8 +318,7 @@ def test_the_host_waits_once_a_level_once_for_the_pass_and_once_for_the_verdict(
     with pretended_card(monkeypatch, has_kernels=True) as counts:
         settings |= {"max_model_len": 128, "device": "cuda"} | pair.settings(drafter, rule)
         if place == "host":
-            with LLM.open(EngineConfig(str(pair.target), **settings)) as unloaded:
-                settings["device_memory"] = unloaded.plan.reserved.total + 2 * unloaded.plan.slot_nbytes
+            settings["device_memory"] = least_streaming(pair.target, **settings)
         with LLM(str(pair.target), **settings) as llm:
             assert set(llm.plan.tiers) == {place}
             steps = counted_steps(llm, counts, SamplingParams(max_new_tokens=24, temperature=temperature, seed=1))
@@ -338,11 +350,58 @@ def test_a_draft_is_captured_before_layers_are_copied(zoo, monkeypatch):
         monkeypatch.setattr(_Copies, "copy", lambda *arguments: order.append("copy") or copy(*arguments))
         monkeypatch.setattr(builder, "CudaCapture", lambda: capture)
         monkeypatch.setattr(builder, "_CAPTURING_S", 1e9)
-        with LLM.open(EngineConfig(str(pair.target), **settings)) as unloaded:
-            settings["device_memory"] = unloaded.plan.reserved.total + 2 * unloaded.plan.slot_nbytes
+        settings["device_memory"] = least_streaming(pair.target, **settings)
         with LLM(str(pair.target), **settings):
             pass
     assert order[:4] == ["capture"] * 4 and set(order[4:]) == {"copy"}
+
+
+class BrokenGraph:
+    """A CUDA graph that cannot be captured, but for the first one."""
+
+    n_captures = 0
+
+    def capture_begin(self, **_):
+        BrokenGraph.n_captures += 1
+
+    def capture_end(self):
+        if BrokenGraph.n_captures > 1:
+            raise RuntimeError("CUBLAS_STATUS_NOT_INITIALIZED\nmore")
+
+    replay = None
+
+
+def test_a_capture_that_fails_unexpectedly_ends_captures_with_one_notice(zoo, monkeypatch, capfd):
+    monkeypatch.setattr(BrokenGraph, "n_captures", 0)
+    with pretended_card(monkeypatch):
+        monkeypatch.setattr(builder, "CudaCapture", CudaCapture)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", BrokenGraph)
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+        monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+        with on_card(zoo.directory("llama", 0), drafter="none") as llm:
+            got = llm.generate(prompt_of(0), SamplingParams(max_new_tokens=12))[0].token_ids
+    assert got == zoo.greedy("llama", 0)[:12] and BrokenGraph.n_captures == 2
+    assert capfd.readouterr().err.count("CUDA graphs are off, which slows small passes: CUBLAS_STATUS") == 1
+
+
+def test_threads_that_use_streams_select_the_card(zoo, monkeypatch):
+    """They would begin with the first card, and leave a context there."""
+    directory = zoo.directory("llama", 0)
+    with pretended_card(monkeypatch) as counts:
+        with on_card(directory, drafter="none", device_memory=little(directory)) as llm:
+            llm._thread._thread.submit(int).result()
+        assert counts.selected == {"copies", "engine_0"}
+
+
+def test_kernels_are_built_before_memory_is_pinned(zoo, monkeypatch):
+    """The compiler takes memory and all cores."""
+    directory, order = zoo.directory("llama", 0), []
+    with pretended_card(monkeypatch):
+        monkeypatch.setattr(extension, "missing", lambda: order.append("build") or "pretended")
+        monkeypatch.setattr(memory, "pin", lambda _: order.append("pin") or True)
+        on_card(directory, drafter="none", device_memory=little(directory)).close()
+    assert order[0] == "build" and "pin" in order
 
 
 def test_passes_are_captured_when_a_model_is_loaded(zoo, monkeypatch):

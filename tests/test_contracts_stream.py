@@ -131,6 +131,9 @@ class PretendedGPU(Host):
         self._compute.close()
         self._copies.close()
 
+    def select(self) -> None:
+        pass
+
     def allocate(self, nbytes: int) -> Tensor:
         return torch.full((nbytes,), 0xA5, dtype=torch.uint8)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from bench.gpu import paced
 from offload_rt.offload import copy_device
 from offload_rt.offload.copy_device import CopyDevice
 
@@ -159,6 +160,17 @@ def test_a_small_copy_waits_for_one_chunk(engine: Engine) -> None:
     # The link is never idle while a chunk is left, and events stand where a layer begins and ends.
     assert engine.now == N_LAYERS * N_CHUNKS * CHUNK + 1
     assert (start.moment.at, after.moment.at) == (engine.now - N_CHUNKS * CHUNK, engine.now)
+
+
+def test_a_paced_link_takes_longer_for_each_chunk(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel spins as long as a copy takes; the next chunk waits for it on the other stream."""
+    monkeypatch.setattr(paced, "spin_cycles_per_byte", lambda device: 1.0)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda n: engine.current.put("copy", (torch.zeros(n), torch.zeros(n))))
+    device = paced.PacedDevice(torch.device("cuda"))
+    target, source = torch.zeros(CHUNK * N_CHUNKS, dtype=torch.uint8), some_bytes(CHUNK * N_CHUNKS)
+    start, end = device.copy([(target, source)], device.event())
+    device.wait(end)
+    assert torch.equal(target, source) and end.moment.at - start.moment.at == 2 * CHUNK * N_CHUNKS
 
 
 def test_copies_wait_for_the_event_before_them_and_come_in_order(engine: Engine) -> None:

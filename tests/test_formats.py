@@ -12,6 +12,7 @@ import quantize
 import torch
 from checkpoints import llama_config, llama_tensors, write_checkpoint
 from checkpoints import pack as pack_block
+from pretended_card import pretended_card
 from quantize import Choice, config_of, pack, quantized, write
 from safetensors.torch import load_file, save_file
 from tiny import generate, open_llm, prompt_of
@@ -249,6 +250,23 @@ def test_tokens_are_those_of_transformers_with_the_dequantised_weights(choice: C
         drafted = llm.generate(prompt, SamplingParams(24)).pop().token_ids
     assert plain == drafted == expected
     assert len(set(expected)) > 5
+
+
+@pytest.mark.parametrize("has_kernels", [False, True])
+@pytest.mark.parametrize("choice", ONE_OF_EACH, ids=id_of)
+def test_passes_over_resident_quantised_weights_are_captured(
+    choice: Choice, has_kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A capture refuses copies of unpinned memory; in passes over streamed weights nothing waits for such copies either."""
+    directory, *_ = tiny_model(tmp_path, choice)
+    settings = {"dtype": "bfloat16", "drafter": "none", "max_model_len": 64}
+    prompt, params = prompt_of(0, vocab_size=40), SamplingParams(4)
+    with open_llm(directory, **settings) as llm:
+        expected = llm.generate(prompt, params).pop().token_ids
+    with pretended_card(monkeypatch, has_kernels=has_kernels), LLM(str(directory), device="cuda", **settings) as llm:
+        assert llm.generate(prompt, params).pop().token_ids == expected
+        passes = llm.engine.runner._graphs._passes.values()
+        assert any(one._captured._replay for kept in passes for one in kept.values())
 
 
 def spoiled(directory: Path, name: str, change: Callable[[Tensor], Tensor | None]) -> None:

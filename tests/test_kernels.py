@@ -548,7 +548,9 @@ OPS = (
 
 @pytest.mark.parametrize("name", OPS)
 def test_what_torch_knows_of_an_op(kernels, name):
-    checks = ("test_schema", "test_faketensor")
+    # The schema's check clones pinned memory into unpinned memory, of which a kernel on a card cannot read.
+    is_pinned = name == "transfer" and kernels.device == "cuda"
+    checks = ("test_faketensor",) if is_pinned else ("test_schema", "test_faketensor")
     torch.library.opcheck(getattr(kernels, name).default, samples(kernels.device)[name], test_utils=checks)
 
 

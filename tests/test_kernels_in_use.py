@@ -11,12 +11,11 @@ from languages import target_probs
 from pretended_card import CardTensor, pretended_card
 from recorded import record
 from test_exactness import RECIPES, languages
-from tiny import CASES, feed, open_llm, prefill, prompt_of, random_tree, runner_of, sequence_of
+from tiny import CASES, feed, least_streaming, open_llm, prefill, prompt_of, random_tree, runner_of, sequence_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from offload_rt import LLM
-from offload_rt.config import EngineConfig
 from offload_rt.executor.cuda_graphs import GraphShape
 from offload_rt.ops import TreeMask, extension
 from offload_rt.speculate.select import rule_of
@@ -128,9 +127,7 @@ def card(monkeypatch):
 def on_card(directory, place):
     """A model whose layers are all streamed, or all computed by captured passes."""
     settings = {"device": "cuda", "max_model_len": 128, "drafter": "none"}
-    with LLM.open(EngineConfig(str(directory), **settings)) as unloaded:
-        plan = unloaded.plan
-    streamed = {"device_memory": plan.reserved.total + 2 * plan.slot_nbytes}
+    streamed = {"device_memory": least_streaming(directory, **settings)}
     llm = LLM(str(directory), **settings, **(streamed if place == "streamed" else {}))
     if place == "captured":
         runner_of(llm).use_graphs(GraphShape(32, 256, 64), record)

@@ -26,6 +26,7 @@ from offload_rt.executor.cost import CostEstimator
 from offload_rt.kv import host
 from offload_rt.kv.host import HostCache, KVSplit, RowFormat
 from offload_rt.models.families import spec_of
+from offload_rt.offload import far_rows
 from offload_rt.offload.far_rows import FileRows
 from offload_rt.offload.placement import MemoryBudget
 from offload_rt.planning.known_models import KNOWN
@@ -241,6 +242,24 @@ def test_on_a_card_rows_come_from_the_host_and_all_is_within_its_budgets(pair, m
             del llm
         assert counted.now["layers"] == 0
     assert [one.token_ids for one in found] == expected
+
+
+def test_on_a_card_rows_of_the_host_are_pinned_when_the_model_is_loaded(pair, monkeypatch):
+    """Pinning holds a process for seconds."""
+    pinned, pin = [], far_rows.pin
+    with pretended_card(monkeypatch):
+        monkeypatch.setattr(far_rows, "pin", lambda block: pinned.append(len(block)) or pin(block))
+        with LLM(str(pair.target), **little(pair, "none", 20, device="cuda", host_memory=1 << 30)) as llm:
+            split, loaded = llm.plan.split, list(pinned)
+            llm.generate(prompt_of(0, 150), SamplingParams(max_new_tokens=5))
+    assert loaded == [8 * split.block_nbytes] * split.n_blocks and pinned == loaded
+
+
+def test_blocks_beside_a_card_are_larger():
+    """A block's copy takes longer than the launches of its attention."""
+    rows, spec = RowFormat(8, 128, torch.float16), spec_of(KNOWN["llama2-70b"])
+    on_cpu, on_card = (KVSplit.least(spec, 100_000, 64, rows, 512, one).block_nbytes for one in (False, True))
+    assert on_cpu < on_card == 16 << 20
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

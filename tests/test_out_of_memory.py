@@ -35,7 +35,7 @@ def full(monkeypatch):
     return fill
 
 
-def test_a_tree_that_is_too_large_shrinks(zoo, full):
+def test_a_tree_that_is_too_large_shrinks(zoo, full, capfd):
     pair = zoo.pair("llama", 0)
     with open_llm(pair.target, draft_model=str(pair.draft), tree_size=64) as llm:
         seen = full(llm, most_rows=25)
@@ -45,6 +45,7 @@ def test_a_tree_that_is_too_large_shrinks(zoo, full):
         # The next run asks for as much as ever.
         llm.generate(prompt_of(0), SamplingParams(max_new_tokens=2))
         assert max(seen) > 25
+    assert capfd.readouterr().err.count("device memory ran out: trees shrink to 32 nodes") == 1
 
 
 def test_a_batch_goes_on_where_one_sequence_had_been_verified(zoo, full):

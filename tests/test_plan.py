@@ -20,6 +20,7 @@ from offload_rt.config import EngineConfig
 from offload_rt.engine.memory_plan import Sizes, plan_memory
 from offload_rt.errors import CapacityError, SettingsError
 from offload_rt.models.families import spec_of
+from offload_rt.offload.placement import MemoryBudget
 from offload_rt.planning.acceptance import assume
 from offload_rt.planning.forecast import Forecast, Machine, PlanRequest, predict, sweep
 from offload_rt.planning.hardware import CARDS, find_card
@@ -143,6 +144,25 @@ def test_a_config_alone_is_planned_as_its_checkpoint_is_loaded(tmp_path: Path) -
     padding = 256 * len(checkpoint.spec.layer_tensors(0))
     for exact, packed in zip(by_file.layer_nbytes, by_config.layer_nbytes, strict=True):
         assert exact <= packed <= exact + padding
+
+
+@pytest.mark.parametrize(("nbytes", "captures_target"), [(20 << 30, False), (200 << 30, True)])
+def test_captured_passes_are_counted_on_a_card(nbytes: int, captures_target: bool) -> None:
+    """Their activations lie in one pool for target and draft, and cannot serve other passes."""
+    engine = EngineConfig("x", tree_size=100, max_model_len=512)
+    sizes = [Sizes.of_spec(spec_of(KNOWN[name]), torch.float16) for name in ("llama2-70b", "llama2-7b")]
+
+    def graphs(has_card: bool) -> int:
+        budget = MemoryBudget(nbytes, 200 << 30, has_card=has_card)
+        drafting = pick_drafter(replace(engine, drafter="recycle"))
+        plan = plan_memory(engine, drafting, (sizes[0], sizes[1]), torch.float16, budget).plan
+        assert plan.is_resident == captures_target
+        return plan.reserved.graphs
+
+    captured = sizes if captures_target else sizes[1:]
+    pools = [one.view_nbytes + one.spec.scratch_nbytes(96, 96, 2) for one in captured]
+    assert graphs(True) == max(pools) + len(captured) * 96 * 32000 * 2
+    assert graphs(False) == 0
 
 
 def test_a_70b_is_planned_for_a_4090_without_weights(capsys: pytest.CaptureFixture[str]) -> None:
@@ -291,7 +311,7 @@ def test_a_wrong_flag_is_told_before_torch_is_loaded() -> None:
         (["--gpu", "rtx4090", "--disk", "7"], "7GB/s"),
         (["--gpu", "rtx4090", "--disk", "0GB/s"], "7GB/s"),
         (["--gpu", "rtx4090", "--ram", "much"], "not a size"),
-        (["--gpu", "rtx4090", "--device-memory", "25GiB"], "24.00 GiB"),
+        (["--gpu", "rtx4090", "--device-memory", "23GiB"], "at most 22.89 GiB"),
         (["--gpu", "rtx4090", "--device-memory", "2GiB"], "the device memory budget is too small"),
         (["--gpu", "rtx4090", "--max-model-len", "9000"], "4096"),
         (["--gpu", "rtx4090", "--context", "4000"], "lower --context"),

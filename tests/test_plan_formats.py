@@ -203,7 +203,7 @@ def test_a_target_that_drafts_itself_is_planned_as_it_is_loaded(tmp_path: Path) 
 
 
 def test_the_target_drafts_itself_where_its_copies_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--model", "qwen3-32b", "--gpu", "rtx4090", "--ram", "64GiB", "--max-model-len", "2048"]
+    arguments = ["--model", "qwen3-32b", "--gpu", "rtx4090", "--ram", "64GiB", "--max-model-len", "1024"]
     found = planned([*arguments, "--drafter", "self"], capsys)
     tiers = found["plan"]["tiers"]
     copied = found["plan"]["reserved"]["stand_in"] * (64 - tiers.count("device"))

@@ -370,3 +370,12 @@ def add_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
     """Make a tokenizer part of a checkpoint."""
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+
+
+def least_streaming(directory, **settings) -> int:
+    """The budget of a card that streams all layers through two slots; the second plan leaves out captures of the target."""
+    nbytes = None
+    for _ in range(2):
+        with LLM.open(EngineConfig(str(directory), device_memory=nbytes, **settings)) as unloaded:
+            nbytes = unloaded.plan.reserved.total + 2 * unloaded.plan.slot_nbytes
+    return nbytes

@@ -1,8 +1,9 @@
 """Runs everything that needs a card: `python -m bench.gpu [--minutes 9] [--section NAME ...] [--again]`.
 
-Each section is a process of its own and writes `bench/results/gpu/<section>.json`, with device, driver and commit. A section
-whose result exists for this commit is skipped, so the same command resumes a run that ended early. If a section fails or its
-time is over, its results up to then are kept with the reason. Without a .git folder, set OFFLOAD_RT_COMMIT.
+Each section is a process of its own and writes `bench/results/gpu/<section>.json`, with device, driver and commit. The
+section's stderr goes to `<section>.log` beside the result. A section whose result exists for this commit is
+skipped, so the same command resumes a run that ended early. If a section fails or its time is over, its results up to then
+are kept with the reason. Without a .git folder, set OFFLOAD_RT_COMMIT.
 """
 
 import argparse
@@ -18,7 +19,9 @@ from bench.gpu.table import table, written_into
 from bench.measure import ROOT, UNKNOWN, commit, family, flag_parser, lines_of
 from offload_rt.ops import extension
 
-SECTIONS = ("ceilings", "correctness", "attention", "streamed", "generation", "onchip", "experts", "peers")
+SECTIONS = (
+    "ceilings", "correctness", "attention", "streamed", "paced", "generation", "onchip", "experts", "formats", "peers",
+)  # fmt: skip
 RESULTS = ROOT / "bench/results/gpu"
 
 
@@ -65,7 +68,7 @@ def _run(sections: tuple[str, ...], until: float, again: bool, results: Path) ->
             print(f"{name}: left out, {left:.0f} s are left and it takes about {expected}", flush=True)
             continue
         begun = time.monotonic()
-        found = run_section([sys.executable, "-m", "bench.gpu", "--here", name], left)
+        found = run_section([sys.executable, "-m", "bench.gpu", "--here", name], left, path.with_suffix(".log"))
         entry = {"section": name, **device(), "commit": now, "seconds": time.monotonic() - begun, **found}
         path.write_text(json.dumps(entry, indent=1) + "\n")
         code = code or int("failed" in found)
@@ -80,10 +83,13 @@ def _is_measured(path: Path, now: str) -> bool:
     return entry.get("commit") == now and "failed" not in entry
 
 
-def run_section(command: list[str], seconds: float) -> dict[str, object]:
-    """The last object that a section printed, and the reason if it failed. Sections print again whenever they know more."""
+def run_section(command: list[str], seconds: float, log: Path) -> dict[str, object]:
+    """Return the last object that a section printed, and the reason if it failed. A section prints all that it knows so far.
+
+    log  receives its stderr
+    """
     reason = ""
-    with TemporaryFile("w+") as out, TemporaryFile("w+") as errors:
+    with TemporaryFile("w+") as out, log.open("w+") as errors:
         with family(subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=errors)) as process:
             try:
                 code = process.wait(seconds)

@@ -1,4 +1,7 @@
-"""How long does tree attention take, beside a dense mask, no mask, FlexAttention, and the least that a card needs for it?"""
+"""How long does tree attention take, beside a dense mask, no mask, FlexAttention, and the least that a card needs for it?
+
+All are captured as CUDA graphs: the passes of the package replay them, and small trees would measure launches otherwise.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -8,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.gpu.shapes import random_tree
-from bench.gpu.timing import CARD, in_turn
+from bench.gpu.timing import CARD, captured, in_turn
 from offload_rt import ops
 from offload_rt.ops import reference
 from offload_rt.tree.topology import Topology
@@ -35,8 +38,8 @@ def measure(shapes: Shapes = Shapes()) -> Iterator[dict[str, object]]:
     found: dict[str, object] = {}
     for n in shapes.n_nodes:
         tree = random_tree(n)
-        works, broken = _that_work(_works(tree, shapes))
-        spreads = in_turn(works | _ceilings(shapes))
+        replays, broken = _captured(_works(tree, shapes) | _ceilings(shapes))
+        spreads = in_turn(replays)
         medians = {name: spread.median for name, spread in spreads.items()}
         floor = _floor(tree, shapes, medians)
         ours = medians.get("tree_attention", float("nan"))
@@ -67,16 +70,17 @@ def _floor(tree: Topology, shapes: Shapes, medians: dict[str, float]) -> dict[st
     return {"seconds": max(products, memory), "products": products, "memory": memory}
 
 
-def _that_work(works: dict[str, Callable[[], object]]) -> tuple[dict[str, Callable[[], object]], dict[str, object]]:
-    """Those that run, and why the others do not: a compiler may be missing, or a kernel for this mask."""
+def _captured(works: dict[str, Callable[[], object]]) -> tuple[dict[str, Callable[[], None]], dict[str, object]]:
+    """Capture each work. Return the replays, and why others failed: a compiler may be missing, or a kernel for this mask."""
+    replays: dict[str, Callable[[], None]] = {}
     broken: dict[str, object] = {}
     for name, work in works.items():
         try:
-            work()
+            replays[name] = captured(work)
             torch.cuda.synchronize()
         except Exception as error:  # a compiler may raise anything
             broken[name] = {"failed": " ".join(str(error).split())[:300]}
-    return {name: work for name, work in works.items() if name not in broken}, broken
+    return replays, broken
 
 
 def _works(tree: Topology, shapes: Shapes) -> dict[str, Callable[[], object]]:

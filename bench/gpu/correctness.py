@@ -4,35 +4,54 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Iterator
 
 from bench.measure import ROOT
+from offload_rt.ops import extension
 
 EXPECTED_S = 180
 _KERNELS = "tests/test_kernels.py"
 # Test files and the tests in them that need a card.
-_ON_CARD = ((_KERNELS, "card"), ("tests/test_contracts_stream.py", "real"), ("tests/test_card.py", "real"))
+ON_CARD = (
+    (_KERNELS, "card and not emulated"),
+    ("tests/test_dequantize.py", "card and not emulated"),
+    ("tests/test_lossless.py", "card and not emulated"),
+    ("tests/test_contracts_stream.py", "real and not pretended"),
+    ("tests/test_card.py", "real and not pretended"),
+)
+_PYTEST = (sys.executable, "-m", "pytest", "-o", "addopts=", "-rfE", "--tb=short")
 
 
 def measure() -> Iterator[dict[str, object]]:
-    """The last lines of pytest for the tests that need a card, and of the memory checker for the kernels' tests."""
-    found: dict[str, object] = {}
-    for path, those in _ON_CARD:
-        found[path] = _last_lines([sys.executable, "-m", "pytest", "-q", "-rs", path, "-k", those])
+    """Build the kernels, run the tests that need a card, and the kernels' tests under the memory checker.
+
+    Yields the last lines of each; the whole output goes to stderr.
+    """
+    found: dict[str, object] = {"kernels": extension.missing() or "built, and one was launched"}
+    yield found
+    for path, those in ON_CARD:
+        found[path] = _run([*_PYTEST, path, "-k", those])
         yield found
     checker = shutil.which("compute-sanitizer")
     if checker is None:
         yield found | {"memory checker": "not installed"}
         return
     # Without torch's caching allocator, or the checker sees only the ends of its large blocks. Captures need it.
-    pytest = [sys.executable, "-m", "pytest", "-q", _KERNELS, "-k", "card and not captured"]
-    checked = _last_lines(
-        [checker, "--tool", "memcheck", "--error-exitcode", "1", *pytest], PYTORCH_NO_CUDA_MEMORY_CACHING="1"
-    )
-    yield found | {"memory checker": checked}
+    checks = [checker, "--tool", "memcheck", "--error-exitcode", "1"]
+    those = "card and not emulated and not captured"
+    without_cache = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    yield found | {"memory checker": _run([*checks, *_PYTEST, _KERNELS, "-k", those], **without_cache)}
 
 
-def _last_lines(command: list[str], **surroundings: str) -> str:
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=os.environ | surroundings)
-    lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-    return "; ".join([*lines[-3:], f"exit code {done.returncode}"])
+def _run(command: list[str], **surroundings: str) -> str:
+    """Run a command, copy its output to stderr, and return the last lines and the exit code."""
+    last: deque[str] = deque(maxlen=3)
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | surroundings
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", file=sys.stderr, flush=True)
+            last.extend([line.strip()] if line.strip() else [])
+    return "; ".join([*last, f"exit code {process.returncode}"])

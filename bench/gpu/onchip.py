@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
 
+import torch
 from transformers import AutoTokenizer
 
 from bench.gpu.shapes import DRAFT, TARGET, opened, random_tree, written
@@ -16,20 +17,25 @@ EXPECTED_S = 150
 
 @dataclass(frozen=True)
 class Shapes:
-    """Targets with their layers, and the draft; a test makes them small."""
+    """Targets with their layers and bytes; a test makes them small."""
 
-    targets: tuple[tuple[str, int], ...] = (("llama-2-7b", 32), ("llama-2-13b", 40), ("llama-33b", 60))
+    targets: tuple[tuple[str, int, float], ...] = (
+        ("llama-2-7b", 32, 13.5e9), ("llama-2-13b", 40, 26.0e9), ("llama-33b", 60, 65.1e9),
+    )  # fmt: skip
     n_new: int = 96
     widths: tuple[int, ...] = (1, 8, 32, 64, 128)
 
 
 def measure(shapes: Shapes = Shapes()) -> Iterator[dict[str, object]]:
-    """One entry for each shape."""
+    """One entry for each shape, of those that leave a tenth of the free memory to caches and activations."""
     prompts = held_out_prompts(AutoTokenizer.from_pretrained(TARGET), 3)
     gbps = device_gbps()
     found: list[dict[str, object]] = []
-    for name, n in shapes.targets:
-        found.append(_shape(name, n, shapes, prompts, gbps))
+    free, _ = torch.cuda.mem_get_info()
+    for name, n, nbytes in shapes.targets:
+        fits = nbytes < 0.9 * free
+        left_out = {"shape": name, "left out": f"{nbytes / 1e9:.0f} GB of weights, {free / 1e9:.0f} GB are free"}
+        found.append(_shape(name, n, shapes, prompts, gbps) if fits else left_out)
         yield {"device_gbps": gbps, "shapes": found}
 
 

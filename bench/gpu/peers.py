@@ -10,14 +10,14 @@ from statistics import median
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bench.gpu.shapes import TARGET, written
+from bench.gpu.shapes import BUDGET, TARGET, written
 from bench.gpu.timing import CARD
 from offload_rt.config import parse_size
 from offload_rt.system.machine import memory_free
 from offload_rt.weights.checkpoint import open_checkpoint
 
 EXPECTED_S = 120
-N_LAYERS, BUDGET, N_TOKENS = 80, "24GiB", 3
+N_LAYERS, N_TOKENS = 80, 3
 
 
 def measure() -> Iterator[dict[str, object]]:

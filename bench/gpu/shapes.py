@@ -4,7 +4,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -14,10 +14,13 @@ import numpy as np
 from bench.measure import ROOT
 from offload_rt import LLM
 from offload_rt.offload.placement import spread
+from offload_rt.offload.streamer import Streamer
 from offload_rt.tree.topology import Topology
 from offload_rt.weights.checkpoint import Checkpoint, open_checkpoint
 
 TARGET, DRAFT = ROOT / "models/demo-target", ROOT / "models/demo-draft"
+# A card of 24 GB reports 23.65 GiB. The context of a program uses about half a GiB.
+BUDGET = "22.5GiB"
 _N_OWN = {TARGET: 6, DRAFT: 3}
 _MARGIN = 1 << 30
 
@@ -73,6 +76,12 @@ def opened(target: Path, n_layers: int, draft: tuple[Path, int] | None = None, *
         LLM(str(target), **pair, **settings) as llm,
     ):
         yield llm
+
+
+def park(streamer: Streamer) -> None:
+    """Stop the copies of a streamer until its next sweep."""
+    with closing(streamer.sweep()) as sweep:
+        next(sweep)
 
 
 def plan_of(llm: LLM) -> dict[str, object]:

@@ -1,33 +1,57 @@
-"""Llama2-70B's shape in 24 GiB of a card: a pass against the link, by the size of its tree."""
+"""Llama2-70B's shape on a card of 24 GB: a pass against the link, by the size of its tree."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
-from bench.gpu.shapes import TARGET, opened, plan_of, random_tree, written
+import torch
+
+from bench.gpu.shapes import BUDGET, TARGET, opened, park, plan_of, random_tree, written
 from offload_rt.engine.profile import upload_gbps
 
 EXPECTED_S = 150
+# Of the copies that measure the link: the plan of an LLM leaves little of its budget.
+_NBYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """What is measured; a test makes it small. The sizes of the README come first."""
+    """What is measured; a test makes it small. The sizes of the README come first.
+
+    settings  further settings of the LLM, such as the format on the link
+    """
 
     target: str = "llama-2-70b"
     n_layers: int = 80
-    device_memory: str = "24GiB"
+    device_memory: str = BUDGET
     n_nodes: tuple[int, ...] = (1, 768, 64, 256, 512, 1024, 2048)
+    context: int = 128
+    settings: tuple[tuple[str, object], ...] = ()
 
 
 def measure(shapes: Shapes = Shapes()) -> Iterator[dict[str, object]]:
     """Pass times at every size, each with the rate of the link measured just before."""
-    room = {"device": "cuda", "dtype": "bfloat16", "device_memory": shapes.device_memory, "max_model_len": 512}
+    yield from measure_passes(written(TARGET, shapes.target), shapes, link_gbps)
+
+
+def link_gbps(device: torch.device) -> float:
+    """Measure GB/s at which the card copies pinned memory."""
+    return upload_gbps(device, _NBYTES)
+
+
+def measure_passes(
+    target: Path, shapes: Shapes, rate_of: Callable[[torch.device], float]
+) -> Iterator[dict[str, object]]:
+    """Passes over a checkpoint; `rate_of` measures GB/s of the link while no layer crosses it."""
+    max_len = max(512, shapes.context + 2)
+    room = {"device": "cuda", "dtype": "bfloat16", "device_memory": shapes.device_memory, "max_model_len": max_len}
     limits = {"drafter": "ngram", "tree_size": max(shapes.n_nodes)}
-    with opened(written(TARGET, shapes.target), shapes.n_layers, **limits, **room) as llm:
+    with opened(target, shapes.n_layers, **limits, **room, **dict(shapes.settings)) as llm:
         found = {"plan": plan_of(llm), "passes": []}
         for n in shapes.n_nodes:
-            gbps = upload_gbps(llm.engine.runner.device)
-            times = llm.time_passes(random_tree(n), 128, 3)
-            floor_s = llm.plan.streamed_nbytes / gbps / 1e9
+            park(llm.engine.runner.streamer)
+            gbps = rate_of(llm.engine.runner.device)
+            times = llm.time_passes(random_tree(n), shapes.context, 3)
+            floor_s = llm.plan.pass_bytes.at(shapes.context, n)["host"] / gbps / 1e9
             found["passes"].append({"rows": n, "seconds": times, "floor_s": floor_s, "link_gbps": gbps})
             yield found

@@ -8,34 +8,42 @@ from bench.measure import Spread
 
 CARD = torch.device("cuda", 0)
 
-# Calls between two events, so that the cost of launching the first does not count.
+# Calls in one graph, so that the launch of the first does not count.
 _N_CALLS = 20
 
 
-def seconds(work: Callable[[], object], repeats: int = 10, warm_up: int = 3) -> Spread:
-    """Seconds of one call on the card: the mean of several in a row, `repeats` times after `warm_up` times."""
-    taken = []
-    for i in range(warm_up + repeats):
-        started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        started.record()
+def captured(work: Callable[[], object]) -> Callable[[], None]:
+    """Capture calls of some work as one CUDA graph, so that the host's launches do not count. Return its replay."""
+    work()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
         for _ in range(_N_CALLS):
             work()
-        ended.record()
-        ended.synchronize()
-        if i >= warm_up:
-            taken.append(started.elapsed_time(ended) / 1e3 / _N_CALLS)
-    return Spread.of(taken)
+    return graph.replay
 
 
-def in_turn(works: dict[str, Callable[[], object]], rounds: int = 5) -> dict[str, Spread]:
-    """Seconds of several, interleaved."""
-    taken: dict[str, list[float]] = {name: [] for name in works}
-    for work in works.values():
-        seconds(work, repeats=1, warm_up=1)
-    for _ in range(rounds):
-        for name, work in works.items():
-            taken[name].append(seconds(work, repeats=1, warm_up=0).median)
-    return {name: Spread.of(times) for name, times in taken.items()}
+def seconds(work: Callable[[], object], repeats: int = 10, warm_up: int = 3) -> Spread:
+    """Measure seconds of one call on the card: the mean of a captured sequence, `repeats` times after `warm_up` times."""
+    replay = captured(work)
+    return Spread.of([_seconds(replay) for _ in range(warm_up + repeats)][warm_up:])
+
+
+def in_turn(replays: dict[str, Callable[[], None]], rounds: int = 5) -> dict[str, Spread]:
+    """Measure seconds of one call of each captured work, interleaved, after a first round that does not count."""
+    taken: dict[str, list[float]] = {name: [] for name in replays}
+    for _ in range(1 + rounds):
+        for name, replay in replays.items():
+            taken[name].append(_seconds(replay))
+    return {name: Spread.of(times[1:]) for name, times in taken.items()}
+
+
+def _seconds(replay: Callable[[], None]) -> float:
+    started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    started.record()
+    replay()
+    ended.record()
+    ended.synchronize()
+    return started.elapsed_time(ended) / 1e3 / _N_CALLS
 
 
 def device_gbps(nbytes: int = 2 << 30) -> float:

@@ -70,6 +70,7 @@ def placement_table(title: str, plan: Plan, cache_rows: int) -> Table:
         "draft model, its cache and distributions": reserved.draft,
         "copies of the other layers at four bits": plan.copies_nbytes,
         "left to libraries": reserved.libraries,
+        "captured passes": reserved.graphs,
         f"{plan.n_slots} slots": plan.n_slots * plan.slot_nbytes,
         f"{plan.n_expert_slots} experts of {plan.experts.n_blocks if plan.experts else 0}": reserved.experts,
         "buffers of lossless weights": plan.link.buffer if plan.n_slots else 0,

@@ -143,11 +143,12 @@ def _with_card(settings: PlanSettings, config: EngineConfig) -> "Machine":
     card = find_card(settings.gpu)
     disk, ram = parse_rate(settings.disk or _DISK, "--disk"), parse_size(settings.ram or _RAM)
     link = None if settings.link is None else parse_rate(settings.link, "--link")
-    if config.device_nbytes is not None and config.device_nbytes > card.memory_nbytes:
-        raise SettingsError(
-            f"--device-memory {config.device_memory}", need=f"at most the card's {format_size(card.memory_nbytes)}",
-            change="lower --device-memory",
-        )  # fmt: skip
+    from offload_rt.engine.memory_plan import DRIVER
+
+    most = card.free_nbytes - DRIVER
+    if config.device_nbytes is not None and config.device_nbytes > most:
+        need = f"at most {format_size(most)}, which a program may allocate on this card"
+        raise SettingsError(f"--device-memory {config.device_memory}", need=need, change="lower --device-memory")
     from offload_rt.planning.forecast import Machine
     from offload_rt.planning.ranks import Parallelism
 

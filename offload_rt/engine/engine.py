@@ -1,5 +1,6 @@
 """The generation loop: draft, one pass over the weights, verify, commit. Plain decoding is a tree of one node."""
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -77,6 +78,7 @@ class Engine:
     n_passes: int = field(default=0, init=False)
     prompt_seconds: float | None = None
     is_short: bool = field(default=False, init=False)
+    _has_shrunk: bool = field(default=False, init=False)
     _n_added: int = field(default=0, init=False)
     _waiting: deque[tuple[int, Sequence]] = field(default_factory=deque, init=False)
     _running: list[RunningSequence] = field(default_factory=list, init=False)
@@ -230,8 +232,12 @@ class Engine:
             change = "lower --device-memory, which leaves more to others, or --max-model-len"
             going[0].sequence.fail(DeviceError(problem, need=need, change=change))
         self._probs = None
+        n_most = max(one.n_nodes for one in going)
         for one in going:
             one.n_nodes = max(one.n_nodes // 2, 1)
+        if n_most > 1 and not self._has_shrunk:
+            self._has_shrunk = True
+            print(f"device memory ran out: trees shrink to {n_most // 2} nodes; lower --tree-size", file=sys.stderr)
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch gives it no types
             torch.cuda.empty_cache()
 

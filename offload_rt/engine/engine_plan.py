@@ -12,7 +12,7 @@ from offload_rt.config import EngineConfig, format_size
 from offload_rt.engine import profile
 from offload_rt.engine.draft_place import agree
 from offload_rt.engine.link import LinkFormat, choose_link
-from offload_rt.engine.memory_plan import LIBRARIES, READ_BUFFERS, MemoryPlan, Sizes, less_margin, plan_touched
+from offload_rt.engine.memory_plan import DRIVER, LIBRARIES, READ_BUFFERS, MemoryPlan, Sizes, less_margin, plan_touched
 from offload_rt.engine.rank_cuts import reading_notice, token_seconds
 from offload_rt.engine.stages import of_all, stage_of
 from offload_rt.errors import CapacityError, DeviceError, SettingsError, UnsupportedModelError
@@ -20,6 +20,7 @@ from offload_rt.models.tensor_parallel import TensorParallelModel
 from offload_rt.offload.disk import DiskTier
 from offload_rt.offload.placement import ExpertSizes, MemoryBudget, Plan
 from offload_rt.offload.sidecar import SidecarTier
+from offload_rt.ops import extension
 from offload_rt.speculate.draft_model import DraftModel
 from offload_rt.speculate.learner import learning_nbytes
 from offload_rt.speculate.select import Drafting
@@ -81,13 +82,17 @@ class EnginePlan(MemoryPlan):
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of a setting. Raises DeviceError if it is cuda and there is none."""
+    """Return the device of a setting. Raises DeviceError for cuda without a usable device.
+
+    Builds the kernels: nvcc needs memory and all cores, and host memory is pinned later.
+    """
     if name == "cuda" and not torch.cuda.is_available():
         need = "a CUDA device that torch can use"
         raise DeviceError("--device cuda", need=need, have=_why_no_card(), change="use --device cpu")
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     _expand_segments()
+    extension.missing()
     return torch.device("cuda", torch.cuda.current_device())
 
 
@@ -333,8 +338,8 @@ def memory_budget(config: EngineConfig, device: torch.device) -> MemoryBudget:
     if device.type == "cpu":
         return MemoryBudget(_within(config.device_nbytes, "--device-memory", spare, memory_limit()))
     torch.cuda.empty_cache()  # what an engine that was closed has left to torch is free as well
-    on_card, all_of_card = torch.cuda.mem_get_info(device)
-    of_card = _within(config.device_nbytes, "--device-memory", less_margin(on_card), all_of_card)
+    on_card, _ = torch.cuda.mem_get_info(device)  # without the context of this process
+    of_card = _within(config.device_nbytes, "--device-memory", less_margin(on_card), max(on_card - DRIVER, 0))
     of_host = _within(config.host_nbytes, "--host-memory", spare, memory_limit())
     return MemoryBudget(of_card, of_host, LIBRARIES, has_card=True, buffers=READ_BUFFERS)
 

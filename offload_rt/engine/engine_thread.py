@@ -7,6 +7,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from threading import RLock
 
+import torch
+
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.outputs import Piece, Request
 from offload_rt.errors import SettingsError
@@ -27,7 +29,9 @@ class EngineThread:
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.turn, self._is_closed = engine, RLock(), False
-        self._thread = ThreadPoolExecutor(1, "engine")
+        device = engine.runner.device
+        begin = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+        self._thread = ThreadPoolExecutor(1, "engine", begin)
         # Of tasks: what lets them leave, and how to tell them something. The thread alone reads and writes it.
         self._running: dict[Request, tuple[ExitStack, _Tell]] = {}
 

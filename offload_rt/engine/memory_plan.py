@@ -5,7 +5,7 @@ It needs only the sizes of a model, so a machine can be planned for from a confi
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -13,6 +13,7 @@ import torch
 
 from offload_rt.config import EngineConfig, format_size
 from offload_rt.errors import CapacityError, UnsupportedModelError
+from offload_rt.executor.cuda_graphs import most_captured_rows
 from offload_rt.executor.runner import CHUNK_ROWS
 from offload_rt.kv.cache import ContiguousCache, KVBytes
 from offload_rt.kv.host import KVSplit, RowFormat
@@ -40,6 +41,8 @@ from offload_rt.weights.layout import packed_layout
 _MARGIN, _LEAST_MARGIN = 0.05, 256 << 20
 # What libraries of a GPU take of the budget for their own work, and what is lost between blocks of different sizes.
 LIBRARIES = 256 << 20
+# Bytes that the driver takes of a card after planning: modules of kernels, instances of graphs.
+DRIVER = 256 << 20
 # What threads that read take of the host's budget: buffers of at most 8 MiB and some pages in all, while loading a draft
 # model and while layers come from the disk.
 READ_BUFFERS = 17 << 20
@@ -244,7 +247,17 @@ class _Memory:
         # Besides the views a layer's rows, and about as much again, while some of them are chosen.
         n_rows = _view_rows(self.view_rows, max_len, n_nodes) + 2 * max_len // spec.n_layers
         views = n_rows * spec.kv_nbytes(self.dtype.itemsize) if self.view_rows else 0
-        return replace(reserved, draft=reserved.draft + views, libraries=self.budget.libraries)
+        reserved = replace(reserved, draft=reserved.draft + views, libraries=self.budget.libraries)
+        return replace(reserved, graphs=self._graphs(reserved.total, n_nodes)) if self.budget.has_card else reserved
+
+    def _graphs(self, others: int, n_nodes: int) -> int:
+        """Bytes of captured passes beside `others`: of the draft, and of the target if all of its layers fit as well."""
+        draft, target = self.draft, replace(self.target, dtype=self.dtype)
+        drafts = (draft,) if draft and draft.spec.is_native and not draft.spec.taps else ()
+        both = _graphs_nbytes((*drafts, target), n_nodes)
+        is_captured = target.spec.is_native and self.config.pipeline == 1
+        fits = others + both + sum(target.layer_nbytes) <= self.budget.device
+        return both if is_captured and fits else _graphs_nbytes(drafts, n_nodes)
 
     def divided(self, max_len: int, n_nodes: int) -> ReservedMemory:
         """The same with as few of them on the device as will do."""
@@ -282,7 +295,8 @@ class _Memory:
     def _split(self, max_len: int, n_nodes: int) -> KVSplit:
         spec = self.target.spec
         rows = RowFormat(spec.n_kv_heads, spec.head_dim, self.dtype, self.config.kv_dtype == "fp8")
-        return KVSplit.least(spec, _cache_rows(max_len, n_nodes), n_nodes, rows, CHUNK_ROWS)
+        n_rows = _cache_rows(max_len, n_nodes)
+        return KVSplit.least(spec, n_rows, n_nodes, rows, CHUNK_ROWS, self.budget.has_card)
 
     def _least(self, reserved: ReservedMemory) -> int:
         return least_budget(self.target.layer_nbytes, reserved, self.target.link)
@@ -342,6 +356,15 @@ def _draft_nbytes(draft: Sizes, vocab_size: int, max_len: int, n_nodes: int, n: 
         rows = CHUNK_ROWS + ROWS_PER_NODE * n_nodes
         scratch += draft.spec.scratch_nbytes(rows, 0, itemsize) + 4 * rows * draft.spec.hidden_size * itemsize
     return draft.nbytes + cache + scratch + draft_probs
+
+
+def _graphs_nbytes(models: Sequence[Sizes], n_nodes: int) -> int:
+    """Bytes of the captured passes of models: one pool, as no two passes run at once, and the logits of each model."""
+    n = most_captured_rows(n_nodes)
+    itemsizes = [model.dtype.itemsize for model in models]
+    pools = (one.view_nbytes + one.spec.scratch_nbytes(n, n, size) for one, size in zip(models, itemsizes, strict=True))
+    logits = (n * one.spec.vocab_size * size for one, size in zip(models, itemsizes, strict=True))
+    return max(pools, default=0) + sum(logits)
 
 
 def _cache_rows(max_len: int, max_nodes: int) -> int:

@@ -1,5 +1,6 @@
 """Passes of a resident model at a few fixed shapes, captured as CUDA graphs and replayed."""
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -49,6 +50,11 @@ def keep_tapped(taps: Sequence[int], tapped: Tensor, hidden: Tensor, n_layers: i
     for place, tap in enumerate(taps):
         if tap == n_layers:
             tapped[:, place] = hidden
+
+
+def most_captured_rows(n_rows: int) -> int:
+    """Rows of the widest captured pass, where passes have up to `n_rows`."""
+    return max(width for width in _WIDTHS if width <= max(n_rows, 1))
 
 
 @dataclass(frozen=True)
@@ -209,7 +215,7 @@ class GraphRunner:
     ) -> None:  # fmt: skip
         self._model, self._most, self._new_buffer, self._capture = model, most, new_buffer, capture
         self._capture_pass = capture if ranks is None else partial(capture_together, capture, ranks)
-        self._most_rows = max(width for width in _WIDTHS if width <= max(most.n_rows, 1))
+        self._most_rows = most_captured_rows(most.n_rows)
         self._passes: dict[KVBuffer, dict[GraphShape, GraphPass]] = {}
         self._reductions: dict[tuple[int, Reduce], _Reduction] = {}
         self._reusable: KVBuffer | None = None
@@ -317,26 +323,41 @@ def capture_together(capture: Capture, ranks: Ranks, compute: Callable[[], None]
 
 
 class CudaCapture:
-    """Captures CUDA graphs that share one memory pool: no two of them run at once."""
+    """Capture CUDA graphs that share one memory pool: no two of them run at once.
+
+    After the first unexpected failure nothing is captured, and passes launch each kernel.
+    """
 
     def __init__(self) -> None:
+        self._is_broken = False
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
         # This graph stays for ever. A pool that its last graph has left cannot be captured into again while anything still
         # lies in it, and cuBLAS keeps there what it took in the first capture (vllm-project/vllm issue 28426). It also keeps
         # that memory mapped where a graph that is dropped gives up cuBLAS's workspace, which others were captured with.
         self._flag = torch.zeros(1, device="cuda")
-        self._anchor = self(self._flag.zero_)
+        with suppress(extension.NotCapturable):
+            self._anchor = self(self._flag.zero_)
 
     def __call__(self, compute: Callable[[], object]) -> Replay:
         """Capture what `compute` launches; it has run before, so that nothing is set up for the first time.
 
-        Raises OutOfMemoryError where there is no room for it.
+        Raises OutOfMemoryError without room for the graph, and NotCapturable after any other failure.
         """
-        with suppress(torch.OutOfMemoryError):
+        if self._is_broken:
+            raise extension.NotCapturable
+        try:
+            with suppress(torch.OutOfMemoryError):
+                return self._capture(compute)
+            # During a capture torch releases no cached memory.
+            torch.cuda.empty_cache()
             return self._capture(compute)
-        # During a capture torch gives nothing back of what it keeps for other work.
-        torch.cuda.empty_cache()
-        return self._capture(compute)
+        except (torch.OutOfMemoryError, extension.NotCapturable):
+            raise
+        except RuntimeError as error:
+            self._is_broken = True
+            reason = str(error).splitlines()[0]
+            print(f"CUDA graphs are off, which slows small passes: {reason}", file=sys.stderr, flush=True)
+            raise extension.NotCapturable from error
 
     def _capture(self, compute: Callable[[], object]) -> Replay:
         """By the graph's own methods: `torch.cuda.graph` waits for the device, copies included, and empties the cache."""

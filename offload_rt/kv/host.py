@@ -13,8 +13,9 @@ from offload_rt.models.architecture import Architecture
 from offload_rt.ops.reference import MOST_SCORES
 from offload_rt.system.machine import StreamedRows
 
-# Of a block of one layer: large enough for a link, small enough for a few of them in any budget.
-_BLOCK_NBYTES = 4 << 20
+# Of a block of one layer: large enough for a link, small enough for a few of them in any budget. A card's link takes 160 us
+# for 4 MiB, less than the host needs to launch the attention to a block (250 us, estimated).
+_BLOCK_NBYTES, _CARD_BLOCK_NBYTES = 4 << 20, 16 << 20
 # Blocks begin, and are read, at multiples of so many rows: with rows of whole 64 bytes these are pages of any disk.
 PAGE_ROWS = 64
 N_SLOTS = 4  # blocks on the device that rows pass through
@@ -109,9 +110,12 @@ class KVSplit:
     chunk_rows: int
 
     @classmethod
-    def least(cls, model: Architecture, n_rows: int, n_nodes: int, format: RowFormat, chunk_rows: int) -> "KVSplit":
-        """As few rows on the device as will do."""
-        rows = min(_BLOCK_NBYTES // format.nbytes, n_rows // 8)
+    def least(
+        cls, model: Architecture, n_rows: int, n_nodes: int, format: RowFormat, chunk_rows: int, has_card: bool = False
+    ) -> "KVSplit":
+        """Keep as few rows on the device as will do."""
+        nbytes = _CARD_BLOCK_NBYTES if has_card else _BLOCK_NBYTES
+        rows = min(nbytes // format.nbytes, n_rows // 8)
         block_rows = max(-(-rows // PAGE_ROWS), 1) * PAGE_ROWS
         n_on_device = min(n_nodes + _N_SEQUENCES * _TAIL_ROWS, n_rows)
         windows = tuple(model.window(i) for i in range(model.n_layers))

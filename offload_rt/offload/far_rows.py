@@ -130,12 +130,13 @@ class _Pinned(MemoryTier):
 
 
 class HostRows(FarRows):
-    """Rows in memory of the host, beside a card. Each block is pinned when it is first needed, and kept for later sequences."""
+    """Rows in memory of the host, beside a card. All planned blocks are pinned at once: pinning holds the process for long."""
 
     def __init__(self, split: KVSplit, n_layers: int, link: CudaStreamer, cpus: Cpus = frozenset()) -> None:
         super().__init__(split, n_layers, link)
         self._cpus, self._card, self._blocks = cpus, link, list[Tensor]()
         self._pinned: list[Tensor] = []
+        self.give([self.take() for _ in range(split.n_blocks)][::-1])
 
     def tier(self, ranges: Sequence[RowRange]) -> Tier:
         """Where they lie."""

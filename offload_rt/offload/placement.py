@@ -22,6 +22,7 @@ class ReservedMemory:
     libraries  CUDA libraries
     stand_in   resident copy of a streamed layer for self-drafting, per layer
     experts    slots of experts loaded on demand
+    graphs     memory pool and logits of captured passes
     """
 
     non_layer: int
@@ -31,11 +32,13 @@ class ReservedMemory:
     libraries: int = 0
     stand_in: int = 0
     experts: int = 0
+    graphs: int = 0
 
     @property
     def total(self) -> int:
         """Sum of all fixed parts; `stand_in` depends on the number of streamed layers."""
-        return self.non_layer + self.cache + self.scratch + self.draft + self.libraries + self.experts
+        of_model = self.non_layer + self.cache + self.scratch + self.experts
+        return of_model + self.draft + self.libraries + self.graphs
 
 
 @dataclass(frozen=True)

@@ -149,6 +149,7 @@ class CudaStreamer(Streamer):
 
     def _work(self) -> None:
         """Enqueue copies whenever there is a slot, until closed; an error is for the caller of `sweep`."""
+        self.device.select()
         while True:
             with self._changed:
                 self._changed.wait_for(

@@ -6,7 +6,9 @@ name of a library is a digest of all sources, the command and torch's version: o
 
 import fcntl
 import hashlib
+import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,8 +22,10 @@ from offload_rt.system.files import cache_directory
 
 PACKAGE = Path(__file__).parent
 SOURCES = PACKAGE.parent / "csrc"
-# Compute capabilities that the kernels are compiled for; later cards compile the PTX of the last.
+# Compute capabilities that the kernels are compiled for; later cards compile the PTX of the last. 12.0 needs CUDA 12.8.
 ARCHITECTURES = (80, 86, 89, 90)
+ALL_ARCHITECTURES = (*ARCHITECTURES, 120)
+SYSTEM_CUDA = Path("/usr/local/cuda")
 
 
 class NotBuilt(Exception):
@@ -46,8 +50,7 @@ class Recipe:
 
     def build(self, target: Path) -> None:
         """Write the library; what the compiler says goes beside it, as a .log. Raises NotBuilt where it fails."""
-        home = os.environ.get("CUDA_HOME")
-        compiler = shutil.which(self.compiler, path=f"{home}/bin" if home else None) or shutil.which(self.compiler)
+        compiler = find_compiler(self.compiler)
         if compiler is None:
             raise NotBuilt(f"there is no {self.compiler}")
         print(f"building the {self.name} with {self.compiler}, once for this machine", file=sys.stderr, flush=True)
@@ -78,6 +81,27 @@ def kernels(architectures: Iterable[int] = ARCHITECTURES) -> Recipe:
         f"-I{installed}/include", *sorted(path.name for path in SOURCES.glob("*.cu")), "library.cpp",
         f"-L{installed}/lib", "-Xlinker=--no-as-needed", *(f"-l{name}" for name in libraries),
     ))  # fmt: skip
+
+
+def find_compiler(name: str) -> str | None:
+    """Return the path of a compiler, also outside PATH: of CUDA_HOME or CUDA_PATH first, of the system's or pip's CUDA last."""
+    given = [os.environ[variable] for variable in ("CUDA_HOME", "CUDA_PATH") if variable in os.environ]
+    pip = importlib.util.find_spec("nvidia")
+    packages = (
+        folder for place in ((pip and pip.submodule_search_locations) or ()) for folder in Path(place).iterdir()
+    )
+    found = [*given, None, SYSTEM_CUDA, *sorted(packages)]
+    paths = (shutil.which(name, path=None if home is None else f"{home}/bin") for home in found)
+    return next(filter(None, paths), None)
+
+
+def architectures() -> tuple[int, ...]:
+    """Return the compute capabilities that the nvcc at hand compiles for."""
+    nvcc = find_compiler("nvcc")
+    said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False).stdout if nvcc else ""
+    release = re.search(r"release (\d+)\.(\d+)", said)
+    is_new = release is not None and (int(release[1]), int(release[2])) >= (12, 8)
+    return ALL_ARCHITECTURES if is_new else ARCHITECTURES
 
 
 def find(*recipes: Recipe) -> Path:

@@ -1,6 +1,7 @@
 """Quantised matrices to plain ones: (code - zero) * scale in the dtype of the scales, rounded once, then cast."""
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import torch
@@ -197,9 +198,9 @@ def unpack(codes: Tensor, order: Order, bits: int, n_rows: int, n_columns: int) 
     if order in ("e2m1", "nf4"):
         halves = (codes & 15, codes >> 4) if order == "e2m1" else (codes >> 4, codes & 15)
         nibbles = torch.stack(halves, -1).view(n_rows, -1)[:, :n_columns]
-        return torch.tensor(E2M1 if order == "e2m1" else NF4, device=codes.device)[nibbles.int()]
+        return table(E2M1 if order == "e2m1" else NF4, codes.device)[nibbles.int()]
     if order == "awq":
-        shifts = 4 * torch.tensor(AWQ_NIBBLES, dtype=torch.int32, device=codes.device)
+        shifts = table(tuple(4 * nibble for nibble in AWQ_NIBBLES), codes.device)
         return ((codes[:, :, None] >> shifts) & 15).view(n_rows, -1)[:, :n_columns]
     if order == "columns":
         return unpack(codes.T, "rows", bits, n_columns, n_rows).T
@@ -209,6 +210,12 @@ def unpack(codes: Tensor, order: Order, bits: int, n_rows: int, n_columns: int) 
     words = torch.cat((codes, codes.new_zeros(n_rows, 1)), 1)
     low = words[:, word] >> shift & ~(-1 << (32 - shift).clamp(max=bits))
     return low | (words[:, word + 1] << (32 - shift).clamp(max=31)) & (1 << bits) - 1 & -(shift > 32 - bits).int()
+
+
+@cache
+def table(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Return constants on a device, int32 or float32, copied once: the copy waits, and a capture refuses it."""
+    return torch.tensor(values, dtype=torch.int32 if isinstance(values[0], int) else None, device=device)
 
 
 def reference_dequantize(

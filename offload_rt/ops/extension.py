@@ -16,19 +16,34 @@ class NotCapturable(RuntimeError):
 
 @cache
 def missing() -> str:
-    """Load the kernels, which may build them; why there are none, or empty where there are."""
+    """Load the kernels, which may build them, and launch one. Return why they cannot serve, or an empty string."""
     if not torch.cuda.is_available():
         return "torch sees no card"
-    cards = filter(_is_able, range(torch.cuda.device_count()))
-    known = {max(one for one in build.ARCHITECTURES if one <= _capability(card)) for card in cards}
+    cards, offered = filter(_is_able, range(torch.cuda.device_count())), build.architectures()
+    known = {max(one for one in offered if one <= _capability(card)) for card in cards}
     if not known:
         return f"they need compute capability {build.ARCHITECTURES[0] / 10}"
     try:
-        library = build.find(build.kernels(), build.kernels(known))
+        library = build.find(*map(build.kernels, (build.ALL_ARCHITECTURES, build.ARCHITECTURES, known)))
         torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]  # torch gives it no types
     except (build.NotBuilt, OSError) as error:
         return str(error)
     describe("offload_rt")
+    return _launch_failure() if _is_able(torch.cuda.current_device()) else ""
+
+
+def _launch_failure() -> str:
+    """Launch one kernel on the current card. Return why it failed, or an empty string.
+
+    A loadable library may lack code for the card, or may need a newer driver than the installed one.
+    """
+    row = torch.ones(1, 8, dtype=torch.float16, device="cuda")
+    try:
+        kernels().silu_mul(row, row)
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        return f"a first launch failed: {reason}; update the driver, or set CUDA_HOME to a toolkit that it supports"
     return ""
 
 

@@ -77,7 +77,7 @@ class Machine:
         device_memory  budget on the card; None: all of it, less a margin
         link_gbps      GB/s of its link; None: what such a link reaches
         """
-        device = less_margin(card.memory_nbytes) if device_memory is None else device_memory
+        device = less_margin(card.free_nbytes) if device_memory is None else device_memory
         return cls(
             title=card.title,
             budget=MemoryBudget(device, less_margin(ram), LIBRARIES, has_card=True),

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from offload_rt.errors import SettingsError
 
+_GIB = 2**30
+
 
 @dataclass(frozen=True)
 class Link:
@@ -28,7 +30,7 @@ class Link:
 class Card:
     """A graphics card.
 
-    memory_nbytes  that a program may have
+    memory_nbytes  nominal, without the share of error correction
     tflops         10^12 operations a second in matrix products
     memory_gbps    GB/s of its memory
     source         of these figures
@@ -44,6 +46,14 @@ class Card:
     source: str
     nvlink_gbps: float = 0.0
 
+    @property
+    def free_nbytes(self) -> int:
+        """Bytes that a program may allocate: without 1.5 % for the driver and 0.5 GiB for the program's context.
+
+        An RTX 4090 of 24 GiB reports 23.65 GiB.
+        """
+        return self.memory_nbytes * 197 // 200 - (_GIB >> 1)
+
 
 PCIE_4 = Link(
     "PCIe 4.0 x16", 25.0, "measured peak of an A100 by the authors of BaM (github.com/ZaidQureshi/bam, issue 54)"
@@ -56,8 +66,6 @@ _BLACKWELL = "vendor specification: NVIDIA RTX Blackwell GPU Architecture whitep
 _SHEET = "vendor specification: NVIDIA {} data sheet"
 _CITED, _CACHED = ", as cited", ", remembered"
 _DERIVED = "; rate of matrix products from its tensor cores, 64 products a clock each, and its boost clock"
-_GIB = 2**30
-
 # Of its 141 GB an H200 shows 143771 MiB. GDDR6 cards for data centres check and correct their memory, which takes a sixteenth
 # of it: nvidia-smi shows 23034 MiB of an L4 and 46068 MiB of an L40 (all remembered).
 CARDS = (

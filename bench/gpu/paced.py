@@ -1,0 +1,62 @@
+"""Llama2-70B's shape on a card whose link is slowed to that of a consumer card: a pass against the link.
+
+A kernel spins behind each chunk on the copy stream, so an H200 stands for PCIe 4.0. Its compute remains that of an H200.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+from unittest.mock import patch
+
+import torch
+
+from bench.gpu.shapes import TARGET, written
+from bench.gpu.streamed import Shapes, measure_passes
+from offload_rt.engine.profile import timed, upload_gbps
+from offload_rt.offload.copy_device import CopyDevice
+from offload_rt.offload.pinning import pin, unpin
+from offload_rt.weights.layout import host_block
+
+EXPECTED_S = 150
+GBPS = 25.0
+_NBYTES, _N_CYCLES = 128 << 20, 100_000_000
+_SHAPES = Shapes(n_nodes=(1, 768))
+
+
+class PacedDevice(CopyDevice):
+    """A CUDA device with copies slowed to `GBPS`."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._cycles_per_byte = spin_cycles_per_byte(device)
+
+    def _move(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        super()._move(to, source)
+        torch.cuda._sleep(int(len(to) * self._cycles_per_byte))
+
+
+@cache
+def spin_cycles_per_byte(device: torch.device) -> float:
+    """Measure the clock of the spinning kernel. Return the cycles that `GBPS` leave for each byte beside its copy."""
+    seconds = timed(device, lambda: torch.cuda._sleep(_N_CYCLES))
+    return _N_CYCLES / min(seconds) * max(1 / GBPS - 1 / upload_gbps(device), 0.0) / 1e9
+
+
+def measure(shapes: Shapes = _SHAPES) -> Iterator[dict[str, object]]:
+    """Pass times at every size, each with the rate of the paced link measured just before."""
+    link = f"{torch.cuda.get_device_name()}, link paced to {GBPS:.0f} GB/s"
+    with patch("offload_rt.offload.stream_cuda.CopyDevice", PacedDevice):
+        for found in measure_passes(written(TARGET, shapes.target), shapes, paced_gbps):
+            yield {"link": link, **found}
+
+
+def paced_gbps(device: torch.device) -> float:
+    """Measure GB/s of a copy over the paced link."""
+    source, target = host_block(_NBYTES), torch.empty(_NBYTES, dtype=torch.uint8, device=device)
+    pin(source)
+    link = PacedDevice(device)
+    try:
+        start, end = link.copy([(target, source)], link.event())
+        link.wait(end)
+        return _NBYTES / (link.seconds_between(start, end) or 0.0) / 1e9
+    finally:
+        unpin(source)

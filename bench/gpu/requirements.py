@@ -1,0 +1,59 @@
+"""Check the packages that setup.py asks for: `python bench/gpu/requirements.py SITE [WHEELS]`.
+
+Installs the wheels of missing or outdated packages into the folder SITE; torch is used as it is. Prints each version.
+"""
+
+import re
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import parse_wheel_filename
+
+SETUP = Path(__file__).resolve().parents[2] / "setup.py"
+_TESTS = ("pytest", "hypothesis")
+
+
+def requirements() -> list[Requirement]:
+    """Read the requirements of the package, and of its tests, from setup.py."""
+    found = map(Requirement, re.findall(r'"([\w-]+>=[\w.]+,<[\w.]+)"', SETUP.read_text()))
+    required = SETUP.read_text().split("install_requires=[")[1].split("]")[0]
+    return [one for one in found if one.name in required or one.name in (*_TESTS, "torch")]
+
+
+def unmet(required: list[Requirement]) -> list[Requirement]:
+    """Print the installed version of each package. Return the unmet requirements."""
+    lacking = []
+    for one in required:
+        try:
+            installed = version(one.name)
+        except PackageNotFoundError:
+            installed = "missing"
+        print(f"{one.name} {installed}")
+        if installed == "missing" or not one.specifier.contains(installed, prereleases=True):
+            lacking.append(one)
+    return lacking
+
+
+def main() -> int:
+    """Install what is lacking from the wheels. Exit code 1 where something stays unmet."""
+    site, *wheels = map(Path, sys.argv[1:])
+    lacking = unmet(requirements())
+    names = {one.name for one in lacking} - {"torch"}
+    files = [path for folder in wheels for path in folder.glob("*.whl") if parse_wheel_filename(path.name)[0] in names]
+    if files:
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", str(site)]
+        subprocess.run([*command, *map(str, files)], check=True)
+        carried = {parse_wheel_filename(path.name)[0]: parse_wheel_filename(path.name)[1] for path in files}
+        lacking = [one for one in lacking if one.name not in carried or not one.specifier.contains(carried[one.name])]
+    if lacking:
+        print("unmet, give a folder of wheels:", ", ".join(map(str, lacking)))
+        return 1
+    print("installed:", ", ".join(path.name for path in files) or "nothing was lacking")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+# Steps of a run on a machine with a GPU; sourced by first.sh and second.sh, which set `limit_s`.
+#
+# Environment: OUT, folder of the logs (default: build/gpu); PYTHON, the interpreter with torch (default: python3);
+# WHEELS, a folder of wheels for packages that are missing or too old. Nothing is downloaded.
+
+cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 2
+OUT=${OUT:-$PWD/build/gpu}
+PYTHON=${PYTHON:-python3}
+WHEELS=${1:-${WHEELS:-}}
+work=$(mktemp -d) || exit 2
+trap 'rm -rf "$work"' EXIT
+mkdir -p "$OUT"
+export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 PYTHONPATH="$work/site:$PWD${PYTHONPATH:+:$PYTHONPATH}"
+export OFFLOAD_RT_COMMIT="${OFFLOAD_RT_COMMIT:-$(git describe --always --dirty 2>/dev/null || echo unknown)}"
+started=$SECONDS
+failed=0
+summary="$OUT/$(basename "$0" .sh).txt"
+printf '%-12s %8s  %s\n' step seconds result > "$summary"
+
+note() { # name, seconds, result
+  printf '%-12s %8s  %s\n' "$1" "$2" "$3" >> "$summary"
+}
+
+# Run a step: name, its limit in seconds, command. The step gets less time where the run's limit is near.
+step() {
+  local name=$1 most=$2 left begun code reason
+  shift 2
+  left=$((limit_s - (SECONDS - started)))
+  if ((left < 10)); then
+    note "$name" - "left out: $left s are left"
+    failed=1
+    return 1
+  fi
+  ((most = most < left ? most : left))
+  begun=$SECONDS
+  echo "== $name (at most $most s)"
+  STEP_S=$most timeout --kill-after=5 "$most" "$@" > "$OUT/$name.log" 2>&1
+  code=$?
+  reason=$(grep -v '^[[:space:]]*$' "$OUT/$name.log" | tail -n 1 | cut -c 1-150)
+  case $code in
+    0) note "$name" $((SECONDS - begun)) "ok: $reason" ;;
+    124 | 137) note "$name" $((SECONDS - begun)) "over after $most s: $reason" ;;
+    *) note "$name" $((SECONDS - begun)) "failed with $code: $reason" ;;
+  esac
+  ((code)) && failed=1
+  return "$code"
+}
+
+skip() { # name, reason
+  note "$1" - "left out: $2"
+}
+
+environment() {
+  nvidia-smi -L || echo "no nvidia-smi"
+  nvidia-smi --query-gpu=driver_version,memory.total,pcie.link.gen.max,pcie.link.width.max --format=csv,noheader
+  nvcc --version | tail -n 2
+  nproc
+  free -g | head -n 2
+  df -h /dev/shm | tail -n 1
+  "$PYTHON" bench/gpu/requirements.py "$work/site" ${WHEELS:+"$WHEELS"}
+}
+
+# Pytest on some tests of a file that need a card. Exit code 5 says that none was selected.
+tests() { # file, expression
+  "$PYTHON" -m pytest -o addopts= -rfEs --tb=short -p no:cacheprovider "$1" -k "$2"
+}
+
+# A section of bench.gpu in the step's time. The step's log has the section's log and its result.
+section() { # name
+  local said code minutes
+  minutes=$(printf '%d.%02d' $(((STEP_S - 10) / 60)) $(((STEP_S - 10) % 60 * 100 / 60)))
+  said=$("$PYTHON" -m bench.gpu --again --section "$1" --minutes "$minutes" --results "$work/results")
+  code=$?
+  cat "$work/results/$1.log" "$work/results/$1.json" || code=1
+  echo "$said"
+  return "$code"
+}
+
+finish() {
+  echo
+  cat "$summary"
+  exit $failed
+}
+
+export -f environment tests section
+export OUT PYTHON WHEELS work
