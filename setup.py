@@ -26,14 +26,14 @@ setup(
     },
     install_requires=[
         TORCH,
-        "transformers>=5.17,<6",
-        "safetensors>=0.7,<1",
-        "tokenizers>=0.22,<1",
-        "huggingface-hub>=1.5,<3",
+        "transformers>=5.21,<6",
+        "safetensors>=0.8,<1",
+        "tokenizers>=0.23.1,<1",
+        "huggingface-hub>=1.31,<3",
         "numpy>=2.1,<3",
         "numba>=0.62,<1",
         "psutil>=6,<8",
-        "nvidia-ml-py>=12.560,<15",
+        "nvidia-ml-py>=12.560.30,<15",
         "rich>=13.9,<16",
     ],
     extras_require={
@@ -44,7 +44,7 @@ setup(
             "pytest>=8.3,<10",
             "hypothesis>=6.120,<7",
             "ruff>=0.12,<1",
-            "mypy>=1.18,<3",
+            "mypy>=1.18.1,<3",
             "matplotlib>=3.9,<4",
             # The tests' oracle of quantised checkpoints.
             "compressed-tensors>=0.20,<0.21",

@@ -35,6 +35,11 @@ class Topology:
         """n nodes, each the only child of the one before."""
         return cls(np.arange(-1, n - 1))
 
+    @classmethod
+    def star(cls, n: int) -> "Topology":
+        """A root with n - 1 children."""
+        return cls(np.minimum(np.arange(-1, n - 1), 0))
+
     @property
     def is_chain(self) -> bool:
         """Whether no node has a sibling."""
