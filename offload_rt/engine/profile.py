@@ -253,11 +253,11 @@ def seconds_of_passes(runner: Runner, passes: Sequence[tuple[int, int]]) -> list
             n_alike = n_left.pop(block.i in mixed, 0)
             for at, (width, context) in enumerate(passes if n_alike else ()):
                 # Room for the root and one level: learned position tables end at max_positions.
-                context = min(context, spec.max_positions - 2)
-                runner.assume_context(cache, context)
+                n_before = min(context, spec.max_positions - 2)
+                runner.assume_context(cache, n_before)
                 # Different tokens, which a mixture sends to different experts.
                 tokens = torch.arange(width) % spec.vocab_size
-                step = Step(cache, tokens, Topology.star(width), width, context)
+                step = Step(cache, tokens, Topology.star(width), width, n_before)
                 if not runner.replays(step):
                     of_layer, of_head = _seconds_of_parts(runner, block, step)
                     seconds[at] += n_alike * of_layer + (0.0 if n_left else of_head)
