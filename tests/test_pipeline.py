@@ -17,10 +17,13 @@ from offload_rt.models.stage import divide_layers
 from offload_rt.system.machine import ComputeTimes
 
 _SCRIPT = """
-import json, sys
+import json, os, sys
+import torch
 from offload_rt import LLM, SamplingParams
 from offload_rt.system.machine import ComputeTimes
 settings, prompts, params, n_parts = json.loads(sys.argv[1])
+os.sched_getaffinity = lambda _: {0}  # ranks divide the cores, and sums of several threads round differently
+torch.set_num_threads(1)
 if n_parts:
     ComputeTimes.n_parts = lambda self, n_rows, n_stages: min(n_rows, n_parts)
 with LLM(device="cpu", **settings) as llm:
