@@ -42,6 +42,7 @@ setup(
             "openai>=1.60,<3",
             "selenium>=4.20,<5",
             "pytest>=8.3,<10",
+            "pytest-xdist>=3.6.1,<4",
             "hypothesis>=6.120,<7",
             "ruff>=0.12,<1",
             "mypy>=1.18.1,<3",

@@ -1,12 +1,12 @@
-"""Print the oldest admitted version of each dependency as constraints for pip.
+"""Print the oldest admitted version of each dependency, as constraints for pip.
 
     python scripts/oldest.py > oldest.txt
     pip install -e ".[dev]" -c oldest.txt
 
-torch is left out: its oldest admitted version has no CPU build on PyPI, and its CUDA build is gigabytes.
+torch keeps its installed version: its oldest admitted version has no CPU build on PyPI, and its CUDA build is gigabytes.
 """
 
-from importlib.metadata import requires
+from importlib.metadata import requires, version
 
 from packaging.requirements import Requirement
 
@@ -16,10 +16,10 @@ def main() -> None:
     oldest = {}
     for line in requires("offload-rt") or ():
         requirement = Requirement(line)
-        (bound,) = (one.version for one in requirement.specifier if one.operator == ">=")
-        oldest[requirement.name] = bound
-    del oldest["torch"]
-    print(*(f"{name}=={version}" for name, version in sorted(oldest.items())), sep="\n")
+        (lower,) = (bound.version for bound in requirement.specifier if bound.operator == ">=")
+        oldest[requirement.name] = lower
+    oldest["torch"] = version("torch")
+    print(*(f"{name}=={lower}" for name, lower in sorted(oldest.items())), sep="\n")
 
 
 if __name__ == "__main__":
