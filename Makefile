@@ -38,14 +38,14 @@ run: venv
 	$(PY) -m offload_rt.run $(ENGINE) --plan
 	$(PY) -m offload_rt.run $(ENGINE) --max-new-tokens $(TOKENS) --prompt '$(PROMPT)' --show-tree --baseline
 
-# Contiguous halves of the tests, and what the slower process has left: checkpoints are mostly made once.
+# worksteal divides the tests into contiguous halves, so that most checkpoints are written once.
 PYTEST = $(PY) -m pytest -n 2 --dist worksteal
 
 test: venv
 	$(PYTEST)
 
-# Tests of computed values, repeated as CPUs without AVX-512 and without AVX2 compute them. Emulated as far as libraries
-# allow: torch's kernels, MKL where it honours the setting, and oneDNN, which then has no bfloat16 products.
+# Numeric tests with the instructions of CPUs without AVX-512, and without AVX2. MKL obeys its setting on Intel CPUs only.
+# ONEDNN_MAX_CPU_ISA=AVX2 disables oneDNN's bfloat16 products.
 NUMERIC := $(wildcard $(addprefix tests/test_,$(addsuffix .py,models transformers_models mxfp4 gguf heads generation \
 	speculation coupled self_draft learner delta_rule pipeline rank_families cache prefix_cache kv_beyond long_prompts \
 	expert_cache host_experts reference sampling tree linear_cpu attention_cpu)))
@@ -56,7 +56,7 @@ test-isa: venv
 	$(AVX2) $(PYTEST) $(NUMERIC)
 	$(BASELINE) $(PYTEST) $(NUMERIC)
 
-# The oldest admitted version of every dependency, in an environment of its own; torch is the installed one.
+# The oldest admitted version of every dependency but torch, in a separate environment.
 OLDEST := .venv-oldest
 
 $(OLDEST)/installed: setup.py scripts/oldest.py | venv

@@ -4,9 +4,9 @@
     python -m bench.models --part 1/8     an eighth of them
     python -m bench.models --cost         a Llama by both ways: host time of a layer, and a streamed pass
 
-A tiny random checkpoint of each type is written in float32 and decoded with default settings and empty caches, then from the
-disk: without trees, with the trees of `recycle` and `ngram`, and with trees of a draft model of the same type. The last line is
-one JSON object; those of all parts are in bench/results/models.jsonl.
+Write a tiny random float32 checkpoint of each type. Decode with default settings and empty caches, then from the disk: without
+trees, with the trees of `recycle` and `ngram`, and with trees of a draft model of the same type. The last line is one JSON
+object; the objects of all parts are in bench/results/models.jsonl.
 """
 
 import itertools

@@ -3,7 +3,7 @@
     python scripts/oldest.py > oldest.txt
     pip install -e ".[dev]" -c oldest.txt
 
-torch keeps its installed version: its oldest admitted version has no CPU build on PyPI, and its CUDA build is gigabytes.
+torch keeps its installed version: PyPI has CUDA builds alone of torch 2.11, which download gigabytes.
 """
 
 from importlib.metadata import requires, version

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-# Before torch is imported, also in programs that tests start: two tests run at once, and threads that wait for each
-# other at matrices this small cost a hundredfold where another program uses the cores.
+# Set before importing torch, and inherited by programs of tests. Threads waiting for each other at such small matrices
+# cost a hundredfold while another program uses the cores.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch

@@ -91,8 +91,7 @@ def test_default_settings_give_the_text_of_transformers(model_of, kind, cold_cac
         assert llm.generate(prompt, SamplingParams(max_new_tokens=24)).pop().token_ids == generate(model, prompt, 24)
 
 
-@pytest.mark.parametrize("drafts_itself", [False, True])
-@pytest.mark.parametrize("kind", ["gpt2", "opt"])
+@pytest.mark.parametrize(("kind", "drafts_itself"), [("gpt2", False), ("opt", True)])
 def test_learned_positions_serve_until_their_last(tmp_path, cold_caches, kind, drafts_itself):
     """Trees and measurements stay within 64 positions, also those of a draft model."""
     config = tiny_config(kind)
