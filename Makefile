@@ -10,7 +10,7 @@ EXPANDED := demo-cache/expanded-$(SIZE)
 ENGINE = --model $(EXPANDED) --draft-model models/demo-draft --device-memory $(BUDGET)
 PROMPT ?= def read_lines(path, encoding="utf-8"):
 
-.PHONY: venv kernels run test test-faults test-rest lint bench compare clean
+.PHONY: venv kernels run test test-isa test-oldest lint bench compare clean
 
 venv: .venv/installed .venv/kernels
 
@@ -41,15 +41,36 @@ run: venv
 	$(PY) -m offload_rt.run $(ENGINE) --plan
 	$(PY) -m offload_rt.run $(ENGINE) --max-new-tokens $(TOKENS) --prompt '$(PROMPT)' --show-tree --baseline
 
-# Two processes, each with half of the files: one core is idle where a test waits for a program to end.
+# worksteal divides the tests into contiguous halves, so that most checkpoints are written once.
+PYTEST = $(PY) -m pytest -n 2 --dist worksteal
+
 test: venv
-	$(MAKE) --no-print-directory --jobs=2 test-faults test-rest
+	$(PYTEST)
 
-test-faults:
-	$(PY) -m pytest tests/faults tests/test_[bcfhlt]*.py
+# Numeric tests with the instructions of CPUs without AVX-512, and without AVX2. MKL obeys its setting on Intel CPUs only.
+# ONEDNN_MAX_CPU_ISA=AVX2 disables oneDNN's bfloat16 products.
+NUMERIC := $(wildcard $(addprefix tests/test_,$(addsuffix .py,models transformers_models mxfp4 gguf heads generation \
+	speculation coupled self_draft learner delta_rule pipeline rank_families cache prefix_cache kv_beyond long_prompts \
+	expert_cache host_experts reference sampling tree linear_cpu attention_cpu)))
+AVX2 := ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
+BASELINE := ATEN_CPU_CAPABILITY=default
 
-test-rest:
-	$(PY) -m pytest --ignore tests/faults --ignore-glob 'tests/test_[bcfhlt]*.py'
+test-isa: venv
+	$(AVX2) $(PYTEST) $(NUMERIC)
+	$(BASELINE) $(PYTEST) $(NUMERIC)
+
+# The oldest admitted version of every dependency but torch, in a separate environment.
+OLDEST := .venv-oldest
+
+$(OLDEST)/installed: setup.py scripts/oldest.py | venv
+	$(PYTHON) -m venv $(OLDEST)
+	$(PY) scripts/oldest.py > $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[dev]" -c $(OLDEST)/constraints.txt
+	touch $@
+
+test-oldest: $(OLDEST)/installed
+	$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal tests/test_models.py tests/test_transformers_models.py \
+		tests/test_formats.py tests/test_gguf.py tests/test_rank_families.py
 
 lint: venv
 	$(PY) -m ruff check .
@@ -72,4 +93,4 @@ bench: venv
 	$(PY) -m bench.predictions
 
 clean:
-	rm -rf .venv demo-cache build *.egg-info offload_rt/ops/_*.so offload_rt/ops/_*.log
+	rm -rf .venv $(OLDEST) demo-cache build *.egg-info offload_rt/ops/_*.so offload_rt/ops/_*.log

@@ -4,17 +4,19 @@
     python -m bench.models --part 1/8     an eighth of them
     python -m bench.models --cost         a Llama by both ways: host time of a layer, and a streamed pass
 
-A tiny random checkpoint of each type is written in float32 and decoded from the disk: without trees, with the trees of
-`recycle` and `ngram`, and with trees of a draft model of the same type. The last line is one JSON object; those of all parts
-are in bench/results/models.jsonl.
+Write a tiny random float32 checkpoint of each type. Decode with default settings and empty caches, then from the disk: without
+trees, with the trees of `recycle` and `ngram`, and with trees of a draft model of the same type. The last line is one JSON
+object; the objects of all parts are in bench/results/models.jsonl.
 """
 
 import itertools
 import json
 import logging
+import os
 import tempfile
 import warnings
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -144,11 +146,14 @@ def compared(model: PreTrainedModel, folder: Path, prompt: list[int], want: list
     """Whether a checkpoint gives the logits of its model and, in every way, this continuation."""
     if (off := tree_difference(model, folder, prompt)) > 1e-3:
         return "DIFFERS", f"logits of a tree, by {off:.1e} of the largest"
+    greedy = SamplingParams(max_new_tokens=N_NEW, temperature=0.0)
     ways = {"plain": {"drafter": "none"}, "recycle": {"drafter": "recycle"}, "ngram": {"drafter": "ngram"}}
     ways["draft"] = {"draft_model": str(folder)}
-    for way, settings in ways.items():
-        with open_streamed(folder, **settings) as llm:
-            if llm.generate(prompt, SamplingParams(max_new_tokens=N_NEW, temperature=0.0)).pop().token_ids != want:
+    opened = {way: partial(open_streamed, folder, **settings) for way, settings in ways.items()}
+    opened = {"default": partial(LLM, str(folder), device="cpu")} | opened
+    for way, open_llm in opened.items():
+        with open_llm() as llm:
+            if llm.generate(prompt, greedy).pop().token_ids != want:
                 return "DIFFERS", way
     return "equal", f"{len(set(want))} different tokens of {N_NEW}; logits within {off:.0e}"
 
@@ -194,7 +199,7 @@ def sweep(kinds: list[str]) -> dict[str, Any]:
     """Prints what becomes of each type."""
     found: dict[str, Any] = {"transformers": transformers.__version__, "commit": commit()}
     for kind in kinds:
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, XDG_CACHE_HOME=f"{folder}/cache"):
             word, how = outcome(kind, Path(folder))
         found.setdefault(word, {})[kind] = how
         print(f"{kind:28s} {word:13s} {how}", flush=True)

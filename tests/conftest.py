@@ -1,8 +1,14 @@
-"""What holds for every test: one thread, no network, and a cache folder that is not the user's."""
+"""Set-up of every test: one thread, no network, and a cache folder apart from the user's."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
+
+# Set before importing torch, and inherited by programs of tests. Threads waiting for each other at such small matrices
+# cost a hundredfold while another program uses the cores.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 import torch
 from hypothesis import settings
 from tiny import Zoo
@@ -15,8 +21,6 @@ settings.load_profile("offload_rt")
 @pytest.fixture(autouse=True, scope="session")
 def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Measurements are written to a folder of this run, and nothing asks the hub."""
-    # Threads that wait for each other at matrices this small cost a hundredfold where another program uses the cores.
-    torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("HF_HUB_OFFLINE", "1")

@@ -34,7 +34,15 @@ LIMITS = DraftLimits(n_nodes=17, n_levels=6)
 PROMPTS = [[3], [7, 8, 9], prompt_of(0, 30), [5, 1, 2, 3, 4] * 5]
 N_NEW = (1, 2, 5, 40)
 MODEL_DRAFTERS = [name for name in DRAFTERS if drafter_type(name).needs_model]
-every_combination = pytest.mark.parametrize(("name", "rule"), COMBINATIONS)
+
+
+def seen(name, rule):
+    """Return the properties of a combination that a drafter receives, see `drafter_of`."""
+    chosen = rule_of(rule)
+    return name, chosen.child_sampling or "without_replacement", chosen.coupled_up_to
+
+
+every_combination = pytest.mark.parametrize(("name", "rule"), {seen(*one): one for one in COMBINATIONS}.values())
 
 
 def samples(rule):

@@ -85,24 +85,24 @@ def test_float64_is_computed_in_float64(zoo, monkeypatch):
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2-window", "qwen3"])
 def test_bfloat16_differs_only_by_its_rounding(zoo, name):
-    """Greedy tokens are those of transformers' bfloat16 except where the two best logits are closer than the rounding.
+    """Compare mean errors of logits in bfloat16: ours and transformers', both against float32 with the same weights.
 
-    The rounding at a place is measured: how far transformers' bfloat16 is there from float32 with the same weights.
-    Both sides of a comparison round, hence twice that.
+    Greedy tokens are the best of float32 up to the rounding of two logits.
     """
     prompt = prompt_of(0)
     with open_llm(zoo.directory(name, 0, torch.bfloat16), "mixed") as llm:
-        assert runner_of(llm).dtype == torch.bfloat16
+        runner = runner_of(llm)
+        assert runner.dtype == torch.bfloat16
         tokens = llm.generate(prompt).pop().token_ids
-    places = slice(len(prompt) - 1, -1)
-    model = zoo.model(name, 0, torch.bfloat16)
-    rounded = logits_of(model, prompt + tokens)[places].float()
-    exact = logits_of(CASES[name].build(0, torch.bfloat16).float(), prompt + tokens)[places]
-    rounding = 2 * (rounded - exact).abs().amax(-1)
-    best, chosen = rounded.max(-1), rounded[torch.arange(64), tokens]
-    same = best.indices == torch.tensor(tokens)
-    assert (same | (best.values - chosen <= rounding)).all()
-    assert same.float().mean() > 0.9
+        text = prompt + tokens
+        got = feed(runner, runner.new_cache(len(text)), text, Topology.chain(len(text)))
+    exact = logits_of(CASES[name].build(0, torch.bfloat16).float(), text)
+    rounding = logits_of(zoo.model(name, 0, torch.bfloat16), text).float() - exact
+    # Measured with AVX-512, AVX2 and neither: 0.93 to 1.1 times.
+    assert (got.float() - exact).square().mean().sqrt() < 1.25 * rounding.square().mean().sqrt()
+    before = exact[len(prompt) - 1 : -1]
+    chosen = before.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    assert (before.amax(-1) - chosen).max() < 2 * rounding.abs().max()
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from run_ranks import started
-from tiny import CASES, Zoo, generate, prompt_of
+from tiny import Zoo, generate, prompt_of
 
 from bench.models import config_of, random_model
 from offload_rt import LLM
@@ -17,10 +17,15 @@ from offload_rt.models.stage import divide_layers
 from offload_rt.system.machine import ComputeTimes
 
 _SCRIPT = """
-import json, sys
+import json, os, sys
+import torch
 from offload_rt import LLM, SamplingParams
+from offload_rt.executor import runner
 from offload_rt.system.machine import ComputeTimes
 settings, prompts, params, n_parts = json.loads(sys.argv[1])
+runner.CHUNK_ROWS = 64
+os.sched_getaffinity = lambda _: {0}  # ranks divide the cores, and sums by other numbers of threads round differently
+torch.set_num_threads(1)
 if n_parts:
     ComputeTimes.n_parts = lambda self, n_rows, n_stages: min(n_rows, n_parts)
 with LLM(device="cpu", **settings) as llm:
@@ -38,7 +43,7 @@ def _said(
     folder.mkdir()
     script = folder / "script.py"
     script.write_text(_SCRIPT)
-    settings = {"max_model_len": 1300, **settings, **({"pipeline": n} if n > 1 else {})}
+    settings |= {"pipeline": n} if n > 1 else {}
     with started(str(script), [json.dumps([settings, prompts, params, n_parts])], folder, n) as ranks:
         assert [one.code() for one in ranks] == [0] * n, "".join(one.err for one in ranks)[-2000:]
         assert not any(one.out for one in ranks[1:])
@@ -58,11 +63,9 @@ def _tokens(text: str) -> list[list[int]]:
 
 
 def test_resident_layers_give_what_one_rank_gives_chunk_by_chunk(zoo: Zoo, tmp_path: Path) -> None:
-    """A prompt of three chunks beside a short one, of which all rows are read."""
-    model = CASES["qwen3"].build(0, max_position_embeddings=2048)
-    model.save_pretrained(tmp_path / "model")
-    settings = {"model": str(tmp_path / "model"), "drafter": "none", "max_num_seqs": 2}
-    prompts = [prompt_of(0, 1200), prompt_of(1, 30)]
+    """Read all rows of a prompt of three chunks beside a short prompt."""
+    settings = {"model": str(zoo.directory("qwen3", 0)), "drafter": "none", "max_num_seqs": 2, "max_model_len": 180}
+    prompts = [prompt_of(0, 150), prompt_of(1, 30)]
     tiers = _as_one(tmp_path, 3, settings, prompts, temperature=0.8, prompt_logprobs=0)
     assert tiers == ["device"] * 2
 

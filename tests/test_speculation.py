@@ -79,7 +79,11 @@ def assert_greedy(llm, expected):
     return sum(one.stats.n_passes for one in outputs), sum(LENGTHS)
 
 
-@pytest.mark.parametrize(("drafter", "rule"), COMBINATIONS)
+# At temperature zero no tree is sampled, and all rules take the same path.
+@pytest.mark.parametrize(
+    ("drafter", "rule"),
+    [(name, rule) for name, rule in COMBINATIONS if name == "static_tree" or rule == drafter_type(name).best_rule],
+)
 def test_greedy_tokens_are_transformers(zoo, texts, drafter, rule):
     pair = zoo.pair("llama", 0)
     with open_llm(pair.target, max_model_len=256, tree_size=24, tree_depth=5, **pair.settings(drafter, rule)) as llm:

@@ -332,10 +332,7 @@ def test_a_rank_reads_and_holds_its_share(
 
 
 @pytest.mark.parametrize("place", ["resident", "disk"])
-@pytest.mark.parametrize(
-    ("name", "size"),
-    [("llama-biases", 2), ("llama-tied", 4), ("qwen3-window", 4), ("qwen2", 2), ("mistral", 2), ("llama-tied", 8)],
-)
+@pytest.mark.parametrize(("name", "size"), [("llama-biases", 2), ("qwen3-window", 4), ("llama-tied", 8)])
 def test_greedy_tokens_are_transformers(zoo: Zoo, name: str, size: int, place: str) -> None:
     """With fewer heads of keys and values than ranks, too, and with fewer heads."""
     tokens = divided_tokens(size, zoo.directory(name, 0), prompt_of(0), 24, place=place, exact_parallel=place == "disk")
@@ -366,8 +363,10 @@ def general_model(kind: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("is_exact", [False, True])
-@pytest.mark.parametrize("drafter", DRAFTERS)
+# Drafters do not see the order of sums: exact sums with a draft model, and with a view of the target's keys.
+@pytest.mark.parametrize(
+    ("drafter", "is_exact"), [*((one, False) for one in DRAFTERS), ("adaptive_tree", True), ("self_window", True)]
+)
 def test_any_drafter_gives_the_targets_tokens(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, drafter: str, is_exact: bool
 ) -> None:

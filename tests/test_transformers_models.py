@@ -68,14 +68,42 @@ def check_tree(runner, model, n=8):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_trees_and_texts_are_those_of_transformers(model_of, kind):
-    """Streamed from the disk: the logits of a tree, and a text that is drafted by the target's own predictions."""
+def test_streamed_trees_have_the_logits_of_transformers(model_of, kind):
     model, folder = model_of(kind)
-    prompt = prompt_of(0, 15, 150)
-    with open_streamed(folder) as llm:
+    with open_streamed(folder, drafter="none") as llm:
         assert isinstance(runner_of(llm).spec, TransformersModel)
         check_tree(runner_of(llm), model)
+
+
+@pytest.fixture
+def cold_caches(tmp_path, monkeypatch):
+    """Start without measurements of earlier runs."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cold"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_default_settings_give_the_text_of_transformers(model_of, kind, cold_caches):
+    """Resident, with the default drafter, tree size and --max-model-len."""
+    model, folder = model_of(kind)
+    prompt = prompt_of(0, 15, 150)
+    with LLM(str(folder), device="cpu") as llm:
+        assert llm.max_model_len == 512
         assert llm.generate(prompt, SamplingParams(max_new_tokens=24)).pop().token_ids == generate(model, prompt, 24)
+
+
+@pytest.mark.parametrize(("kind", "drafts_itself"), [("gpt2", False), ("opt", True)])
+def test_learned_positions_serve_until_their_last(tmp_path, cold_caches, kind, drafts_itself):
+    """Trees and measurements stay within 64 positions, also those of a draft model."""
+    config = tiny_config(kind)
+    config.max_position_embeddings = 64
+    model = random_model(config)
+    model.save_pretrained(tmp_path / "model")
+    folder, prompt = str(tmp_path / "model"), prompt_of(0, 15, 150)
+    draft = {"draft_model": folder} if drafts_itself else {}
+    with LLM(folder, device="cpu", **draft) as llm:
+        result = llm.generate(prompt, SamplingParams(max_new_tokens=100)).pop()
+    assert result.token_ids == generate(model, prompt, 64 - len(prompt))
+    assert result.stats.tokens_per_pass > 1
 
 
 def test_native_and_general_way_give_the_same_logits(zoo, monkeypatch):

@@ -252,9 +252,12 @@ def seconds_of_passes(runner: Runner, passes: Sequence[tuple[int, int]]) -> list
         for block in sweep:
             n_alike = n_left.pop(block.i in mixed, 0)
             for at, (width, context) in enumerate(passes if n_alike else ()):
-                runner.assume_context(cache, context)
+                # Room for the root and one level: learned position tables end at max_positions.
+                n_before = min(context, spec.max_positions - 2)
+                runner.assume_context(cache, n_before)
                 # Different tokens, which a mixture sends to different experts.
-                step = Step(cache, torch.arange(width) % spec.vocab_size, Topology.chain(width), width, context)
+                tokens = torch.arange(width) % spec.vocab_size
+                step = Step(cache, tokens, Topology.star(width), width, n_before)
                 if not runner.replays(step):
                     of_layer, of_head = _seconds_of_parts(runner, block, step)
                     seconds[at] += n_alike * of_layer + (0.0 if n_left else of_head)

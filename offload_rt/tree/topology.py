@@ -34,6 +34,11 @@ class Topology:
         """Return a chain of n nodes."""
         return cls(np.arange(-1, n - 1))
 
+    @classmethod
+    def star(cls, n: int) -> "Topology":
+        """A root with n - 1 children."""
+        return cls(np.minimum(np.arange(-1, n - 1), 0))
+
     @property
     def is_chain(self) -> bool:
         """Whether no node has siblings."""
