@@ -148,7 +148,7 @@ def test_every_bit_of_a_layer_comes_back(decoder: Decoder) -> None:
 @pytest.mark.parametrize("kind", [lossless.BFLOAT16, lossless.HALF, lossless.FLOAT])
 def test_every_pattern_comes_back_whatever_the_table(decoder: Decoder, kind: int) -> None:
     """And tensors of every length, whose last weights share a group with none. The repeated words make the table."""
-    dtype = next(dtype for dtype, found in lossless.KIND_OF.items() if found == kind)
+    dtype = next(dtype.torch for dtype, found in lossless.KIND_OF.items() if found == kind)
     words = patterns(torch.uint16).numpy()
     for seed, n in enumerate((65_536, 65_536, 65_536, *COUNTS)):
         part = np.roll(words, 7 * n)[:n].copy()

@@ -49,6 +49,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _serve(flags: Namespace) -> None:
     settings, config = from_flags(ServeSettings, flags), from_flags(EngineConfig, flags)
+    # Not at the top: a wrong flag or path is told before the seconds that torch takes to load.
+    from offload_rt.weights.checkpoint import check_paths
+
+    check_paths(config)
     try:
         import uvicorn
 

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from offload_rt.config import EngineConfig, format_size
+from offload_rt.dtypes import DTYPES, DType
 from offload_rt.engine import profile
 from offload_rt.engine.draft_place import agree
 from offload_rt.engine.link import Link, choose_link
@@ -20,8 +21,8 @@ from offload_rt.models.tensor_parallel import TensorParallelModel
 from offload_rt.offload.disk import DiskTier
 from offload_rt.offload.placement import ExpertSizes, MemoryBudget, Plan
 from offload_rt.offload.sidecar import SidecarTier
-from offload_rt.speculate.draft_model import DraftModel
 from offload_rt.speculate.learner import learning_nbytes
+from offload_rt.speculate.protocols import whole_model
 from offload_rt.speculate.select import Drafting
 from offload_rt.system.machine import PassBytes, cards, memory_free, memory_limit
 from offload_rt.system.ranks import Ranks, joined
@@ -29,8 +30,7 @@ from offload_rt.weights import int4
 from offload_rt.weights.checkpoint import Checkpoint
 from offload_rt.weights.divided import divide
 from offload_rt.weights.header import TensorRecord
-from offload_rt.weights.layout import PAGE, align_up
-from offload_rt.weights.lossless import decoded_layout
+from offload_rt.weights.layout import PAGE, align_up, decoded_layout
 
 
 @dataclass(frozen=True)
@@ -219,13 +219,13 @@ def _plan(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting) -> E
     of_weights = checkpoint.format.notice, checkpoint.spec.notice, link.notice
     return EnginePlan(
         memory.plan, memory.limits, memory.max_model_len, memory.cache_rows, memory.view_rows, memory.n_sequences,
-        checkpoint, drafting, device, dtype, disk, link, moved,
+        checkpoint, drafting, device, dtype.torch, disk, link, moved,
         "\n".join(filter(None, (_notice(config.device, device), *of_weights, _kv_notice(memory.plan)))), experts,
     )  # fmt: skip
 
 
 def _of_rank(
-    config: EngineConfig, whole: Checkpoint, drafting: Drafting, dtype: torch.dtype, budget: MemoryBudget
+    config: EngineConfig, whole: Checkpoint, drafting: Drafting, dtype: DType, budget: MemoryBudget
 ) -> Checkpoint:
     """The part of a checkpoint that this rank has. Raises an OffloadError where it cannot be divided as is asked for."""
     ranks = joined()
@@ -287,11 +287,11 @@ def _packed_nbytes(checkpoint: Checkpoint) -> list[int]:
     return [align_up(decoded_layout(layer).nbytes, PAGE) for layer in checkpoint.layers]
 
 
-def _draft_sizes(checkpoint: Checkpoint, drafting: Drafting, dtype: torch.dtype, device: torch.device) -> Sizes | None:
+def _draft_sizes(checkpoint: Checkpoint, drafting: Drafting, dtype: DType, device: torch.device) -> Sizes | None:
     """Of what drafts: another model, or copies of the target's layers; None where neither does."""
     draft, of_type, learning = drafting.draft, drafting.type, 0
     if drafting.learning != "off":
-        drafts = of_type.model is DraftModel and of_type.view is None
+        drafts = of_type.model is whole_model and of_type.view is None
         if draft is None or not (drafts and draft.spec.is_native and draft.format.name == "dense"):
             need = "unquantised weights of a whole draft model, of a native family, and trees by it alone"
             raise SettingsError("--learn-draft", need=need, change="leave it out, or give such a --draft-model")
@@ -305,7 +305,7 @@ def _draft_sizes(checkpoint: Checkpoint, drafting: Drafting, dtype: torch.dtype,
         have, change = f"weights of format {checkpoint.format.name}", "leave it out, or give a draft model"
         raise SettingsError(f"--drafter {drafting.name}", need="unquantised weights", have=have, change=change)
     spec, view_nbytes = checkpoint.spec, Sizes.of_checkpoint(checkpoint, int4.DTYPE).view_nbytes
-    stand_in = max(int4.copy_layout(decoded_layout(layer), device).nbytes for layer in checkpoint.layers)
+    stand_in = max(int4.copy_layout(decoded_layout(layer), device.type == "cuda").nbytes for layer in checkpoint.layers)
     return Sizes(spec, (0,) * spec.n_layers, 0, int4.DTYPE, view_nbytes, stand_in)
 
 
@@ -319,11 +319,8 @@ def _check_resident(plan: Plan, drafting: Drafting) -> None:
         )  # fmt: skip
 
 
-def _pick_dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:
-    if name == "auto":
-        name = checkpoint.spec.dtype_name or str(checkpoint.dtype).removeprefix("torch.")
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
+def _pick_dtype(name: str, checkpoint: Checkpoint) -> DType:
+    return DTYPES[(checkpoint.spec.dtype_name or checkpoint.dtype) if name == "auto" else name]
 
 
 def memory_budget(config: EngineConfig, device: torch.device) -> MemoryBudget:

@@ -13,8 +13,8 @@ from offload_rt.offload.sidecar import open_sidecar
 from offload_rt.ops import extension
 from offload_rt.weights.checkpoint import Checkpoint
 from offload_rt.weights.header import TensorRecord
-from offload_rt.weights.layout import PAGE, align_up
-from offload_rt.weights.lossless import SidecarLayer, decoded_layout, estimate
+from offload_rt.weights.layout import PAGE, align_up, decoded_layout
+from offload_rt.weights.lossless import SidecarLayer, estimate
 
 # Threads that read encoded layers have so many bytes of buffers at most, and there are so many of them.
 _BUFFERS, _N_THREADS = 9 << 20, 8

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from offload_rt import ops
+from offload_rt.dtypes import DType
 from offload_rt.errors import RankError
 from offload_rt.kv.cache import Attention, ContiguousCache, KVBuffer, KVCache
 from offload_rt.models.architecture import Architecture, LayerWeights
@@ -87,11 +88,11 @@ class GraphInputs(PassRows):
     @classmethod
     def empty(cls, shape: GraphShape, of_row: Sequence[Tensor], device: torch.device) -> "GraphInputs":
         """Inputs of a model whose `row_inputs` of one row are `of_row`."""
-        n, int32 = shape.n_rows, torch.int32
+        n, int32 = shape.n_rows, DType.INT32
         layout = packed_layout((
-            ("ids", (n,), torch.int64), ("rows", (n,), torch.int64), ("bits", (n, -(-shape.n_tree_rows // 32)), int32),
+            ("ids", (n,), DType.INT64), ("rows", (n,), DType.INT64), ("bits", (n, -(-shape.n_tree_rows // 32)), int32),
             ("depths", (n,), int32), ("key_depths", (shape.n_tree_rows,), int32), ("extent", (2,), int32),
-            *((f"row_inputs.{i}", (n, *one.shape[1:]), one.dtype) for i, one in enumerate(of_row)),
+            *((f"row_inputs.{i}", (n, *one.shape[1:]), DType.of(one.dtype)) for i, one in enumerate(of_row)),
         ))  # fmt: skip
         block = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
         ids, rows, bits, depths, key_depths, extent, *row_inputs = layout.views(block).values()

@@ -10,11 +10,9 @@ from torch import Tensor
 
 from offload_rt import ops
 from offload_rt.kv.cache import ContiguousCache, KVCache, MovedRows
+from offload_rt.kv.split import N_KEPT
 from offload_rt.models.architecture import Architecture, StateShape
 from offload_rt.ops.delta_rule import BLOCK_ROWS, DeltaRows, DeltaTerms, convolve, delta_rule, fold, normed
-
-# States kept for a rewind, besides the last one.
-N_KEPT = 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,12 +60,6 @@ class State(NamedTuple):
         """Take over another one, or some layers of it."""
         for to, source in zip(self, other, strict=True):
             to[layers] = source[layers]
-
-
-def state_rows(model: Architecture, itemsize: int) -> int:
-    """Rows of keys and values that take as much memory as the states of a sequence do."""
-    nbytes = (1 + N_KEPT) * sum(one.nbytes(itemsize) for one in model.state_shapes)
-    return -(-nbytes // model.kv_nbytes(itemsize)) if nbytes else 0
 
 
 class RecurrentCache(ContiguousCache):

@@ -9,8 +9,6 @@ from offload_rt.kv.cache import ContiguousCache, KVBuffer, KVCache
 from offload_rt.models.architecture import Architecture
 from offload_rt.ops.reference import rotate
 
-# The least budget: fewer rows are not enough for older ones, recent ones and some to come.
-LEAST_BUDGET = 32
 # Part of the budget that is filled at once; the rest is for tokens to come.
 _FILLED = 3 / 4
 

@@ -4,19 +4,21 @@ EAGLE-3: Li et al. 2025 (arXiv 2503.01840); MTP: DeepSeek-V3 (arXiv 2412.19437);
 Row j of a head that has a cache is token j + 1 of the sequence beside the hidden state of token j.
 """
 
+from __future__ import annotations
+
+import math
 from abc import abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
-from offload_rt import ops
 from offload_rt.errors import SettingsError, UnsupportedModelError
 from offload_rt.models.architecture import Architecture, LayerWeights, PassContext, TensorShape
 from offload_rt.models.families import spec_of
 from offload_rt.models.native import EMBED, HEAD, NORM, QKV, NativeDecoder, norm
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -120,10 +122,16 @@ class Eagle3(HeadDecoder, NativeDecoder):
 
     def join(self, weights: LayerWeights, x: Tensor, states: Tensor) -> Tensor:
         """One beside the other."""
+        import torch  # not at the top: a plan computes nothing
+
         return torch.cat((x, states), 1)
 
     def layer(self, i: int, weights: LayerWeights, x: Tensor, context: PassContext) -> Tensor:
         """Attention on norms of embedding and hidden state; what it gives is added to the latter."""
+        import torch
+
+        from offload_rt import ops
+
         embedded, hidden = (part.contiguous() for part in x.chunk(2, 1))
         normed = ops.rms_norm(hidden, weights.vector("hidden_norm"), self.eps)
         both = torch.cat((ops.rms_norm(embedded, weights.vector("input_layernorm"), self.eps), normed), 1)
@@ -136,12 +144,14 @@ class Eagle3(HeadDecoder, NativeDecoder):
 
     def head(self, weights: LayerWeights, x: Tensor) -> Tensor:
         """Logits of the target's vocabulary; tokens that are not in the head's own cannot be."""
+        from offload_rt import ops
+
         normed = ops.rms_norm(self.give(weights, x).contiguous(), weights.vector("norm"), self.eps)
         logits = weights.linear(normed, "lm_head")
         assert isinstance(weights, HeadWeights), "a head has its target beside it"
         if weights.token_ids is None:
             return logits
-        whole = logits.new_full((len(logits), self.vocab_size), -torch.inf)
+        whole = logits.new_full((len(logits), self.vocab_size), -math.inf)
         return whole.index_copy_(1, weights.token_ids, logits)
 
 
@@ -162,7 +172,7 @@ class MtpLayout(NamedTuple):
     embed_first: bool = True
     is_normed: bool = True
 
-    def of(self, n: int) -> "MtpLayout":
+    def of(self, n: int) -> MtpLayout:
         """That of a target of n layers."""
         return MtpLayout(*(one.format(n=n) if isinstance(one, str) else one for one in self))  # type: ignore[arg-type]
 
@@ -209,6 +219,8 @@ class Mtp(HeadDecoder):
 
     def join(self, weights: LayerWeights, x: Tensor, states: Tensor) -> Tensor:
         """A norm of each, projected together."""
+        import torch
+
         names = self.layout
         parts = self.normed(weights, names.embed_norm, x), self.normed(weights, names.hidden_norm, states)
         return weights.linear(torch.cat(parts if names.embed_first else parts[::-1], 1), names.project)
@@ -228,6 +240,8 @@ class NativeMtp(Mtp, NativeDecoder):
 
     def normed(self, weights: LayerWeights, name: str, x: Tensor) -> Tensor:
         """See `Mtp.normed`."""
+        from offload_rt import ops
+
         return ops.rms_norm(x, weights.vector(name), self.eps)
 
     def head(self, weights: LayerWeights, x: Tensor) -> Tensor:
@@ -264,12 +278,16 @@ class Medusa(Head, NativeDecoder):
 
     def take(self, weights: LayerWeights, states: Tensor) -> Tensor:
         """The last, behind the target's norm."""
+        from offload_rt import ops
+
         return ops.rms_norm(states[:, 0], weights.vector(NORM), self.eps)
 
     def predict(self, weights: LayerWeights, x: Tensor) -> Tensor:
         """Logits (n, vocab_size) of the head with these weights."""
+        from torch.nn.functional import silu
+
         for k in range(self.n_blocks):
-            x = x + F.silu(weights.linear(x, f"{k}.linear"))
+            x = x + silu(weights.linear(x, f"{k}.linear"))
         return weights.linear(x, f"{self.n_blocks}")
 
     def kv_nbytes(self, itemsize: int) -> int:

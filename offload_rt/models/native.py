@@ -1,16 +1,19 @@
 """The decoder of Llama, Mistral, Qwen2 and Qwen3: RMS norms before attention and MLP, rotary embeddings, gated SiLU."""
 
+from __future__ import annotations
+
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from offload_rt import ops
 from offload_rt.models.architecture import Architecture, LayerWeights, PassContext, TensorShape
 from offload_rt.models.rope import Rope
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
@@ -85,11 +88,15 @@ class NativeDecoder(Architecture):
 
     def layer(self, i: int, weights: LayerWeights, x: Tensor, context: PassContext) -> Tensor:
         """Attention and MLP, each on a norm of the residual stream and added to it."""
+        from offload_rt import ops  # not at the top: a plan computes nothing
+
         h = ops.rms_norm(x, weights.vector("input_layernorm"), self.eps)
         return self.mlp(weights, x, self.attention(i, weights, h, context))
 
     def attention(self, i: int, weights: LayerWeights, h: Tensor, context: PassContext) -> Tensor:
         """What attention adds to the residual stream (n, hidden_size), of its norm h."""
+        from offload_rt import ops
+
         q, k, v = (one.view(len(one), -1, self.head_dim) for one in weights.linears(h, QKV))
         if self.qk_norm:
             q = ops.rms_norm(q, weights.vector("self_attn.q_norm"), self.eps)
@@ -100,11 +107,15 @@ class NativeDecoder(Architecture):
 
     def mlp(self, weights: LayerWeights, x: Tensor, out: Tensor) -> Tensor:
         """The residual stream x behind the layer, which it becomes; `out` of attention is added to it first."""
+        from offload_rt import ops
+
         h = ops.add_rms_norm(x, out, weights.vector("post_attention_layernorm"), self.eps)
         return x.add_(weights.linear(ops.silu_mul(*weights.linears(h, GATE_UP)), "mlp.down_proj"))
 
     def head(self, weights: LayerWeights, x: Tensor) -> Tensor:
         """The last norm and the head."""
+        from offload_rt import ops
+
         return weights.linear(ops.rms_norm(x, weights.vector(NORM), self.eps), EMBED if self.tied else HEAD)
 
     def flops(self, i: int, n_rows: int, context: int) -> float:

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offload_rt.ops.dequantize import AWQ_NIBBLES, E2M1, IQ4, KERNEL_BLOCKS, NF4, ORDERS, Packing
+from offload_rt.ops.dequantize import AWQ_NIBBLES, E2M1, IQ4
+from offload_rt.packing import KERNEL_BLOCKS, NF4, ORDERS, Packing
 from offload_rt.system.numba_cache import compiled
 
 _ROWS, _COLUMNS, _AWQ, _INT8, _E2M1, _NF4, _FLOAT8 = range(7)  # as ORDERS

@@ -23,14 +23,14 @@ import ctypes
 from functools import cache
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from offload_rt.dtypes import DType
 from offload_rt.ops import build, extension
 
 CHUNK, BLOCK, GROUP = 1 << 19, 1 << 12, 64
 RAW, BFLOAT16, HALF, FLOAT = range(4)
-KIND_OF = {torch.bfloat16: BFLOAT16, torch.float16: HALF, torch.float32: FLOAT}
+KIND_OF = {DType.BFLOAT16: BFLOAT16, DType.FLOAT16: HALF, DType.FLOAT32: FLOAT}
 
 # A chunk: where it lies in an encoded block and where its bytes go, in bytes, and how many weights it has (bytes if RAW).
 CHUNKS = np.dtype("<i8, <i8, <i4, <i4, <i8")

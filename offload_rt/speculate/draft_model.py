@@ -17,11 +17,10 @@ from offload_rt.kv.sparse import SparseCache
 from offload_rt.ops import to_device, to_host
 from offload_rt.sampling import generator_on
 from offload_rt.speculate.child_sampling import fitted
+from offload_rt.speculate.protocols import ROWS_PER_NODE, draft_rows, view_rows
 from offload_rt.system.trace import DRAFT, Trace
 from offload_rt.tree.topology import GrowingTree, Topology
 
-# Rows that may be computed for a tree, in nodes of the tree: a growing tree drops nodes that better ones displace.
-ROWS_PER_NODE = 2
 # Tokens of the beginning that a draft with a short context goes on to see, where nothing tells which ones are wanted; and
 # those of a chunk where something does.
 _N_SINKS, _CHUNK = 16, 32
@@ -360,13 +359,3 @@ def chosen_of(builder: TreeBuilder, out: Tensor) -> Tensor:
     if builder.state.noise is not None and builder.reduce is not None:
         out = builder.reduce(builder.state.perturbed(out))
     return builder.choose(out)
-
-
-def draft_rows(longest: int, n_nodes: int) -> int:
-    """Rows of the draft's cache for a sequence of up to `longest` tokens and trees of up to `n_nodes`."""
-    return longest - 1 + ROWS_PER_NODE * n_nodes
-
-
-def view_rows(budget: int, n_nodes: int) -> int:
-    """Rows of a view for drafts of trees of up to `n_nodes`."""
-    return budget + ROWS_PER_NODE * n_nodes + 1

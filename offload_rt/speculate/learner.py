@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from offload_rt import ops
+from offload_rt.dtypes import DType
 from offload_rt.executor.runner import Runner
 from offload_rt.executor.sequence import Sequence
 from offload_rt.models.architecture import Architecture, LayerWeights
@@ -266,7 +267,7 @@ class Learner:
         self.n_predicted = 0
 
 
-def learning_nbytes(spec: Architecture, dtype: torch.dtype, device: torch.device) -> int:
+def learning_nbytes(spec: Architecture, dtype: DType, device: torch.device) -> int:
     """Bytes on the device that learning a draft takes beside its weights, in `dtype`."""
     matrices = [shape for i in range(spec.n_layers) for _, shape in spec.layer_tensors(i) if len(shape) == 2]
     # What is trained, its gradients and their moments; what is served; the change of the largest matrix.

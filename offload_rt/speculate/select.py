@@ -2,22 +2,21 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
-import torch
-
 from offload_rt.config import EngineConfig
+from offload_rt.dtypes import DType
 from offload_rt.errors import SettingsError
-from offload_rt.kv.sparse import LEAST_BUDGET
+from offload_rt.kv.split import LEAST_BUDGET
 from offload_rt.models.architecture import Architecture
-from offload_rt.speculate.draft_model import DraftModel
-from offload_rt.speculate.protocols import DrafterType, DraftLimits, VerificationRule
+from offload_rt.speculate.protocols import DrafterType, DraftLimits, VerificationRule, whole_model
 from offload_rt.system import registry
 from offload_rt.text.detokenize import load_tokenizer
 from offload_rt.weights.checkpoint import Checkpoint, locate, open_checkpoint
 from offload_rt.weights.heads import find_mtp, open_head
 
-if TYPE_CHECKING:  # it takes a second to load, and a plan needs none
+if TYPE_CHECKING:  # a plan needs none
     from transformers import PreTrainedTokenizerBase
 
 # Part of the memory budget that a default tree may take.
@@ -28,23 +27,29 @@ _TREE_SHARE = 1 / 8
 class Drafting:
     """A drafter, the rule its trees are verified by, and the draft model's checkpoint where it has one.
 
+    rule_name  in verify/
     view_rows  verified tokens in a view of the target's cache, where the target drafts itself
     learning   of the draft model: "off", "on" or "keep"
     """
 
     name: str
     type: DrafterType
-    rule: VerificationRule
+    rule_name: str
     draft: Checkpoint | None = None
     view_rows: int = 0
     learning: str = "off"
+
+    @cached_property
+    def rule(self) -> VerificationRule:
+        """The rule; a plan needs none."""
+        return rule_of(self.rule_name)
 
     @property
     def child_sampling(self) -> str:
         """How the drafter is to draw siblings."""
         return self.rule.child_sampling or "without_replacement"
 
-    def draft_dtype(self, dtype: torch.dtype) -> torch.dtype:
+    def draft_dtype(self, dtype: DType) -> DType:
         """What drafts are computed in beside a target in `dtype`; a head shares weights and hidden states with it."""
         return dtype if self.draft is None or self.draft.spec.taps else self.draft.dtype
 
@@ -90,13 +95,13 @@ def pick_drafter(config: EngineConfig) -> Drafting:
         raise SettingsError(f"{flag} with --drafter none", need="a drafter of trees", change="leave one of them out")
     if config.draft_model is None and chosen.needs_model:
         raise SettingsError(f"--drafter {name}", need="a draft model", change="give one by --draft-model")
-    has_draft = chosen.needs_model and chosen.model is DraftModel
+    has_draft = chosen.needs_model and chosen.model is whole_model
     if config.draft_context is not None and (not (chosen.view or has_draft) or config.draft_context < LEAST_BUDGET):
         problem = f"--draft-context {config.draft_context} with --drafter {name}"
         need = f"at least {LEAST_BUDGET}, and a draft model or a drafter of long texts"
         raise SettingsError(problem, need=need, change="raise it, or leave it out")
-    rule = rule_of(chosen.best_rule if config.rule == "auto" else config.rule)
-    if rule.child_sampling is not None and not chosen.gives_draft_probs:
+    rule = chosen.best_rule if config.rule == "auto" else config.rule
+    if config.rule != "auto" and rule_of(rule).child_sampling is not None and not chosen.gives_draft_probs:
         raise SettingsError(
             f"--rule {config.rule}", need="a drafter that draws by probabilities", have=name, change="use --rule match"
         )
@@ -118,14 +123,14 @@ def find_draft(
     if config.draft_model is not None:
         directory = locate(config.draft_model, None, config.offline)
         head = (find_mtp if chosen.name == "mtp" else open_head)(directory, target)
-        if head is None and chosen.type.model is DraftModel:
+        if head is None and chosen.type.model is whole_model:
             draft = open_checkpoint(directory)
             check_pair(target.spec, draft.spec, (tokenizer, load_tokenizer(directory)))
             return replace(chosen, draft=draft)
     elif chosen.name == "mtp" or (config.drafter == "auto" and drafting is None):
         head = find_mtp(target.path, target)
     if head is None:
-        if chosen.type.model is DraftModel:
+        if chosen.type.model is whole_model:
             return chosen
         need, have = f"a checkpoint that has {chosen.name} heads", "one without"
         raise SettingsError(f"--drafter {chosen.name}", need=need, have=have, change="use another drafter")

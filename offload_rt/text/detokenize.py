@@ -1,5 +1,6 @@
 """From a prompt to token ids, and from token ids to text that comes out token by token."""
 
+import json
 from collections.abc import Mapping, Sequence
 from math import inf
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from offload_rt.errors import CapacityError, CheckpointError, PromptError
 
 if TYPE_CHECKING:  # it takes a third of a second to load, and a plan needs none
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 # A turn of a conversation: its "role", its "content", and what else the model's template knows.
 Message = Mapping[str, Any]
@@ -80,12 +81,29 @@ def load_tokenizer(path: Path) -> "PreTrainedTokenizerBase | None":
     try:
         if path.is_file():
             return _of_gguf(path)
-        found: PreTrainedTokenizerBase
-        found = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+        options = {"trust_remote_code": False, "local_files_only": True}
+        found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, config=_type_of_model(path), **options)
         return found
     except Exception as error:  # transformers and tokenizers raise anything, from OSError to bare Exception
         problem = f"the tokenizer in {path} cannot be loaded: {_brief(error)}"
         raise CheckpointError(problem, change="download it again") from error
+
+
+def _type_of_model(path: Path) -> "PreTrainedConfig | None":
+    """A config of the model's type alone, where tokenizer_config.json names the class; None: transformers reads the whole.
+
+    The whole config loads the model's config class, which takes longer than the tokenizer itself.
+    """
+    about, config = path / "tokenizer_config.json", path / "config.json"
+    named = json.loads(about.read_text(encoding="utf-8")).get("tokenizer_class") if about.exists() else None
+    if not named or not config.exists():
+        return None
+    from transformers import PreTrainedConfig
+
+    found = PreTrainedConfig()
+    kind = json.loads(config.read_text(encoding="utf-8")).get("model_type", "")
+    found.model_type = kind  # type: ignore[misc]  # of this config alone
+    return found
 
 
 def _of_gguf(path: Path) -> "PreTrainedTokenizerBase | None":

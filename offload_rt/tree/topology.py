@@ -1,14 +1,18 @@
 """Trees of drafted tokens: their shape, their tokens, and what a verification rule accepts of them."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from offload_rt.ops.tree_mask import TreeMask, make_tree_mask, own_bits, packed_mask
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from offload_rt.ops.tree_mask import TreeMask
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +35,7 @@ class Topology:
         return len(self.parents)
 
     @classmethod
-    def chain(cls, n: int) -> "Topology":
+    def chain(cls, n: int) -> Topology:
         """n nodes, each the only child of the one before."""
         return cls(np.arange(-1, n - 1))
 
@@ -98,12 +102,14 @@ class Topology:
         Nodes that all of them see, such as a prompt above a tree, count as keys before the tree: no mask of a prompt's
         length squared is ever made.
         """
+        from offload_rt.ops.tree_mask import make_tree_mask  # not at the top: a plan has shapes alone
+
         trunk = min(int(self._last_in_run[start:stop].min()) + 1, start)
         # A node of an earlier part may hang from inside the trunk; none of these nodes attends to it.
         parents = np.maximum(self.parents[trunk:stop] - trunk, -1)
         return make_tree_mask(parents, start - trunk, n_before + trunk)
 
-    def after_chain(self, n: int) -> "Topology":
+    def after_chain(self, n: int) -> Topology:
         """This tree below a chain of n nodes, whose last is the parent of the root."""
         return Topology(np.concatenate((np.arange(-1, n - 1), self.parents + n))) if n else self
 
@@ -135,6 +141,8 @@ class GrowingTree:
 
     def add(self, parents: Sequence[int]) -> range:
         """Add nodes below those there are; returns them."""
+        from offload_rt.ops.tree_mask import own_bits
+
         nodes, above = np.arange(self._n, self._n + len(parents)), np.asarray(parents, dtype=np.int64)
         assert (above < self._n).all(), "a level hangs from those above"
         self.parents[nodes], self._depths[nodes] = above, self._depths[above] + 1
@@ -145,6 +153,8 @@ class GrowingTree:
 
     def mask(self, start: int, stop: int, n_before: int) -> TreeMask:
         """What the nodes [start, stop) see, `n_before` keys before all nodes included."""
+        from offload_rt.ops.tree_mask import packed_mask
+
         bits = self._words[start:stop, : -(-stop // 32)].view(np.int32)
         return packed_mask(bits, self._depths[start:stop], self._depths[:stop], n_before)
 
@@ -191,11 +201,13 @@ class DraftTree:
         assert 0 <= self.n_unverified < len(self.topology), "the root is verified"
 
     @classmethod
-    def root_only(cls, token: int) -> "DraftTree":
+    def root_only(cls, token: int) -> DraftTree:
         """A tree of the last token alone: plain decoding."""
+        import torch
+
         return cls(Topology.chain(1), torch.tensor([token]))
 
-    def candidates(self) -> "DraftTree":
+    def candidates(self) -> DraftTree:
         """The tree that is verified: all nodes but the last `n_unverified`."""
         if self.n_unverified == 0:
             return self

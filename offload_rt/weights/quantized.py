@@ -1,21 +1,24 @@
 """What the quantised formats share: matrices that are dequantised one at a time, just before their product."""
 
+from __future__ import annotations
+
 import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
+from offload_rt.dtypes import DType
 from offload_rt.errors import CheckpointError, UnsupportedModelError
-from offload_rt.ops.dequantize import REFERENCE_NBYTES, Order, Packing, dequantize, unpack
+from offload_rt.packing import REFERENCE_NBYTES, Order, Packing
 from offload_rt.weights.formats import Source, StoredTensor, WeightFormat, dense
 from offload_rt.weights.header import FLOATS
 from offload_rt.weights.layout import Layout, host_block
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 # Bytes of the largest tensor that is read to see whether it holds zeros.
 _MOST_ZEROS = 1 << 26
@@ -88,7 +91,7 @@ class QuantizedMatrix(Matrix):
     scales: StoredTensor
     zeros: ZeroPoints | None = None
     groups: StoredTensor | None = None
-    product: torch.dtype | None = None
+    product: DType | None = None
     nested: NestedScales | None = None
 
     @property
@@ -106,6 +109,10 @@ class QuantizedMatrix(Matrix):
 
     def weight(self, tensors: Mapping[str, Tensor], out: Tensor, rows: Tensor | None = None) -> Tensor:
         """See `Matrix.weight`."""
+        import torch  # not at the top: a plan computes nothing
+
+        from offload_rt.ops.dequantize import dequantize
+
         shape = self.shape if self.has_rows else self.shape[::-1]
         grid = tuple(-(-n // size) for n, size in zip(shape, self.packing.block, strict=True))
         groups = None if self.groups is None else tensors[self.groups.name]
@@ -119,7 +126,8 @@ class QuantizedMatrix(Matrix):
         if scales.dtype in (torch.uint8, torch.float8_e8m0fnu):  # exponents of two
             scales = torch.exp2(scales.view(torch.uint8).float() - 127)
         matrix = out.view(-1, shape[1])
-        dequantize(codes, scales.to(self.product or scales.dtype), zeros, groups, packing, matrix)
+        product = self.product.torch if self.product else scales.dtype
+        dequantize(codes, scales.to(product), zeros, groups, packing, matrix)
         return matrix if self.has_rows else matrix.T
 
     def _scales(self, tensors: Mapping[str, Tensor], grid: tuple[int, ...]) -> Tensor:
@@ -134,6 +142,8 @@ class QuantizedMatrix(Matrix):
     def _zeros(self, tensors: Mapping[str, Tensor], grid: tuple[int, ...]) -> Tensor | None:
         if self.zeros is None:
             return None
+        from offload_rt.ops.dequantize import unpack
+
         bits = self.packing.bits
         zeros = unpack(tensors[self.zeros.tensor.name], self.zeros.order, bits, *grid).int().contiguous()
         return (zeros + self.zeros.plus) & (1 << bits) - 1 if self.zeros.plus else zeros
@@ -141,6 +151,8 @@ class QuantizedMatrix(Matrix):
 
 def _rows_of(x: Tensor, rows: Tensor) -> Tensor:
     """x[rows], also of float8, which torch does not index."""
+    import torch
+
     return x.view(torch.uint8)[rows].view(x.dtype)
 
 
@@ -156,7 +168,7 @@ class QuantizedFormat(WeightFormat):
         super().__init__(quantization_config, notice)
         self._matrices: dict[str, set[Matrix]] = {}
         self._of_layout: dict[Layout, dict[str, Matrix]] = {}
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._scratch: Tensor | None = None
 
     @abstractmethod
     def matrix(self, module: str, shape: tuple[int, int], source: Source) -> Matrix | None:
@@ -166,7 +178,7 @@ class QuantizedFormat(WeightFormat):
         """
 
     def stored(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None, source: Source
+        self, name: str, shape: tuple[int, ...], dtype: DType | None, source: Source
     ) -> tuple[StoredTensor, ...]:
         """See `WeightFormat.stored`."""
         record, module = source.find(name), name.removesuffix(".weight")
@@ -184,14 +196,14 @@ class QuantizedFormat(WeightFormat):
             return kind in self.unused
         if record.stamp is None:  # of a header on the hub
             return True
-        content = source.read(StoredTensor(name, record.shape, record.torch_dtype()))
-        return not content.view(-1).view(torch.uint8).any()
+        content = source.read(StoredTensor(name, record.shape, record.stored_dtype()))
+        return not content.view(-1).view(DType.UINT8.torch).any()
 
-    def view(self, layout: Layout, block: Tensor, dtype: torch.dtype) -> "View":
+    def view(self, layout: Layout, block: Tensor, dtype: torch.dtype) -> View:
         """See `WeightFormat.view`."""
         return View(self, layout, block, dtype)
 
-    def scratch_nbytes(self, stored: StoredTensor, n_rows: int, dtype: torch.dtype) -> int:
+    def scratch_nbytes(self, stored: StoredTensor, n_rows: int, dtype: DType) -> int:
         """A dequantised matrix, and what the reference takes besides."""
         module, _, part = stored.name.rpartition(".")
         own = (part, stored.shape, stored.dtype)
@@ -223,10 +235,12 @@ class QuantizedFormat(WeightFormat):
 
         Fresh memory is zeroed by the system page by page; a card's allocator keeps what was freed, also for a captured graph.
         """
+        import torch
+
         if device.type != "cpu":
             return torch.empty(n, dtype=dtype, device=device)
-        if len(self._scratch) < n * dtype.itemsize:
-            self._scratch = torch.empty(0)  # free it first
+        if self._scratch is None or len(self._scratch) < n * dtype.itemsize:
+            self._scratch = None  # free it first
             self._scratch = host_block(n * dtype.itemsize)
         return self._scratch[: n * dtype.itemsize].view(dtype)
 
@@ -240,11 +254,14 @@ class View(dense.View):
 
     def rows(self, ids: Tensor, name: str) -> Tensor:
         """See `LayerWeights.rows`; only these are dequantised, where the matrix is stored by rows."""
+        import torch
+        from torch.nn.functional import embedding
+
         matrix = self._matrices.get(name)
         if matrix is None:
             return super().rows(ids, name)
         if not matrix.has_rows:
-            return F.embedding(ids, self._weight(name))
+            return embedding(ids, self._weight(name))
         out = torch.empty(len(ids) * matrix.shape[1], dtype=self._dtype, device=ids.device)
         return matrix.weight(self._stored(name), out, ids)
 
@@ -313,6 +330,8 @@ def groups_of(source: Source, module: str, stored: StoredTensor, size: int, n_gr
     record = source.find(full.name)
     if record is None or record.stamp is None:  # of a header on the hub: most only say that
         return None
+    import torch
+
     groups = source.read(full)
     if torch.equal(groups, (torch.arange(len(groups)) // size).to(groups.dtype)) or (groups == -1).all():
         return None

@@ -1,10 +1,15 @@
 """No drafting: a tree of one node, which is plain decoding."""
 
-from collections.abc import Sequence as Several
+from __future__ import annotations
 
-from offload_rt.executor.sequence import Sequence
+from collections.abc import Sequence as Several
+from typing import TYPE_CHECKING
+
 from offload_rt.speculate.protocols import Drafter, DrafterType, DraftLimits, DraftParts
 from offload_rt.tree.topology import DraftTree
+
+if TYPE_CHECKING:
+    from offload_rt.executor.sequence import Sequence
 
 
 class PlainDecoding(Drafter):
