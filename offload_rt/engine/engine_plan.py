@@ -12,7 +12,7 @@ from offload_rt.config import EngineConfig, format_size
 from offload_rt.dtypes import DTYPES, DType
 from offload_rt.engine import profile
 from offload_rt.engine.draft_place import agree
-from offload_rt.engine.link import Link, choose_link
+from offload_rt.engine.link import Link, as_they_are, choose_link
 from offload_rt.engine.memory_plan import LIBRARIES, READ_BUFFERS, MemoryPlan, Sizes, less_margin, plan_touched
 from offload_rt.engine.rank_cuts import reading_notice, token_seconds
 from offload_rt.engine.stages import of_all, stage_of
@@ -155,7 +155,8 @@ def _faster(found: EnginePlan, config: EngineConfig, checkpoint: Checkpoint, dra
         slower, faster = sorted((found, by_outputs), key=lambda one: -token_seconds(one, gbps))
         closes.pop_all()
     slower.close()
-    if faster.link.notice and (slower.link.sidecar or slower.link.layers):
+    is_read = faster.link.sidecar or faster.link.layers
+    if faster.link.notice and not is_read and (slower.link.sidecar or slower.link.layers):
         left = "layers are read from the checkpoint: passes are faster so than from what offload-rt convert has written"
         return replace(faster, notice=faster.notice.replace(faster.link.notice, left))
     return faster
@@ -171,6 +172,21 @@ def _plan(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting) -> E
     budget = memory_budget(config, device)
     checkpoint = _of_rank(config, checkpoint, drafting, dtype, budget)
     link = choose_link(config, checkpoint, device)
+    parts = checkpoint, drafting, dtype, budget, device
+    try:
+        return _placed(config, link, *parts)
+    except CapacityError as error:
+        if config.link_format != "auto" or link.sidecar is None or ranks is not None:
+            raise
+        return _placed(config, as_they_are(config, checkpoint, device, str(error)), *parts)
+
+
+def _placed(
+    config: EngineConfig, link: Link, checkpoint: Checkpoint, drafting: Drafting, dtype: DType, budget: MemoryBudget,
+    device: torch.device,
+) -> EnginePlan:  # fmt: skip
+    """Place the model for one way over the link."""
+    ranks = joined()
     if link.layers:
         checkpoint = replace(checkpoint, layers=link.layers)
     experts: ExpertFiles | None = None

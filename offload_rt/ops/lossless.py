@@ -105,6 +105,11 @@ def decode_block(block: Tensor, n_chunks: int, out: Tensor) -> None:
     extension.kernels().lossless_decode(block, n_chunks, out)
 
 
+def is_compiled() -> bool:
+    """Whether a CPU decodes by C++, not by numba."""
+    return _library() is not None
+
+
 @cache
 def _library() -> ctypes.CDLL | None:
     try:
