@@ -11,10 +11,9 @@ import argparse
 import json
 from collections.abc import Iterator
 
-import torch
-
 from bench.measure import flag_parser
 from offload_rt.config import EngineConfig, parse_size
+from offload_rt.dtypes import DType
 from offload_rt.engine.memory_plan import Sizes
 from offload_rt.models.families import spec_of
 from offload_rt.planning.acceptance import assume
@@ -39,7 +38,7 @@ def forecasts(flags: argparse.Namespace, how: dict[str, bool]) -> Iterator[tuple
     """Number of cards, column, and what is predicted; None where the model does not fit."""
     card = find_card(flags.gpu)
     one = Machine.with_card(card, parse_size(flags.ram), 7.0)
-    target, draft = (Sizes.of_spec(spec_of(KNOWN[name]), torch.bfloat16) for name in (flags.model, flags.draft_model))
+    target, draft = (Sizes.of_spec(spec_of(KNOWN[name]), DType.BFLOAT16) for name in (flags.model, flags.draft_model))
     config = EngineConfig(flags.model, flags.draft_model, drafter="static_tree")
     acceptance = assume("auto", ("", ""), (flags.model, flags.draft_model), 0.0)
     for n in N_CARDS:

@@ -20,9 +20,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from bench.measure import Spread, commit, flag_parser, machine, print_result, resident_layers
 from bench.paced import N_QUEUED, PacedLink, PacedRows, PacedTier
 from offload_rt.config import format_size
+from offload_rt.dtypes import DType
 from offload_rt.executor.runner import Runner
 from offload_rt.executor.step import Step
-from offload_rt.kv.host import HostCache, KVSplit, RowFormat
+from offload_rt.kv.host import HostCache
+from offload_rt.kv.split import KVSplit, RowFormat
 from offload_rt.llm import LLM
 from offload_rt.offload.far_rows import FileRows
 from offload_rt.offload.placement import spread
@@ -51,7 +53,9 @@ class Passes:
         where = like.device, like.dtype
         self.runner = Runner(spec, streamer, like.non_layer, like.format, *where, Trace(on=False))
         closes.enter_context(closing(self.runner))
-        split = KVSplit.least(spec, context + 1, 1, RowFormat(spec.n_kv_heads, spec.head_dim, like.dtype), 512)
+        split = KVSplit.least(
+            spec, context + 1, 1, RowFormat(spec.n_kv_heads, spec.head_dim, DType.of(like.dtype)), 512
+        )
         split = replace(split, n_on_device=context // _SHARE)
         of_rows = split, spec.n_layers, streamer
         self.far = self.runner.far = PacedRows(*of_rows, link) if link else FileRows(*of_rows)

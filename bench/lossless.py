@@ -18,6 +18,7 @@ import torch
 from bench.measure import Spread, commit, expanded_model, flag_parser, machine, print_result
 from bench.paced import pace
 from offload_rt.config import EngineConfig, SamplingParams
+from offload_rt.dtypes import DType
 from offload_rt.llm import LLM
 from offload_rt.offload.disk import ReadSettings
 from offload_rt.offload.sidecar import SidecarTier, open_sidecar, write_sidecar
@@ -32,7 +33,7 @@ TOKENS = 6
 
 def random_normal(n: int = 45_000_000) -> PackedLayer:
     """A layer of one matrix, 90 MB."""
-    layout = packed_layout([("w", (n,), torch.bfloat16)])
+    layout = packed_layout([("w", (n,), DType.BFLOAT16)])
     image = PackedLayer(host_block(layout.nbytes), layout)
     image.layout.views(image.block)["w"].copy_(torch.randn(n, generator=torch.Generator().manual_seed(0)))
     return image

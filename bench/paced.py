@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from offload_rt.kv.cache import RowRange
-from offload_rt.kv.host import KVSplit
+from offload_rt.kv.split import KVSplit
 from offload_rt.llm import LLM
 from offload_rt.offload.disk import DiskTier, ReadSettings
 from offload_rt.offload.far_rows import FileRows

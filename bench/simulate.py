@@ -23,6 +23,7 @@ from bench.measure import commit, expanded_model, flag_parser, machine, print_re
 from bench.paced import PacedTier
 from offload_rt import LLM
 from offload_rt.config import EngineConfig
+from offload_rt.dtypes import DType
 from offload_rt.engine.memory_plan import Sizes
 from offload_rt.engine.profile import compute_times
 from offload_rt.executor.runner import Runner
@@ -301,7 +302,7 @@ def _row(preset: Preset, published_s: float, plain_s: float, card: Machine) -> R
     config = EngineConfig(*preset.pair, drafter="static_tree", tree_size=preset.n_nodes, tree_depth=preset.n_levels,
                           max_model_len=1024)  # fmt: skip
     specs = [spec_of(KNOWN[name]) for name in preset.pair]
-    sizes = [Sizes.of_spec(spec, torch.float16) for spec in specs]
+    sizes = [Sizes.of_spec(spec, DType.FLOAT16) for spec in specs]
     ours = predict(PlanRequest(config, (sizes[0], sizes[1]), preset.assumed, 128, 128), card)
     costs = replace(card.costs(sizes[0], sizes[1], ours.memory_plan.plan), level_s=0.0)
     n = specs[0].n_layers

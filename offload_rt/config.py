@@ -82,7 +82,7 @@ class EngineConfig:
     link_format: str = setting(
         "auto", choices=("auto", "lossless", "raw"),
         text="how streamed weights cross the link: encoded in about 7/10 of their bytes and decoded bit for bit, or as they "
-        "are; auto: encoded where `offload-rt convert` has written a sidecar",
+        "are; auto: encoded where `offload-rt convert` has written a sidecar and measured rates make that faster",
     )  # fmt: skip
     sidecar: str | None = setting(None, "directory of that sidecar; default: lossless, in that of the model")
     drafter: str = setting("auto", "who drafts the tree; auto: the best that the given models allow")

@@ -12,14 +12,13 @@ from functools import cached_property
 from itertools import pairwise
 from numbers import Integral
 from operator import index
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import MofNCompleteColumn
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from offload_rt.config import EngineConfig, SamplingParams
 from offload_rt.engine.builder import load
@@ -40,6 +39,9 @@ from offload_rt.text.detokenize import Message, TextStream, encode, encode_chat,
 from offload_rt.tree.topology import Topology
 from offload_rt.weights.checkpoint import end_ids, locate, open_checkpoint, sampling_defaults
 
+if TYPE_CHECKING:  # it takes a second to load, together with a tokenizer
+    from transformers import PreTrainedTokenizerBase
+
 __all__ = ["LLM", "Output", "Piece", "Stats"]
 
 # A text or token ids.
@@ -55,7 +57,7 @@ class LLM:
     """
 
     engine_plan: EnginePlan
-    tokenizer: PreTrainedTokenizerBase | None
+    tokenizer: "PreTrainedTokenizerBase | None"
     _thread: EngineThread | None = None
     _closes: "weakref.finalize[..., LLM]"
 
@@ -296,7 +298,7 @@ class LLM:
         """More than any prompt has that fits: tokenizers take long over endless ones."""
         return max(self.max_model_len * max(map(len, self._tokenizer().get_vocab())), 1 << 16)
 
-    def _tokenizer(self) -> PreTrainedTokenizerBase:
+    def _tokenizer(self) -> "PreTrainedTokenizerBase":
         if self.tokenizer is None:
             raise PromptError("the checkpoint has no tokenizer", change="give the prompt as a list of token ids")
         return self.tokenizer

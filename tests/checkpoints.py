@@ -10,6 +10,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
+from offload_rt.dtypes import DType
 from offload_rt.weights.layout import PackedLayer, host_block, packed_layout
 
 WORDS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int8: "I8"}
@@ -159,7 +160,7 @@ def speaking_checkpoint(directory: Path, alphabet: str = ASCII, **changes: Any) 
 
 def pack(tensors: Mapping[str, Tensor]) -> PackedLayer:
     """Copy tensors into one new block."""
-    layout = packed_layout((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items())
+    layout = packed_layout((name, tuple(tensor.shape), DType.of(tensor.dtype)) for name, tensor in tensors.items())
     image = PackedLayer(host_block(layout.nbytes), layout)
     for name, view in layout.views(image.block).items():
         view.copy_(tensors[name])

@@ -8,7 +8,8 @@ from tiny import feed, open_llm, prefill, prompt_of, random_tree, runner_of
 
 from offload_rt import ops
 from offload_rt.errors import CapacityError
-from offload_rt.kv.cache import ContiguousCache, KVBuffer, KVBytes, KVCache
+from offload_rt.kv.cache import ContiguousCache, KVBuffer, KVCache
+from offload_rt.kv.split import KVBytes
 from offload_rt.models.architecture import KVShape
 from offload_rt.tree.topology import Topology
 

@@ -2,15 +2,18 @@
 
 import inspect
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tiny import sequence_of
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 import offload_rt.speculate.draft
 from offload_rt.errors import SettingsError
+from offload_rt.models.families import _COMMON as COMMON
 from offload_rt.models.families import FAMILIES, spec_of
+from offload_rt.models.rope import Rope
 from offload_rt.speculate.select import rule_of
 from offload_rt.system import registry
 from offload_rt.tree.topology import DraftTree, Topology, Verdict
@@ -45,6 +48,7 @@ def test_a_new_file_is_an_entry_by_being_there(tmp_path: Path, monkeypatch: pyte
 
 # models/
 
+CONFIGS = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 SIZES = {
     "vocab_size": 48, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-6, "max_position_embeddings": 64, "hidden_act": "silu",
@@ -58,20 +62,67 @@ def test_a_familys_tensors_are_those_of_transformers(name: str, switch: str | No
     family = FAMILIES[name]
     if switch is not None and switch not in family.keys:
         pytest.skip(f"{name} has no {switch}")
-    known = set(inspect.signature(family.config).parameters) | {"num_key_value_heads"}
+    peer_config = CONFIGS.get(name, Qwen2Config)  # transformers has no MiMo
+    known = set(inspect.signature(peer_config).parameters) | {"num_key_value_heads"}
     sizes = {key: value for key, value in SIZES.items() if key in known}
     raw = {"model_type": name, "architectures": [family.architecture], "tie_word_embeddings": tied, **sizes}
     raw |= {switch: True} if switch else {}
     spec = spec_of(raw)
     with torch.device("meta"):
-        peer = AutoModelForCausalLM.from_config(family.config(**{k: v for k, v in raw.items() if k != "model_type"}))
-    # transformers has no MiMo: it is a Qwen2 with a layer for multi-token prediction.
+        peer = AutoModelForCausalLM.from_config(peer_config(**{k: v for k, v in raw.items() if k != "model_type"}))
+    # MiMo is a Qwen2 with a layer for multi-token prediction.
     assert type(peer).__name__ == family.architecture or name == "mimo"
     wanted = {key: tuple(tensor.shape) for key, tensor in peer.named_parameters()}
     ours = dict(spec.non_layer_tensors())
     for i in range(spec.n_layers):
         ours |= {spec.layer_prefix(i) + key: shape for key, shape in spec.layer_tensors(i)}
     assert ours == wanted
+
+
+ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+OPTIONS = [
+    {}, {"head_dim": 6}, {"rope_theta": 5e5}, {"rope_scaling": {"type": "linear", "factor": 2.0}}, {"rope_scaling": None},
+    {"rope_parameters": {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 2e4}}, {"rope_scaling": ROPE},
+    {"rope_theta": 7.0, "rope_scaling": {**ROPE, "original_max_position_embeddings": 32}}, {"tie_word_embeddings": True},
+    {"sliding_window": 5}, {"sliding_window": None}, {"use_sliding_window": True},
+    {"use_sliding_window": True, "max_window_layers": 1}, {"use_sliding_window": True, "max_window_layers": 0},
+    {"use_sliding_window": False, "sliding_window": 5, "max_window_layers": 0}, {"torch_dtype": "bfloat16"},
+    {"use_sliding_window": True, "sliding_window": 7, "layer_types": ["full_attention", "sliding_attention"] * 2},
+    {"dtype": "float16"}, {"dtype": "float32", "torch_dtype": "float16"}, {"attention_bias": True}, {"mlp_bias": True},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_config_is_read_as_transformers_reads_it(name: str, options: dict[str, Any]) -> None:
+    """Also what it leaves out, which transformers' class of the family decides."""
+    family, peer = FAMILIES[name], CONFIGS[name]
+    sizes = SIZES | {"num_hidden_layers": 4, "hidden_size": 32}
+    if name == "llama":
+        del sizes["num_key_value_heads"]
+    if "head_dim" not in family.required:
+        del sizes["head_dim"]
+    raw = {"model_type": name, **sizes, **options}
+    if not {*options} <= family.keys | COMMON:
+        pytest.skip(f"{name} has no {', '.join(options)}")
+    spec, config = spec_of(raw), peer(**raw)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    assert (spec.head_dim, spec.n_kv_heads, spec.tied) == (
+        head_dim,
+        config.num_key_value_heads,
+        config.tie_word_embeddings,
+    )
+    assert spec.dtype_name == (None if config.dtype is None else str(config.dtype).removeprefix("torch."))
+    kinds = getattr(config, "layer_types", ["sliding_attention"] * 4)
+    window = getattr(config, "sliding_window", None)
+    assert spec.windows == tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    assert {**config.base_model_tp_plan}.items() <= {**spec.tp_plan}.items()
+    config.head_dim = head_dim
+    positions = torch.arange(90)
+    for ours, theirs in zip(
+        *(rope.cos_sin(positions, positions + 1, torch.float32) for rope in (spec.rope, Rope(config))), strict=True
+    ):
+        assert torch.equal(ours, theirs)
 
 
 # speculate/verify/

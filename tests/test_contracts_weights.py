@@ -15,6 +15,7 @@ from quantize import Choice, config_of
 from tiny import open_llm, prompt_of
 from torch import Tensor
 
+from offload_rt.dtypes import DType
 from offload_rt.engine.memory_plan import Sizes
 from offload_rt.errors import CheckpointError, UnsupportedModelError
 from offload_rt.offload.disk import DiskTier
@@ -40,8 +41,8 @@ def _tensors(shapes: list[tuple[tuple[int, ...], torch.dtype]]) -> dict[str, Ten
 @given(TENSORS)
 @settings(deadline=None, max_examples=50)
 def test_packed_slots_are_aligned_and_lie_apart_in_their_block(shapes: list) -> None:
-    layout = packed_layout((f"t{n}", shape, dtype) for n, (shape, dtype) in enumerate(shapes))
-    assert [(slot.shape, slot.dtype) for slot in layout.entries] == shapes
+    layout = packed_layout((f"t{n}", shape, DType.of(dtype)) for n, (shape, dtype) in enumerate(shapes))
+    assert [(slot.shape, slot.dtype.torch) for slot in layout.entries] == shapes
     assert all(slot.offset % ALIGNMENT == 0 for slot in layout.entries)
     assert all(a.offset + a.nbytes <= b.offset for a, b in itertools.pairwise(layout.entries))
     assert layout.entries[-1].offset + layout.entries[-1].nbytes <= layout.nbytes
@@ -138,7 +139,7 @@ def second_format(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(formats, "__path__", [*formats.__path__, str(Path(int8_rows.__file__).parent)])
 
 
-def _stored(fmt: WeightFormat, tensors: dict[str, Tensor], dtype: torch.dtype) -> list:
+def _stored(fmt: WeightFormat, tensors: dict[str, Tensor], dtype: DType) -> list:
     return [one for name, tensor in tensors.items() for one in fmt.stored(name, tuple(tensor.shape), dtype, Source({}))]
 
 
@@ -168,8 +169,8 @@ def test_a_view_multiplies_with_the_rows_it_shows(name: str, stored_in: torch.dt
     fmt, bias, norm = format_of(CONFIGS[name]), torch.randn(7).to(stored_in), torch.randn(5).to(stored_in)
     tensors = {"first.weight": torch.randn(7, 5), "first.bias": bias, "norm.weight": norm}
     packed = pack({
-        name: (torch.randint(-9, 9, shape) / (8 if dtype.is_floating_point else 1)).to(dtype)
-        for name, shape, dtype, _ in _stored(fmt, tensors, stored_in)
+        name: (torch.randint(-9, 9, shape) / (8 if dtype.torch.is_floating_point else 1)).to(dtype.torch)
+        for name, shape, dtype, _ in _stored(fmt, tensors, DType.of(stored_in))
     })  # fmt: skip
     packed.layout.views(packed.block)["first.bias"].copy_(bias)
     packed.layout.views(packed.block)["norm.weight"].copy_(norm)
@@ -224,10 +225,10 @@ def test_a_second_format_generates_what_its_dequantised_weights_do(pair: tuple[P
 
 
 def test_memory_is_planned_by_the_bytes_of_the_format(pair: tuple[Path, Path]) -> None:
-    quantized, dense = (Sizes.of_checkpoint(open_checkpoint(one), torch.float32) for one in pair)
+    quantized, dense = (Sizes.of_checkpoint(open_checkpoint(one), DType.FLOAT32) for one in pair)
     assert quantized.nbytes < 0.5 * dense.nbytes
     assert (quantized.view_nbytes, dense.view_nbytes) == (64 * 96 * 4, 0)
-    assert Sizes.of_checkpoint(open_checkpoint(pair[1]), torch.float64).view_nbytes == 64 * 96 * 8
+    assert Sizes.of_checkpoint(open_checkpoint(pair[1]), DType.FLOAT64).view_nbytes == 64 * 96 * 8
 
 
 def test_tensors_of_another_format_than_the_config_says_are_refused(pair: tuple[Path, Path]) -> None:

@@ -17,7 +17,8 @@ from bench.models import open_streamed, random_model
 from offload_rt import LLM, SamplingParams
 from offload_rt.executor.runner import Runner
 from offload_rt.executor.step import Segment, Step
-from offload_rt.kv.recurrent import Recurrence, RecurrentCache, state_rows
+from offload_rt.kv.recurrent import Recurrence, RecurrentCache
+from offload_rt.kv.split import state_rows
 from offload_rt.models.families import spec_of
 from offload_rt.ops.delta_rule import BLOCK_ROWS, DeltaRows, DeltaTerms, delta_rule, fold, normed
 

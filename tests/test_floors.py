@@ -11,7 +11,7 @@ import offload_rt
 
 ROOT = Path(offload_rt.__file__).parent
 FLOORS = (
-    {"errors"},
+    {"errors", "dtypes", "packing", "chunks"},
     {"system"},
     {"config", "ops"},
     {"models", "tree", "text", "sampling"},

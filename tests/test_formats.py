@@ -20,7 +20,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-from offload_rt import LLM, SamplingParams, weights
+from offload_rt import LLM, SamplingParams
+from offload_rt.dtypes import DType
 from offload_rt.engine.memory_plan import Sizes
 from offload_rt.errors import CheckpointError, OffloadError, UnsupportedModelError
 from offload_rt.ops import extension, linear_cpu
@@ -212,7 +213,7 @@ def test_only_the_requested_rows_are_dequantised(
         written.append(out.numel())
         return dequantize(weight, out, rows)
 
-    monkeypatch.setattr(weights.quantized, "dequantize", counted)
+    monkeypatch.setattr("offload_rt.ops.dequantize.dequantize", counted)
     ids = torch.tensor([71, 0, 41, 71])
     assert torch.equal(view.rows(ids, MODULE), exact.bfloat16()[ids])
     assert written == [4 * SHAPE[1]]
@@ -496,7 +497,7 @@ def test_quantised_activations_are_not_made_and_the_user_is_told(tmp_path: Path)
 def test_memory_is_planned_by_packed_bytes_and_one_matrix_in_its_own_place(tmp_path: Path) -> None:
     directory, _, _ = tiny_model(tmp_path, Choice("awq"))
     quantised, plain = (open_checkpoint(one) for one in (directory, tmp_path / "plain"))
-    sizes = [Sizes.of_checkpoint(one, torch.float32) for one in (quantised, plain)]
+    sizes = [Sizes.of_checkpoint(one, DType.FLOAT32) for one in (quantised, plain)]
     assert max(sizes[0].layer_nbytes) < 0.3 * max(sizes[1].layer_nbytes)
     assert 64 * 96 * 4 <= sizes[0].view_nbytes - sizes[1].view_nbytes < 64 * 96 * 4 + (32 << 20)
 

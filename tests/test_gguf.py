@@ -26,10 +26,11 @@ from write_gguf import Stored
 
 from offload_rt import SamplingParams
 from offload_rt.cli import plan
+from offload_rt.dtypes import DType
 from offload_rt.engine.memory_plan import Sizes
 from offload_rt.errors import CheckpointError, OffloadError, UnsupportedModelError
 from offload_rt.models.rope import Rope
-from offload_rt.ops.dequantize import REFERENCE_NBYTES
+from offload_rt.packing import REFERENCE_NBYTES
 from offload_rt.text.detokenize import encode_chat, load_tokenizer
 from offload_rt.weights.checkpoint import end_ids, find_config, locate, open_checkpoint
 from offload_rt.weights.formats import Source, format_of
@@ -115,7 +116,7 @@ def test_a_matrix_is_what_its_reference_makes_of_it(type: str, tmp_path: Path) -
     fmt, source = format_of(replace(config["quantization_config"], head_dim=16)), Source(records, "model.layers.0.")
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         parts = fmt.stored(f"{name}.weight", (64, 256), None, source)
-        content = {one.key: source.read(one._replace(dtype=source.expect(one).torch_dtype())) for one in parts}
+        content = {one.key: source.read(one._replace(dtype=source.expect(one).stored_dtype())) for one in parts}
         packed = pack_block(content)
         view = fmt.view(packed.layout, packed.block, dtype)
         rows, expected = torch.tensor([5, 0, 63]), exact.to(dtype)
@@ -180,7 +181,7 @@ def test_layers_may_differ_in_their_types(tmp_path: Path) -> None:
     path.write_bytes(write_gguf.file_bytes(metadata, stored))
     model.load_state_dict(exact)
     check_tokens(path, model)
-    assert Sizes.of_checkpoint(open_checkpoint(path), torch.float32).view_nbytes == 256 * 256 * 4 + REFERENCE_NBYTES
+    assert Sizes.of_checkpoint(open_checkpoint(path), DType.FLOAT32).view_nbytes == 256 * 256 * 4 + REFERENCE_NBYTES
     keys = [[one.key for one in layer if "mlp" in one.key] for layer in open_checkpoint(path).layers]
     assert keys == [
         ["mlp.gate_proj.Q4_K", f"mlp.up_proj.{one}", "mlp.down_proj.Q6_K"] for one in ("Q8_0", "weight", "Q4_K", "Q4_K")

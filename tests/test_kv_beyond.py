@@ -19,12 +19,15 @@ from tiny import CASES, Steady, feed, generate, open_llm, prompt_of, random_tree
 from offload_rt import LLM, SamplingParams
 from offload_rt.cli import plan, report
 from offload_rt.config import EngineConfig
+from offload_rt.dtypes import DType
 from offload_rt.engine import builder
 from offload_rt.engine.memory_plan import READ_BUFFERS, Sizes, plan_memory
 from offload_rt.errors import CapacityError, LinkError
 from offload_rt.executor.cost import CostEstimator
 from offload_rt.kv import host
-from offload_rt.kv.host import HostCache, KVSplit, RowFormat
+from offload_rt.kv import split as kv_split
+from offload_rt.kv.host import HostCache
+from offload_rt.kv.split import KVSplit, RowFormat
 from offload_rt.models.families import spec_of
 from offload_rt.offload import far_rows
 from offload_rt.offload.far_rows import FileRows
@@ -41,9 +44,9 @@ CAPACITY, N_NODES, N_NEW = 700, 9, 8
 @pytest.fixture(autouse=True)
 def small(monkeypatch, tmp_path):
     """Rows go often, in small blocks; files and what is learned are the test's own, and no tree depends on the clock."""
-    monkeypatch.setattr(host, "_TAIL_ROWS", 8)
-    monkeypatch.setattr(host, "_BLOCK_NBYTES", 16 << 10)
-    monkeypatch.setattr(host, "MOST_SCORES", 4 << 10)
+    monkeypatch.setattr(kv_split, "_TAIL_ROWS", 8)
+    monkeypatch.setattr(kv_split, "_BLOCK_NBYTES", 16 << 10)
+    monkeypatch.setattr(kv_split, "MOST_SCORES", 4 << 10)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(builder, "CostEstimator", lambda *_: Steady())
     monkeypatch.setattr(PairStats, "load", lambda *_: PairStats())
@@ -59,7 +62,7 @@ def runner(request, zoo):
 def beyond(runner, n_on_device, n_rows=CAPACITY, is_fp8=False):
     """Lets a runner have caches of which so many rows together are on the device, the others in a file."""
     spec = runner.spec
-    rows = RowFormat(spec.n_kv_heads, spec.head_dim, runner.dtype, is_fp8)
+    rows = RowFormat(spec.n_kv_heads, spec.head_dim, DType.of(runner.dtype), is_fp8)
     split = replace(KVSplit.least(spec, n_rows, N_NODES, rows, 512), n_on_device=n_on_device)
     runner.far = FileRows(split, spec.n_layers, runner.streamer)
     try:
@@ -265,7 +268,7 @@ def test_blocks_beside_a_card_are_larger():
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 1000), st.lists(st.tuples(st.integers(1, 1500), st.integers(1, 32)), min_size=1, max_size=6))
 def test_caches_that_fit_beside_each_other_are_within_the_split_and_a_single_one_always_fits(more, caches):
-    rows = RowFormat(2, 16, torch.float32)
+    rows = RowFormat(2, 16, DType.FLOAT32)
     split = KVSplit.least(spec_of(KNOWN["llama2-7b"]), 1600, 64, rows, 512)
     split = replace(split, n_on_device=min(split.n_on_device + more, 1600))
     for is_alone in (False, True):
@@ -287,7 +290,7 @@ def test_rows_come_back_as_they_went_and_in_fp8_rounded_by_row_and_head(dtype, n
     generator = torch.Generator().manual_seed(0)
     shape, scales = (2, n_heads, 5, 24), torch.logspace(-6, 6, 10)
     pair = [(torch.randn(shape, generator=generator) * scales.view(2, 1, 5, 1)).to(dtype) for _ in range(2)]
-    plain, fp8 = RowFormat(n_heads, 24, dtype), RowFormat(n_heads, 24, dtype, is_fp8=True)
+    plain, fp8 = (RowFormat(n_heads, 24, DType.of(dtype), is_fp8) for is_fp8 in (False, True))
     for i in range(2):
         for one, there in zip(plain.unpack(plain.pack(*pair)[i]), pair, strict=True):
             assert torch.equal(one, there[i])
@@ -298,7 +301,7 @@ def test_rows_come_back_as_they_went_and_in_fp8_rounded_by_row_and_head(dtype, n
             assert (error <= there[i].float().abs() * 2**-4 * 1.1 + most / 448 * 2**-9).all()
             assert error.max() > 0
     assert plain.nbytes % 64 == fp8.nbytes % 64 == 0
-    assert RowFormat(8, 128, torch.bfloat16).nbytes == 4096 > 1.9 * RowFormat(8, 128, torch.bfloat16, True).nbytes
+    assert RowFormat(8, 128, DType.BFLOAT16).nbytes == 4096 > 1.9 * RowFormat(8, 128, DType.BFLOAT16, True).nbytes
 
 
 def test_fp8_is_close_and_said(pair):
@@ -320,7 +323,7 @@ def test_fp8_is_close_and_said(pair):
 # The plan, and what a pass costs.
 
 
-SPEC, HALF = spec_of(KNOWN["llama2-7b"]), torch.float16
+SPEC, HALF = spec_of(KNOWN["llama2-7b"]), DType.FLOAT16
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -473,7 +476,7 @@ def test_a_plan_says_where_keys_and_values_are(capsys):
     rate = figures[0]["links"]["host"] * 1e9
     split = figures[1]["plan"]["split"]
     of_row = 2 * 32 * 32 * 128 * 2
-    n_resident = split["n_on_device"] - split["n_nodes"] - host._TAIL_ROWS
+    n_resident = split["n_on_device"] - split["n_nodes"] - kv_split._TAIL_ROWS
     assert (long - short) * rate == pytest.approx(of_row * (3900 - max(n_resident, 100)), rel=1e-6)
     assert rounded < long
     assert (

@@ -11,6 +11,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import emulated
 import numpy as np
@@ -25,7 +26,9 @@ from torch import Tensor
 from offload_rt import LLM, SamplingParams
 from offload_rt.cli import convert
 from offload_rt.config import EngineConfig
-from offload_rt.errors import CheckpointError, LinkError, OffloadError, SettingsError
+from offload_rt.engine import link_rates, profile
+from offload_rt.engine.link_rates import LinkRates
+from offload_rt.errors import CapacityError, CheckpointError, LinkError, OffloadError, SettingsError
 from offload_rt.offload import sidecar as sidecars
 from offload_rt.offload.disk import ReadSettings
 from offload_rt.offload.placement import LinkSizes, MemoryBudget, ReservedMemory, least_budget, place_layers
@@ -148,7 +151,7 @@ def test_every_bit_of_a_layer_comes_back(decoder: Decoder) -> None:
 @pytest.mark.parametrize("kind", [lossless.BFLOAT16, lossless.HALF, lossless.FLOAT])
 def test_every_pattern_comes_back_whatever_the_table(decoder: Decoder, kind: int) -> None:
     """And tensors of every length, whose last weights share a group with none. The repeated words make the table."""
-    dtype = next(dtype for dtype, found in lossless.KIND_OF.items() if found == kind)
+    dtype = next(dtype.torch for dtype, found in lossless.KIND_OF.items() if found == kind)
     words = patterns(torch.uint16).numpy()
     for seed, n in enumerate((65_536, 65_536, 65_536, *COUNTS)):
         part = np.roll(words, 7 * n)[:n].copy()
@@ -445,6 +448,17 @@ def _small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offload_rt.engine.link._BUFFERS", 8192)
 
 
+@pytest.fixture(autouse=True)
+def _slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rates that favour a sidecar, on whatever machine."""
+    measure(monkeypatch, LinkRates(link_gbps=1.0, decode_gbps=100.0))
+
+
+def measure(monkeypatch: pytest.MonkeyPatch, rates: LinkRates) -> None:
+    """Let a machine have these rates."""
+    monkeypatch.setattr("offload_rt.engine.link.measured_rates", lambda *_: rates)
+
+
 def budget(model: Path, **settings: object) -> int:
     """The least that streams: two slots, and what decoding takes."""
     config = EngineConfig(str(model), max_model_len=64, drafter="none", dtype="float32", **settings)
@@ -468,7 +482,7 @@ def test_a_sidecar_beside_the_checkpoint_is_found_and_a_damaged_one_is_told(
     shutil.copytree(converted, tmp_path / "m" / "lossless")
     settings = {"device": "cpu", "max_model_len": 64, "drafter": "none"}
     with LLM.open(EngineConfig(str(tmp_path / "m"), **settings)) as unloaded:
-        assert unloaded.engine_plan.link.sidecar and not unloaded.engine_plan.notice
+        assert unloaded.engine_plan.link.sidecar and "read encoded" in unloaded.engine_plan.notice
     layer_path(tmp_path / "m" / "lossless", 3).write_bytes(b"x" * 100)
     with LLM.open(EngineConfig(str(tmp_path / "m"), **settings)) as unloaded:
         assert unloaded.engine_plan.link.sidecar is None and "layer-00003" in unloaded.engine_plan.notice
@@ -476,6 +490,120 @@ def test_a_sidecar_beside_the_checkpoint_is_found_and_a_damaged_one_is_told(
         LLM.open(EngineConfig(str(tmp_path / "m"), link_format="lossless", **settings))
     with pytest.raises(CheckpointError, match="offload-rt convert"):
         LLM.open(EngineConfig(str(model), link_format="lossless", **settings))
+
+
+@pytest.mark.parametrize(
+    ("rates", "is_encoded", "figures"),
+    [
+        (LinkRates(0.5, 5.0), True, "on a link of 0.50 GB/s and 0.20 s to decode, as it is 2.00 s"),
+        (LinkRates(2.0, 2.0), False, "on a link of 2.00 GB/s and 0.50 s to decode, as it is 0.50 s"),
+        (LinkRates(25.0, 300.0), True, "on a link of 25.00 GB/s and 0.00 s to decode, as it is 0.04 s"),
+        (LinkRates(1.0, 3.0), False, "on a link of 1.00 GB/s and 0.33 s to decode, as it is 1.00 s"),
+    ],
+)
+def test_auto_reads_a_sidecar_where_that_is_faster_by_measured_rates(
+    rates: LinkRates, is_encoded: bool, figures: str, model: Path, converted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure(monkeypatch, rates)
+    settings = {"device": "cpu", "max_model_len": 64, "drafter": "none", "sidecar": str(converted)}
+    with LLM.open(EngineConfig(str(model), **settings)) as unloaded:
+        plan = unloaded.engine_plan
+        assert bool(plan.link.sidecar) == isinstance(plan.disk, SidecarTier) == is_encoded
+        how = "read encoded" if is_encoded else "read as they are, not from the sidecar"
+        (line,) = plan.notice.splitlines()
+        assert how in line and figures in line
+    with LLM.open(EngineConfig(str(model), link_format="lossless", **settings)) as unloaded:
+        assert unloaded.engine_plan.link.sidecar and not unloaded.engine_plan.notice
+
+
+def test_auto_reads_weights_as_they_are_where_decoding_takes_too_much_memory(
+    model: Path, converted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU the buffers of the threads that read come on top."""
+    monkeypatch.setattr("offload_rt.engine.link._BUFFERS", 1 << 16)
+    raw = budget(model, link_format="raw", device="cpu")
+    place = {"device": "cpu", "device_memory": raw, "max_model_len": 64, "drafter": "none", "dtype": "float32"}
+    assert raw < budget(model, link_format="lossless", device="cpu", sidecar=str(converted))
+    with pytest.raises(CapacityError):
+        LLM.open(EngineConfig(str(model), link_format="lossless", sidecar=str(converted), **place))
+    with LLM.open(EngineConfig(str(model), sidecar=str(converted), **place)) as unloaded:
+        plan = unloaded.engine_plan
+        assert plan.link.sidecar is None and plan.plan.streamed_nbytes
+        assert "not from the sidecar: the device memory budget is too small" in plan.notice
+    with pytest.raises(CapacityError):
+        LLM.open(EngineConfig(str(model), sidecar=str(converted), **place | {"device_memory": raw - 1}))
+
+
+def test_rates_are_measured_once_and_again_where_the_cache_is_damaged(
+    model: Path, converted: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The decoder's rate is that of decoded bytes, of chunks that were all sound."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    checkpoint, measured, found = open_checkpoint(model), [], []
+    layers, decode = open_sidecar(checkpoint, converted), lossless.decode
+
+    def sound(*parts: Any) -> bool:
+        found.append(decode(*parts))
+        return found[-1]
+
+    def clock(device: torch.device, work: Callable[[], object]) -> list[float]:
+        measured.append("decoder")
+        return [2e-6, 1e-6, 4e-6] if work() else []
+
+    def link(*_: object) -> float:
+        measured.append("link")
+        return 3.0
+
+    monkeypatch.setattr(lossless, "decode", sound)
+    monkeypatch.setattr(profile, "timed", clock)
+    monkeypatch.setattr(profile, "link_gbps", link)
+    for _ in range(2):
+        rates = link_rates.measured_rates(checkpoint, layers, torch.device("cpu"))
+        assert rates == LinkRates(3.0, layers[0].encoded.layout.nbytes / 2e-6 / 1e9)
+        assert sorted(measured) == ["decoder", "link"]
+    assert len(found) == len(layers[0].encoded.chunks) and all(found)
+    path = tmp_path / "offload_rt" / "link.json"
+    content = json.loads(path.read_text())
+    for damaged in (0.0, "fast", None, 1e9, float("nan")):
+        content["entries"] = dict.fromkeys(content["entries"], damaged)
+        path.write_text(json.dumps(content))
+        measured.clear()
+        assert link_rates.measured_rates(checkpoint, layers, torch.device("cpu")) == rates
+        assert sorted(measured) == ["decoder", "link"]
+
+
+def test_a_card_is_measured_by_its_own_link_and_kernel(
+    model: Path, converted: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The kernel decodes the layer that is timed; neither rate is that of the disk or of the processor."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    layers, outputs, decode = open_sidecar(open_checkpoint(model), converted), [], lossless.decode_block
+
+    def kept(block: Tensor, n_chunks: int, out: Tensor) -> None:
+        decode(block, n_chunks, out)
+        outputs.append(out)
+
+    def clock(device: torch.device, work: Callable[[], object]) -> list[float]:
+        work()
+        return [1e-6]
+
+    with pretended_card(monkeypatch, has_kernels=True):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+        monkeypatch.setattr(lossless, "decode_block", kept)
+        monkeypatch.setattr(profile, "timed", clock)
+        monkeypatch.setattr(profile, "upload_gbps", lambda device: 25.0)
+        rates = link_rates.measured_rates(open_checkpoint(model), layers, torch.device("cuda", 0))
+    encoded = layers[0].encoded
+    assert rates == LinkRates(25.0, encoded.layout.nbytes / 1e-6 / 1e9)
+    assert {*json.loads((tmp_path / "offload_rt" / "link.json").read_text())["entries"]} == {
+        "link a card",
+        "decoder a card",
+    }
+    expected = host_block(encoded.layout.nbytes)
+    with closing(SidecarTier(layers, ReadSettings(), decodes=True)) as tier:
+        read_parallel(tier.reads(0, expected), 1)
+    for entry in encoded.layout.entries:
+        assert raw_bytes(entry.view(outputs[0].cpu())) == raw_bytes(entry.view(expected))
 
 
 def test_weights_damaged_on_the_disk_end_the_run(model: Path, converted: Path, tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def post_norm(tmp_path, monkeypatch):
         family="post_norm", dtype_name="float32", n_layers=6, vocab_size=40, hidden_size=24, n_kv_heads=2, head_dim=6,
         max_positions=256, n_heads=4, mlp_size=32,
     )  # fmt: skip
-    family = Family("PostNormForCausalLM", LlamaConfig, lambda config: model, frozenset())
+    family = Family("PostNormForCausalLM", lambda raw: model, frozenset())
     monkeypatch.setitem(FAMILIES, "post_norm", family)
     tensors = random_tensors(model)
     config = llama_config(model_type="post_norm", architectures=["PostNormForCausalLM"])

@@ -17,6 +17,7 @@ from tiny import measure_little
 from offload_rt import LLM
 from offload_rt.cli import plan
 from offload_rt.config import EngineConfig
+from offload_rt.dtypes import DType
 from offload_rt.engine.memory_plan import Sizes, plan_memory
 from offload_rt.errors import CapacityError, SettingsError
 from offload_rt.models.families import spec_of
@@ -40,7 +41,7 @@ def request(
 ) -> PlanRequest:
     config = EngineConfig(target, draft, drafter="static_tree" if draft else "none", **settings)
     specs = [spec_of(KNOWN[name]) for name in (target, draft or target)]
-    sizes = [Sizes.of_spec(spec, torch.float16) for spec in specs]
+    sizes = [Sizes.of_spec(spec, DType.FLOAT16) for spec in specs]
     acceptance = assume("auto", NO_CHECKPOINTS, (target, draft or ""), 0.0)
     return PlanRequest(config, (sizes[0], sizes[1] if draft else None), acceptance, context, 16)
 
@@ -118,7 +119,7 @@ def test_products_that_were_timed_are_scaled_by_the_weights_of_a_model(monkeypat
     for n_rows, of_a_weight in ((1, 1e-11), (4, 2.2857e-11), (64, 32e-11), (500, 1e-9)):
         assert roof.product_s(10**6, n_rows, 2) == pytest.approx(10**6 * of_a_weight, rel=1e-4)
     measure_little(monkeypatch)
-    measured = measure_roof(torch.float32, torch.device("cpu"))
+    measured = measure_roof(DType.FLOAT32, torch.device("cpu"))
     seconds = [one for _, one in measured.products]
     assert seconds == sorted(seconds) and seconds[0] > 0 and measured.products[0][0] == 1
 
@@ -133,8 +134,8 @@ def test_a_config_alone_is_planned_as_its_checkpoint_is_loaded(tmp_path: Path) -
     with LLM.open(engine) as llm:
         loaded, engine_plan = llm.plan, llm.engine_plan
     checkpoint = engine_plan.checkpoint
-    by_config, by_file = Sizes.of_spec(spec_of(config), torch.float32), Sizes.of_checkpoint(checkpoint, torch.float32)
-    planned = plan_memory(engine, pick_drafter(engine), (by_config, None), torch.float32, loaded.budget)
+    by_config, by_file = Sizes.of_spec(spec_of(config), DType.FLOAT32), Sizes.of_checkpoint(checkpoint, DType.FLOAT32)
+    planned = plan_memory(engine, pick_drafter(engine), (by_config, None), DType.FLOAT32, loaded.budget)
     assert planned.plan.reserved == loaded.reserved
     assert (
         loaded.reserved.non_layer == by_file.non_layer_nbytes == 4 * (2 * 40 * 16 + 16)

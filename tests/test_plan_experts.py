@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from test_mxfp4 import published  # noqa: F401  a fixture
 from test_plan_formats import MIXTURE
 
 from offload_rt.cli import plan
 from offload_rt.config import EngineConfig
+from offload_rt.dtypes import DType
 from offload_rt.engine.memory_plan import Sizes
 from offload_rt.models.families import spec_of
 from offload_rt.planning.acceptance import assume
@@ -62,7 +62,7 @@ def test_experts_that_are_stored_one_by_one_are_the_same() -> None:
         shapes |= {f"{moe}experts.{e}.w2.weight": (64, 128) for e in range(8)} | {f"{moe}gate.weight": (8, 64)}
     one_by_one, _ = spec.of_checkpoint(shapes)
     assert all(len(one.shape) < 3 for one in one_by_one.layer_tensors(0))
-    (found, share), (expected, of_all) = (experts_of(Sizes.of_spec(one, torch.bfloat16)) for one in (one_by_one, spec))
+    (found, share), (expected, of_all) = (experts_of(Sizes.of_spec(one, DType.BFLOAT16)) for one in (one_by_one, spec))
     assert replace(found, nbytes=0) == replace(expected, nbytes=0) and share == of_all
     assert found.nbytes == pytest.approx(2 * 3 * 64 * 128, rel=0.01)  # and some norms that begin at 256 bytes
 

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from offload_rt import LLM
 from offload_rt.cli import plan
 from offload_rt.config import EngineConfig, parse_size
+from offload_rt.dtypes import DType
 from offload_rt.engine.engine_plan import _draft_sizes
 from offload_rt.engine.memory_plan import Sizes
 from offload_rt.errors import UnsupportedModelError
@@ -82,7 +83,7 @@ def test_a_mixture_is_planned_by_all_its_weights_and_computed_by_those_that_rows
 
 
 def test_a_draft_of_its_own_is_not_for_models_of_transformers() -> None:
-    target = Sizes.of_spec(spec_of(MIXTURE), torch.bfloat16)
+    target = Sizes.of_spec(spec_of(MIXTURE), DType.BFLOAT16)
     with pytest.raises(UnsupportedModelError, match="draft for itself"):
         predict(request(target, copies(target, True), "self"), Machine.with_card(find_card("l40"), 10**10, 7.0))
 
@@ -103,7 +104,7 @@ def test_a_quantised_checkpoint_is_planned_by_its_headers(
     assert found["plan"]["reserved"]["non_layer"] == loaded.reserved.non_layer and found["formats"] == {}
     for n, packed in zip(loaded.layer_nbytes, found["plan"]["layer_nbytes"], strict=True):
         assert n == pytest.approx(packed, rel=0.08)  # on a CPU as they lie in files
-    assert 2 * sum(found["plan"]["layer_nbytes"]) < sum(Sizes.of_spec(spec_of(config), torch.float32).layer_nbytes)
+    assert 2 * sum(found["plan"]["layer_nbytes"]) < sum(Sizes.of_spec(spec_of(config), DType.FLOAT32).layer_nbytes)
 
 
 def test_a_config_alone_says_what_a_quantised_checkpoint_takes(tmp_path: Path) -> None:
@@ -195,7 +196,7 @@ def test_a_target_that_drafts_itself_is_planned_as_it_is_loaded(tmp_path: Path) 
         num_hidden_layers=4, hidden_size=64, intermediate_size=96, head_dim=16, torch_dtype="bfloat16"
     )
     write_checkpoint(tmp_path, config, llama_tensors(config, torch.bfloat16))
-    checkpoint, target = open_checkpoint(tmp_path), Sizes.of_spec(spec_of(config), torch.bfloat16)
+    checkpoint, target = open_checkpoint(tmp_path), Sizes.of_spec(spec_of(config), DType.BFLOAT16)
     with LLM.open(EngineConfig(str(tmp_path), device="cpu", drafter="self", device_memory=1_000_000)) as llm:
         drafting = llm.engine_plan.drafting
     loaded = _draft_sizes(checkpoint, drafting, torch.bfloat16, torch.device("cpu"))

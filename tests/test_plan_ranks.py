@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from offload_rt.cli import plan
 from offload_rt.config import EngineConfig
+from offload_rt.dtypes import DType
 from offload_rt.engine.memory_plan import Sizes, less_margin
 from offload_rt.errors import UnsupportedModelError
 from offload_rt.models.families import spec_of
@@ -26,7 +26,7 @@ FAST = Parallelism(2, gbps=1e9, via_link=False)
 
 
 def sizes(name: str = "llama2-70b") -> Sizes:
-    return Sizes.of_spec(spec_of(KNOWN[name]), torch.bfloat16)
+    return Sizes.of_spec(spec_of(KNOWN[name]), DType.BFLOAT16)
 
 
 def forecast(ranks: Parallelism, draft: str | None = None, ram: int = 200 * 10**9, **settings: Any) -> Forecast:
@@ -45,7 +45,7 @@ def test_a_rank_has_its_part_of_every_matrix_and_all_norms(n: int) -> None:
     keys = 2 * D * max(KV // n, 128)  # of 16 ranks every two have the same head
     by_hand = 2 * (2 * D * D // n + keys + 3 * D * INNER // n + 2 * D)
     assert part.layer_nbytes == (by_hand,) * LAYERS
-    assert part.layer_nbytes == Sizes.of_spec(part.spec, torch.bfloat16).layer_nbytes
+    assert part.layer_nbytes == Sizes.of_spec(part.spec, DType.BFLOAT16).layer_nbytes
     assert part.non_layer_nbytes == pytest.approx(2 * (2 * VOCAB * D // n + D), abs=1)
     assert part.spec.kv_nbytes(2) == LAYERS * 2 * max(KV // n, 128) * 2
     if n <= 8:
@@ -100,7 +100,7 @@ def test_a_pass_of_two_ranks_brings_half_the_layers_over_each_link() -> None:
         assert found.plain.pass_s == pytest.approx(nbytes / 25e9, rel=0.01)
     # Half of the head as well.
     spec = replace(two.request.models[0].spec, vocab_size=VOCAB // 2)
-    alone = two.machine.roof(torch.bfloat16).compute_times(spec, torch.bfloat16, is_replayed=False)
+    alone = two.machine.roof(DType.BFLOAT16).compute_times(spec, DType.BFLOAT16, is_replayed=False)
     assert two.row_s - two.exchange_s == pytest.approx(float(alone.at(np.array([1]), 128)[0]))
 
 
@@ -163,7 +163,7 @@ def test_cards_in_a_row_have_room_for_more_layers_and_one_link() -> None:
     )
     assert one.bound.startswith("the host-to-card link") and row.moved == {}
     assert row.exchange_s == pytest.approx(7 * 20e-6 + 7 * 2 * D / 12.5e9)
-    roof = row.machine.roof(torch.bfloat16)
+    roof = row.machine.roof(DType.BFLOAT16)
     assert row.plain.pass_s > sum(sizes().layer_nbytes) / roof.bandwidth  # one card after the other
 
 

@@ -10,6 +10,7 @@ from transformers import Phi3Config, Phi3ForCausalLM
 from offload_rt import LLM, SamplingParams
 from offload_rt.cli.format import placement_table
 from offload_rt.config import EngineConfig
+from offload_rt.dtypes import DType
 from offload_rt.errors import CapacityError, UnsupportedModelError
 from offload_rt.weights import int4
 from offload_rt.weights.formats.dense import Format as Dense
@@ -44,21 +45,21 @@ def test_the_text_is_that_of_plain_decoding(zoo: Zoo, name: str, n_resident: int
 
 def test_a_copy_takes_a_third_and_is_off_by_half_a_step() -> None:
     tensors = [
-        ("up.weight", (96, 128), torch.bfloat16),
-        ("up.bias", (96,), torch.bfloat16),
-        ("norm.weight", (96,), torch.bfloat16),
+        ("up.weight", (96, 128), DType.BFLOAT16),
+        ("up.bias", (96,), DType.BFLOAT16),
+        ("norm.weight", (96,), DType.BFLOAT16),
     ]
-    layout, x = packed_layout([*tensors, ("odd.weight", (10, 30), torch.bfloat16)]), torch.randn(5, 128).bfloat16()
+    layout, x = packed_layout([*tensors, ("odd.weight", (10, 30), DType.BFLOAT16)]), torch.randn(5, 128).bfloat16()
     layer = PackedLayer(host_block(layout.nbytes), layout)
     for tensor in layout.views(layer.block).values():
         tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0)))
     copy = int4.packed(layer, CPU)
     ours, theirs = (
-        f.view(one.layout, one.block, int4.DTYPE) for f, one in ((int4.Format(), copy), (Dense(None), layer))
+        f.view(one.layout, one.block, int4.DTYPE.torch) for f, one in ((int4.Format(), copy), (Dense(None), layer))
     )
     matrix = theirs.tensor("up.weight").float()
     bias = theirs.tensor("up.bias").float()
-    rounded = (ours.linear(torch.eye(128, dtype=int4.DTYPE), "up").float() - bias).T
+    rounded = (ours.linear(torch.eye(128, dtype=int4.DTYPE.torch), "up").float() - bias).T
     steps = (matrix.view(96, 2, 64).amax(-1) - matrix.view(96, 2, 64).amin(-1)) / 15
     # Half a step, and what bfloat16 rounds of scales, zero points and sums.
     assert ((rounded - matrix).abs().view(96, 2, 64).amax(-1) < 0.5 * steps + 0.05).all()

@@ -1,11 +1,14 @@
 """Text token by token, against the decoding of the whole; and where it stops."""
 
+import json
+
 import pytest
+from checkpoints import llama_config
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from tiny import CASES, SPOKEN, add_tokenizer, byte_level, metaspace, open_llm, prompt_of
 from tokenizers import Tokenizer, processors
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from offload_rt import SamplingParams
 from offload_rt.errors import CheckpointError, PromptError
@@ -293,6 +296,24 @@ def test_prompts_get_the_special_tokens_of_the_tokenizer(tmp_path):
     tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", start)])
     add_tokenizer(tmp_path, tokenizer)
     assert encode(load_tokenizer(tmp_path), "the fox") == [start, *encoded(tokenizer, "the fox")]
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "gpt2", "no_such_model"])
+@pytest.mark.parametrize(
+    "named",
+    ["TokenizersBackend", "PreTrainedTokenizerFast", "LlamaTokenizer", "LlamaTokenizerFast", "Qwen2Tokenizer", None],
+)
+def test_a_tokenizer_is_the_one_that_transformers_takes_by_the_whole_config(tmp_path, kind, named):
+    """Whatever class its config names, with the model's type alone."""
+    add_tokenizer(tmp_path, BYTE_LEVEL)
+    (tmp_path / "config.json").write_text(json.dumps(llama_config(model_type=kind)))
+    about = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(about | {"tokenizer_class": named}))
+    ours, theirs = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    text = "The quick  brown fox, naïve\n"
+    assert type(ours) is type(theirs)
+    assert ours.encode(text) == theirs.encode(text)
+    assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text))
 
 
 def test_a_chat_goes_through_the_template(tmp_path):

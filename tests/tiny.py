@@ -34,10 +34,10 @@ from offload_rt.engine.scheduler import Scheduler
 from offload_rt.executor.runner import Runner
 from offload_rt.executor.sequence import Sequence as TokenSequence
 from offload_rt.executor.step import Step
-from offload_rt.kv.sparse import LEAST_BUDGET
-from offload_rt.speculate.draft_model import DraftModel, SelfDraftModel
+from offload_rt.kv.split import LEAST_BUDGET
+from offload_rt.speculate.draft_model import SelfDraftModel
 from offload_rt.speculate.pair_stats import PairStats
-from offload_rt.speculate.protocols import Drafter, DraftLimits, DraftParts, VerificationRule
+from offload_rt.speculate.protocols import Drafter, DraftLimits, DraftParts, VerificationRule, whole_model
 from offload_rt.speculate.select import drafter_type, rule_of
 from offload_rt.speculate.verify.match import MatchRule
 from offload_rt.system import registry
@@ -105,7 +105,7 @@ CASES = {
     ),
 }
 # Drafters that any pair serves; heads are in `test_heads`.
-DRAFTERS = [name for name in registry.names("speculate.draft") if drafter_type(name).model is DraftModel]
+DRAFTERS = [name for name in registry.names("speculate.draft") if drafter_type(name).model is whole_model]
 # Each with every rule that takes its trees.
 COMBINATIONS = [
     (drafter, rule)
@@ -270,7 +270,7 @@ def drafter_of(
     runner, draft, trace, chosen = llm.engine.runner, llm.engine.draft, Trace(on=False), drafter_type(name)
     parts_of = (draft, runner.spec.vocab_size, limits.n_levels, trace, draft_context or chosen.draft_context)
     model = chosen.model(*parts_of) if draft else None
-    if model is not None and chosen.model is DraftModel and chosen.view is None:
+    if model is not None and chosen.model is whole_model and chosen.view is None:
         model.target = runner
     if chosen.view is not None:
         own = SelfDraftModel(runner, limits.n_levels, trace, chosen.view, budget=LEAST_BUDGET, n_rows=1_000_000)

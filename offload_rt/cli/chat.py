@@ -51,8 +51,12 @@ def main(arguments: list[str] | None = None) -> int:
 def _chat(flags: Namespace) -> None:
     settings, config = from_flags(ChatSettings, flags), from_flags(EngineConfig, flags)
     params, template = from_flags(SamplingParams, flags), from_flags(TemplateSettings, flags)
-    # Not at the top: a wrong flag is told before the seconds that torch takes to load.
+    # Not at the top: a wrong flag or path is told before the seconds that torch takes to load.
     from rich.console import Console
+
+    from offload_rt.weights.checkpoint import check_paths
+
+    check_paths(config)
 
     from offload_rt.cli.format import follow, load, quiet_libraries
     from offload_rt.llm import LLM

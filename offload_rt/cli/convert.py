@@ -37,18 +37,20 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _convert(flags: Namespace) -> None:
     settings = from_flags(ConvertSettings, flags)
-    # Not at the top: a wrong flag is told before the seconds that torch takes to load.
+    # Not at the top: a wrong flag or path is told before the seconds that torch takes to load.
+    from offload_rt.weights.checkpoint import locate, open_checkpoint
+
+    path = locate(settings.model, settings.revision, settings.offline)
     from rich.console import Console
 
     from offload_rt.cli.format import quiet_libraries
     from offload_rt.engine.link import sidecar_of
     from offload_rt.offload.sidecar import write_sidecar
     from offload_rt.system.progress import loading_bar
-    from offload_rt.weights.checkpoint import locate, open_checkpoint
     from offload_rt.weights.divided import part_of
 
     quiet_libraries()
-    checkpoint = open_checkpoint(locate(settings.model, settings.revision, settings.offline))
+    checkpoint = open_checkpoint(path)
     n, name, kind = settings.ranks, checkpoint.format.name, settings.link_format
     if kind == "auto":
         kind = "lossless" if name == "dense" or n is None else "raw"

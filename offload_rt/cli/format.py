@@ -93,11 +93,7 @@ def placement_table(title: str, plan: Plan, cache_rows: int) -> Table:
 
 def quiet_libraries() -> None:
     """Let transformers report errors only: its warnings quote whatever a config holds, and no run depends on them."""
-    # Not at the top: it takes seconds to load, and a plan needs none of it.
-    from transformers.utils import logging
-
-    if "TRANSFORMERS_VERBOSITY" not in os.environ:
-        logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # transformers says no types here
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it is read when transformers is loaded
 
 
 def print_table(table: Table) -> None:

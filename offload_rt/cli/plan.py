@@ -19,6 +19,7 @@ from offload_rt.config import EngineConfig, SamplingParams, check_positive, form
 from offload_rt.errors import OffloadError, SettingsError
 from offload_rt.planning.hardware import CARDS, find_card
 from offload_rt.planning.known_models import KNOWN
+from offload_rt.weights.checkpoint import check_paths
 
 if TYPE_CHECKING:
     from offload_rt.planning.acceptance import Assumed
@@ -109,6 +110,7 @@ def print_plan(flags: Namespace) -> None:
     """What the flags of this verb ask for, of which those not given have their defaults."""
     settings, config = from_flags(PlanSettings, flags), from_flags(EngineConfig, flags)
     settings.check(config)
+    check_paths(config)
     machine = None if settings.gpu == "this" else _with_card(settings, config)
     if config.drafter not in (_DRAFTERS if config.draft_model is None else _DRAFTERS[:1] + _OF_MODELS):
         need = "a draft model" if config.drafter in _OF_MODELS else "a drafter whose tokens per pass can be foreseen"
@@ -208,6 +210,8 @@ def _assumed(name: str, temperature: float, config: EngineConfig, drafter: str) 
 
 def _identities(config: EngineConfig, drafter: str) -> tuple[str, str]:
     """Of the checkpoints of both, where they lie on this machine; empty where they do not, or nothing computes drafts."""
+    if {config.model.lower(), (config.draft_model or "").lower()} & KNOWN.keys():
+        return "", ""
     from offload_rt.speculate.select import find_draft
     from offload_rt.weights.checkpoint import locate, open_checkpoint
     from offload_rt.weights.int4 import Format

@@ -111,8 +111,12 @@ def _run(flags: Namespace, so_far: _Progress) -> None:
         problem = "--system, --enable-thinking and --chat-template-kwargs are for the model's chat template"
         raise SettingsError(problem, change="add --chat")
     so_far.as_json = settings.json and not settings.plan
-    # Not at the top: a wrong flag is told before the seconds that torch takes to load.
+    # Not at the top: a wrong flag or path is told before the seconds that torch takes to load.
     from rich.console import Console
+
+    from offload_rt.weights.checkpoint import check_paths
+
+    check_paths(config)
 
     from offload_rt.cli.format import follow, load, quiet_libraries, report
     from offload_rt.llm import LLM

@@ -50,6 +50,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _serve(flags: Namespace) -> None:
     settings, config = from_flags(ServeSettings, flags), from_flags(EngineConfig, flags)
+    # Not at the top: a wrong flag or path is told before the seconds that torch takes to load.
+    from offload_rt.weights.checkpoint import check_paths
+
+    check_paths(config)
     try:
         from offload_rt.server.app import make_app
         from offload_rt.server.connection import ConnectionLimits, make_server

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from offload_rt.dtypes import DType
 from offload_rt.engine import profile
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.engine_plan import EnginePlan
@@ -16,16 +17,16 @@ from offload_rt.engine.scheduler import Scheduler
 from offload_rt.executor.cost import CostEstimator
 from offload_rt.executor.cuda_graphs import CudaCapture, GraphShape
 from offload_rt.executor.runner import Runner
-from offload_rt.kv.recurrent import state_rows
+from offload_rt.kv.split import state_rows
 from offload_rt.models.heads import Head
 from offload_rt.models.stage import Stage
 from offload_rt.models.tensor_parallel import SharedWeights, TensorParallelModel
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.ops import extension
-from offload_rt.speculate.draft_model import ROWS_PER_NODE, DraftModel, SelfDraftModel, draft_rows
+from offload_rt.speculate.draft_model import SelfDraftModel
 from offload_rt.speculate.learner import Learner
 from offload_rt.speculate.pair_stats import PairStats
-from offload_rt.speculate.protocols import Drafter, DraftParts
+from offload_rt.speculate.protocols import ROWS_PER_NODE, Drafter, DraftParts, draft_rows, whole_model
 from offload_rt.system.machine import MachineProfile
 from offload_rt.system.numa import cpus_near
 from offload_rt.system.ranks import joined
@@ -75,14 +76,14 @@ def load(engine_plan: EnginePlan, trace: Trace, progress: Progress | None = None
         # Passes of a draft are in the trace as levels of a tree; layer by layer they would fill it.
         draft_runner, untraced = None, Trace(on=False)
         if draft is not None:
-            draft_dtype = engine_plan.drafting.draft_dtype(engine_plan.dtype)
+            draft_dtype = engine_plan.drafting.draft_dtype(DType.of(engine_plan.dtype)).torch
             draft_runner = loader.runner(
                 draft.spec, draft.format, draft_dtype, loader.sources(draft, files[1]), untraced
             )
         target = loader.sources(checkpoint, files[0], engine_plan)
         if engine_plan.drafting.type.drafts_by_copy:
             copies = loader.copies(target, files[0])
-            draft_runner = loader.runner(checkpoint.spec, int4.Format(), int4.DTYPE, copies, untraced)
+            draft_runner = loader.runner(checkpoint.spec, int4.Format(), int4.DTYPE.torch, copies, untraced)
         # Before the streamer of the target begins to copy. Hidden states that go from row to row have no fixed addresses: the
         # one layer of a head runs as it is.
         if draft_runner is not None and not draft_runner.spec.taps and capture is not None:
@@ -172,7 +173,7 @@ def _open_drafter(
     cost = CostEstimator(machine, moved, draft_nbytes, drafting.view_rows or None, experts)
     if draft is not None:
         model = drafting.type.model(draft, runner.spec.vocab_size, n_levels, trace, drafting.type.draft_context)
-        if drafting.type.model is DraftModel and view is None:
+        if drafting.type.model is whole_model and view is None:
             model.target = runner
         pair_stats = PairStats.load(target, drafting.draft.identity if drafting.draft else int4.Format.name)
     if view is not None:

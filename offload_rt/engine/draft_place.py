@@ -7,6 +7,7 @@ from statistics import median
 
 import torch
 
+from offload_rt.dtypes import DType
 from offload_rt.engine import profile
 from offload_rt.engine.loader import Loader, Meter
 from offload_rt.engine.memory_plan import MemoryPlan
@@ -38,7 +39,7 @@ class Way:
 
 def agree(
     options: Sequence[Drafting], fit: Callable[[Drafting], MemoryPlan], disk: DiskTier, ranks: Ranks,
-    of: tuple[torch.dtype, torch.device],
+    of: tuple[DType, torch.device],
 ) -> Way:  # fmt: skip
     """The option whose steps take least, by drafting and by what a draft leaves to the target's layers; the same for all ranks.
 
@@ -64,7 +65,9 @@ def agree(
     levels_s = [level_seconds(one.drafting, *of, -(-one.n_nodes // n)) for one, n, _ in known]
     torch.cuda.empty_cache()
     streams = any(not plan.is_resident for _, _, plan in known)
-    machine = profile.profile(disk, 1, *of) if streams else MachineProfile("passes are alike", False, (), 1.0)
+    machine = (
+        profile.profile(disk, 1, of[0].torch, of[1]) if streams else MachineProfile("passes are alike", False, (), 1.0)
+    )
     steps_s = [
         -pass_time(machine, plan.pass_bytes, one.n_nodes, between_s=(n - 1) * level_s)
         for level_s, (one, n, plan) in zip(levels_s, known, strict=True)
@@ -73,7 +76,7 @@ def agree(
     return found[agreed.index(max(agreed))]
 
 
-def level_seconds(drafting: Drafting, dtype: torch.dtype, device: torch.device, n_rows: int) -> float:
+def level_seconds(drafting: Drafting, dtype: DType, device: torch.device, n_rows: int) -> float:
     """Seconds of a pass of a draft of so many rows, called by all ranks where the model is divided among them; else 0.
 
     Nothing is read: weights are zeros, of which there are no more than caches of the device do not hold.
@@ -92,7 +95,7 @@ def level_seconds(drafting: Drafting, dtype: torch.dtype, device: torch.device, 
             resident.put(i, PackedLayer(zeros[i % n_blocks, : layout.nbytes], layout))
         loader = Loader(device, resident, Meter(0, None), closes, frozenset())
         sources = LayerSources(resident, (None,) * len(draft.layers), 0)
-        runner = loader.runner(draft.spec, draft.format, drafting.draft_dtype(dtype), sources, Trace(on=False))
+        runner = loader.runner(draft.spec, draft.format, drafting.draft_dtype(dtype).torch, sources, Trace(on=False))
         if device.type == "cuda":
             runner.use_graphs(GraphShape(2 * n_rows, 2 * n_rows + 1, n_rows), CudaCapture())
         return median(profile.seconds_of_passes(runner, [(n_rows, n_rows)] * _N_TIMES))

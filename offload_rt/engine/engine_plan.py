@@ -9,9 +9,10 @@ from functools import partial
 import torch
 
 from offload_rt.config import EngineConfig, format_size
+from offload_rt.dtypes import DTYPES, DType
 from offload_rt.engine import profile
 from offload_rt.engine.draft_place import agree
-from offload_rt.engine.link import LinkFormat, choose_link
+from offload_rt.engine.link import LinkFormat, as_they_are, choose_link
 from offload_rt.engine.memory_plan import DRIVER, LIBRARIES, READ_BUFFERS, MemoryPlan, Sizes, less_margin, plan_touched
 from offload_rt.engine.rank_cuts import reading_notice, token_seconds
 from offload_rt.engine.stages import of_all, stage_of
@@ -21,8 +22,8 @@ from offload_rt.offload.disk import DiskTier
 from offload_rt.offload.placement import ExpertSizes, MemoryBudget, Plan
 from offload_rt.offload.sidecar import SidecarTier
 from offload_rt.ops import extension
-from offload_rt.speculate.draft_model import DraftModel
 from offload_rt.speculate.learner import learning_nbytes
+from offload_rt.speculate.protocols import whole_model
 from offload_rt.speculate.select import Drafting
 from offload_rt.system.machine import PassBytes, cards, memory_free, memory_limit
 from offload_rt.system.ranks import Ranks, joined
@@ -30,8 +31,7 @@ from offload_rt.weights import int4
 from offload_rt.weights.checkpoint import Checkpoint
 from offload_rt.weights.divided import divide
 from offload_rt.weights.header import TensorRecord
-from offload_rt.weights.layout import PAGE, align_up
-from offload_rt.weights.lossless import decoded_layout
+from offload_rt.weights.layout import PAGE, align_up, decoded_layout
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,8 @@ def _faster(found: EnginePlan, config: EngineConfig, checkpoint: Checkpoint, dra
         slower, faster = sorted((found, by_outputs), key=lambda one: -token_seconds(one, gbps))
         closes.pop_all()
     slower.close()
-    if faster.link.notice and (slower.link.sidecar or slower.link.layers):
+    is_read = faster.link.sidecar or faster.link.layers
+    if faster.link.notice and not is_read and (slower.link.sidecar or slower.link.layers):
         left = "layers are read from the checkpoint: passes are faster so than from what offload-rt convert has written"
         return replace(faster, notice=faster.notice.replace(faster.link.notice, left))
     return faster
@@ -176,6 +177,21 @@ def _plan(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting) -> E
     budget = memory_budget(config, device)
     checkpoint = _of_rank(config, checkpoint, drafting, dtype, budget)
     link = choose_link(config, checkpoint, device)
+    parts = checkpoint, drafting, dtype, budget, device
+    try:
+        return _placed(config, link, *parts)
+    except CapacityError as error:
+        if config.link_format != "auto" or link.sidecar is None or ranks is not None:
+            raise
+        return _placed(config, as_they_are(config, checkpoint, device, str(error)), *parts)
+
+
+def _placed(
+    config: EngineConfig, link: LinkFormat, checkpoint: Checkpoint, drafting: Drafting, dtype: DType, budget: MemoryBudget,
+    device: torch.device,
+) -> EnginePlan:  # fmt: skip
+    """Place the model for one way over the link."""
+    ranks = joined()
     if link.layers:
         checkpoint = replace(checkpoint, layers=link.layers)
     experts: ExpertFiles | None = None
@@ -224,13 +240,13 @@ def _plan(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting) -> E
     of_weights = checkpoint.format.notice, checkpoint.spec.notice, link.notice
     return EnginePlan(
         memory.plan, memory.limits, memory.max_model_len, memory.cache_rows, memory.view_rows, memory.n_sequences,
-        checkpoint, drafting, device, dtype, disk, link, moved,
+        checkpoint, drafting, device, dtype.torch, disk, link, moved,
         "\n".join(filter(None, (_notice(config.device, device), *of_weights, _kv_notice(memory.plan)))), experts,
     )  # fmt: skip
 
 
 def _of_rank(
-    config: EngineConfig, whole: Checkpoint, drafting: Drafting, dtype: torch.dtype, budget: MemoryBudget
+    config: EngineConfig, whole: Checkpoint, drafting: Drafting, dtype: DType, budget: MemoryBudget
 ) -> Checkpoint:
     """The part of a checkpoint that this rank has. Raises an OffloadError where it cannot be divided as is asked for."""
     ranks = joined()
@@ -292,11 +308,11 @@ def _packed_nbytes(checkpoint: Checkpoint) -> list[int]:
     return [align_up(decoded_layout(layer).nbytes, PAGE) for layer in checkpoint.layers]
 
 
-def _draft_sizes(checkpoint: Checkpoint, drafting: Drafting, dtype: torch.dtype, device: torch.device) -> Sizes | None:
+def _draft_sizes(checkpoint: Checkpoint, drafting: Drafting, dtype: DType, device: torch.device) -> Sizes | None:
     """Of what drafts: another model, or copies of the target's layers; None where neither does."""
     draft, of_type, learning = drafting.draft, drafting.type, 0
     if drafting.learning != "off":
-        drafts = of_type.model is DraftModel and of_type.view is None
+        drafts = of_type.model is whole_model and of_type.view is None
         if draft is None or not (drafts and draft.spec.is_native and draft.format.name == "dense"):
             need = "unquantised weights of a whole draft model, of a native family, and trees by it alone"
             raise SettingsError("--learn-draft", need=need, change="leave it out, or give such a --draft-model")
@@ -310,7 +326,7 @@ def _draft_sizes(checkpoint: Checkpoint, drafting: Drafting, dtype: torch.dtype,
         have, change = f"weights of format {checkpoint.format.name}", "leave it out, or give a draft model"
         raise SettingsError(f"--drafter {drafting.name}", need="unquantised weights", have=have, change=change)
     spec, view_nbytes = checkpoint.spec, Sizes.of_checkpoint(checkpoint, int4.DTYPE).view_nbytes
-    stand_in = max(int4.copy_layout(decoded_layout(layer), device).nbytes for layer in checkpoint.layers)
+    stand_in = max(int4.copy_layout(decoded_layout(layer), device.type == "cuda").nbytes for layer in checkpoint.layers)
     return Sizes(spec, (0,) * spec.n_layers, 0, int4.DTYPE, view_nbytes, stand_in)
 
 
@@ -324,11 +340,8 @@ def _check_resident(plan: Plan, drafting: Drafting) -> None:
         )  # fmt: skip
 
 
-def _pick_dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:
-    if name == "auto":
-        name = checkpoint.spec.dtype_name or str(checkpoint.dtype).removeprefix("torch.")
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
+def _pick_dtype(name: str, checkpoint: Checkpoint) -> DType:
+    return DTYPES[(checkpoint.spec.dtype_name or checkpoint.dtype) if name == "auto" else name]
 
 
 def memory_budget(config: EngineConfig, device: torch.device) -> MemoryBudget:

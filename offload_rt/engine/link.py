@@ -1,11 +1,12 @@
 """How streamed layers cross the link: as they are, or encoded without loss."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from offload_rt.config import EngineConfig
+from offload_rt.engine.link_rates import measured_rates
 from offload_rt.errors import CheckpointError, DeviceError, SettingsError
 from offload_rt.models.tensor_parallel import TensorParallelModel
 from offload_rt.offload.placement import LinkSizes
@@ -13,8 +14,8 @@ from offload_rt.offload.sidecar import open_sidecar
 from offload_rt.ops import extension
 from offload_rt.weights.checkpoint import Checkpoint
 from offload_rt.weights.header import TensorRecord
-from offload_rt.weights.layout import PAGE, align_up
-from offload_rt.weights.lossless import SidecarLayer, decoded_layout, estimate
+from offload_rt.weights.layout import PAGE, align_up, decoded_layout
+from offload_rt.weights.lossless import SidecarLayer, estimate
 
 # Threads that read encoded layers have so many bytes of buffers at most, and there are so many of them.
 _BUFFERS, _N_THREADS = 9 << 20, 8
@@ -50,10 +51,10 @@ def sidecar_of(checkpoint: Checkpoint, directory: str | None, kind: str = "lossl
 def choose_link(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> LinkFormat:
     """By the setting and by what there is.
 
-    `auto` uses a sidecar and nothing else: with one, loading reads fewer bytes too. Encoding at load takes about a second
-    of all cores for every 4 GB, in each run, and the plan then rests on a sample of the weights; so it is done where it is
-    asked for. Quantised weights cross the link as they are. Of weights divided among ranks each part has a sidecar of its own,
-    encoded or as it is.
+    `auto` uses a sidecar where that is faster by measured rates. Encoding at load takes about a second of all cores for
+    every 4 GB, in each run, and the plan then rests on a sample of the weights; so it is done where it is asked for.
+    Quantised weights cross the link as they are. Of weights divided among ranks each part has a sidecar of its own, encoded
+    or as it is.
     Raises an OffloadError where what was asked for cannot be had.
     """
     is_asked, is_auto = config.link_format == "lossless", config.link_format == "auto"
@@ -72,11 +73,37 @@ def choose_link(config: EngineConfig, checkpoint: Checkpoint, device: torch.devi
         if is_raw:
             layers = zip(_opened(checkpoint, directory, others), checkpoint.layers, strict=True)
             return LinkFormat(layers=tuple(one.records(layer) for one, layer in layers))
-        return _encoded(config, checkpoint, directory, device, others)
+        found = _encoded(config, checkpoint, directory, device, others)
+        return _faster(found, config, checkpoint, device) if is_auto and found.sidecar else found
     except (CheckpointError, DeviceError, SettingsError) as problem:
         if is_asked or not (directory.is_dir() or others):
             raise
         return LinkFormat(notice=f"weights cross the link as they are: {problem}")
+
+
+def _faster(found: LinkFormat, config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> LinkFormat:
+    """Choose between the sidecar and the raw weights by measured rates, and give the reason in the notice.
+
+    Decoding counts in full: the same processor or card computes the passes.
+    """
+    assert found.sidecar is not None and found.sizes is not None, "the link reads a sidecar"
+    rates = measured_rates(checkpoint, found.sidecar, device)
+    nbytes = sum(one.encoded.layout.nbytes for one in found.sidecar)
+    raw_s, share = 1 / rates.link_gbps, sum(found.sizes.layer_nbytes) / nbytes
+    link_s, decode_s = share * raw_s, 1 / rates.decode_gbps
+    figures = (
+        f"1 GB of weights takes {link_s:.2f} s on a link of {rates.link_gbps:.2f} GB/s and {decode_s:.2f} s to decode, "
+        f"as it is {raw_s:.2f} s"
+    )
+    if link_s + decode_s < raw_s:
+        return replace(found, notice=f"weights are read encoded: {figures}")
+    return as_they_are(config, checkpoint, device, figures)
+
+
+def as_they_are(config: EngineConfig, checkpoint: Checkpoint, device: torch.device, reason: str) -> LinkFormat:
+    """Link of raw weights in spite of a sidecar; its notice gives the reason."""
+    raw = choose_link(replace(config, link_format="raw"), checkpoint, device)
+    return replace(raw, notice=f"weights are read as they are, not from the sidecar: {reason}")
 
 
 def _encoded(

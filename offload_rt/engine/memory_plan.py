@@ -9,15 +9,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-import torch
-
+from offload_rt.chunks import CHUNK_ROWS, most_captured_rows
 from offload_rt.config import EngineConfig, format_size
+from offload_rt.dtypes import DType
 from offload_rt.errors import CapacityError, UnsupportedModelError
-from offload_rt.executor.cuda_graphs import most_captured_rows
-from offload_rt.executor.runner import CHUNK_ROWS
-from offload_rt.kv.cache import ContiguousCache, KVBytes
-from offload_rt.kv.host import KVSplit, RowFormat
-from offload_rt.kv.recurrent import state_rows
+from offload_rt.kv.split import KVBytes, KVSplit, RowFormat, state_rows
 from offload_rt.models.architecture import Architecture, TensorShape
 from offload_rt.offload.placement import (
     BEST_SLOTS,
@@ -30,8 +26,7 @@ from offload_rt.offload.placement import (
     place_layers,
     with_expert_slots,
 )
-from offload_rt.speculate.draft_model import ROWS_PER_NODE, draft_rows, view_rows
-from offload_rt.speculate.protocols import DraftLimits
+from offload_rt.speculate.protocols import ROWS_PER_NODE, DraftLimits, draft_rows, view_rows
 from offload_rt.speculate.select import Drafting
 from offload_rt.weights.checkpoint import Checkpoint
 from offload_rt.weights.formats import Source, StoredTensor, WeightFormat, dense
@@ -68,7 +63,7 @@ class Sizes:
     spec: Architecture
     layer_nbytes: tuple[int, ...]
     non_layer_nbytes: int
-    dtype: torch.dtype
+    dtype: DType
     view_nbytes: int = 0
     stand_in: int = 0
     link: LinkSizes | None = None
@@ -80,9 +75,9 @@ class Sizes:
         return sum(self.layer_nbytes) + self.non_layer_nbytes
 
     @classmethod
-    def of_checkpoint(cls, checkpoint: Checkpoint, dtype: torch.dtype) -> "Sizes":
+    def of_checkpoint(cls, checkpoint: Checkpoint, dtype: DType) -> "Sizes":
         """Of the tensors as they are stored, computed with in `dtype`."""
-        stored = [StoredTensor(one.key, one.shape, one.torch_dtype()) for one in checkpoint.records]
+        stored = [StoredTensor(one.key, one.shape, one.stored_dtype()) for one in checkpoint.records]
         return cls(
             spec=checkpoint.spec,
             layer_nbytes=tuple(sum(one.nbytes for one in layer) for layer in checkpoint.layers),
@@ -92,7 +87,7 @@ class Sizes:
         )
 
     @classmethod
-    def of_spec(cls, spec: Architecture, dtype: torch.dtype, layer_format: WeightFormat | None = None) -> "Sizes":
+    def of_spec(cls, spec: Architecture, dtype: DType, layer_format: WeightFormat | None = None) -> "Sizes":
         """Of a model whose weights are of `dtype`, its layers as a format stores them, laid out as they are on a device."""
         stores: WeightFormat = layer_format or dense.Format(None)
         nbytes: dict[tuple[TensorShape, ...], int] = {}
@@ -141,7 +136,7 @@ def less_margin(free: int) -> int:
 
 def plan_touched(
     config: EngineConfig, drafting: Drafting, models: tuple[Sizes, Sizes | None],
-    divide: Callable[[], Sizes | None], dtype: torch.dtype, budget: MemoryBudget,
+    divide: Callable[[], Sizes | None], dtype: DType, budget: MemoryBudget,
 ) -> MemoryPlan:  # fmt: skip
     """`plan_memory`, by whole layers or with the experts of the target as blocks of their own, whichever moves less.
 
@@ -179,7 +174,7 @@ def plan_memory(
     config: EngineConfig,
     drafting: Drafting,
     models: tuple[Sizes, Sizes | None],
-    dtype: torch.dtype,
+    dtype: DType,
     budget: MemoryBudget,
 ) -> MemoryPlan:
     """How large trees and contexts may be, and what lies where.
@@ -212,7 +207,7 @@ def plan_memory(
     def least(max_len: int) -> int:
         """The smallest budget that holds a context, which takes no more of it than its share."""
         n_rows = together(max_len) + n * state_rows(target.spec, dtype.itemsize)
-        cache = ContiguousCache.nbytes(target.spec, n_rows, dtype.itemsize).device
+        cache = n_rows * target.spec.kv_nbytes(dtype.itemsize)
         reserved = needed(together(max_len), limits.n_nodes)
         return max(least_budget(target.layer_nbytes, reserved, target.link), int(cache / _CACHE_SHARE))
 
@@ -236,7 +231,7 @@ class _Memory:
     config: EngineConfig
     target: Sizes
     draft: Sizes | None
-    dtype: torch.dtype
+    dtype: DType
     budget: MemoryBudget
     view_rows: int
 
@@ -321,7 +316,7 @@ class _Memory:
 
 
 def reserved_memory(
-    target: Sizes, draft: Sizes | None, dtype: torch.dtype, max_len: int, n_nodes: int, n: int = 1
+    target: Sizes, draft: Sizes | None, dtype: DType, max_len: int, n_nodes: int, n: int = 1
 ) -> ReservedMemory:
     """Bytes on the device besides layers, for n sequences of `max_len` tokens together and trees of up to `n_nodes`."""
     spec = target.spec
@@ -342,7 +337,7 @@ def reserved_memory(
 def _cache_nbytes(spec: Architecture, n_rows: int, n_nodes: int, itemsize: int, n: int) -> int:
     """Of n sequences: so many rows, their states, and what so many rows of trees would add to these."""
     of_nodes = n_nodes * sum(one.row_nbytes(itemsize) for one in spec.state_shapes)
-    return ContiguousCache.nbytes(spec, n_rows + n * state_rows(spec, itemsize), itemsize).device + of_nodes
+    return (n_rows + n * state_rows(spec, itemsize)) * spec.kv_nbytes(itemsize) + of_nodes
 
 
 def _draft_nbytes(draft: Sizes, vocab_size: int, max_len: int, n_nodes: int, n: int) -> int:

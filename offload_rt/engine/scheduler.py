@@ -4,7 +4,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from offload_rt.executor.sequence import Sequence
-from offload_rt.kv.host import KVShare, KVSplit
+from offload_rt.kv.split import KVShare, KVSplit
 
 
 @dataclass(eq=False)

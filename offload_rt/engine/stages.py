@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 
 from offload_rt.config import EngineConfig
+from offload_rt.dtypes import DType
 from offload_rt.engine.memory_plan import SHORTEST_CONTEXT, Sizes, reserved_memory
 from offload_rt.errors import CapacityError, SettingsError
 from offload_rt.models.stage import Stage, divide_layers, divisible
@@ -16,7 +17,7 @@ from offload_rt.weights.checkpoint import Checkpoint
 
 
 def stage_of(
-    config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting, dtype: torch.dtype, budget: MemoryBudget
+    config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting, dtype: DType, budget: MemoryBudget
 ) -> Checkpoint:
     """Select this rank's part of a checkpoint, equalizing the fill level of all ranks.
 

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from offload_rt import ops
+from offload_rt.chunks import GRAPH_WIDTHS, most_captured_rows
+from offload_rt.dtypes import DType
 from offload_rt.errors import RankError
 from offload_rt.kv.cache import Attention, ContiguousCache, KVBuffer, KVCache
 from offload_rt.models.architecture import Architecture, LayerWeights
@@ -19,8 +21,6 @@ from offload_rt.ops import extension
 from offload_rt.system.ranks import Ranks
 from offload_rt.weights.layout import packed_layout
 
-# Rows and keys are rounded up to these, so that few shapes are captured: a level of 5 rows is computed as 8.
-_WIDTHS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 _KEYS = 256
 # Where keys that are not there cost nothing, a pass has room for so many at least.
 _LEAST_KEYS = 1024
@@ -50,11 +50,6 @@ def keep_tapped(taps: Sequence[int], tapped: Tensor, hidden: Tensor, n_layers: i
     for place, tap in enumerate(taps):
         if tap == n_layers:
             tapped[:, place] = hidden
-
-
-def most_captured_rows(n_rows: int) -> int:
-    """Rows of the widest captured pass, where passes have up to `n_rows`."""
-    return max(width for width in _WIDTHS if width <= max(n_rows, 1))
 
 
 @dataclass(frozen=True)
@@ -93,11 +88,11 @@ class GraphInputs(PassRows):
     @classmethod
     def empty(cls, shape: GraphShape, of_row: Sequence[Tensor], device: torch.device) -> "GraphInputs":
         """Inputs of a model whose `row_inputs` of one row are `of_row`."""
-        n, int32 = shape.n_rows, torch.int32
+        n, int32 = shape.n_rows, DType.INT32
         layout = packed_layout((
-            ("ids", (n,), torch.int64), ("rows", (n,), torch.int64), ("bits", (n, -(-shape.n_tree_rows // 32)), int32),
+            ("ids", (n,), DType.INT64), ("rows", (n,), DType.INT64), ("bits", (n, -(-shape.n_tree_rows // 32)), int32),
             ("depths", (n,), int32), ("key_depths", (shape.n_tree_rows,), int32), ("extent", (2,), int32),
-            *((f"row_inputs.{i}", (n, *one.shape[1:]), one.dtype) for i, one in enumerate(of_row)),
+            *((f"row_inputs.{i}", (n, *one.shape[1:]), DType.of(one.dtype)) for i, one in enumerate(of_row)),
         ))  # fmt: skip
         block = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
         ids, rows, bits, depths, key_depths, extent, *row_inputs = layout.views(block).values()
@@ -229,7 +224,7 @@ class GraphRunner:
         """
         buffer = self.reuse(self._most.n_keys, is_alone=True)
         assert buffer is not None, "it is as large as the largest"
-        widths = [width for width in _WIDTHS if width <= self._most_rows and width < buffer.capacity]
+        widths = [width for width in GRAPH_WIDTHS if width <= self._most_rows and width < buffer.capacity]
         started = time.perf_counter()
         for width in (*widths[-1:], *widths[:-1]):
             if time.perf_counter() - started > seconds:
@@ -297,7 +292,7 @@ class GraphRunner:
         if ops.goes_by_extent(buffer.keys):
             steps = max(1 << (steps - 1).bit_length(), _LEAST_KEYS // _KEYS)
         n_keys = min(steps * _KEYS, buffer.capacity)
-        width = next(width for width in _WIDTHS if width >= n_rows)
+        width = next(width for width in GRAPH_WIDTHS if width >= n_rows)
         return GraphShape(width, n_keys, min(n_keys, self._most.n_tree_rows))
 
 

@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 
 from offload_rt import ops
+from offload_rt.chunks import CHUNK_ROWS
 from offload_rt.errors import machine_error
 from offload_rt.executor.cuda_graphs import Capture, GraphRunner, GraphShape, PassRows, ResidentModel, keep_tapped
 from offload_rt.executor.step import Chunk, Segment, Step
 from offload_rt.kv.cache import ContiguousCache, KVBuffer, KVCache
 from offload_rt.kv.chosen import best_chunks
-from offload_rt.kv.host import HostCache, KVShare
+from offload_rt.kv.host import HostCache
 from offload_rt.kv.recurrent import RecurrentCache
 from offload_rt.kv.sparse import SparseCache
+from offload_rt.kv.split import KVShare
 from offload_rt.models.architecture import Architecture, LayerWeights
 from offload_rt.models.heads import HeadDecoder
 from offload_rt.models.stage import Stage
@@ -30,9 +32,8 @@ from offload_rt.system.machine import ComputeTimes
 from offload_rt.system.trace import COMPUTE, Trace
 from offload_rt.weights.formats import WeightFormat
 
-# Rows per layer call. A pass over the weights processes a long prompt chunk by chunk, which bounds
-# activations. Chunks shrink to the minimum when memory runs out.
-CHUNK_ROWS, _LEAST_CHUNK_ROWS = 512, 16
+# Chunks shrink to the minimum when memory runs out.
+_LEAST_CHUNK_ROWS = 16
 # Rows of logits per call of `Step.read`.
 _READ_ROWS = 64
 

@@ -11,17 +11,9 @@ from torch import Tensor
 
 from offload_rt import ops
 from offload_rt.errors import CapacityError
+from offload_rt.kv.split import KVBytes
 from offload_rt.models.architecture import Architecture, KVShape
 from offload_rt.ops.reference import rotate
-
-
-@dataclass(frozen=True)
-class KVBytes:
-    """Bytes of a cache on device and host, and bytes moved over the link per pass."""
-
-    device: int
-    host: int = 0
-    link: int = 0
 
 
 class RowRange(NamedTuple):

@@ -10,11 +10,9 @@ from torch import Tensor
 
 from offload_rt import ops
 from offload_rt.kv.cache import ContiguousCache, KVCache, MovedRows
+from offload_rt.kv.split import N_KEPT
 from offload_rt.models.architecture import Architecture, StateShape
 from offload_rt.ops.delta_rule import BLOCK_ROWS, DeltaRows, DeltaTerms, convolve, delta_rule, fold, normed
-
-# Checkpointed states per sequence for rewinding, besides the latest state.
-N_KEPT = 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,12 +60,6 @@ class State(NamedTuple):
         """Copy a state, or the selected layers of a state."""
         for part, source_part in zip(self, source, strict=True):
             part[layers] = source_part[layers]
-
-
-def state_rows(model: Architecture, itemsize: int) -> int:
-    """Return the number of KV rows with the same memory as the states of a sequence."""
-    nbytes = (1 + N_KEPT) * sum(shape.nbytes(itemsize) for shape in model.state_shapes)
-    return -(-nbytes // model.kv_nbytes(itemsize)) if nbytes else 0
 
 
 class RecurrentCache(ContiguousCache):

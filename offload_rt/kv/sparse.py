@@ -9,8 +9,6 @@ from offload_rt.kv.cache import ContiguousCache, KVBuffer, KVCache
 from offload_rt.models.architecture import Architecture
 from offload_rt.ops.reference import rotate
 
-# Minimum budget: older rows, recent rows and new rows need at least this.
-LEAST_BUDGET = 32
 # Share of the budget occupied by a refill; the rest is reserved for new tokens.
 _FILLED = 3 / 4
 

@@ -1,13 +1,16 @@
 """Interfaces between models, their weights, and passes."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
-from typing import Any, ClassVar, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 class TensorShape(NamedTuple):
@@ -59,8 +62,8 @@ class LayerExperts:
     has_host   the host computes some experts and needs their rows
     """
 
-    arrive: Callable[[Mapping[int, int], "HostWork | None"], "Iterator[tuple[int, LayerWeights | Tensor]]"]
-    following: Callable[[], "LayerWeights | None"]
+    arrive: Callable[[Mapping[int, int], HostWork | None], Iterator[tuple[int, LayerWeights | Tensor]]]
+    following: Callable[[], LayerWeights | None]
     expect: Callable[[Sequence[int]], None]
     has_host: bool = False
 
@@ -72,7 +75,7 @@ class HostWork(NamedTuple):
     rows     returns the rows of an expert
     """
 
-    compute: Callable[[Tensor, int, "LayerWeights"], Tensor]
+    compute: Callable[[Tensor, int, LayerWeights], Tensor]
     rows: Callable[[int], Tensor]
 
 

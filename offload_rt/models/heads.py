@@ -4,19 +4,21 @@ EAGLE-3: Li et al. 2025 (arXiv 2503.01840). MTP: DeepSeek-V3 (arXiv 2412.19437).
 2024 (arXiv 2401.10774). Cache row j of a head combines token j + 1 and the hidden state of token j.
 """
 
+from __future__ import annotations
+
+import math
 from abc import abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
-from offload_rt import ops
 from offload_rt.errors import SettingsError, UnsupportedModelError
 from offload_rt.models.architecture import Architecture, LayerWeights, PassContext, TensorShape
 from offload_rt.models.families import spec_of
 from offload_rt.models.native import EMBED, HEAD, NORM, QKV, NativeDecoder, norm
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -123,10 +125,16 @@ class Eagle3(HeadDecoder, NativeDecoder):
 
     def combine(self, weights: LayerWeights, x: Tensor, states: Tensor) -> Tensor:
         """Concatenate embeddings and states."""
+        import torch  # not at the top: a plan computes nothing
+
         return torch.cat((x, states), 1)
 
     def layer(self, i: int, weights: LayerWeights, x: Tensor, context: PassContext) -> Tensor:
         """Apply attention to both normed inputs; update the residual stream."""
+        import torch
+
+        from offload_rt import ops
+
         embedded, hidden = (part.contiguous() for part in x.chunk(2, 1))
         normed = ops.rms_norm(hidden, weights.vector("hidden_norm"), self.eps)
         both = torch.cat((ops.rms_norm(embedded, weights.vector("input_layernorm"), self.eps), normed), 1)
@@ -139,12 +147,14 @@ class Eagle3(HeadDecoder, NativeDecoder):
 
     def head(self, weights: LayerWeights, x: Tensor) -> Tensor:
         """Return logits over the target's vocabulary, -inf outside the reduced vocabulary."""
+        from offload_rt import ops
+
         normed = ops.rms_norm(self.child_inputs(weights, x).contiguous(), weights.vector("norm"), self.eps)
         logits = weights.linear(normed, "lm_head")
         assert isinstance(weights, HeadWeights), "created by weights_beside"
         if weights.token_ids is None:
             return logits
-        whole = logits.new_full((len(logits), self.vocab_size), -torch.inf)
+        whole = logits.new_full((len(logits), self.vocab_size), -math.inf)
         return whole.index_copy_(1, weights.token_ids, logits)
 
 
@@ -165,7 +175,7 @@ class MtpLayout(NamedTuple):
     embed_first: bool = True
     is_normed: bool = True
 
-    def of(self, n: int) -> "MtpLayout":
+    def of(self, n: int) -> MtpLayout:
         """Return the layout for a target of n layers."""
         parts = (part.format(n=n) if isinstance(part, str) else part for part in self)
         return MtpLayout(*parts)  # type: ignore[arg-type]
@@ -232,6 +242,8 @@ class Mtp(HeadDecoder):
 
     def combine(self, weights: LayerWeights, x: Tensor, states: Tensor) -> Tensor:
         """Norm both inputs and project their concatenation."""
+        import torch
+
         names = self.layout
         embedded = self.normed(weights, names.embed_norm, x)
         hidden = self.normed(weights, names.hidden_norm, states)
@@ -253,6 +265,8 @@ class NativeMtp(Mtp, NativeDecoder):
 
     def normed(self, weights: LayerWeights, name: str, x: Tensor) -> Tensor:
         """See `Mtp.normed`."""
+        from offload_rt import ops
+
         return ops.rms_norm(x, weights.vector(name), self.eps)
 
     def head(self, weights: LayerWeights, x: Tensor) -> Tensor:
@@ -290,12 +304,16 @@ class Medusa(Head, NativeDecoder):
 
     def reduce_states(self, weights: LayerWeights, states: Tensor) -> Tensor:
         """Return the last hidden state after the target's norm."""
+        from offload_rt import ops
+
         return ops.rms_norm(states[:, 0], weights.vector(NORM), self.eps)
 
     def predict(self, weights: LayerWeights, x: Tensor) -> Tensor:
         """Return the logits (n, vocab_size) of the head with these weights."""
+        from torch.nn.functional import silu
+
         for k in range(self.n_blocks):
-            x = x + F.silu(weights.linear(x, f"{k}.linear"))
+            x = x + silu(weights.linear(x, f"{k}.linear"))
         return weights.linear(x, f"{self.n_blocks}")
 
     def kv_nbytes(self, itemsize: int) -> int:

@@ -1,16 +1,19 @@
 """Native decoder for Llama, Mistral, Qwen2 and Qwen3: pre-norm, rotary embeddings, gated SiLU."""
 
+from __future__ import annotations
+
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from offload_rt import ops
 from offload_rt.models.architecture import Architecture, LayerWeights, PassContext, TensorShape
 from offload_rt.models.rope import Rope
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
@@ -87,11 +90,15 @@ class NativeDecoder(Architecture):
 
     def layer(self, i: int, weights: LayerWeights, x: Tensor, context: PassContext) -> Tensor:
         """Apply attention and MLP, each on a norm of the residual stream."""
+        from offload_rt import ops  # not at the top: a plan computes nothing
+
         h = ops.rms_norm(x, weights.vector("input_layernorm"), self.eps)
         return self.mlp(weights, x, self.attention(i, weights, h, context))
 
     def attention(self, i: int, weights: LayerWeights, h: Tensor, context: PassContext) -> Tensor:
         """Return attention's contribution (n, hidden_size) for the normed input h."""
+        from offload_rt import ops
+
         q, k, v = (part.view(len(part), -1, self.head_dim) for part in weights.linears(h, QKV))
         if self.qk_norm:
             q = ops.rms_norm(q, weights.vector("self_attn.q_norm"), self.eps)
@@ -103,11 +110,15 @@ class NativeDecoder(Architecture):
 
     def mlp(self, weights: LayerWeights, x: Tensor, out: Tensor) -> Tensor:
         """Add the attention output `out` and the MLP output to the residual stream x, in place."""
+        from offload_rt import ops
+
         h = ops.add_rms_norm(x, out, weights.vector("post_attention_layernorm"), self.eps)
         return x.add_(weights.linear(ops.silu_mul(*weights.linears(h, GATE_UP)), "mlp.down_proj"))
 
     def head(self, weights: LayerWeights, x: Tensor) -> Tensor:
         """Apply the final norm and the head."""
+        from offload_rt import ops
+
         return weights.linear(ops.rms_norm(x, weights.vector(NORM), self.eps), EMBED if self.tied else HEAD)
 
     def flops(self, i: int, n_rows: int, context: int) -> float:

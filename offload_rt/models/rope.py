@@ -1,24 +1,65 @@
 """Rotary position embeddings, with the frequencies of transformers' own initialisation."""
 
-import math
-from copy import copy
-from typing import Any
+from __future__ import annotations
 
-import torch
-from torch import Tensor
-from transformers import PreTrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from offload_rt.errors import UnsupportedModelError
 
-KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
 _FACTORS = ("short_factor", "long_factor")
+# Settings that each kind needs.
+_LENGTH = "original_max_position_embeddings"
+KINDS = {
+    "default": (), "linear": ("factor",), "dynamic": ("factor",), "yarn": ("factor", _LENGTH),
+    "longrope": (*_FACTORS, _LENGTH), "llama3": ("factor", "low_freq_factor", "high_freq_factor", _LENGTH),
+}  # fmt: skip
 _NOT_NUMBERS = {"rope_type", "type", "truncate", "finetuned", *_FACTORS}
 KEYS = _NOT_NUMBERS | {
     "rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor",
     "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale",
     "mscale_all_dim", "partial_rotary_factor",
 }  # fmt: skip
+_THETA = 10_000.0  # of a config.json without one
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Part of a config.json that rotary embeddings depend on; transformers' functions read these names.
+
+    rope_parameters  with type and theta
+    """
+
+    rope_parameters: Mapping[str, Any]
+    head_dim: int
+    max_position_embeddings: int
+    hidden_size: int = 0
+    num_attention_heads: int = 1
+
+    @classmethod
+    def of(cls, raw: Mapping[str, Any], head_dim: int) -> RopeConfig:
+        """Read a config.json of any age: `rope_scaling` and `rope_theta`, or `rope_parameters`.
+
+        Raises UnsupportedModelError for settings that are not understood.
+        """
+        given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+        if not isinstance(given, dict):
+            raise UnsupportedModelError(f"config.json: the rope settings are {given!r}", need="a table")
+        limit = raw["max_position_embeddings"]
+        found = {"rope_theta": raw.get("rope_theta", _THETA), "rope_type": given.get("type", "default"), **given}
+        if _LENGTH in KINDS.get(str(found["rope_type"]), ()):
+            found.setdefault(_LENGTH, limit)
+        return cls(found, head_dim, limit)
+
+    def standardize_rope_params(self) -> None:
+        """Do nothing: the settings are complete. transformers' functions call this."""
 
 
 class Rope:
@@ -26,24 +67,39 @@ class Rope:
 
     With `dynamic` scaling the frequencies depend on the sequence length at which a token is
     computed. Each row passes that length, so drafted tokens use the frequencies of plain decoding.
+
+    config  a `RopeConfig`, or a config of transformers
     """
 
-    def __init__(self, config: PreTrainedConfig) -> None:
+    def __init__(self, config: Any) -> None:
         parameters = config.rope_parameters
         _check(config, parameters)
-        self._config = copy(config)
-        if parameters["rope_type"] == "default":
-            # transformers implements default RoPE inside each model; linear scaling by 1 is equal.
-            self._config.rope_parameters = {**parameters, "rope_type": "linear", "factor": 1.0}
-        self._init = ROPE_INIT_FUNCTIONS[self._config.rope_parameters["rope_type"]]
-        self._is_dynamic = parameters["rope_type"] == "dynamic"
+        kind = parameters["rope_type"]
+        if kind == "default":
+            # transformers keeps the plain rope inside each model; linear scaling by one is the same.
+            parameters = {**parameters, "rope_type": "linear", "factor": 1.0}
+        self._config = RopeConfig(parameters, config.head_dim, config.max_position_embeddings)
+        self._is_dynamic = kind == "dynamic"
+
+    def _init(self, length: int | None = None) -> tuple[Tensor, float]:
+        """Inverse frequencies (head_dim / 2,) and the scale of cosines and sines, for a text of this length."""
+        import torch  # not at the top, nor transformers: a plan rotates nothing
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        compute = ROPE_INIT_FUNCTIONS[self._config.rope_parameters["rope_type"]]
+        found: tuple[Tensor, float] = compute(self._config, torch.device("cpu"), seq_len=length)
+        return found
+
+    @cached_property
+    def _plain(self) -> tuple[Tensor, float]:
         try:
-            self._frequencies, self._scale = self._init(self._config, torch.device("cpu"))
-        except Exception as error:  # transformers does not validate values: any exception may occur
-            reason = " ".join(str(error).split())
-            raise UnsupportedModelError(f"config.json: the rope settings are not understood: {reason}") from error
-        if not bool(self._frequencies.isfinite().all()):
-            raise UnsupportedModelError("config.json: the rope settings yield NaN or Inf frequencies")
+            frequencies, scale = self._init()
+        except Exception as error:  # transformers computes with whatever stands there and raises anything
+            said = " ".join(str(error).split())
+            raise UnsupportedModelError(f"config.json: the rope settings are not understood: {said}") from error
+        if not bool(frequencies.isfinite().all()):
+            raise UnsupportedModelError("config.json: the rope settings give frequencies that are not numbers")
+        return frequencies, scale
 
     def cos_sin(self, positions: Tensor, lengths: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cosines and sines, each (n, head_dim) in `dtype`.
@@ -52,25 +108,28 @@ class Rope:
         lengths    (n,) int64 sequence length at which plain decoding computes each row
         """
         angles = positions[:, None].float() * self._rows(lengths).to(positions.device)
-        angles = torch.cat((angles, angles), dim=-1)
-        return (angles.cos() * self._scale).to(dtype), (angles.sin() * self._scale).to(dtype)
+        angles, scale = angles.repeat(1, 2), self._plain[1]
+        return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
 
     def _rows(self, lengths: Tensor) -> Tensor:
         """Return the inverse frequencies per row, (n or 1, head_dim / 2) float32."""
-        limit = self._config.max_position_embeddings
+        limit, plain = self._config.max_position_embeddings, self._plain[0]
         if not self._is_dynamic or int(lengths.max()) <= limit:
-            return self._frequencies[None]
-        rows = self._frequencies.repeat(len(lengths), 1)
+            return plain[None]
+        rows = plain.repeat(len(lengths), 1)
         for length in set(lengths.tolist()):
             if length > limit:
-                rows[lengths.cpu() == length] = self._init(self._config, torch.device("cpu"), seq_len=length)[0]
+                rows[lengths.cpu() == length] = self._init(length)[0]
         return rows
 
 
-def _check(config: PreTrainedConfig, parameters: dict[str, Any]) -> None:
+def _check(config: Any, parameters: Mapping[str, Any]) -> None:
     kind = parameters.get("rope_type")
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         raise UnsupportedModelError(f"config.json: rope type {kind!r} is not understood", have=", ".join(KINDS))
+    lacking = [name for name in ("rope_theta", *KINDS[kind]) if parameters.get(name) is None]
+    if lacking:
+        raise UnsupportedModelError(f"config.json: rope setting {lacking[0]!r} is missing for rope type {kind!r}")
     unknown = sorted(set(parameters) - KEYS)
     if unknown:
         raise UnsupportedModelError(f"config.json: rope setting {unknown[0]!r} is not understood")
@@ -78,6 +137,10 @@ def _check(config: PreTrainedConfig, parameters: dict[str, Any]) -> None:
         value = parameters[name]
         if value is not None and not (type(value) in (int, float) and abs(value) < math.inf):
             raise UnsupportedModelError(f"config.json: {name} is {value!r}", need="a number")
+    low, high = (parameters.get(f"{name}_freq_factor") for name in ("low", "high"))
+    positive = [parameters[name] for name in ("rope_theta", "factor", _LENGTH) if parameters.get(name) is not None]
+    if min(positive) <= 0 or (low is not None and low == high):
+        raise UnsupportedModelError("config.json: the rope settings give frequencies that are not numbers")
     short, long = (parameters.get(name) for name in _FACTORS)
     if short != long or (short is None) != (kind != "longrope"):
         problem = "config.json: short_factor and long_factor differ, or rope type is not 'longrope'"

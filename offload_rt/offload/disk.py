@@ -198,7 +198,7 @@ def _plan(records: Sequence[TensorRecord], request_nbytes: int, packed: bool) ->
     layout = Layout(tuple(entries[record.key] for record in records), layout.nbytes)
     phased = not packed and not any(entry.offset % entry.dtype.itemsize for entry in layout.entries)
     if not phased:
-        layout = packed_layout((record.key, record.shape, record.torch_dtype()) for record in records)
+        layout = packed_layout((record.key, record.shape, record.stored_dtype()) for record in records)
         runs = [_Run(record.path, record.start, record.stop, (record,)) for record in records]
     offset_of = {entry.name: entry.offset for entry in layout.entries}
     parts = (_parts(run, offset_of[run.records[0].key], request_nbytes, phased) for run in runs)
@@ -222,7 +222,7 @@ def _phased_layout(runs: Sequence[_Run]) -> Layout:
     for run in runs:
         base = align_up(end, PAGE) + run.start % PAGE
         entries += [
-            TensorEntry(record.key, base + record.start - run.start, record.shape, record.torch_dtype())
+            TensorEntry(record.key, base + record.start - run.start, record.shape, record.stored_dtype())
             for record in run.records
         ]
         end = base + run.stop - run.start

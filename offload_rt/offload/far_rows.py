@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from offload_rt.config import format_size
+from offload_rt.dtypes import DType
 from offload_rt.errors import LinkError
 from offload_rt.kv.cache import RowRange
-from offload_rt.kv.host import N_SLOTS, KVSplit
+from offload_rt.kv.split import N_SLOTS, KVSplit
 from offload_rt.offload.disk import ReadSettings, fill
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.offload.pinning import pin, unpin
@@ -93,7 +94,7 @@ class FarRows(ABC):
 
     def layout(self, one: RowRange) -> Layout:
         """How a range lies in memory."""
-        entry = TensorEntry("rows", 0, (one.stop - one.start, self.format.nbytes), torch.uint8)
+        entry = TensorEntry("rows", 0, (one.stop - one.start, self.format.nbytes), DType.UINT8)
         return Layout((entry,), entry.nbytes)
 
     _cpus: Cpus = frozenset()

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from offload_rt.config import format_size
 from offload_rt.errors import CapacityError
-from offload_rt.kv.host import KVSplit
+from offload_rt.kv.split import KVSplit
 from offload_rt.models.architecture import Mixture
 from offload_rt.system.machine import PassBytes, TouchedExperts
 

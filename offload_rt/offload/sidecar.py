@@ -14,11 +14,10 @@ from offload_rt.offload.disk import DirectFiles, DiskTier, ReadSettings
 from offload_rt.offload.tier import Read, read_parallel
 from offload_rt.ops import lossless
 from offload_rt.weights.checkpoint import Checkpoint
-from offload_rt.weights.layout import Layout, PackedLayer, host_block
+from offload_rt.weights.layout import Layout, PackedLayer, decoded_layout, host_block
 from offload_rt.weights.lossless import (
     SidecarLayer,
     chunk_digest,
-    decoded_layout,
     encode_layer,
     layer_path,
     read_layer,

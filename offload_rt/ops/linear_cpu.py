@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from offload_rt.ops import cpu
-from offload_rt.ops.dequantize import KERNEL_BLOCKS, ORDERS, POWERS_OF_TWO, BlockMatrix, CodedMatrix
+from offload_rt.ops.dequantize import POWERS_OF_TWO, BlockMatrix, CodedMatrix
+from offload_rt.packing import KERNEL_BLOCKS, ORDERS
 
 # As `Kind` in csrc/linear_cpu.cpp. Dense kinds are the dtypes; int8 is the order `plain`.
 _FIRST_ORDER = len(cpu.DTYPES)

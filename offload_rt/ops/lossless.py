@@ -20,14 +20,14 @@ there can be escapes. Chunks of tensors that are not encoded hold their bytes, z
 """
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from offload_rt.dtypes import DType
 from offload_rt.ops import cpu, extension
 
 CHUNK, BLOCK, GROUP = 1 << 19, 1 << 12, 64
 RAW, BFLOAT16, HALF, FLOAT = range(4)
-KIND_OF = {torch.bfloat16: BFLOAT16, torch.float16: HALF, torch.float32: FLOAT}
+KIND_OF = {DType.BFLOAT16: BFLOAT16, DType.FLOAT16: HALF, DType.FLOAT32: FLOAT}
 
 # A chunk: where it lies in an encoded block and where its bytes go, in bytes, and how many weights it has (bytes if RAW).
 CHUNKS = np.dtype("<i8, <i8, <i4, <i4, <i8")
@@ -100,3 +100,8 @@ def decode_block(block: Tensor, n_chunks: int, out: Tensor) -> None:
     out    (nbytes,) uint8
     """
     extension.kernels().lossless_decode(block, n_chunks, out)
+
+
+def is_compiled() -> bool:
+    """Whether the C++ library decodes on a CPU, not numba."""
+    return cpu.library() is not None

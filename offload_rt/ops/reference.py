@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Scores, or entries of a mask, that lie in memory at once where no kernel serves, some 32 MiB with what is made of them.
-MOST_SCORES = 2 << 20
+from offload_rt.chunks import MOST_SCORES
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

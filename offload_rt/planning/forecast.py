@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from offload_rt.config import EngineConfig, format_size
+from offload_rt.dtypes import DType
 from offload_rt.engine.memory_plan import LIBRARIES, MemoryPlan, Sizes, less_margin, plan_memory, reserved_memory
 from offload_rt.errors import CapacityError, SettingsError
 from offload_rt.executor.cost import CostEstimator
@@ -60,7 +60,7 @@ class Machine:
     title: str
     budget: MemoryBudget
     links: tuple[tuple[str, float], ...]
-    roof: Callable[[torch.dtype], Roof]
+    roof: Callable[[DType], Roof]
     fixed_s: float = 0.0
     level_s: float = 0.0
     decode_gbps: float = DECODE_GBPS
@@ -330,7 +330,7 @@ def alternatives(request: PlanRequest, of_self: Assumed, machine: Machine) -> di
     Nothing where the weights are not of 16 bits.
     """
     target, draft = request.models
-    if target.dtype not in (torch.bfloat16, torch.float16) or not is_plain(target):
+    if target.dtype not in (DType.BFLOAT16, DType.FLOAT16) or not is_plain(target):
         return {}
     on_card = machine.budget.has_card
     found: dict[str, dict[str, Forecast | None]] = {}

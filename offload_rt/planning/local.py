@@ -7,6 +7,7 @@ from functools import cache
 import torch
 
 from offload_rt.config import EngineConfig
+from offload_rt.dtypes import DType
 from offload_rt.engine import profile
 from offload_rt.engine.engine_plan import memory_budget, pick_device
 from offload_rt.errors import SettingsError
@@ -48,15 +49,16 @@ def this_machine(config: EngineConfig, disk_gbps: float | None, else_gbps: float
 
 
 @torch.inference_mode()
-def measure_roof(dtype: torch.dtype, device: torch.device) -> Roof:
+def measure_roof(dtype: DType, device: torch.device) -> Roof:
     """Time products of one matrix with more and more rows; takes a second or two, whatever the model."""
+    of_tensors = dtype.torch
     shape = profile.beyond_caches(device) // dtype.itemsize // _N_COLUMNS, _N_COLUMNS
     # One row again and again: to make so many random numbers takes longer than all products.
-    matrix = torch.randn(1, _N_COLUMNS, device=device).to(dtype).expand(shape).contiguous()
+    matrix = torch.randn(1, _N_COLUMNS, device=device).to(of_tensors).expand(shape).contiguous()
     products: list[tuple[int, float]] = []
     started = time.perf_counter()
     for n_rows in _WIDTHS:
-        rows = torch.randn(n_rows, _N_COLUMNS, device=device).to(dtype)
+        rows = torch.randn(n_rows, _N_COLUMNS, device=device).to(of_tensors)
         seconds = min(_timed_product(rows, matrix) for _ in range(3))
         products.append((n_rows, max(seconds / matrix.numel(), products[-1][1] if products else 0.0)))
         if time.perf_counter() - started > _PATIENCE_S:

@@ -13,7 +13,6 @@ from typing import Any
 from offload_rt.engine.memory_plan import Sizes
 from offload_rt.errors import UnsupportedModelError
 from offload_rt.models.architecture import Architecture
-from offload_rt.models.tensor_parallel import TensorParallelModel
 from offload_rt.planning.hardware import Card
 from offload_rt.planning.roofline import layer_weights, n_weights
 
@@ -69,6 +68,8 @@ class Parallelism:
         if spec.taps:
             problem = f"a head of type {spec.family} is not divided among ranks"
             raise UnsupportedModelError(problem, change="leave --split-draft out")
+        from offload_rt.models.tensor_parallel import TensorParallelModel  # needs torch; one rank does not
+
         first: Any = SimpleNamespace(rank=0, size=n)
         part = TensorParallelModel.of(spec, first, self.exact)
         shares = [(layer_weights(part, i), layer_weights(spec, i)) for i in range(spec.n_layers)]
@@ -87,13 +88,13 @@ class Parallelism:
 
         In a sum each receives the others' addends of its part, and their parts of the sum; in a gathering their parts.
         """
-        if not isinstance(spec, TensorParallelModel):
+        if self.n_parts == 1:
             return (self.n - 1) * spec.hidden_size * itemsize
         return (self.n - 1) * sum(_collectives(spec, itemsize)) // self.n
 
     def exchange_s(self, spec: Architecture, itemsize: int, n_rows: int) -> float:
         """Seconds of a pass in which ranks exchange and compute nothing."""
-        n_times = len(_collectives(spec, itemsize)) if isinstance(spec, TensorParallelModel) else self.n - 1
+        n_times = self.n - 1 if self.n_parts == 1 else len(_collectives(spec, itemsize))
         return n_times * _LATENCY_S + n_rows * self.received(spec, itemsize) / self.gbps / 1e9
 
     def crossing(self, spec: Architecture, itemsize: int) -> int:
@@ -105,8 +106,8 @@ ALONE = Parallelism()
 
 
 @cache
-def _collectives(spec: TensorParallelModel, itemsize: int) -> list[int]:
-    """Of each exchange of a pass the bytes of a row, those of sums, which are in float32, twice."""
+def _collectives(spec: Any, itemsize: int) -> list[int]:
+    """Of each exchange of a pass of a `TensorParallelModel` the bytes of a row, those of sums, which are in float32, twice."""
     exchanges = [one for i in range(spec.n_layers) for one in spec.exchanges(i)]
     found = [2 * width * 4 if adds else width * spec.size * itemsize for adds, width in exchanges]
     return [2 * spec.hidden_size * 4, spec.vocab_size * itemsize, *found]

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 
-from offload_rt.executor.runner import CHUNK_ROWS
+from offload_rt.chunks import CHUNK_ROWS
+from offload_rt.dtypes import DType
 from offload_rt.models.architecture import Architecture, TensorShape
 from offload_rt.planning.hardware import Card
 from offload_rt.system.machine import ComputeTimes
@@ -93,7 +93,7 @@ class Roof:
         return max(device_s, host_s)
 
     def compute_times(
-        self, spec: Architecture, dtype: torch.dtype, is_replayed: bool = True, share: float = 1.0,
+        self, spec: Architecture, dtype: DType, is_replayed: bool = True, share: float = 1.0,
         decode_s: float = 0.0, more_s: Callable[[int], float] = lambda _: 0.0,
     ) -> ComputeTimes:  # fmt: skip
         """Seconds of all layers and the head by width and context.

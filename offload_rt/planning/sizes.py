@@ -6,23 +6,21 @@ from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
 
-import torch
-
 from offload_rt.config import EngineConfig
+from offload_rt.dtypes import DTYPES, DType
 from offload_rt.engine.memory_plan import Sizes
 from offload_rt.errors import CheckpointError, SettingsError, UnsupportedModelError
 from offload_rt.models.families import spec_of
 from offload_rt.models.heads import head_of
 from offload_rt.offload.placement import LinkSizes
-from offload_rt.ops.dequantize import REFERENCE_NBYTES
+from offload_rt.packing import REFERENCE_NBYTES
 from offload_rt.planning.known_models import KNOWN
 from offload_rt.planning.roofline import layer_weights
 from offload_rt.speculate.select import check_pair
 from offload_rt.weights import gguf, int4
 from offload_rt.weights.checkpoint import Checkpoint, find_config, locate, open_checkpoint, open_headers
 from offload_rt.weights.formats import format_of
-from offload_rt.weights.layout import packed_layout
-from offload_rt.weights.lossless import decoded_layout
+from offload_rt.weights.layout import decoded_layout, packed_layout
 
 # Part of their bytes that layers of 16-bit weights take encoded without loss (docs/formats.md: 0.70 of two models).
 LOSSLESS_SHARE = 0.70
@@ -67,13 +65,13 @@ def _sizes_of(name: str, revision: str | None, config: EngineConfig) -> Sizes:
         if "quantization_config" in raw and not Path(name).exists():
             checkpoint = open_headers(name, revision, config.offline)
     if checkpoint is not None:
-        named = checkpoint.spec.dtype_name or str(checkpoint.dtype).removeprefix("torch.")
-        dtype = getattr(torch, named if config.dtype == "auto" else config.dtype)
+        named = checkpoint.spec.dtype_name or checkpoint.dtype
+        dtype = DTYPES[named if config.dtype == "auto" else config.dtype]
         layers = tuple(decoded_layout(layer).nbytes for layer in checkpoint.layers)
         return replace(Sizes.of_checkpoint(checkpoint, dtype), layer_nbytes=layers, dtype=dtype)
     stored = raw.pop("quantization_config", None)
     spec = spec_of(raw)
-    dtype = getattr(torch, spec.dtype_name or "float16" if config.dtype == "auto" else config.dtype)
+    dtype = DTYPES[spec.dtype_name or "float16" if config.dtype == "auto" else config.dtype]
     sizes = Sizes.of_spec(spec, dtype, format_of(stored))
     if stored is not None and stored.get("quant_method") == "mxfp4":
         return _mxfp4(sizes)
@@ -132,16 +130,16 @@ def lossless(sizes: Sizes, on_card: bool) -> Sizes:
 def copies(sizes: Sizes, on_card: bool) -> Sizes:
     """The copies of layers by which a target drafts itself. Raises SettingsError for weights that are quantised."""
     _check_plain(sizes, "--drafter self")
-    spec, device = sizes.spec, torch.device("cuda" if on_card else "cpu")
+    spec = sizes.spec
     layers = {spec.layer_tensors(i) for i in range(spec.n_layers)}
     layouts = [packed_layout((name, shape, sizes.dtype) for name, shape in layer) for layer in layers]
-    stand_in = max(int4.copy_layout(layout, device).nbytes for layout in layouts)
+    stand_in = max(int4.copy_layout(layout, on_card).nbytes for layout in layouts)
     return Sizes(spec, (0,) * spec.n_layers, 0, int4.DTYPE, stand_in=stand_in)
 
 
 def formats(sizes: Sizes, on_card: bool) -> dict[str, Sizes]:
     """A model of 16-bit weights as it is and in other formats, by name."""
-    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[sizes.dtype]
+    name = {DType.BFLOAT16: "bf16", DType.FLOAT16: "fp16"}[sizes.dtype]
     plain = replace(sizes, link=None)
     quantised = {"fp8, blocks 128x128": _FP8, "int4, groups of 128": _INT4}
     others = {one: Sizes.of_spec(sizes.spec, sizes.dtype, format_of(config)) for one, config in quantised.items()}

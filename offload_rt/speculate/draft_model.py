@@ -17,11 +17,10 @@ from offload_rt.kv.sparse import SparseCache
 from offload_rt.ops import to_device, to_host
 from offload_rt.sampling import generator_on
 from offload_rt.speculate.child_sampling import fitted
+from offload_rt.speculate.protocols import ROWS_PER_NODE, draft_rows, view_rows
 from offload_rt.system.trace import DRAFT, Trace
 from offload_rt.tree.topology import GrowingTree, Topology
 
-# Draft rows per node of the final tree: a growing tree drops nodes displaced by better nodes.
-ROWS_PER_NODE = 2
 # First tokens kept visible by a short-context draft without retrieval; tokens per retrieved chunk.
 _N_SINKS, _CHUNK = 16, 32
 # Divisor of logits with noise before the softmax: the size of a draft's errors, at any temperature.
@@ -388,13 +387,3 @@ def select_tokens(builder: TreeBuilder, out: Tensor) -> Tensor:
     if builder.state.noise is not None and builder.reduce is not None:
         out = builder.reduce(builder.state.perturbed(out))
     return builder.select(out)
-
-
-def draft_rows(longest: int, n_nodes: int) -> int:
-    """Return draft cache rows for a sequence of up to `longest` tokens and trees of `n_nodes`."""
-    return longest - 1 + ROWS_PER_NODE * n_nodes
-
-
-def view_rows(budget: int, n_nodes: int) -> int:
-    """Return rows of a view for `budget` verified tokens and trees of up to `n_nodes`."""
-    return budget + ROWS_PER_NODE * n_nodes + 1

@@ -6,13 +6,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from offload_rt.chunks import CHUNK_ROWS
 from offload_rt.executor.cuda_graphs import Reduce
-from offload_rt.executor.runner import CHUNK_ROWS, Runner
+from offload_rt.executor.runner import Runner
 from offload_rt.executor.sequence import Sequence
 from offload_rt.executor.step import Step
 from offload_rt.models.heads import Head, HeadDecoder, Medusa
 from offload_rt.ops import to_device
-from offload_rt.speculate.draft_model import ROWS_PER_NODE, DraftModel, DraftState, TreeBuilder, TreeState, captured
+from offload_rt.speculate.draft_model import DraftModel, DraftState, TreeBuilder, TreeState, captured
+from offload_rt.speculate.protocols import ROWS_PER_NODE
 from offload_rt.system.trace import Trace
 from offload_rt.tree.topology import Topology
 

@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from offload_rt import ops
+from offload_rt.dtypes import DType
 from offload_rt.executor.runner import Runner
 from offload_rt.executor.sequence import Sequence
 from offload_rt.models.architecture import Architecture, LayerWeights
@@ -301,7 +302,7 @@ class Learner:
         self.n_predicted = 0
 
 
-def learning_nbytes(spec: Architecture, dtype: torch.dtype, device: torch.device) -> int:
+def learning_nbytes(spec: Architecture, dtype: DType, device: torch.device) -> int:
     """Return device bytes for training a draft in `dtype`, besides its weights."""
     matrices = [shape for i in range(spec.n_layers) for _, shape in spec.layer_tensors(i) if len(shape) == 2]
     # Adapters, gradients, two moments, merged adapters; and the change of the largest matrix.

@@ -1,20 +1,30 @@
 """Interfaces of drafters (draft/) and verification rules (verify/); each file there defines one."""
 
+from __future__ import annotations
+
 from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import Tensor
-
-from offload_rt.executor.cost import CostEstimator
-from offload_rt.executor.sequence import Sequence
-from offload_rt.kv.sparse import SparseCache
-from offload_rt.sampling import TopTokens
-from offload_rt.speculate.draft_model import DraftModel
-from offload_rt.speculate.learner import Learner
 from offload_rt.speculate.pair_stats import PairStats
-from offload_rt.tree.topology import DraftTree, Topology, Verdict
+
+if TYPE_CHECKING:  # a plan asks for limits and types alone
+    from torch import Tensor
+
+    from offload_rt.executor.cost import CostEstimator
+    from offload_rt.executor.sequence import Sequence
+    from offload_rt.kv.sparse import SparseCache
+    from offload_rt.sampling import TopTokens
+    from offload_rt.speculate.draft_model import DraftModel
+    from offload_rt.speculate.learner import Learner
+    from offload_rt.tree.topology import DraftTree, Topology, Verdict
+
+# Rows computed for each node of the final tree: a growing tree drops nodes for better ones.
+ROWS_PER_NODE = 2
+_SIZES = (1024, 512, 256, 128, 64, 32, 16, 8)
+# Self-drafting: a level costs about as much as a pass, so trees are small.
+SELF_SIZES = (64, 32, 16, 8)
 
 
 @dataclass(frozen=True)
@@ -128,6 +138,13 @@ class DraftParts:
     learner: Learner | None = None
 
 
+def whole_model(*parts: Any) -> DraftModel:
+    """A draft model with a vocabulary and caches of its own."""
+    from offload_rt.speculate.draft_model import DraftModel
+
+    return DraftModel(*parts)
+
+
 @dataclass(frozen=True)
 class DrafterType:
     """Registry entry of a drafter.
@@ -137,7 +154,7 @@ class DrafterType:
     best_rule          default rule, a module name in verify/
     default_sizes      tree sizes, tried in turn until one fits into memory
     n_levels           default depth limit; deeper candidates are rarely reached
-    model              class that computes drafts
+    model              opener of the draft model or heads
     view               cache class for self-drafting; None if the target does not draft
     view_rows          default budget of verified tokens in a view
     draft_context      default context limit of the draft model; None for all its positions
@@ -150,8 +167,48 @@ class DrafterType:
     best_rule: str
     default_sizes: tuple[int, ...]
     n_levels: int = 24
-    model: type[DraftModel] = DraftModel
+    model: Callable[..., DraftModel] = whole_model
     view: type[SparseCache] | None = None
     view_rows: int = 512
     draft_context: int | None = None
     drafts_by_copy: bool = False
+
+
+def tree_drafter(
+    dynamic_at_zero: bool,
+    dynamic_above: bool,
+    model: Callable[..., DraftModel] = whole_model,
+    needs_model: bool = True,
+    view: type[SparseCache] | None = None,
+    drafts_by_copy: bool = False,
+) -> DrafterType:
+    """Type of a `TreeDrafter`; above temperature 0, the rule decides the sampling of children of static trees.
+
+    The other arguments are fields of `DrafterType`.
+    """
+
+    def opened(parts: DraftParts) -> Drafter:
+        from offload_rt.speculate.tree_drafter import TreeDrafter
+
+        return TreeDrafter(parts, is_dynamic=(dynamic_at_zero, dynamic_above))
+
+    return DrafterType(
+        open=opened,
+        needs_model=needs_model and view is None and not drafts_by_copy,
+        gives_draft_probs=not dynamic_above,
+        best_rule="coupled" if dynamic_above else "adaptive" if dynamic_at_zero else "traversal",
+        default_sizes=_SIZES if view is None else SELF_SIZES,
+        model=model,
+        view=view,
+        drafts_by_copy=drafts_by_copy,
+    )
+
+
+def draft_rows(longest: int, n_nodes: int) -> int:
+    """Rows of the draft's cache for a sequence of up to `longest` tokens and trees of up to `n_nodes`."""
+    return longest - 1 + ROWS_PER_NODE * n_nodes
+
+
+def view_rows(budget: int, n_nodes: int) -> int:
+    """Rows of a view for drafts of trees of up to `n_nodes`."""
+    return budget + ROWS_PER_NODE * n_nodes + 1

@@ -2,16 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
-import torch
-
 from offload_rt.config import EngineConfig
+from offload_rt.dtypes import DType
 from offload_rt.errors import SettingsError
-from offload_rt.kv.sparse import LEAST_BUDGET
+from offload_rt.kv.split import LEAST_BUDGET
 from offload_rt.models.architecture import Architecture
-from offload_rt.speculate.draft_model import DraftModel
-from offload_rt.speculate.protocols import DrafterType, DraftLimits, VerificationRule
+from offload_rt.speculate.protocols import DrafterType, DraftLimits, VerificationRule, whole_model
 from offload_rt.system import registry
 from offload_rt.text.detokenize import load_tokenizer
 from offload_rt.weights.checkpoint import Checkpoint, locate, open_checkpoint
@@ -29,23 +28,29 @@ class Drafting:
     """A drafter with its verification rule and draft checkpoint.
 
     draft      checkpoint of a draft model or head; None if not used
+    rule_name  name of a rule in verify/
     view_rows  budget of verified tokens in self-drafting views
     learning   online learning of the draft model: "off", "on" or "keep"
     """
 
     name: str
     type: DrafterType
-    rule: VerificationRule
+    rule_name: str
     draft: Checkpoint | None = None
     view_rows: int = 0
     learning: str = "off"
+
+    @cached_property
+    def rule(self) -> VerificationRule:
+        """The rule; a plan needs none."""
+        return rule_of(self.rule_name)
 
     @property
     def child_sampling(self) -> str:
         """Sibling sampling for the drafter; any sampling is valid if the rule accepts all trees."""
         return self.rule.child_sampling or "without_replacement"
 
-    def draft_dtype(self, dtype: torch.dtype) -> torch.dtype:
+    def draft_dtype(self, dtype: DType) -> DType:
         """Return the compute dtype of the draft. Heads share weights with the target."""
         return dtype if self.draft is None or self.draft.spec.taps else self.draft.dtype
 
@@ -102,14 +107,14 @@ def pick_drafter(config: EngineConfig) -> Drafting:
         raise SettingsError(f"{flag} with --drafter none", need="a tree drafter", change=f"omit {flag} or --drafter")
     if config.draft_model is None and chosen.needs_model:
         raise SettingsError(f"--drafter {name}", need="a draft model", change="add --draft-model PATH")
-    has_draft = chosen.needs_model and chosen.model is DraftModel
+    has_draft = chosen.needs_model and chosen.model is whole_model
     if config.draft_context is not None and (not (chosen.view or has_draft) or config.draft_context < LEAST_BUDGET):
         problem = f"--draft-context {config.draft_context} with --drafter {name}"
         need = f"at least {LEAST_BUDGET} tokens, and a draft model or a self-drafting drafter"
         change = f"use --draft-context {LEAST_BUDGET} or more, or omit it"
         raise SettingsError(problem, need=need, change=change)
-    rule = rule_of(chosen.best_rule if config.rule == "auto" else config.rule)
-    if rule.child_sampling is not None and not chosen.gives_draft_probs:
+    rule = chosen.best_rule if config.rule == "auto" else config.rule
+    if config.rule != "auto" and rule_of(rule).child_sampling is not None and not chosen.gives_draft_probs:
         raise SettingsError(
             f"--rule {config.rule}",
             need="a drafter with draft probabilities",
@@ -137,14 +142,14 @@ def find_draft(
     if config.draft_model is not None:
         directory = locate(config.draft_model, None, config.offline)
         head = (find_mtp if chosen.name == "mtp" else open_head)(directory, target)
-        if head is None and chosen.type.model is DraftModel:
+        if head is None and chosen.type.model is whole_model:
             draft = open_checkpoint(directory)
             check_pair(target.spec, draft.spec, (tokenizer, load_tokenizer(directory)))
             return replace(chosen, draft=draft)
     elif chosen.name == "mtp" or (config.drafter == "auto" and drafting is None):
         head = find_mtp(target.path, target)
     if head is None:
-        if chosen.type.model is DraftModel:
+        if chosen.type.model is whole_model:
             return chosen
         need = f"a checkpoint with {chosen.name} heads"
         have = "a checkpoint without heads"

@@ -4,56 +4,24 @@ import time
 import warnings
 from collections import abc
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 from torch import Tensor
 
 from offload_rt.executor.sequence import Sequence
-from offload_rt.kv.sparse import SparseCache
 from offload_rt.sampling import TopTokens
-from offload_rt.speculate.draft_model import DraftModel
 from offload_rt.speculate.dynamic_builder import DynamicTreeBuilder
 from offload_rt.speculate.ngrams import MatchRates, NgramMatch, append_ngram, find_matches
 from offload_rt.speculate.pair_stats import Estimates
-from offload_rt.speculate.protocols import Drafter, DrafterType, DraftParts
+from offload_rt.speculate.protocols import Drafter, DraftParts
 from offload_rt.speculate.static_builder import StaticTree, StaticTreeBuilder
 from offload_rt.tree.choose import N_RANKS, best_prefixes, choose, sizes_up_to
 from offload_rt.tree.search import TreeTable, search
 from offload_rt.tree.topology import DraftTree, Topology, Verdict
 
-_SIZES = (1024, 512, 256, 128, 64, 32, 16, 8)
-# In self-drafting a level costs about as much as a pass, so trees are small.
-SELF_SIZES = (64, 32, 16, 8)
 # A copied continuation is appended if its acceptance rate reaches `_NGRAM_RATE`, up to
 # `_NGRAM_LENGTH` tokens.
 _NGRAM_RATE, _NGRAM_LENGTH = 0.5, 8
-
-
-def tree_drafter(
-    dynamic_at_zero: bool,
-    dynamic_above: bool,
-    model: type[DraftModel] = DraftModel,
-    needs_model: bool = True,
-    view: type[SparseCache] | None = None,
-    drafts_by_copy: bool = False,
-) -> DrafterType:
-    """Define a `TreeDrafter` type.
-
-    dynamic_at_zero  grow dynamic trees at temperature 0 (or with coupled noise), else static trees
-    dynamic_above    likewise at other temperatures; static trees are sampled as the rule requires
-    Remaining arguments are fields of `DrafterType`.
-    """
-    return DrafterType(
-        open=partial(TreeDrafter, is_dynamic=(dynamic_at_zero, dynamic_above)),
-        needs_model=needs_model and view is None and not drafts_by_copy,
-        gives_draft_probs=not dynamic_above,
-        best_rule="coupled" if dynamic_above else "adaptive" if dynamic_at_zero else "traversal",
-        default_sizes=_SIZES if view is None else SELF_SIZES,
-        model=model,
-        view=view,
-        drafts_by_copy=drafts_by_copy,
-    )
 
 
 @dataclass

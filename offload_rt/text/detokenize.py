@@ -1,5 +1,6 @@
 """Encode prompts and conversations; decode answers token by token."""
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from offload_rt.errors import CapacityError, CheckpointError, PromptError
 
 if TYPE_CHECKING:  # The import takes 0.3 s; `offload-rt plan` needs no tokenizer.
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 # One turn of a conversation: "role", "content", and further keys of the chat template.
 Message = Mapping[str, Any]
@@ -124,7 +125,9 @@ def load_tokenizer(path: Path) -> "PreTrainedTokenizerBase | None":
         if path.is_file():
             tokenizer = _load_gguf_tokenizer(path)
         else:
-            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(
+                path, config=_type_of_model(path), trust_remote_code=False, local_files_only=True
+            )
     except Exception as error:  # transformers and tokenizers raise OSError to bare Exception
         problem = f"the tokenizer in {path} cannot be loaded: {_brief(error)}"
         raise CheckpointError(problem, change="download it again") from error
@@ -132,6 +135,23 @@ def load_tokenizer(path: Path) -> "PreTrainedTokenizerBase | None":
         # Markers such as <think> and <tool_call> stay tokens: clients send them in history.
         tokenizer.chat_control_tokens = ()
     return tokenizer
+
+
+def _type_of_model(path: Path) -> "PreTrainedConfig | None":
+    """A config of the model's type alone, where tokenizer_config.json names the class; None: transformers reads the whole.
+
+    The whole config loads the model's config class, which takes longer than the tokenizer itself.
+    """
+    about, config = path / "tokenizer_config.json", path / "config.json"
+    named = json.loads(about.read_text(encoding="utf-8")).get("tokenizer_class") if about.exists() else None
+    if not named or not config.exists():
+        return None
+    from transformers import PreTrainedConfig
+
+    found = PreTrainedConfig()
+    kind = json.loads(config.read_text(encoding="utf-8")).get("model_type", "")
+    found.model_type = kind  # type: ignore[misc]  # of this config alone
+    return found
 
 
 def _load_gguf_tokenizer(path: Path) -> "PreTrainedTokenizerBase | None":

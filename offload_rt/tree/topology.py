@@ -1,14 +1,18 @@
 """Token trees: topology, draft tokens, and verdicts of verification rules."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from offload_rt.ops.tree_mask import TreeMask, make_tree_mask, own_bits, packed_mask
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from offload_rt.ops.tree_mask import TreeMask
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,12 +34,12 @@ class Topology:
         return len(self.parents)
 
     @classmethod
-    def chain(cls, n: int) -> "Topology":
+    def chain(cls, n: int) -> Topology:
         """Return a chain of n nodes."""
         return cls(np.arange(-1, n - 1))
 
     @classmethod
-    def star(cls, n: int) -> "Topology":
+    def star(cls, n: int) -> Topology:
         """A root with n - 1 children."""
         return cls(np.minimum(np.arange(-1, n - 1), 0))
 
@@ -102,12 +106,14 @@ class Topology:
         A prefix visible to all of these nodes, e.g. a prompt above a tree, counts as keys before
         the tree. Masks quadratic in the prompt length are thus avoided.
         """
+        from offload_rt.ops.tree_mask import make_tree_mask  # not at the top: a plan has shapes alone
+
         trunk = min(int(self._last_in_run[start:stop].min()) + 1, start)
         # Earlier nodes may branch off inside the trunk; none of these nodes attends to them.
         parents = np.maximum(self.parents[trunk:stop] - trunk, -1)
         return make_tree_mask(parents, start - trunk, n_before + trunk)
 
-    def after_chain(self, n: int) -> "Topology":
+    def after_chain(self, n: int) -> Topology:
         """Return this tree below a chain of n nodes; the last chain node is the root's parent."""
         return Topology(np.concatenate((np.arange(-1, n - 1), self.parents + n))) if n else self
 
@@ -139,6 +145,8 @@ class GrowingTree:
 
     def add(self, parents: Sequence[int]) -> range:
         """Add nodes below existing nodes; return them."""
+        from offload_rt.ops.tree_mask import own_bits
+
         nodes = np.arange(self._n, self._n + len(parents))
         above = np.asarray(parents, dtype=np.int64)
         assert (above < self._n).all(), "parents must exist"
@@ -151,6 +159,8 @@ class GrowingTree:
 
     def mask(self, start: int, stop: int, n_before: int) -> TreeMask:
         """Build the attention mask of nodes [start, stop), with `n_before` keys before the tree."""
+        from offload_rt.ops.tree_mask import packed_mask
+
         bits = self._words[start:stop, : -(-stop // 32)].view(np.int32)
         return packed_mask(bits, self._depths[start:stop], self._depths[:stop], n_before)
 
@@ -200,11 +210,13 @@ class DraftTree:
         assert 0 <= self.n_unverified < len(self.topology), "the root is always verified"
 
     @classmethod
-    def root_only(cls, token: int) -> "DraftTree":
+    def root_only(cls, token: int) -> DraftTree:
         """Return a tree with only the last token: plain decoding."""
+        import torch
+
         return cls(Topology.chain(1), torch.tensor([token]))
 
-    def candidates(self) -> "DraftTree":
+    def candidates(self) -> DraftTree:
         """Return the verified tree, without the last `n_unverified` nodes."""
         if self.n_unverified == 0:
             return self

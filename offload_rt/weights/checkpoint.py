@@ -9,11 +9,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
-import torch
-from huggingface_hub.errors import GatedRepoError
-
-from offload_rt.config import LEFT_TO_THE_MODEL, SamplingParams
+from offload_rt.config import LEFT_TO_THE_MODEL, EngineConfig, SamplingParams
+from offload_rt.dtypes import DTYPES, DType
 from offload_rt.errors import CheckpointError, SettingsError
 from offload_rt.models.architecture import Architecture, Part, TensorShape
 from offload_rt.models.families import spec_of
@@ -65,13 +62,12 @@ class Checkpoint:
         return sum(record.nbytes for record in self.records)
 
     @property
-    def dtype(self) -> torch.dtype:
+    def dtype(self) -> DType:
         """The dtype of the embedding, or where that is quantised the one of the config or of the first vector or matrix."""
         if self.non_layer[0].dtype not in FLOATS and self.spec.dtype_name is not None:
-            named: torch.dtype = getattr(torch, self.spec.dtype_name)
-            return named
+            return DTYPES[self.spec.dtype_name]
         floats = (FLOATS[one.dtype] for one in (*self.non_layer, *self.layers[0]) if one.dtype in FLOATS)
-        return next(floats, torch.float32)
+        return next(floats, DType.FLOAT32)
 
     def by_expert(self) -> "tuple[Checkpoint, tuple[tuple[TensorRecord, ...], ...]] | None":
         """The same without the experts of its mixtures, and each expert, layer by layer; None where it cannot be divided so."""
@@ -139,6 +135,12 @@ def locate(model: str, revision: str | None = None, offline: bool = False, has_w
     return path if (path / _INDEX).exists() or (path / _SINGLE).exists() else _only_gguf(path) or path
 
 
+def check_paths(config: EngineConfig) -> None:
+    """Raise CheckpointError where a model is a path without a file; hub ids are not looked up."""
+    for model in filter(None, (config.model, config.draft_model)):
+        _local(model)
+
+
 def is_here(model: str, revision: str | None = None) -> bool:
     """Whether nothing of a model has to be fetched from the hub. Raises as `locate` where its config is not understood."""
     try:
@@ -159,6 +161,8 @@ def _fetch_about(model: str, revision: str | None, offline: bool) -> Path:
 
 def _snapshot(model: str, revision: str | None, offline: bool, files: Iterable[str]) -> Path:
     """The directory of some files of the hub, its config.json among them. What is here already is not fetched again."""
+    import huggingface_hub  # not at the top: checkpoints in directories need none
+
     fetch = partial(huggingface_hub.snapshot_download, model, allow_patterns=list(files), local_files_only=offline)
     directory = Path(_from_hub(model, offline, partial(fetch, revision=revision)))
     if not (directory / "config.json").exists():
@@ -206,6 +210,8 @@ def open_headers(model: str, revision: str | None = None, offline: bool = False)
         return open_checkpoint(locate(model, revision, offline))
     config = find_config(model, revision)
     weight_format = format_of(config.pop("quantization_config", None))
+    import huggingface_hub
+
     api = huggingface_hub.HfApi()
     found = _from_hub(model, offline, partial(api.get_safetensors_metadata, model, revision=revision))
     stored = {
@@ -234,6 +240,8 @@ def _local(model: str) -> Path | None:
 
 def _from_hub(model: str, offline: bool, fetch: Callable[[], Any]) -> Any:
     """What the hub gives. Raises CheckpointError, in one sentence, where it gives nothing."""
+    from huggingface_hub.errors import GatedRepoError
+
     try:
         return fetch()
     except GatedRepoError as error:

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from offload_rt.dtypes import DType
 from offload_rt.errors import CheckpointError, UnsupportedModelError
-from offload_rt.ops.dequantize import BLOCKS
+from offload_rt.packing import BLOCKS
 from offload_rt.weights.header import FLOATS, TensorRecord, stamp_of
 from offload_rt.weights.layout import align_up
 from offload_rt.weights.source import Source, StoredTensor
@@ -251,7 +250,7 @@ def _rope(own: dict[str, Any], tensors: dict[str, TensorRecord], head_dim: int, 
     factor = own.get(f"{_SCALING}factor", own.get("rope.scale_linear")) or 1.0
     if ROPE_FREQS in tensors:
         record = tensors[ROPE_FREQS]
-        divisors = Source({ROPE_FREQS: record}).read(StoredTensor(ROPE_FREQS, (head_dim // 2,), torch.float32))
+        divisors = Source({ROPE_FREQS: record}).read(StoredTensor(ROPE_FREQS, (head_dim // 2,), DType.FLOAT32))
         if factor != 1.0 or not bool((divisors.isfinite() & (divisors > 0)).all()):
             raise UnsupportedModelError(
                 f"{name}: {ROPE_FREQS} is not understood", need="positive numbers, and no scaling"

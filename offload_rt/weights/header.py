@@ -6,18 +6,18 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError, safe_open
 
+from offload_rt.dtypes import DType
 from offload_rt.errors import CheckpointError
-from offload_rt.ops.dequantize import BLOCKS
+from offload_rt.packing import BLOCKS
 
 # Dtypes that can be computed in.
-FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FLOATS = {"F64": DType.FLOAT64, "F32": DType.FLOAT32, "F16": DType.FLOAT16, "BF16": DType.BFLOAT16}
 _DTYPES = FLOATS | {
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-    **dict.fromkeys(BLOCKS, torch.uint8),
+    "F8_E4M3": DType.FLOAT8_E4M3FN, "F8_E5M2": DType.FLOAT8_E5M2, "F8_E8M0": DType.FLOAT8_E8M0FNU,
+    "I64": DType.INT64, "I32": DType.INT32, "I16": DType.INT16, "I8": DType.INT8, "U8": DType.UINT8,
+    "BOOL": DType.BOOL, **dict.fromkeys(BLOCKS, DType.UINT8),
 }  # fmt: skip
 
 
@@ -46,8 +46,8 @@ class TensorRecord:
         """Bytes of the tensor."""
         return (self.stop - self.start) * self.n_pieces
 
-    def torch_dtype(self) -> torch.dtype:
-        """Raises CheckpointError for a dtype that torch has no tensors of."""
+    def stored_dtype(self) -> DType:
+        """Of the numbers in the file. Raises CheckpointError for a dtype without tensors in torch."""
         if self.dtype not in _DTYPES:
             raise CheckpointError(
                 f"{self.path.name}: tensor {self.name!r} has dtype {self.dtype!r}", need="one of " + ", ".join(_DTYPES)

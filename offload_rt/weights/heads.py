@@ -4,8 +4,7 @@ from dataclasses import replace
 from itertools import count, takewhile
 from pathlib import Path
 
-import torch
-
+from offload_rt.dtypes import DType
 from offload_rt.errors import CheckpointError
 from offload_rt.models.heads import MEDUSA_PREFIXES, MTP_LAYOUTS, Eagle3, Medusa, head_of, mtp_of, of_another_target
 from offload_rt.models.native import NativeDecoder
@@ -29,7 +28,9 @@ def open_head(directory: Path, target: Checkpoint) -> Checkpoint | None:
     if isinstance(head, Medusa):
         head = _as_stored(head, found)
     elif isinstance(head, Eagle3) and head.n_tokens != head.vocab_size:
-        tokens = Source(found).read(StoredTensor("d2t", (head.n_tokens,), torch.int64)) + torch.arange(head.n_tokens)
+        import torch
+
+        tokens = Source(found).read(StoredTensor("d2t", (head.n_tokens,), DType.INT64)) + torch.arange(head.n_tokens)
         if not 0 <= int(tokens.min()) <= int(tokens.max()) < head.vocab_size:
             need = f"tokens below {head.vocab_size}"
             raise CheckpointError("tensor 'd2t' leads out of the vocabulary", need=need, change=OTHER_CONFIG)

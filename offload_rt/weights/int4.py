@@ -3,15 +3,21 @@
 The products are torch's own (tinygemm): they are fast for few rows, and what they round is of no matter to a draft.
 """
 
-import torch
-from torch import Tensor
+from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from offload_rt.dtypes import DType
 from offload_rt.models.architecture import LayerWeights
 from offload_rt.weights.formats import dense
 from offload_rt.weights.layout import Layout, PackedLayer, host_block, packed_layout
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
 # What torch's products take and give on every device.
-DTYPE = torch.bfloat16
+DTYPE = DType.BFLOAT16
 # Weights of a row that share scale and zero point: the first of these numbers that divides it.
 _GROUPS = (64, 32)
 # Rows that are packed together: a multiple of what torch interleaves, and few enough that little memory is taken on the way.
@@ -21,8 +27,10 @@ _CODES, _SCALES = "codes", "scales"
 
 def packed(layer: PackedLayer, device: torch.device) -> PackedLayer:
     """A copy of a layer of original weights, on the device; vectors and matrices of odd widths stay as they are."""
-    layout, views = copy_layout(layer.layout, device), layer.layout.views(layer.block)
+    import torch  # not at the top: a plan asks for the layout alone
+
     on_card = device.type == "cuda"
+    layout, views = copy_layout(layer.layout, on_card), layer.layout.views(layer.block)
     block = torch.empty(layout.nbytes, dtype=torch.uint8, device=device) if on_card else host_block(layout.nbytes)
     into = layout.views(block)
     for name, tensor in views.items():
@@ -38,19 +46,19 @@ def packed(layer: PackedLayer, device: torch.device) -> PackedLayer:
     return PackedLayer(block, layout)
 
 
-def copy_layout(layout: Layout, device: torch.device) -> Layout:
+def copy_layout(layout: Layout, on_card: bool) -> Layout:
     """How the copy of a layer lies in its block."""
-    tensors: list[tuple[str, tuple[int, ...], torch.dtype]] = []
+    tensors: list[tuple[str, tuple[int, ...], DType]] = []
     for entry in layout.entries:
         group = _group(entry.shape)
         if group is None:
             tensors.append((entry.name, entry.shape, entry.dtype))
             continue
         n, k = entry.shape
-        if device.type == "cuda":  # tiles of 8 rows and a group's columns
-            tensors.append((f"{entry.name}.{_CODES}", (n // 8, k // group, 32, group // 32), torch.int32))
+        if on_card:  # tiles of 8 rows and a group's columns
+            tensors.append((f"{entry.name}.{_CODES}", (n // 8, k // group, 32, group // 32), DType.INT32))
         else:
-            tensors.append((f"{entry.name}.{_CODES}", (n, k // 2), torch.uint8))
+            tensors.append((f"{entry.name}.{_CODES}", (n, k // 2), DType.UINT8))
         tensors.append((f"{entry.name}.{_SCALES}", (k // group, n, 2), DTYPE))
     return packed_layout(tensors)
 
@@ -64,17 +72,22 @@ def _group(shape: tuple[int, ...]) -> int | None:
 
 def _rounded(weight: Tensor, n_groups: int) -> tuple[Tensor, Tensor]:
     """Codes (n, k) int32 of 0 to 15, and scales and zero points (n_groups, n, 2): scale * (code - 8) + zero."""
+    import torch
+
     groups = weight.float().view(len(weight), n_groups, -1)
     least, largest = groups.amin(-1), groups.amax(-1)
-    scale = ((largest - least) / 15).to(DTYPE)
-    zero = (least + 8 * scale.float()).to(DTYPE)
-    steps = (groups - zero.float()[..., None]) / scale.float().clamp_min(torch.finfo(DTYPE).tiny)[..., None]
+    dtype = DTYPE.torch
+    scale = ((largest - least) / 15).to(dtype)
+    zero = (least + 8 * scale.float()).to(dtype)
+    steps = (groups - zero.float()[..., None]) / scale.float().clamp_min(torch.finfo(dtype).tiny)[..., None]
     codes = (steps.round() + 8).clamp_(0, 15).int()
     return codes.flatten(1), torch.stack((scale, zero), -1).transpose(0, 1)
 
 
 def _interleaved(codes: Tensor, n_groups: int) -> Tensor:
     """In the order that torch's product reads."""
+    import torch
+
     pack = torch.ops.aten
     if codes.is_cuda:
         bytes_of = (codes[:, ::2] << 4 | codes[:, 1::2]).to(torch.uint8)
@@ -89,7 +102,7 @@ class Format(dense.Format):
 
     name = "int4"
 
-    def view(self, layout: Layout, block: Tensor, dtype: torch.dtype) -> "View":
+    def view(self, layout: Layout, block: Tensor, dtype: torch.dtype) -> View:
         """Weights that are not packed are converted to DTYPE at each use."""
         return View(layout, block, dtype)
 
@@ -101,6 +114,8 @@ class View(dense.View):
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         """See `LayerWeights.linear`."""
+        import torch
+
         codes = self._tensors.get(f"{name}.weight.{_CODES}")
         if codes is None:
             return super().linear(x, name)

@@ -6,9 +6,13 @@ import mmap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from offload_rt.dtypes import DType
+from offload_rt.weights.header import TensorRecord
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ALIGNMENT = 256  # bytes; what device kernels like best
 PAGE = 4096  # bytes; direct I/O wants blocks that begin on a page
@@ -21,16 +25,16 @@ class TensorEntry:
     name: str
     offset: int
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: DType
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def view(self, block: Tensor) -> Tensor:
+    def view(self, block: "Tensor") -> "Tensor":
         """The tensor in a block, without copying."""
-        return block[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
+        return block[self.offset : self.offset + self.nbytes].view(self.dtype.torch).view(self.shape)
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class Layout:
         """The entries."""
         return {entry.name: entry for entry in self.entries}
 
-    def views(self, block: Tensor) -> dict[str, Tensor]:
+    def views(self, block: "Tensor") -> "dict[str, Tensor]":
         """The tensors of a block, by name, without copying.
 
         block  (>= nbytes,) uint8
@@ -70,7 +74,7 @@ class PackedLayer:
     block  (layout.nbytes,) uint8
     """
 
-    block: Tensor
+    block: "Tensor"
     layout: Layout
 
 
@@ -79,7 +83,7 @@ def align_up(nbytes: int, alignment: int = ALIGNMENT) -> int:
     return -(-nbytes // alignment) * alignment
 
 
-def packed_layout(tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -> Layout:
+def packed_layout(tensors: Iterable[tuple[str, tuple[int, ...], DType]]) -> Layout:
     """Lay tensors one behind the other, each at a multiple of ALIGNMENT.
 
     tensors  (name, shape, dtype) in order
@@ -91,11 +95,18 @@ def packed_layout(tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -
     return Layout(tuple(entries), offset)
 
 
-def host_block(nbytes: int) -> Tensor:
+def decoded_layout(records: Iterable[TensorRecord]) -> Layout:
+    """Lay out a layer of these tensors as a decoder writes it."""
+    return packed_layout((one.key, one.shape, one.stored_dtype()) for one in records)
+
+
+def host_block(nbytes: int) -> "Tensor":
     """(nbytes,) uint8 in fresh page-aligned memory, in huge pages where the system has them.
 
     The memory goes back to the system when the tensor and its views are gone.
     """
+    import torch  # not at the top: a plan lays out blocks without memory
+
     # Private: shared memory is in huge pages only where the system's owner has said so.
     pages = mmap.mmap(-1, align_up(max(nbytes, 1), PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):

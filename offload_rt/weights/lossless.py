@@ -1,7 +1,7 @@
 """Layers encoded without loss, see `offload_rt.ops.lossless`, and the files of a sidecar, which hold one each."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -9,17 +9,25 @@ from itertools import accumulate, chain
 from pathlib import Path
 
 import numpy as np
-import torch
 from safetensors import safe_open
 from safetensors.numpy import save
 from torch import Tensor
 
+from offload_rt.dtypes import DType
 from offload_rt.errors import CheckpointError
 from offload_rt.ops import lossless
 from offload_rt.ops.lossless import CHUNK, CHUNKS, KIND_OF, RAW
 from offload_rt.system.files import write_atomically
 from offload_rt.weights.header import TensorRecord, read_header
-from offload_rt.weights.layout import Layout, PackedLayer, TensorEntry, align_up, host_block, packed_layout
+from offload_rt.weights.layout import (
+    Layout,
+    PackedLayer,
+    TensorEntry,
+    align_up,
+    decoded_layout,
+    host_block,
+    packed_layout,
+)
 
 _VERSION = 2
 # What does not shrink below this stays as it is.
@@ -81,7 +89,7 @@ class EncodedLayer:
     @property
     def block_layout(self) -> Layout:
         """Of the encoded block."""
-        return Layout((TensorEntry("encoded", 0, (self.nbytes,), torch.uint8),), self.nbytes)
+        return Layout((TensorEntry("encoded", 0, (self.nbytes,), DType.UINT8),), self.nbytes)
 
     def write_table(self, block: Tensor) -> None:
         """Write the table to where the block begins."""
@@ -99,11 +107,6 @@ def cut(entry: TensorEntry, kind: int) -> list[int]:
     """The weights of each chunk of a tensor; bytes if it is RAW."""
     total, most = (entry.nbytes, 2 * CHUNK) if kind == RAW else (math.prod(entry.shape), CHUNK)
     return [min(most, total - at) for at in range(0, total, most)]
-
-
-def decoded_layout(records: Iterable[TensorRecord]) -> Layout:
-    """How a layer of these tensors lies once it is decoded."""
-    return packed_layout((one.key, one.shape, one.torch_dtype()) for one in records)
 
 
 def encode_layer(image: PackedLayer, n_threads: int, is_raw: bool = False) -> EncodedImage:

@@ -1,29 +1,26 @@
 """What the quantised formats share: matrices that are dequantised one at a time, just before their product."""
 
+from __future__ import annotations
+
 import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
+from offload_rt.dtypes import DType
 from offload_rt.errors import CheckpointError, UnsupportedModelError
-from offload_rt.ops.dequantize import (
-    POWERS_OF_TWO,
-    REFERENCE_NBYTES,
-    BlockMatrix,
-    CodedMatrix,
-    Order,
-    Packing,
-    ZeroCodes,
-)
-from offload_rt.ops.linear import dequantize
+from offload_rt.packing import REFERENCE_NBYTES, Order, Packing
 from offload_rt.weights.formats import Source, StoredTensor, WeightFormat, dense
 from offload_rt.weights.header import FLOATS
 from offload_rt.weights.layout import Layout
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from offload_rt.ops.dequantize import BlockMatrix, CodedMatrix, ZeroCodes
 
 # Bytes of the largest tensor that is read to see whether it holds zeros.
 _MOST_ZEROS = 1 << 26
@@ -43,6 +40,8 @@ class ZeroPoints:
 
     def of(self, tensors: Mapping[str, Tensor]) -> ZeroCodes:
         """The zero points in stored tensors by name."""
+        from offload_rt.ops.dequantize import ZeroCodes
+
         return ZeroCodes(tensors[self.tensor.name], self.order, self.plus)
 
 
@@ -78,7 +77,7 @@ class Matrix(ABC):
 
     @abstractmethod
     def encoded(self, tensors: Mapping[str, Tensor]) -> CodedMatrix | BlockMatrix:
-        """The matrix for `ops.linear`, in tensors by their names of `stored`."""
+        """Return the matrix for `ops.linear`, in tensors by their names of `stored`."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ class QuantizedMatrix(Matrix):
     scales: StoredTensor
     zeros: ZeroPoints | None = None
     groups: StoredTensor | None = None
-    product: torch.dtype | None = None
+    product: DType | None = None
     nested: NestedScales | None = None
 
     @property
@@ -105,10 +104,15 @@ class QuantizedMatrix(Matrix):
 
     def encoded(self, tensors: Mapping[str, Tensor]) -> CodedMatrix:
         """See `Matrix.encoded`."""
+        import torch  # not at the top: a plan computes nothing
+
+        from offload_rt.ops.dequantize import POWERS_OF_TWO, CodedMatrix
+
         stored_shape = self.shape[::-1] if self.packing.groups_rows else self.shape
         grid = tuple(-(-n // size) for n, size in zip(stored_shape, self.packing.block, strict=True))
         scales = self._scales(tensors).view(grid)
-        product = self.product or (torch.float32 if scales.dtype in POWERS_OF_TWO else scales.dtype)
+        is_power = scales.dtype in POWERS_OF_TWO
+        product = self.product.torch if self.product else torch.float32 if is_power else scales.dtype
         return CodedMatrix(
             self.shape, self.packing, tensors[self.codes.name].view(self.packing.words(*stored_shape)), scales,
             None if self.zeros is None else self.zeros.of(tensors),
@@ -146,7 +150,7 @@ class QuantizedFormat(WeightFormat):
         """
 
     def stored(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None, source: Source
+        self, name: str, shape: tuple[int, ...], dtype: DType | None, source: Source
     ) -> tuple[StoredTensor, ...]:
         """See `WeightFormat.stored`."""
         record, module = source.find(name), name.removesuffix(".weight")
@@ -164,14 +168,14 @@ class QuantizedFormat(WeightFormat):
             return kind in self.unused
         if record.stamp is None:  # of a header on the hub
             return True
-        content = source.read(StoredTensor(name, record.shape, record.torch_dtype()))
-        return not content.view(-1).view(torch.uint8).any()
+        content = source.read(StoredTensor(name, record.shape, record.stored_dtype()))
+        return not content.view(-1).view(DType.UINT8.torch).any()
 
-    def view(self, layout: Layout, block: Tensor, dtype: torch.dtype) -> "View":
+    def view(self, layout: Layout, block: Tensor, dtype: torch.dtype) -> View:
         """See `WeightFormat.view`."""
         return View(self, layout, block, dtype)
 
-    def scratch_nbytes(self, stored: StoredTensor, n_rows: int, dtype: torch.dtype) -> int:
+    def scratch_nbytes(self, stored: StoredTensor, n_rows: int, dtype: DType) -> int:
         """A dequantised matrix, and what the reference takes besides."""
         module, _, part = stored.name.rpartition(".")
         own = (part, stored.shape, stored.dtype)
@@ -208,8 +212,12 @@ class View(dense.View):
 
     def rows(self, ids: Tensor, name: str) -> Tensor:
         """See `LayerWeights.rows`; only these rows are dequantised, if the matrix is stored by rows."""
+        import torch
+
+        from offload_rt.ops.linear import dequantize
+
         weight = self._weight(name)
-        if isinstance(weight, Tensor):
+        if isinstance(weight, torch.Tensor):
             return super().rows(ids, name)
         out = torch.empty(len(ids) * weight.shape[1], dtype=self._dtype, device=ids.device)
         return dequantize(weight, out, ids)
@@ -276,6 +284,8 @@ def groups_of(source: Source, module: str, stored: StoredTensor, size: int, n_gr
     record = source.find(full.name)
     if record is None or record.stamp is None:  # of a header on the hub: most only say that
         return None
+    import torch
+
     groups = source.read(full)
     if torch.equal(groups, (torch.arange(len(groups)) // size).to(groups.dtype)) or (groups == -1).all():
         return None

@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-from torch import Tensor
-
+from offload_rt.dtypes import DType
 from offload_rt.errors import CheckpointError
 from offload_rt.weights.header import FLOATS, TensorRecord
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 OTHER_CONFIG = "use the config.json that belongs to these weights"
 
@@ -21,7 +22,7 @@ class StoredTensor(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    dtype: torch.dtype | None
+    dtype: DType | None
     alias: str | None = None
 
     @property
@@ -64,16 +65,18 @@ class Source:
                 have=str(list(record.shape)), change=OTHER_CONFIG,
             )  # fmt: skip
         allowed = FLOATS.values() if stored.dtype is None else (stored.dtype,)
-        if record.torch_dtype() not in allowed:
+        if record.stored_dtype() not in allowed:
             raise CheckpointError(
                 f"{record.path.name}: tensor {name!r} has dtype {record.dtype!r}",
-                need="one of " + ", ".join(str(dtype).removeprefix("torch.") for dtype in allowed),
+                need="one of " + ", ".join(allowed),
                 change=f"use an unquantised checkpoint, or {OTHER_CONFIG}",
             )
         return replace(record, key=stored.key)
 
-    def read(self, stored: StoredTensor) -> Tensor:
+    def read(self, stored: StoredTensor) -> "Tensor":
         """The content of a stored tensor, for small ones. Raises CheckpointError where `expect` does or it cannot be read."""
+        import torch  # not at the top: a plan reads sizes alone
+
         record = self.expect(stored)
         if record.stamp is None:  # its header was read on the hub
             problem = f"tensor {record.name!r} says how weights are stored, and no weight is fetched for a plan"
@@ -87,5 +90,5 @@ class Source:
         if len(content) != record.stop - record.start:
             raise CheckpointError(f"{record.path.name} has become shorter", change="download it again")
         if not content:
-            return torch.empty(stored.shape, dtype=record.torch_dtype())
-        return torch.frombuffer(content, dtype=record.torch_dtype()).view(stored.shape)
+            return torch.empty(stored.shape, dtype=record.stored_dtype().torch)
+        return torch.frombuffer(content, dtype=record.stored_dtype().torch).view(stored.shape)

@@ -5,6 +5,7 @@ import math
 import torch
 import torch.nn.functional as F
 
+from offload_rt.dtypes import DType
 from offload_rt.models.architecture import LayerWeights
 from offload_rt.weights.formats import StoredTensor
 
@@ -46,7 +47,7 @@ class Format:
     def stored(self, name, shape, dtype, source):
         if len(shape) == 1:
             return (StoredTensor(name, shape, dtype),)
-        return (StoredTensor(name, shape, torch.int8), StoredTensor(f"{name}_scale", (shape[0], 1), torch.float32))
+        return (StoredTensor(name, shape, DType.INT8), StoredTensor(f"{name}_scale", (shape[0], 1), DType.FLOAT32))
 
     def is_unused(self, name, source):
         return False
@@ -55,7 +56,7 @@ class Format:
         return View(layout.views(block), dtype)
 
     def scratch_nbytes(self, stored, n_rows, dtype):
-        return math.prod(stored.shape) * dtype.itemsize if stored.dtype == torch.int8 else 0
+        return math.prod(stored.shape) * dtype.itemsize if stored.dtype == DType.INT8 else 0
 
 
 class View(LayerWeights):

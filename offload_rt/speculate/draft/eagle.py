@@ -1,6 +1,6 @@
 """EAGLE-3 (Li et al. 2025, arXiv 2503.01840): a draft layer on hidden states of the target."""
 
 from offload_rt.speculate.head_model import HeadModel
-from offload_rt.speculate.tree_drafter import tree_drafter
+from offload_rt.speculate.protocols import tree_drafter
 
 DRAFTER = tree_drafter(dynamic_at_zero=True, dynamic_above=True, model=HeadModel)

@@ -1,6 +1,6 @@
 """Medusa (Cai et al. 2024, arXiv 2401.10774): each head predicts a token at a fixed distance."""
 
 from offload_rt.speculate.head_model import MedusaModel
-from offload_rt.speculate.tree_drafter import tree_drafter
+from offload_rt.speculate.protocols import tree_drafter
 
 DRAFTER = tree_drafter(dynamic_at_zero=True, dynamic_above=True, model=MedusaModel)

@@ -1,6 +1,17 @@
 """Draft with the target's multi-token prediction layer (DeepSeek-V3, arXiv 2412.19437)."""
 
-from offload_rt.speculate.head_model import HeadModel
-from offload_rt.speculate.tree_drafter import tree_drafter
+from typing import TYPE_CHECKING, Any
 
-DRAFTER = tree_drafter(dynamic_at_zero=True, dynamic_above=True, needs_model=False, model=HeadModel)
+from offload_rt.speculate.protocols import tree_drafter
+
+if TYPE_CHECKING:
+    from offload_rt.speculate.head_model import HeadModel
+
+
+def _head_model(*parts: Any) -> "HeadModel":
+    from offload_rt.speculate.head_model import HeadModel  # not at the top: a plan drafts nothing
+
+    return HeadModel(*parts)
+
+
+DRAFTER = tree_drafter(dynamic_at_zero=True, dynamic_above=True, needs_model=False, model=_head_model)

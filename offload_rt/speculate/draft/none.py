@@ -1,10 +1,15 @@
 """Plain decoding: trees with a single node."""
 
-from collections import abc
+from __future__ import annotations
 
-from offload_rt.executor.sequence import Sequence
+from collections import abc
+from typing import TYPE_CHECKING
+
 from offload_rt.speculate.protocols import Drafter, DrafterType, DraftLimits, DraftParts
 from offload_rt.tree.topology import DraftTree
+
+if TYPE_CHECKING:
+    from offload_rt.executor.sequence import Sequence
 
 
 class PlainDecoding(Drafter):

@@ -1,5 +1,5 @@
 """SubSpec (Wang et al. 2025): draft with 4-bit copies of the streamed layers on the device."""
 
-from offload_rt.speculate.tree_drafter import tree_drafter
+from offload_rt.speculate.protocols import tree_drafter
 
 DRAFTER = tree_drafter(dynamic_at_zero=True, dynamic_above=False, drafts_by_copy=True)

@@ -1,6 +1,6 @@
 """Self-drafting with the first and most recent cache rows (MagicDec, Chen et al. 2024)."""
 
 from offload_rt.kv.window import WindowCache
-from offload_rt.speculate.tree_drafter import tree_drafter
+from offload_rt.speculate.protocols import tree_drafter
 
 DRAFTER = tree_drafter(dynamic_at_zero=False, dynamic_above=False, view=WindowCache)

@@ -13,9 +13,9 @@ from offload_rt.executor.sequence import Sequence
 from offload_rt.kv.chosen import RetrievalCache
 from offload_rt.speculate.dynamic_builder import DynamicTreeBuilder
 from offload_rt.speculate.guessed_builders import GuessedTreeBuilder, ResampledChainBuilder
-from offload_rt.speculate.protocols import DrafterType, DraftParts
+from offload_rt.speculate.protocols import SELF_SIZES, DrafterType, DraftParts
 from offload_rt.speculate.static_builder import StaticTree, StaticTreeBuilder
-from offload_rt.speculate.tree_drafter import SELF_SIZES, Proposal, TreeDrafter
+from offload_rt.speculate.tree_drafter import Proposal, TreeDrafter
 from offload_rt.tree.choose import Acceptance
 from offload_rt.tree.topology import Topology
 

@@ -4,18 +4,22 @@ Each file has `matches(quantization_config) -> bool` and a class `Format`, a `We
 `quantization_config` of a config.json, None where there is none; of a GGUF file its `Storage`.
 """
 
+from __future__ import annotations
+
 import math
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from torch import Tensor
-
+from offload_rt.dtypes import DType
 from offload_rt.errors import UnsupportedModelError
 from offload_rt.models.architecture import LayerWeights
 from offload_rt.system import registry
 from offload_rt.weights.layout import Layout
 from offload_rt.weights.source import Source, StoredTensor
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 __all__ = ["Source", "StoredTensor", "WeightFormat", "format_of"]
 
@@ -33,7 +37,7 @@ class WeightFormat(ABC):
         self.notice = notice
 
     def stored(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None, source: Source
+        self, name: str, shape: tuple[int, ...], dtype: DType | None, source: Source
     ) -> tuple[StoredTensor, ...]:
         """The stored tensors that hold the tensor `name` of the architecture; those that are no codes are of `dtype`.
 
@@ -52,7 +56,7 @@ class WeightFormat(ABC):
         block  (>= layout.nbytes,) uint8, alive and unchanged while the view is used
         """
 
-    def scratch_nbytes(self, stored: StoredTensor, n_rows: int, dtype: torch.dtype) -> int:
+    def scratch_nbytes(self, stored: StoredTensor, n_rows: int, dtype: DType) -> int:
         """Bytes taken besides while up to `n_rows` rows go through the matrix in this stored tensor, in `dtype`."""
         return math.prod(stored.shape) * dtype.itemsize if stored.dtype != dtype else 0
 

@@ -2,9 +2,8 @@
 
 from typing import Any
 
-import torch
-
-from offload_rt.ops.dequantize import Packing
+from offload_rt.dtypes import DType
+from offload_rt.packing import Packing
 from offload_rt.weights import quantized
 from offload_rt.weights.formats import Source, StoredTensor
 from offload_rt.weights.quantized import QuantizedFormat, QuantizedMatrix, ZeroPoints
@@ -34,8 +33,8 @@ class Format(QuantizedFormat):
         n_out, n_in = shape
         packing = Packing("awq", 4, (n_in if self._size == -1 else self._size, 1), 8)
         n_groups = -(-n_in // packing.block[0])
-        codes = StoredTensor("qweight", packing.words(n_in, n_out), torch.int32)
-        zeros = ZeroPoints(StoredTensor("qzeros", packing.words(n_groups, n_out), torch.int32), "awq")
+        codes = StoredTensor("qweight", packing.words(n_in, n_out), DType.INT32)
+        zeros = ZeroPoints(StoredTensor("qzeros", packing.words(n_groups, n_out), DType.INT32), "awq")
         has_zeros = self._has_zeros or source.find(f"{module}.qzeros") is not None
         scales = StoredTensor("scales", (n_groups, n_out), None)
         return QuantizedMatrix(shape, codes, packing, scales, zeros if has_zeros else None)

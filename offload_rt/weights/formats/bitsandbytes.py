@@ -3,10 +3,9 @@
 import json
 from typing import Any
 
-import torch
-
+from offload_rt.dtypes import DType
 from offload_rt.errors import CheckpointError
-from offload_rt.ops.dequantize import NF4, Packing
+from offload_rt.packing import NF4, Packing
 from offload_rt.weights import quantized
 from offload_rt.weights.formats import Source, StoredTensor
 from offload_rt.weights.quantized import NestedScales, QuantizedFormat, QuantizedMatrix
@@ -37,15 +36,17 @@ class Format(QuantizedFormat):
         record = source.find(f"{module}.weight")
         if record is None:
             return None
+        import torch  # not at the top: a plan without files reads no table
+
         origin, full, first = source.whole or (source, shape, 0)
         if full[1] != shape[1]:
             raise CheckpointError(f"{source.prefix}{module}: blocks run on from row to row")
         state = _state(origin, f"{module}.{_STATE}", full)
-        table = origin.read(StoredTensor(f"{module}.weight.quant_map", (16,), torch.float32))
+        table = origin.read(StoredTensor(f"{module}.weight.quant_map", (16,), DType.FLOAT32))
         if not torch.equal(table, torch.tensor(NF4)):
             raise CheckpointError(f"tensor {source.prefix + module + '.weight.quant_map'!r} is not the table of nf4")
         size = _number(state, "blocksize", shape[1])
-        codes = StoredTensor("weight", (shape[0] * shape[1] // 2, 1), torch.uint8)
+        codes = StoredTensor("weight", (shape[0] * shape[1] // 2, 1), DType.UINT8)
         n_scales = shape[0] * shape[1] // size
         is_nested = state.get("nested_blocksize") is not None
         nested, offset = None, state.get("nested_offset")
@@ -57,18 +58,18 @@ class Format(QuantizedFormat):
             # the first scale in each part: the name in the block tells them.
             name, begin = "weight.nested_absmax", first * shape[1] // size
             n_all = -(-full[0] * full[1] // size // block)
-            scales = StoredTensor(name, (n_all,), torch.float32, f"{name}{offset!r} {begin}")
-            codes_of = StoredTensor("weight.nested_quant_map", (256,), torch.float32)
+            scales = StoredTensor(name, (n_all,), DType.FLOAT32, f"{name}{offset!r} {begin}")
+            codes_of = StoredTensor("weight.nested_quant_map", (256,), DType.FLOAT32)
             nested = NestedScales(scales, codes_of, block, offset, begin)
-        own = StoredTensor("weight.absmax", (n_scales,), torch.uint8 if is_nested else torch.float32)
-        return QuantizedMatrix(shape, codes, Packing("nf4", 4, (1, size)), own, product=torch.float32, nested=nested)
+        own = StoredTensor("weight.absmax", (n_scales,), DType.UINT8 if is_nested else DType.FLOAT32)
+        return QuantizedMatrix(shape, codes, Packing("nf4", 4, (1, size)), own, product=DType.FLOAT32, nested=nested)
 
 
 def _state(source: Source, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
     """What bitsandbytes notes of a matrix. Raises CheckpointError where it is damaged or of another matrix."""
     record = source.find(name)
     length = record.shape if record is not None and len(record.shape) == 1 and record.shape[0] < _LONGEST else (0,)
-    content = bytes(source.read(StoredTensor(name, length, torch.uint8)).tolist())
+    content = bytes(source.read(StoredTensor(name, length, DType.UINT8)).tolist())
     try:
         state = json.loads(content)
     except (ValueError, RecursionError) as error:

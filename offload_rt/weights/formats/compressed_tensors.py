@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
+from offload_rt.dtypes import DType
 from offload_rt.errors import CheckpointError
-from offload_rt.ops.dequantize import Packing
+from offload_rt.packing import Packing
 from offload_rt.weights import quantized
 from offload_rt.weights.formats import Source, StoredTensor
 from offload_rt.weights.quantized import QuantizedFormat, QuantizedMatrix, ZeroPoints
@@ -92,10 +91,10 @@ class Format(QuantizedFormat):
             return _packed(scheme.bits, scheme.is_symmetric, block, scales, (module, shape, source))
         if scheme.format == _MXFP4:
             packing = Packing("e2m1", 4, block)
-            codes = StoredTensor("weight_packed", packing.words(*shape), torch.uint8)
-            return QuantizedMatrix(shape, codes, packing, scales._replace(dtype=torch.uint8), product=torch.bfloat16)
-        codes = StoredTensor("weight", shape, torch.float8_e4m3fn if scheme.is_float else torch.int8)
-        zeros = ZeroPoints(StoredTensor("weight_zero_point", scales.shape, torch.int8), "plain")
+            codes = StoredTensor("weight_packed", packing.words(*shape), DType.UINT8)
+            return QuantizedMatrix(shape, codes, packing, scales._replace(dtype=DType.UINT8), product=DType.BFLOAT16)
+        codes = StoredTensor("weight", shape, DType.FLOAT8_E4M3FN if scheme.is_float else DType.INT8)
+        zeros = ZeroPoints(StoredTensor("weight_zero_point", scales.shape, DType.INT8), "plain")
         packing = Packing("plain", 8, block)
         return QuantizedMatrix(shape, codes, packing, scales, None if scheme.is_symmetric else zeros)
 
@@ -114,11 +113,11 @@ def _packed(
     module, shape, source = of
     _check_shape(source, f"{module}.weight_shape", shape)
     packing = Packing("rows", bits, block, 1 << bits - 1)
-    codes = StoredTensor("weight_packed", packing.words(*shape), torch.int32)
+    codes = StoredTensor("weight_packed", packing.words(*shape), DType.INT32)
     grid = (shape[0], -(-shape[1] // block[1]))
     words = Packing("columns", bits, block).words(*grid)
-    zeros = ZeroPoints(StoredTensor("weight_zero_point", words, torch.int32), "columns")
-    groups = StoredTensor("weight_g_idx", shape[1:], torch.int32)
+    zeros = ZeroPoints(StoredTensor("weight_zero_point", words, DType.INT32), "columns")
+    groups = StoredTensor("weight_g_idx", shape[1:], DType.INT32)
     given = quantized.groups_of(source, module, groups, block[1], grid[1])
     return QuantizedMatrix(shape, codes, packing, scales, None if is_symmetric else zeros, given)
 
@@ -128,7 +127,7 @@ def _check_shape(source: Source, name: str, shape: tuple[int, int]) -> None:
     record = source.find(name)
     if record is None or record.stamp is None:
         return
-    dtype = torch.int32 if record.dtype == "I32" else torch.int64
+    dtype = DType.INT32 if record.dtype == "I32" else DType.INT64
     said = source.read(StoredTensor(name, (2,), dtype)).tolist()
     if said != list(shape):
         raise CheckpointError(

@@ -1,17 +1,19 @@
 """Weights as they are in the checkpoint: a matrix is its own bytes."""
 
-from collections.abc import Sequence
-from typing import Any
+from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from offload_rt.models.architecture import LayerWeights
 from offload_rt.ops.dequantize import BlockMatrix, CodedMatrix
 from offload_rt.ops.linear import linear
 from offload_rt.weights.formats import WeightFormat
 from offload_rt.weights.layout import Layout
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 def matches(quantization_config: object) -> bool:
@@ -24,12 +26,12 @@ class Format(WeightFormat):
 
     name = "dense"
 
-    def view(self, layout: Layout, block: Tensor, dtype: torch.dtype) -> "View":
+    def view(self, layout: Layout, block: Tensor, dtype: torch.dtype) -> View:
         """Weights of another dtype are converted at each use."""
         return View(layout, block, dtype)
 
 
-class _Views(dict[str, Tensor]):
+class _Views(dict[str, "Tensor"]):
     """The tensors of a block, each from when it is first asked for: a mixture has hundreds."""
 
     def __init__(self, layout: Layout, block: Tensor) -> None:
@@ -62,6 +64,7 @@ class View(LayerWeights):
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         """x (n, n_in) times `<name>.weight` (n_out, n_in) transposed, plus `<name>.bias` where there is one: (n, n_out)."""
+
         return linear(x, self._weight(name), self._bias(name))
 
     def _bias(self, name: str) -> Tensor | None:
@@ -74,18 +77,23 @@ class View(LayerWeights):
 
     def linears(self, x: Tensor, names: Sequence[str]) -> tuple[Tensor, ...]:
         """See `LayerWeights.linears`; one product on a card, where each takes a launch, if the matrices lie back to back."""
+        import torch
+        from torch.nn.functional import linear
+
         weight = self.joined(names) if x.is_cuda else None
         bias = self.joined(names, "bias") if weight is not None else None
         if weight is None or (bias is None and any(f"{name}.bias" in self.layout.by_name for name in names)):
             return tuple(self.linear(x, name) for name in names)
         widths = [len(self._tensors[f"{name}.weight"]) for name in names]
-        return tuple(torch.split(F.linear(x, weight, bias), widths, dim=1))
+        return tuple(torch.split(linear(x, weight, bias), widths, dim=1))
 
     def joined(self, names: Sequence[str], part: str = "weight") -> Tensor | None:
         """See `LayerWeights.joined`, of the tensors `<name>.<part>`. What is converted is planned one by one."""
         entry = self.layout.joined([f"{name}.{part}" for name in names])
-        return entry.view(self.block) if entry is not None and entry.dtype == self._dtype else None
+        return entry.view(self.block) if entry is not None and entry.dtype.torch == self._dtype else None
 
     def rows(self, ids: Tensor, name: str) -> Tensor:
         """Rows `ids` (n,) of the table `<name>.weight`, in the dtype of the computation: (n, width)."""
-        return F.embedding(ids, self._tensors[f"{name}.weight"]).to(self._dtype)
+        from torch.nn.functional import embedding
+
+        return embedding(ids, self._tensors[f"{name}.weight"]).to(self._dtype)

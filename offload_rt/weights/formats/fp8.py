@@ -2,9 +2,8 @@
 
 from typing import Any
 
-import torch
-
-from offload_rt.ops.dequantize import Packing
+from offload_rt.dtypes import DType
+from offload_rt.packing import Packing
 from offload_rt.weights import quantized
 from offload_rt.weights.formats import Source, StoredTensor
 from offload_rt.weights.quantized import QuantizedFormat, QuantizedMatrix
@@ -35,8 +34,8 @@ class Format(QuantizedFormat):
             name = "weight_scale"
         full = f"{module}.{name}"
         record = source.find(full)
-        dtype = torch.float8_e8m0fnu if record is not None and record.dtype == "F8_E8M0" else None
+        dtype = DType.FLOAT8_E8M0FNU if record is not None and record.dtype == "F8_E8M0" else None
         shapes = ((), (1,), grid) if self._block is None else (grid,)
         scales = StoredTensor(name, quantized.shape_of(source, full, shapes), dtype)
-        codes = StoredTensor("weight", shape, torch.float8_e4m3fn)
-        return QuantizedMatrix(shape, codes, Packing("plain", 8, block), scales, product=torch.float32)
+        codes = StoredTensor("weight", shape, DType.FLOAT8_E4M3FN)
+        return QuantizedMatrix(shape, codes, Packing("plain", 8, block), scales, product=DType.FLOAT32)

@@ -1,19 +1,26 @@
 """The types of GGUF: blocks along the inputs with their scales in them. Each matrix of a file has its own."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from offload_rt.dtypes import DType
 from offload_rt.errors import CheckpointError
 from offload_rt.models.architecture import LayerWeights
-from offload_rt.ops.dequantize import BLOCKS, BlockMatrix
+from offload_rt.packing import BLOCKS
 from offload_rt.weights import quantized
 from offload_rt.weights.formats import Source, StoredTensor
 from offload_rt.weights.gguf import ROPE_FREQS, Storage
 from offload_rt.weights.layout import Layout
 from offload_rt.weights.source import OTHER_CONFIG
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from offload_rt.ops.dequantize import BlockMatrix
 
 _ROTATED = ("self_attn.q_proj", "self_attn.k_proj")
 
@@ -31,6 +38,8 @@ class GgufMatrix(quantized.Matrix):
 
     def encoded(self, tensors: Mapping[str, Tensor]) -> BlockMatrix:
         """See `Matrix.encoded`."""
+        from offload_rt.ops.dequantize import BlockMatrix  # not at the top: a plan computes nothing
+
         return BlockMatrix(self.shape, tensors[self.codes.name], self.type)
 
 
@@ -54,14 +63,14 @@ class Format(quantized.QuantizedFormat):
             raise CheckpointError(problem, have=f"rows of {shape[1]}", change=OTHER_CONFIG)
         nbytes = shape[1] // block.n * block.size
         # The type is another in each layer: the name in the block tells it.
-        codes = StoredTensor("weight", (shape[0], nbytes), torch.uint8, record.dtype)
+        codes = StoredTensor("weight", (shape[0], nbytes), DType.UINT8, record.dtype)
         return GgufMatrix(shape, codes, record.dtype)
 
     def is_unused(self, name: str, source: Source) -> bool:
         """What has gone into the config."""
         return name == ROPE_FREQS
 
-    def view(self, layout: Layout, block: Tensor, dtype: torch.dtype) -> "View":
+    def view(self, layout: Layout, block: Tensor, dtype: torch.dtype) -> View:
         """See `WeightFormat.view`."""
         return View(self, layout, block, dtype)
 

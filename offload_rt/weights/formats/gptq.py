@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
-from offload_rt.ops.dequantize import Packing
+from offload_rt.dtypes import DType
+from offload_rt.packing import Packing
 from offload_rt.weights import quantized
 from offload_rt.weights.formats import Source, StoredTensor
 from offload_rt.weights.quantized import QuantizedFormat, QuantizedMatrix, ZeroPoints
@@ -43,11 +42,11 @@ class Format(QuantizedFormat):
         n_out, n_in = shape
         packing = Packing("columns", bits, (n_in if size == -1 else size, 1))
         n_groups = -(-n_in // packing.block[0])
-        codes = StoredTensor("qweight", packing.words(n_in, n_out), torch.int32)
+        codes = StoredTensor("qweight", packing.words(n_in, n_out), DType.INT32)
         words = Packing("rows", bits, (1, 1)).words(n_groups, n_out)
-        zeros = ZeroPoints(StoredTensor("qzeros", words, torch.int32), "rows", self._plus)
+        zeros = ZeroPoints(StoredTensor("qzeros", words, DType.INT32), "rows", self._plus)
         groups = quantized.groups_of(
-            source, module, StoredTensor("g_idx", (n_in,), torch.int32), packing.block[0], n_groups
+            source, module, StoredTensor("g_idx", (n_in,), DType.INT32), packing.block[0], n_groups
         )
         return QuantizedMatrix(shape, codes, packing, StoredTensor("scales", (n_groups, n_out), None), zeros, groups)
 

@@ -1,8 +1,7 @@
 """MXFP4 as gpt-oss has it: the codes of all experts in one tensor, in blocks of 32 inputs, and a power of two for each."""
 
-import torch
-
-from offload_rt.ops.dequantize import Packing
+from offload_rt.dtypes import DType
+from offload_rt.packing import Packing
 from offload_rt.weights.formats import Source, StoredTensor
 from offload_rt.weights.quantized import QuantizedFormat, QuantizedMatrix, of_method
 
@@ -21,6 +20,6 @@ class Format(QuantizedFormat):
         n_out, n_in = shape
         if n_in % _SIZE or source.find(f"{module}.blocks") is None:
             return None
-        codes = StoredTensor("blocks", (1, n_out, n_in // _SIZE, _SIZE // 2), torch.uint8)
-        scales = StoredTensor("scales", codes.shape[:3], torch.uint8)
-        return QuantizedMatrix(shape, codes, Packing("e2m1", 4, (1, _SIZE)), scales, product=torch.bfloat16)
+        codes = StoredTensor("blocks", (1, n_out, n_in // _SIZE, _SIZE // 2), DType.UINT8)
+        scales = StoredTensor("scales", codes.shape[:3], DType.UINT8)
+        return QuantizedMatrix(shape, codes, Packing("e2m1", 4, (1, _SIZE)), scales, product=DType.BFLOAT16)

@@ -1,0 +1,97 @@
+"""Rates of the link and of the decoder of lossless weights, measured once and remembered."""
+
+import os
+import platform
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+import torch
+
+from offload_rt.engine import profile
+from offload_rt.offload.disk import DiskTier
+from offload_rt.ops import lossless
+from offload_rt.system.files import read_cached, write_cached
+from offload_rt.weights.checkpoint import Checkpoint
+from offload_rt.weights.layout import host_block
+from offload_rt.weights.lossless import SidecarLayer
+
+_CACHE, _VERSION = "link.json", 1
+# GB/s; a cache with another number is damaged.
+_SLOWEST, _FASTEST = 1e-3, 1e5
+# Encoded bytes that are decoded to measure the decoder: beyond caches, and some 20 ms.
+_SAMPLE_NBYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class LinkRates:
+    """GB/s of the link, and of the decoder in decoded bytes, by all cores or by the card."""
+
+    link_gbps: float
+    decode_gbps: float
+
+
+def measured_rates(checkpoint: Checkpoint, sidecar: Sequence[SidecarLayer], device: torch.device) -> LinkRates:
+    """Rates of this machine for layers on their way to a device.
+
+    The link is that of the disk; beside a card it is the card's, which is faster.
+    """
+    card = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    disk = str(checkpoint.layers[0][0].path.stat().st_dev)
+    decoder = (
+        platform.machine(),
+        platform.processor(),
+        os.cpu_count(),
+        torch.get_num_threads(),
+        lossless.is_compiled(),
+    )
+    return LinkRates(
+        _remembered(f"link {card or disk}", lambda: _link_gbps(checkpoint, device)),
+        _remembered(f"decoder {card or decoder}", lambda: decode_gbps(sidecar[0], device)),
+    )
+
+
+def _remembered(key: str, measure: Callable[[], float]) -> float:
+    known = read_cached(_CACHE, _VERSION)
+    rate = known.get(key)
+    if not isinstance(rate, float) or not _SLOWEST < rate < _FASTEST:
+        rate = measure()
+        write_cached(_CACHE, _VERSION, {**known, key: rate})
+    return rate
+
+
+def _link_gbps(checkpoint: Checkpoint, device: torch.device) -> float:
+    if device.type == "cuda":
+        return profile.upload_gbps(device)
+    with closing(DiskTier(checkpoint.layers, profile.read_settings(checkpoint.layers))) as tier:
+        return profile.link_gbps(tier, checkpoint.spec.n_layers)
+
+
+def decode_gbps(layer: SidecarLayer, device: torch.device) -> float:
+    """GB/s at which the first chunks of a layer are decoded, in decoded bytes. Raises OSError."""
+    encoded = layer.encoded
+    n = max(int(np.searchsorted(np.cumsum(encoded.chunks["nbytes"]), _SAMPLE_NBYTES)), 1)
+    chunks = encoded.chunks[:n].tolist()
+    block = host_block(sum(chunks[-1][i] for i in (0, 3)))  # where the last one begins, and its bytes
+    encoded.write_table(block)
+    content = block.numpy()
+    with layer.payload.path.open("rb") as file:
+        file.seek(layer.payload.start)
+        content[encoded.table_nbytes :] = np.fromfile(file, np.uint8, len(content) - encoded.table_nbytes)
+    nbytes = int(encoded.chunks[n]["target"]) if n < len(encoded.chunks) else encoded.layout.nbytes
+    if device.type == "cuda":
+        on_card, out = block.to(device), torch.empty(nbytes, dtype=torch.uint8, device=device)
+        seconds = profile.timed(device, lambda: lossless.decode_block(on_card, n, out))
+        return nbytes / median(seconds) / 1e9
+    decoded = host_block(nbytes).numpy()
+
+    def decode(chunk: tuple[int, int, int, int, int]) -> bool:
+        source, target, n_weights, size, kind = chunk
+        return lossless.decode(content[source : source + size], kind, n_weights, decoded[target:])
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        seconds = profile.timed(device, lambda: list(pool.map(decode, chunks)))
+    return nbytes / median(seconds) / 1e9

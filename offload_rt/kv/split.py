@@ -1,0 +1,204 @@
+"""Sizes of caches: bytes of rows and states, and which rows lie beyond the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from offload_rt.chunks import MOST_SCORES
+from offload_rt.dtypes import DType
+from offload_rt.models.architecture import Architecture
+from offload_rt.system.machine import StreamedRows
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Bytes of a block of one layer: large enough for a link, small enough for a few blocks in any budget. A GPU's link copies
+# 4 MiB in 160 us, less than the host needs to launch the attention to a block (250 us, estimated).
+_BLOCK_NBYTES, _CARD_BLOCK_NBYTES = 4 << 20, 16 << 20
+# Blocks begin, and are read, at multiples of so many rows: with rows of whole 64 bytes these are pages of any disk.
+PAGE_ROWS = 64
+N_SLOTS = 4  # blocks on the device for rows on their way
+# Committed rows kept on the device until a block of them moves, and sequences with room for a tree.
+_TAIL_ROWS, _N_SEQUENCES = 64, 4
+_FP8, _FP8_MOST = DType.FLOAT8_E4M3FN, 448.0
+
+# States kept for a rewind, besides the last one.
+N_KEPT = 2
+# The least rows of a view: older ones, recent ones and some to come.
+LEAST_BUDGET = 32
+
+
+@dataclass(frozen=True)
+class KVBytes:
+    """Bytes that a cache takes on the device and on the host, and moves over the link in each pass."""
+
+    device: int
+    host: int = 0
+    link: int = 0
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """Bytes of one layer's row beyond the device: keys of all heads, then their values.
+
+    is_fp8  both in fp8 (e4m3), behind a float32 scale for each head of each; not exact
+    """
+
+    n_kv_heads: int
+    head_dim: int
+    dtype: DType
+    is_fp8: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a row, a multiple of 64."""
+        n = 2 * self.n_kv_heads * (4 + self.head_dim if self.is_fp8 else self.head_dim * self.dtype.itemsize)
+        return -(-n // 64) * 64
+
+    def pack(self, keys: Tensor, values: Tensor) -> Tensor:
+        """keys, values (..., n_kv_heads, n, head_dim) as rows (..., n, nbytes) uint8."""
+        import torch  # not at the top: a plan packs no row
+
+        pair = torch.stack((keys, values), -4).movedim(-2, -4)
+        parts = [pair]
+        if self.is_fp8:
+            wide = pair.float()
+            scales = (wide.abs().amax(-1, keepdim=True) / _FP8_MOST).clamp_min(torch.finfo(torch.float32).tiny)
+            parts = [scales, (wide / scales).to(_FP8.torch)]
+        content = torch.cat([part.contiguous().flatten(-3).view(torch.uint8) for part in parts], -1)
+        rows = content.new_zeros(*content.shape[:-1], self.nbytes)
+        rows[..., : content.shape[-1]] = content
+        return rows
+
+    def unpack(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """rows (n, nbytes) uint8 as keys and values (n_kv_heads, n, head_dim); without fp8 nothing is copied."""
+        import torch
+
+        n_scales = 8 * self.n_kv_heads if self.is_fp8 else 0
+        shape, n = (-1, 2, self.n_kv_heads, self.head_dim), 2 * self.n_kv_heads * self.head_dim
+        if self.is_fp8:
+            scales = rows[:, :n_scales].view(torch.float32).view(-1, 2, self.n_kv_heads, 1)
+            codes = rows[:, n_scales : n_scales + n].view(_FP8.torch).view(shape)
+            pair = (codes.float() * scales).to(self.dtype.torch)
+        else:
+            pair = rows.view(self.dtype.torch)[:, :n].view(shape)
+        keys, values = pair.permute(1, 2, 0, 3)
+        return keys, values
+
+
+@dataclass(frozen=True)
+class KVShare:
+    """Rows of one cache on the device: the first `n_resident` of `n_rows`; a tree takes up to `n_nodes`."""
+
+    n_rows: int
+    n_nodes: int
+    n_resident: int
+
+    @property
+    def n_on_device(self) -> int:
+        """Resident rows, and room for the last rows."""
+        return min(self.n_resident + _TAIL_ROWS + self.n_nodes, self.n_rows)
+
+    @property
+    def n_beyond(self) -> int:
+        """Rows beyond the device in a full cache."""
+        return self.n_rows - self.n_nodes - self.n_resident if self.n_on_device < self.n_rows else 0
+
+
+@dataclass(frozen=True)
+class KVSplit:
+    """Division of the keys and values of all sequences between the device and memory beyond it.
+
+    n_rows       of all sequences
+    n_on_device  rows on the device; the first rows are resident
+    n_nodes      nodes of the largest tree, all on the device
+    block_rows   rows of a block
+    format       of rows beyond the device
+    windows      attention window of each layer; None: all positions
+    chunk_rows   rows of a pass that share one transfer of the rows beyond
+    """
+
+    n_rows: int
+    n_on_device: int
+    n_nodes: int
+    block_rows: int
+    format: RowFormat
+    windows: tuple[int | None, ...]
+    chunk_rows: int
+
+    @classmethod
+    def least(
+        cls, model: Architecture, n_rows: int, n_nodes: int, format: RowFormat, chunk_rows: int, has_card: bool = False
+    ) -> KVSplit:
+        """Keep the fewest possible rows on the device."""
+        nbytes = _CARD_BLOCK_NBYTES if has_card else _BLOCK_NBYTES
+        rows = min(nbytes // format.nbytes, n_rows // 8)
+        block_rows = max(-(-rows // PAGE_ROWS), 1) * PAGE_ROWS
+        n_on_device = min(n_nodes + _N_SEQUENCES * _TAIL_ROWS, n_rows)
+        windows = tuple(model.window(i) for i in range(model.n_layers))
+        return cls(n_rows, n_on_device, n_nodes, block_rows, format, windows, chunk_rows)
+
+    @property
+    def n_resident(self) -> int:
+        """Rows that stay on the device."""
+        return max(self.n_on_device - self.n_nodes - _TAIL_ROWS, 0)
+
+    @property
+    def n_beyond(self) -> int:
+        """Rows beyond the device at the longest context."""
+        return self.n_rows - self.n_nodes - self.n_resident
+
+    @property
+    def n_blocks(self) -> int:
+        """Blocks of the rows beyond."""
+        return -(-self.n_beyond // self.block_rows)
+
+    @property
+    def block_nbytes(self) -> int:
+        """Bytes of a block of one layer."""
+        return self.block_rows * self.format.nbytes
+
+    def nbytes(self, model: Architecture, longest: int, has_card: bool) -> KVBytes:
+        """Bytes on the device and the host, and over the link in each pass.
+
+        The device holds its rows, the slots, a block under conversion, scores, and one layer's rows of a prompt of
+        `longest` rows with a copy on the way out; beside a card two copies are under way.
+        """
+        itemsize = self.format.dtype.itemsize
+        of_layer = model.kv_nbytes(itemsize) // model.n_layers
+        converted = 2 * self.block_rows * of_layer if self.format.is_fp8 else 0
+        passing = longest * (of_layer + (1 + has_card) * self.format.nbytes)
+        n_heads = model.hidden_size // model.head_dim
+        scores = 3 * 4 * min(MOST_SCORES, min(longest, self.chunk_rows) * n_heads * self.n_rows)
+        slots = N_SLOTS * self.block_nbytes
+        beyond = self.n_blocks * self.block_nbytes * model.n_layers
+        return KVBytes(
+            device=self.n_on_device * model.kv_nbytes(itemsize) + slots + converted + scores + passing,
+            host=beyond + (slots if has_card else 0),  # slots there, too, where the driver pins nothing
+            link=self.n_beyond * self.format.nbytes * model.n_layers,
+        )
+
+    def streamed(self, tier: str) -> StreamedRows:
+        """Rows that passes read over the link of a tier."""
+        return StreamedRows(tier, self.n_resident, self.format.nbytes, self.windows, self.chunk_rows)
+
+    def share(self, n_rows: int, n_nodes: int, is_alone: bool = False) -> KVShare:
+        """Share of a cache of so many rows and tree nodes: proportional, or alone all but the room of other sequences."""
+        n_near = n_rows * self.n_on_device // self.n_rows
+        if is_alone:
+            n_near = max(n_near, self.n_on_device - (_N_SEQUENCES - 1) * (_TAIL_ROWS + n_nodes // 2))
+        return KVShare(n_rows, n_nodes, max(n_near - _TAIL_ROWS - n_nodes, 0))
+
+    def fits(self, shares: Sequence[KVShare]) -> bool:
+        """Whether these caches fit together; a single cache always fits."""
+        n_near = sum(one.n_on_device for one in shares)
+        n_blocks = sum(-(-one.n_beyond // self.block_rows) for one in shares)
+        return len(shares) == 1 or (n_near <= self.n_on_device and n_blocks <= self.n_blocks)
+
+
+def state_rows(model: Architecture, itemsize: int) -> int:
+    """Rows of keys and values that take as much memory as the states of a sequence do."""
+    nbytes = (1 + N_KEPT) * sum(one.nbytes(itemsize) for one in model.state_shapes)
+    return -(-nbytes // model.kv_nbytes(itemsize)) if nbytes else 0
