@@ -96,6 +96,10 @@ class EngineConfig:
         "off", "let a draft model learn from the target's predictions in time that the link leaves; keep: for later runs, too",
         choices=("off", "on", "keep"),
     )  # fmt: skip
+    batch_invariant: bool = setting(
+        False, "on a CPU, multiply many rows by our kernel even if torch's product is measured to be much faster, so that "
+        "speculation repeats plain decoding bit for bit",
+    )  # fmt: skip
     exact_parallel: bool = setting(
         False, "under torchrun, divide every matrix by its outputs: each sum is one rank's, as if it computed alone"
     )

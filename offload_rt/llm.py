@@ -81,6 +81,7 @@ class LLM:
         tree_depth: int | None = None,
         draft_context: int | None = None,
         learn_draft: str = "off",
+        batch_invariant: bool = False,
         exact_parallel: bool = False,
         split_draft: str = "auto",
         revision: str | None = None,
@@ -96,7 +97,7 @@ class LLM:
             EngineConfig(
                 model, draft_model, device, dtype, device_memory, host_memory, kv_memory, kv_dtype, max_model_len,
                 max_num_seqs, link_format, sidecar, drafter, rule, tree_size, tree_depth, draft_context, learn_draft,
-                exact_parallel, split_draft, revision, offline, pipeline,
+                batch_invariant, exact_parallel, split_draft, revision, offline, pipeline,
             )
         )  # fmt: skip
         is_shown = use_tqdm_on_load and sys.stderr.isatty() and is_first()

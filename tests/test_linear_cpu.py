@@ -1,7 +1,8 @@
 """The CPU library's products: values of every format, the order of sums, and every instruction set that this machine has."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from test_dequantize import KINDS, assert_equal, case, random_blocks
 from torch import Tensor
 
 from offload_rt.ops import cpu, linear_cpu
+from offload_rt.ops import linear as linear_module
 from offload_rt.ops.dequantize import (
     BLOCKS,
     KERNEL_BLOCKS,
@@ -21,6 +23,8 @@ from offload_rt.ops.dequantize import (
 from offload_rt.ops.linear import dequantize, linear
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+# Before conftest replaces it.
+PREFERS_TORCH = linear_module.prefers_torch
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
 pytestmark = pytest.mark.skipif(cpu.library() is None, reason="needs a C++ compiler")
@@ -214,3 +218,45 @@ def test_without_the_library_products_are_the_same_up_to_rounding(
         exact = x.double() @ values.double().T + bias.double()
         size = x.double().abs() @ values.double().abs().T + bias.double().abs()
         assert float(((linear(x, matrix, bias).double() - exact).abs() / size).max()) < tolerance
+
+
+def test_torch_multiplies_many_rows_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[int] = []
+
+    def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        rows.append(len(x))
+        return x @ weight.T
+
+    monkeypatch.setattr(linear_module, "prefers_torch", lambda dtype: dtype == torch.bfloat16)
+    monkeypatch.setattr(linear_module.F, "linear", multiply)
+    weight = torch.randn(10, 32)
+    for dtype in FLOATS:
+        for n in (1, 15, 16, 300):
+            linear(torch.randn(n, 32).to(dtype), weight.to(dtype))
+            linear(torch.randn(n, 32).to(dtype), weight.to(dtype), is_batch_invariant=True)
+    assert rows == [16, 300]
+
+
+def test_the_faster_product_is_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    measured: list[torch.dtype] = []
+    monkeypatch.setattr(linear_module, "_is_torch_faster", lambda dtype: bool(measured.append(dtype)) or True)
+    for content in ("nothing", "kept", "damaged"):
+        if content == "damaged":
+            file = tmp_path / "offload_rt" / "products.json"
+            file.write_text(file.read_text().replace("true", "7"))
+        assert PREFERS_TORCH.__wrapped__(torch.float32)
+    assert measured == [torch.float32] * 2
+
+
+def test_the_slower_product_is_the_slower_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(linear_module.time, "perf_counter", lambda: clock[0])
+
+    def takes(seconds: float) -> Callable[..., None]:
+        return lambda *_: clock.__setitem__(0, clock[0] + seconds)
+
+    for torch_s, library_s, expected in ((1.0, 1.1, False), (1.0, 1.4, True), (1.4, 1.0, False)):
+        monkeypatch.setattr(linear_module.F, "linear", takes(torch_s))
+        monkeypatch.setattr(linear_cpu, "linear", takes(library_s))
+        assert linear_module._is_torch_faster(torch.bfloat16) is expected

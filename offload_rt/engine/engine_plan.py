@@ -176,6 +176,7 @@ def _plan(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting) -> E
     ranks, dtype = joined(), _pick_dtype(config.dtype, checkpoint)
     budget = memory_budget(config, device)
     checkpoint = _of_rank(config, checkpoint, drafting, dtype, budget)
+    checkpoint.format.is_batch_invariant = config.batch_invariant
     link = choose_link(config, checkpoint, device)
     parts = checkpoint, drafting, dtype, budget, device
     try:

@@ -1,36 +1,82 @@
 """Products with weights in any stored form, and their dequantisation."""
 
 import math
+import platform
+import time
 from dataclasses import replace
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from offload_rt.ops import linear_cpu
+from offload_rt.ops import build, cpu, linear_cpu
 from offload_rt.ops.dequantize import BlockMatrix, CodedMatrix, dequantize_blocks, dequantize_codes
+from offload_rt.system.files import read_cached, write_cached
 
 # Outputs that are widened to float32 at a time on a CPU without the library.
 _OUTPUTS = 256
+# Rows from which torch's product may be preferred, and the ratio of times that justifies the loss of batch invariance.
+_MANY_ROWS, _CLEARLY = 16, 1.25
+_CACHE, _VERSION = "products.json", 1
 _HALVES = (torch.float16, torch.bfloat16)
 
 
-def linear(x: Tensor, weight: Tensor | CodedMatrix | BlockMatrix, bias: Tensor | None = None) -> Tensor:
+def linear(
+    x: Tensor,
+    weight: Tensor | CodedMatrix | BlockMatrix,
+    bias: Tensor | None = None,
+    is_batch_invariant: bool = False,
+) -> Tensor:
     """Multiply x (..., n_in) by the transposed weight (n_out, n_in) and add bias (n_out,): (..., n_out) in x's dtype.
 
     Accumulates in float32 or better. Encoded weights have the exact values of their format. On a CPU with the library, the
-    result of a row does not depend on other rows.
+    result of a row does not depend on other rows. Many rows are an exception where `prefers_torch` measured that torch's
+    product is faster, unless `is_batch_invariant`.
     """
     if x.dim() != 2:
-        return linear(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], -1)
+        return linear(x.reshape(-1, x.shape[-1]), weight, bias, is_batch_invariant).view(*x.shape[:-1], -1)
     needs_gradient = torch.is_grad_enabled() and x.requires_grad
     if linear_cpu.serves(x, weight) and not needs_gradient:
-        return linear_cpu.linear(x, weight, bias)
+        is_torch_possible = not is_batch_invariant and len(x) >= _MANY_ROWS
+        is_same = isinstance(weight, Tensor) and weight.dtype == x.dtype
+        if not (is_torch_possible and is_same and prefers_torch(x.dtype)):
+            return linear_cpu.linear(x, weight, bias)
     if x.device.type == "cpu" and not needs_gradient and not _has_fast_product(x, weight):
         return _linear_by_parts(x, weight, bias)
     if not isinstance(weight, Tensor):
         weight = dequantize(weight, torch.empty(math.prod(weight.shape), dtype=x.dtype, device=x.device))
     return F.linear(x, weight.to(x.dtype), bias)
+
+
+@cache
+def prefers_torch(dtype: torch.dtype) -> bool:
+    """Whether torch multiplies many rows much faster than the CPU library, e.g. by AMX; measured once per machine."""
+    if dtype != torch.float32 and cpu.level() < 3:  # torch has no fast product of 16 bits without AVX512-bf16
+        return False
+    machine = (platform.machine(), cpu.level(), torch.get_num_threads(), torch.__version__, build.CPU.file, str(dtype))
+    key = repr(machine)
+    known = read_cached(_CACHE, _VERSION)
+    if not isinstance(known.get(key), bool):
+        known[key] = _is_torch_faster(dtype)
+        write_cached(_CACHE, _VERSION, known)
+    return bool(known[key])
+
+
+def _is_torch_faster(dtype: torch.dtype) -> bool:
+    """Time both products with 64 rows and a matrix of 2048 x 2048, in turn, four times each."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, 2048, generator=generator).to(dtype) for n in (64, 2048))
+    seconds: dict[str, list[float]] = {"torch": [], "library": []}
+    for _ in range(4):
+        for name, times in seconds.items():
+            started = time.perf_counter()
+            if name == "torch":
+                F.linear(x, weight)
+            else:
+                linear_cpu.linear(x, weight, None)
+            times.append(time.perf_counter() - started)
+    return min(seconds["library"]) > _CLEARLY * min(seconds["torch"])
 
 
 def _has_fast_product(x: Tensor, weight: Tensor | CodedMatrix | BlockMatrix) -> bool:

@@ -207,7 +207,7 @@ class View(dense.View):
     """The weights of one layer, see `WeightFormat.view`."""
 
     def __init__(self, format: QuantizedFormat, layout: Layout, block: Tensor, dtype: torch.dtype) -> None:
-        super().__init__(layout, block, dtype)
+        super().__init__(layout, block, dtype, format.is_batch_invariant)
         self._format, self._matrices = format, format.matrices(layout)
 
     def rows(self, ids: Tensor, name: str) -> Tensor:

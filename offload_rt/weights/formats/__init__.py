@@ -31,6 +31,8 @@ class WeightFormat(ABC):
     """
 
     name: ClassVar[str]
+    # Whether products never depend on the number of rows, even where torch's product is faster.
+    is_batch_invariant = False
 
     def __init__(self, quantization_config: object = None, notice: str = "") -> None:
         """Raises UnsupportedModelError for a config that is not understood."""

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from offload_rt.models.architecture import LayerWeights
-from offload_rt.ops.dequantize import BlockMatrix, CodedMatrix
-from offload_rt.ops.linear import linear
 from offload_rt.weights.formats import WeightFormat
 from offload_rt.weights.layout import Layout
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from offload_rt.ops.dequantize import BlockMatrix, CodedMatrix
 
 
 def matches(quantization_config: object) -> bool:
@@ -28,7 +28,7 @@ class Format(WeightFormat):
 
     def view(self, layout: Layout, block: Tensor, dtype: torch.dtype) -> View:
         """Weights of another dtype are converted at each use."""
-        return View(layout, block, dtype)
+        return View(layout, block, dtype, self.is_batch_invariant)
 
 
 class _Views(dict[str, "Tensor"]):
@@ -47,11 +47,14 @@ class _Views(dict[str, "Tensor"]):
 
 
 class View(LayerWeights):
-    """The weights of one layer, used where they lie, see `WeightFormat.view`."""
+    """The weights of one layer, read in place, see `WeightFormat.view`."""
 
-    def __init__(self, layout: Layout, block: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, layout: Layout, block: Tensor, dtype: torch.dtype, is_batch_invariant: bool = False) -> None:
         self._tensors = _Views(layout, block)
-        self.layout, self.block, self._dtype = layout, block, dtype
+        self.layout = layout
+        self.block = block
+        self._dtype = dtype
+        self._is_batch_invariant = is_batch_invariant
 
     @property
     def dtype(self) -> torch.dtype:
@@ -63,9 +66,10 @@ class View(LayerWeights):
         return self._tensors[name].to(dtype or self._dtype)
 
     def linear(self, x: Tensor, name: str) -> Tensor:
-        """x (n, n_in) times `<name>.weight` (n_out, n_in) transposed, plus `<name>.bias` where there is one: (n, n_out)."""
+        """Multiply x (n, n_in) by `<name>.weight` (n_out, n_in) and add `<name>.bias` if it exists: (n, n_out)."""
+        from offload_rt.ops.linear import linear  # not at the top: a plan computes nothing
 
-        return linear(x, self._weight(name), self._bias(name))
+        return linear(x, self._weight(name), self._bias(name), self._is_batch_invariant)
 
     def _bias(self, name: str) -> Tensor | None:
         bias = self._tensors.get(f"{name}.bias")
