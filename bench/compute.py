@@ -3,34 +3,40 @@
     python -m bench.compute [--parts products pass attention] [--size 2100MB] [--rows 176] [--context 300]
 
 Products: every weight format against the multiply-add peak and the memory bandwidth of the same round, torch's product beside.
-Pass: the time of a pass over a tree by kind of op, all layers resident, under torch's profiler.
+Pass: the time of a pass over a tree by kernel of the CPU library, all layers resident.
 Attention: implementations of attention, interleaved. With --avx2 torch, MKL and oneDNN use AVX2 only.
 """
 
 import argparse
+import ctypes
 import os
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from bench import products
 from bench.gpu.shapes import random_tree
 from bench.measure import AVX2_ENVIRONMENT, Spread, commit, expanded_model, flag_parser, machine, print_result
 from bench.products import DENSE, QUANTIZED
 from offload_rt import LLM, ops
-from offload_rt.ops import reference
+from offload_rt.ops import cpu, reference
 from offload_rt.tree.topology import Topology
 from offload_rt.weights.checkpoint import open_checkpoint
 
 PARTS = ("products", "pass", "attention")
-# By what an op of torch is called, in this order; the rest is "else".
-_KINDS = {"attention": ("attention",), "products": ("mm", "linear", "matmul")}
+# Kernels of the CPU library by kind; the rest of a pass is "else".
+_KINDS = {
+    "offload_rt_linear": "products",
+    "offload_rt_tree_attention": "attention",
+    "offload_rt_rms_norm": "norms",
+    "offload_rt_silu_mul": "gates",
+}
 _ELSE = "else"
 _N_PASSES, _N_ROUNDS = 3, 15
 _ONE_ROW_KEYS = (256, 1024)
@@ -38,16 +44,36 @@ _ONE_ROW_KEYS = (256, 1024)
 _OTHER_HEADS = ((32, 8, 64), (32, 32, 64))
 
 
+class TimedLibrary:
+    """The CPU library with the seconds of each kind of kernel."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._library = library
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        kernel = getattr(self._library, name)
+
+        def timed(*arguments: object) -> object:
+            started = time.perf_counter()
+            result = kernel(*arguments)
+            self.seconds[_KINDS.get(name, _ELSE)] += time.perf_counter() - started
+            return result
+
+        return timed
+
+
 def shares(llm: LLM, topology: Topology, context: int) -> dict[str, float]:
-    """Share of each kind of op in the time of some passes."""
+    """Share of each kind of kernel in the time of passes. Needs the CPU library."""
     llm.time_passes(topology, context, 1)
-    with profile(activities=[ProfilerActivity.CPU]) as profiled:
-        llm.time_passes(topology, context, _N_PASSES)
-    seconds: defaultdict[str, float] = defaultdict(float)
-    for op in profiled.key_averages():
-        kind = next((kind for kind, words in _KINDS.items() if any(word in op.key for word in words)), _ELSE)
-        seconds[kind] += op.self_cpu_time_total
-    return {kind: part / sum(seconds.values()) for kind, part in seconds.items()}
+    library = cpu.library()
+    assert library is not None, "a C++ compiler builds it"
+    timed = TimedLibrary(library)
+    with patch.object(cpu, "library", lambda: timed):
+        passes = llm.time_passes(topology, context, _N_PASSES)
+    whole = sum(passes)
+    timed.seconds[_ELSE] = whole - sum(part for kind, part in timed.seconds.items() if kind != _ELSE)
+    return {kind: part / whole for kind, part in timed.seconds.items()}
 
 
 def by_products(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:

@@ -12,11 +12,10 @@ import numpy as np
 from offload_rt.engine.memory_plan import Sizes
 from offload_rt.planning.forecast import Forecast
 from offload_rt.planning.roofline import met_weights, n_weights
-from offload_rt.planning.sizes import decoded_nbytes, is_plain
 from offload_rt.system.machine import HostTimes, MachineProfile, PassBytes, TouchedExperts, pass_time
 
-# GB/s at which a processor reads weights from its memory and writes what it decodes of them (assumed): two channels of
-# DDR5-5600 have 89.6. Eight threads decode MXFP4 and integers of 4 bits as fast (`python -m bench.dequantize`).
+# GB/s at which a processor reads experts from its memory (assumed): two channels of DDR5-5600 have 89.6. Sixteen threads
+# multiply MXFP4 and 4-bit integers at that rate, 7 to 8 billion weights per second each (`python -m bench.compute`).
 RAM_GBPS = 60.0
 # Tokens a second, by the model's name.
 PUBLISHED = {
@@ -72,8 +71,7 @@ def touched(forecast: Forecast) -> TouchedForecast | None:
         profile = MachineProfile(machine.title, False, machine.links, 1.0, machine.fixed_s + computing_s)
         return pass_time(profile, PassBytes((), 0, experts=of_host, far=of_disk))
 
-    decoded = 0.0 if is_plain(target) else decoded_nbytes(target) / sum(target.layer_nbytes)
-    host_s = experts.nbytes * (1 + 2 * decoded) / RAM_GBPS / 1e9  # what is decoded is written, and read by the product
+    host_s = experts.nbytes / RAM_GBPS / 1e9
     beside = replace(experts, host=HostTimes((1,), (host_s,)))
     moved, less = (int(one.of_pass(np.array(1), links["host"])) for one in (experts, beside))
     of_cpu = share * (moved - less) / (of_each * experts.n_used)
