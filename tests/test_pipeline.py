@@ -43,7 +43,7 @@ def _said(
     folder.mkdir()
     script = folder / "script.py"
     script.write_text(_SCRIPT)
-    settings |= {"pipeline": n} if n > 1 else {}
+    settings = settings | ({"pipeline": n} if n > 1 else {})
     with started(str(script), [json.dumps([settings, prompts, params, n_parts])], folder, n) as ranks:
         assert [one.code() for one in ranks] == [0] * n, "".join(one.err for one in ranks)[-2000:]
         assert not any(one.out for one in ranks[1:])

@@ -198,7 +198,7 @@ def test_what_a_text_does_not_need_may_be_stored_in_any_way(model_of, monkeypatc
     [
         ("mamba", "'linear_attention' keep state other than keys and values"),
         ("kimi_linear", "'linear_attention' keep state"),
-        ("lfm3", "'conv' keep state"),
+        ("lfm2", "'conv' keep state"),
         ("t5", "encoder-decoder"),
         ("codegen", "use custom attention code"),
         ("bart", "no position_ids argument"),
