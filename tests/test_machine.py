@@ -254,3 +254,10 @@ def test_experts_cross_the_link_as_the_rows_of_a_pass_need_them():
         assert moved.at(0, n_rows) == {"disk": pytest.approx(10**9 + share * 2 * 10**9, rel=1e-6)}
     alone = replace(moved, streamed=())
     assert pass_times(profile, alone, np.array([1, 2]), 0) == pytest.approx([1 / 4, 7 / 16], rel=1e-3)
+
+
+def test_no_extrapolated_pass_is_faster_than_the_fastest_measured_pass() -> None:
+    """Times measured on a busy machine may fall with the width; a line through them reaches zero."""
+    falling = ComputeTimes((1, 8), (64, 128), ((2.0, 1.0), (2.5, 1.5)))
+    assert falling.at(np.array([4, 100, 10_000]), 64).tolist() == [pytest.approx(2 - 3 / 7), 1.0, 1.0]
+    assert (falling.at(np.array([100, 10_000]), 1000) > 0).all()

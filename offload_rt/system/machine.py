@@ -86,14 +86,14 @@ class ComputeTimes:
         return replace(self, seconds=rows)
 
     def _in_parts(self, n_rows: int, parts: np.ndarray, n_stages: int, context: int = 0) -> np.ndarray:
-        at_least = np.finfo(float).eps  # beyond the widths that were timed, a noisy line may fall below zero
-        seconds = np.maximum(self._at(n_rows / parts, max(context, self.contexts[0])), at_least)
+        seconds = self._at(n_rows / parts, max(context, self.contexts[0]))
         return np.asarray(seconds * (1 + (parts - 1) / n_stages))
 
     def _at(self, n_rows: np.ndarray, context: int) -> np.ndarray:
         table = np.array(self.seconds)
         by_width = [_line(np.array([context]), self.contexts, column)[0] for column in table.T]
-        return _line(n_rows, self.widths, by_width)
+        # Beyond the measured widths a noisy line may fall below zero. No pass is faster than the fastest measured pass.
+        return np.maximum(_line(n_rows, self.widths, by_width), min(by_width))
 
 
 @dataclass(frozen=True)
