@@ -490,7 +490,7 @@ void attend_block(const TreeAttention& a, const Sizes<T>& sizes, int64_t kv_head
 // Joins a block of a row to those before it.
 inline void join(float largest, float total, const float* sums, int64_t width, float* all_largest, float* all_total,
                  float* all_sums) {
-  if (largest == -__builtin_inff()) return;  // it sees nothing of the block
+  if (total == 0.0f) return;  // it sees nothing of the block; scores that are NaN give a total that is NaN
   const float most = largest > *all_largest ? largest : *all_largest;
   V parts = {};
   parts[0] = *all_largest - most, parts[1] = largest - most;

@@ -37,6 +37,7 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "tree_depth": (["8"], 8),
     "draft_context": (["256"], 256),
     "learn_draft": (["keep"], "keep"),
+    "batch_invariant": ([], True),
     "exact_parallel": ([], True),
     "split_draft": (["on"], "on"),
     "revision": (["main"], "main"),

@@ -99,7 +99,7 @@ def same(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
 def test_slots_lie_in_their_block_apart_from_each_other_and_aligned(tier: Tier) -> None:
     for i, layer in enumerate(some_layers()):
         layout = tier.layout(i)
-        assert {slot.name: (slot.shape, slot.dtype) for slot in layout.entries} == {
+        assert {slot.name: (slot.shape, slot.dtype.torch) for slot in layout.entries} == {
             name: (tuple(tensor.shape), tensor.dtype) for name, tensor in layer.items()
         }
         slots = sorted(layout.entries, key=lambda slot: slot.offset)

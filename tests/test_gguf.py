@@ -222,7 +222,7 @@ def test_what_a_file_says_of_itself(tmp_path: Path) -> None:
     assert mine.encode(text, add_special_tokens=False) == theirs.encode(text, add_special_tokens=False)
     assert mine.decode(mine.encode(text)) == text
     assert end_ids(path) == end_ids(DEMO) == {0}
-    assert open_checkpoint(path).dtype == torch.bfloat16
+    assert open_checkpoint(path).dtype == DType.BFLOAT16
     assert find_config(str(path))["num_hidden_layers"] == 6
     assert open_checkpoint(path).identity == open_checkpoint(copy).identity != open_checkpoint(DEMO).identity
     with open_llm(path, "disk") as llm:

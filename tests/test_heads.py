@@ -313,7 +313,7 @@ def test_greedy_tokens_are_transformers(tmp_path, kind, place):
         outputs = llm.generate(prompts, SamplingParams(max_new_tokens=24))
         alone = llm.generate(prompts[2], SamplingParams(max_new_tokens=24))[0]
         llm.engine.reset_prefix_cache()
-        assert not llm.engine.drafter._model._taken and not llm.engine.draft._caches, "ended sequences are released"
+        assert not llm.engine.drafter._model._inputs and not llm.engine.draft._caches, "ended sequences are released"
     assert [one.token_ids for one in outputs] == [generate(model, prompt, 24) for prompt in prompts]
     assert alone.token_ids == outputs[2].token_ids
     assert all(one.stats.nodes_per_tree > 1 for one in outputs)
@@ -398,7 +398,7 @@ def test_sequences_join_and_leave(tmp_path, kind):
         while engine.step():
             pass
         engine.reset_prefix_cache()
-        assert not (drafter._model._taken or drafter._proposals or llm.engine.draft._caches)
+        assert not (drafter._model._inputs or drafter._proposals or llm.engine.draft._caches)
     for sequence in several[:3]:
         n = sequence.n_prompt
         assert sequence.tokens[n:] == generate(model, sequence.tokens[:n], 20)
@@ -517,7 +517,7 @@ def test_layers_that_only_draft_are_ignored_by_other_drafters_and_found_beside_t
         ("eagle", {"target_hidden_size": 32}, {}, SettingsError, ["hidden size", "16", "32"]),
         ("eagle", {"vocab_size": 9}, {}, SettingsError, ["vocabulary", "8", "9"]),
         ("eagle", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 40]}}, {}, SettingsError, ["41", "5"]),
-        ("eagle", {"num_hidden_layers": 2}, {}, UnsupportedModelError, ["1 layer"]),
+        ("eagle", {"num_hidden_layers": 2}, {}, UnsupportedModelError, ["1 Llama layer"]),
         ("eagle", {"surprise": 1}, {}, UnsupportedModelError, ["surprise"]),
         ("eagle", {"draft_vocab_size": 4}, {}, CheckpointError, ["d2t"]),
         ("eagle", {}, {"drafter": "adaptive_tree"}, SettingsError, ["--drafter adaptive_tree", "--drafter eagle"]),

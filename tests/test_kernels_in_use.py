@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from offload_rt import LLM
 from offload_rt.executor.cuda_graphs import GraphShape
-from offload_rt.ops import TreeMask, extension
+from offload_rt.ops import TreeMask, cpu, extension
 from offload_rt.speculate.select import rule_of
 
 
@@ -39,6 +39,7 @@ def served(monkeypatch):
     served = Served()
     monkeypatch.setattr(extension, "serves", lambda _: True)
     monkeypatch.setattr(extension, "kernels", lambda: served)
+    monkeypatch.setattr(cpu, "library", lambda: None)
     return served
 
 

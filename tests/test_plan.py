@@ -320,7 +320,7 @@ def test_a_wrong_flag_is_told_before_torch_is_loaded() -> None:
         (["--gpu", "rtx4090", "--tree-size", "64"], "give a --draft-model"),
         (["--gpu", "rtx4090", "--drafter", "recycle"], "can be foreseen"),
         (["--gpu", "rtx4090", "--drafter", "static_tree"], "needs a draft model"),
-        (["--gpu", "rtx4090", "--draft-model", "llama2-7b", "--drafter", "self"], "omit --draft-model"),
+        (["--gpu", "rtx4090", "--draft-model", "llama2-7b", "--drafter", "self"], "with one leave it out"),
         (["--gpu", "rtx4090", "--drafter", "self"], "the device memory budget is too small"),
         (["--gpu", "rtx4090", "--acceptance", "sequoia"], "llama2-70b-chat"),
         (["--gpu", "rtx4090", "--draft-model", "llama3-8b"], "different tokenizer"),

@@ -119,7 +119,7 @@ def test_greedy_tokens_are_transformers(target_of, kind, place):
         assert llm.engine_plan.drafting.name == "mtp"
         outputs = llm.generate(prompts, SamplingParams(max_new_tokens=24))
         llm.engine.reset_prefix_cache()
-        assert not llm.engine.drafter._model._taken and not llm.engine.draft._caches, "ended sequences are released"
+        assert not llm.engine.drafter._model._inputs and not llm.engine.draft._caches, "ended sequences are released"
     assert [one.token_ids for one in outputs] == [generate(target.model, prompt, 24) for prompt in prompts]
     assert all(one.stats.nodes_per_tree > 1 for one in outputs)
 

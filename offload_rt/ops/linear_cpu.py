@@ -38,8 +38,12 @@ def serves(x: Tensor, weight: Tensor | CodedMatrix | BlockMatrix) -> bool:
     if isinstance(weight, Tensor):
         is_known = weight.dtype in cpu.DTYPES and weight.stride(-1) == 1
     else:
-        is_known = isinstance(weight, CodedMatrix) or weight.type in KERNEL_BLOCKS
+        is_known = weight.type in KERNEL_BLOCKS if isinstance(weight, BlockMatrix) else _has_scales(weight)
     return is_known and cpu.library() is not None
+
+
+def _has_scales(weight: CodedMatrix) -> bool:
+    return weight.product in cpu.DTYPES and (weight.scales.dtype in cpu.DTYPES or weight.scales.dtype in POWERS_OF_TWO)
 
 
 def linear(x: Tensor, weight: Tensor | CodedMatrix | BlockMatrix, bias: Tensor | None) -> Tensor:
@@ -48,6 +52,8 @@ def linear(x: Tensor, weight: Tensor | CodedMatrix | BlockMatrix, bias: Tensor |
     assert library is not None
     x = x if x.stride(-1) == 1 else x.contiguous()
     matrix = _describe(weight)
+    if x.shape[1] != matrix.n_in:  # the kernel would read other memory
+        raise RuntimeError(f"x has {x.shape[1]} columns, its weight {matrix.n_in}")
     if bias is not None:
         matrix.bias, matrix.bias_dtype = bias.data_ptr(), cpu.DTYPES[bias.dtype]
     y = torch.empty(len(x), matrix.n_out, dtype=x.dtype)
