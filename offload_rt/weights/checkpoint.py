@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -136,7 +137,12 @@ def locate(model: str, revision: str | None = None, offline: bool = False, has_w
 
 
 def check_paths(config: EngineConfig) -> None:
-    """Raise CheckpointError where a model is a path without a file; hub ids are not looked up."""
+    """Raise CheckpointError where a model is a path without a file; hub ids are not looked up.
+
+    Under torchrun, ranks connect first, so that every rank learns of the error.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return
     for model in filter(None, (config.model, config.draft_model)):
         _local(model)
 
