@@ -93,7 +93,7 @@ class ComputeTimes:
         table = np.array(self.seconds)
         by_width = [_line(np.array([context]), self.contexts, column)[0] for column in table.T]
         # Beyond the measured widths a noisy line may fall below zero. No pass is faster than the fastest measured pass.
-        return np.maximum(_line(n_rows, self.widths, by_width), min(by_width))
+        return np.asarray(np.maximum(_line(n_rows, self.widths, by_width), min(by_width)))
 
 
 @dataclass(frozen=True)
