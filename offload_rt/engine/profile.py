@@ -25,6 +25,7 @@ from offload_rt.offload.disk import DiskTier, ReadSettings
 from offload_rt.offload.pinning import pin, unpin
 from offload_rt.offload.streamer import LayerView
 from offload_rt.offload.tier import Tier, read_parallel
+from offload_rt.ops.linear import linear
 from offload_rt.system.files import read_cached, write_cached
 from offload_rt.system.machine import ComputeTimes, MachineProfile, PassBytes, cache_nbytes, memory_free
 from offload_rt.system.numa import cpus_near, staying_near
@@ -91,7 +92,7 @@ def memory_gbps(dtype: torch.dtype, device: torch.device, n_rows: int = 1) -> fl
     width = 4096
     matrix = torch.ones(beyond_caches(device) // dtype.itemsize // width // n_rows, width, dtype=dtype, device=device)
     vectors = torch.ones(n_rows, width, dtype=dtype, device=device)
-    seconds = timed(device, lambda: torch.nn.functional.linear(vectors, matrix))
+    seconds = timed(device, lambda: linear(vectors, matrix))
     return matrix.nbytes / median(seconds) / 1e9
 
 

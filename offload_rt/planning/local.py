@@ -12,6 +12,7 @@ from offload_rt.engine import profile
 from offload_rt.engine.engine_plan import memory_budget, pick_device
 from offload_rt.errors import SettingsError
 from offload_rt.offload.disk import DiskTier
+from offload_rt.ops.linear import linear
 from offload_rt.planning.forecast import CPU_DECODE_GBPS, DECODE_GBPS, LEVEL_S, Machine
 from offload_rt.planning.roofline import Roof
 from offload_rt.planning.sizes import find_checkpoint
@@ -70,7 +71,7 @@ def measure_roof(dtype: DType, device: torch.device) -> Roof:
 
 def _timed_product(rows: torch.Tensor, matrix: torch.Tensor) -> float:
     started = time.perf_counter()
-    torch.nn.functional.linear(rows, matrix)
+    linear(rows, matrix)
     if matrix.is_cuda:
         torch.cuda.synchronize(matrix.device)
     return time.perf_counter() - started
