@@ -15,7 +15,7 @@ from offload_rt.planning.roofline import met_weights, n_weights
 from offload_rt.system.machine import HostTimes, MachineProfile, PassBytes, TouchedExperts, pass_time
 
 # GB/s at which a processor reads experts from its memory (assumed): two channels of DDR5-5600 have 89.6. Sixteen threads
-# multiply MXFP4 and 4-bit integers at that rate, 7 to 8 billion weights per second each (`python -m bench.compute`).
+# multiply MXFP4 and 4-bit integers at that rate, about 7 billion weights per second each (`python -m bench.compute`).
 RAM_GBPS = 60.0
 # Tokens a second, by the model's name.
 PUBLISHED = {
