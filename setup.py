@@ -2,14 +2,17 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-# Bounded above: an unbounded torch fetches gigabytes of CUDA on a machine that has a CPU build at hand.
+# Bounded above: an unbounded torch fetches gigabytes of CUDA on a machine that has a CPU build at
+# hand.
 TORCH = "torch>=2.11,<2.14"
 SERVER = ["fastapi>=0.115,<1", "uvicorn>=0.30,<1", "prometheus-client>=0.20,<1"]
 
 setup(
     name="offload-rt",
     version="0.1.0",
-    description="Run a language model larger than its device's memory, exactly, at the speed of the link",
+    description=(
+        "Run a language model larger than its device's memory, exactly, at the speed of the link"
+    ),
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
@@ -18,7 +21,8 @@ setup(
     classifiers=["Operating System :: POSIX :: Linux"],
     entry_points={"console_scripts": ["offload-rt = offload_rt.cli.main:script"]},
     packages=find_packages(include=["offload_rt", "offload_rt.*"]),
-    # Sources, not libraries: those are built where they are to run, by the torch that is there (offload_rt/ops/build.py).
+    # Sources, not libraries: those are built where they are to run, by the torch that is there
+    # (offload_rt/ops/build.py).
     package_data={
         "offload_rt": ["csrc/*"],
         "offload_rt.planning": ["known_models.json"],

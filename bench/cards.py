@@ -1,10 +1,11 @@
 """What would several cards gain? A forecast by `offload_rt.planning`, with nothing measured.
 
-    python -m bench.cards [--model llama2-70b] [--draft-model llama2-7b] [--gpu rtx4090] [--ram 192GiB] [--context 128]
+    python -m bench.cards [--model llama2-70b] [--draft-model llama2-7b] [--gpu rtx4090] [--ram
+    192GiB] [--context 128]
 
-For 1 to 8 cards: seconds per token of the pair in bfloat16, as it is and lossless, with a link for each card and with one for
-every two, by what of the model each card has. In brackets what the last doubling gained; behind the table what passes wait for.
-The last line is one JSON object.
+For 1 to 8 cards: seconds per token of the pair in bfloat16, as it is and lossless, with a link for
+each card and with one for every two, by what of the model each card has. In brackets what the last
+doubling gained; behind the table what passes wait for. The last line is one JSON object.
 """
 
 import argparse
@@ -34,18 +35,26 @@ COLUMNS = {(shared, encoded): f"{'lossless' if encoded else 'raw'}{', shared' if
            for encoded in (False, True) for shared in (False, True)}  # fmt: skip
 
 
-def forecasts(flags: argparse.Namespace, how: dict[str, bool]) -> Iterator[tuple[int, str, Forecast | None]]:
+def forecasts(
+    flags: argparse.Namespace, how: dict[str, bool]
+) -> Iterator[tuple[int, str, Forecast | None]]:
     """Number of cards, column, and what is predicted; None where the model does not fit."""
     card = find_card(flags.gpu)
     one = Machine.with_card(card, parse_size(flags.ram), 7.0)
-    target, draft = (Sizes.of_spec(spec_of(KNOWN[name]), DType.BFLOAT16) for name in (flags.model, flags.draft_model))
+    target, draft = (
+        Sizes.of_spec(spec_of(KNOWN[name]), DType.BFLOAT16)
+        for name in (flags.model, flags.draft_model)
+    )
     config = EngineConfig(flags.model, flags.draft_model, drafter="static_tree")
     acceptance = assume("auto", ("", ""), (flags.model, flags.draft_model), 0.0)
     for n in N_CARDS:
         for (shared, encoded), column in COLUMNS.items():
             ranks = Parallelism.of(n, card, card.link.gbps, None, shared_link=shared, **how)
             part = ranks.part(target)
-            models = lossless(part, True) if encoded else part, ranks.part(draft) if ranks.split_draft else draft
+            models = (
+                lossless(part, True) if encoded else part,
+                ranks.part(draft) if ranks.split_draft else draft,
+            )
             request = PlanRequest(config, models, acceptance, flags.context, 128)
             yield n, column, predict_if_it_fits(request, one.of_rank(ranks))
 
@@ -66,12 +75,19 @@ def main() -> None:
         print(f"\n{title}\ncards" + "".join(f"{column:>18}" for column in COLUMNS.values()))
         for n in N_CARDS:
             print(
-                f"{n:5}" + "".join(_cell(found[n, column], found.get((n // 2, column))) for column in COLUMNS.values())
+                f"{n:5}"
+                + "".join(
+                    _cell(found[n, column], found.get((n // 2, column)))
+                    for column in COLUMNS.values()
+                )
             )
         for n in N_CARDS[1:]:
             if (one := found[n, "lossless"]) is not None:
                 print(f"{n}, lossless: {one.bound}")
-        result[title] = {f"{n}, {column}": one and one.run.seconds_per_token for (n, column), one in found.items()}
+        result[title] = {
+            f"{n}, {column}": one and one.run.seconds_per_token
+            for (n, column), one in found.items()
+        }
     print(json.dumps(result))
 
 

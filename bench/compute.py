@@ -1,10 +1,13 @@
-"""How close to the ceilings of a CPU are products of stored weights? Is torch's attention the fastest there?
+"""How close to the ceilings of a CPU are products of stored weights? Is torch's attention the
+fastest there?
 
-    python -m bench.compute [--parts products pass attention] [--size 2100MB] [--rows 176] [--context 300]
+    python -m bench.compute [--parts products pass attention] [--size 2100MB] [--rows 176]
+    [--context 300]
 
-Products: every weight format against the multiply-add peak and the memory bandwidth of the same round, torch's product beside.
-Pass: the time of a pass over a tree by kernel of the CPU library, all layers resident.
-Attention: implementations of attention, interleaved. With --avx2 torch, MKL and oneDNN use AVX2 only.
+Products: every weight format against the multiply-add peak and the memory bandwidth of the same
+round, torch's product beside. Pass: the time of a pass over a tree by kernel of the CPU library,
+all layers resident. Attention: implementations of attention, interleaved. With --avx2 torch, MKL
+and oneDNN use AVX2 only.
 """
 
 import argparse
@@ -22,7 +25,15 @@ from torch import Tensor
 
 from bench import products
 from bench.gpu.shapes import random_tree
-from bench.measure import AVX2_ENVIRONMENT, Spread, commit, expanded_model, flag_parser, machine, print_result
+from bench.measure import (
+    AVX2_ENVIRONMENT,
+    Spread,
+    commit,
+    expanded_model,
+    flag_parser,
+    machine,
+    print_result,
+)
 from bench.products import DENSE, QUANTIZED
 from offload_rt import LLM, ops
 from offload_rt.ops import cpu, reference
@@ -38,7 +49,8 @@ _KINDS = {
     "offload_rt_silu_mul": "gates",
 }
 _ELSE = "else"
-_N_PASSES, _N_ROUNDS = 3, 15
+_N_PASSES = 3
+_N_ROUNDS = 15
 _ONE_ROW_KEYS = (256, 1024)
 # Query heads, heads of keys, columns of each; the model's own come first.
 _OTHER_HEADS = ((32, 8, 64), (32, 32, 64))
@@ -72,13 +84,19 @@ def shares(llm: LLM, topology: Topology, context: int) -> dict[str, float]:
     with patch.object(cpu, "library", lambda: timed):
         passes = llm.time_passes(topology, context, _N_PASSES)
     whole = sum(passes)
-    timed.seconds[_ELSE] = whole - sum(part for kind, part in timed.seconds.items() if kind != _ELSE)
+    timed.seconds[_ELSE] = whole - sum(
+        part for kind, part in timed.seconds.items() if kind != _ELSE
+    )
     return {kind: part / whole for kind, part in timed.seconds.items()}
 
 
 def by_products(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
-    """Two products and a softmax, with the heads of a group as rows of one; scores are rounded to the dtype of `q`."""
-    n, n_groups, head_dim = q.shape[0], k.shape[0], q.shape[2]
+    """Two products and a softmax, with the heads of a group as rows of one; scores are rounded to
+    the dtype of `q`.
+    """
+    n = q.shape[0]
+    n_groups = k.shape[0]
+    head_dim = q.shape[2]
     rows = q.view(n, n_groups, -1, head_dim).permute(1, 2, 0, 3).reshape(n_groups, -1, head_dim)
     scores = torch.bmm(rows * scale, k.transpose(1, 2)).view(n_groups, -1, n, k.shape[1])
     weights = scores.float().masked_fill_(~visible, float("-inf")).softmax(-1).to(q.dtype)
@@ -106,7 +124,9 @@ def attention_ms(heads: tuple[int, int, int], n_rows: int, n_keys: int) -> dict[
     n_heads, n_kv_heads, head_dim = heads
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(n_rows, n_heads, head_dim, generator=generator).bfloat16()
-    k, v = (torch.randn(n_kv_heads, n_keys, head_dim, generator=generator).bfloat16() for _ in range(2))
+    k, v = (
+        torch.randn(n_kv_heads, n_keys, head_dim, generator=generator).bfloat16() for _ in range(2)
+    )
     scale = head_dim**-0.5
     tree = random_tree(n_rows)
     mask = tree.mask(0, n_rows, n_keys - n_rows)
@@ -120,10 +140,17 @@ def attention_ms(heads: tuple[int, int, int], n_rows: int, n_keys: int) -> dict[
 
 def shares_of_pass(flags: argparse.Namespace) -> dict[str, float]:
     """Print the shares of the ops in a pass over a random tree."""
-    limits = {"tree_size": flags.rows, "max_model_len": flags.context + flags.rows + 36, "device_memory": "6GB"}
+    limits = {
+        "tree_size": flags.rows,
+        "max_model_len": flags.context + flags.rows + 36,
+        "device_memory": "6GB",
+    }
     with LLM(str(expanded_model(flags.size)), device="cpu", drafter="ngram", **limits) as llm:
         found = shares(llm, random_tree(flags.rows), flags.context)
-    print(f"a pass of {flags.rows} rows: " + ", ".join(f"{kind} {share:.0%}" for kind, share in found.items()))
+    print(
+        f"a pass of {flags.rows} rows: "
+        + ", ".join(f"{kind} {share:.0%}" for kind, share in found.items())
+    )
     return found
 
 
@@ -132,7 +159,10 @@ def compare_attention(flags: argparse.Namespace) -> dict[str, object]:
     spec = open_checkpoint(expanded_model(flags.size)).spec
     found: dict[str, object] = {}
     for heads in ((spec.n_heads, spec.n_kv_heads, spec.head_dim), *_OTHER_HEADS):
-        for n_rows, n_keys in ((flags.rows, flags.context + flags.rows), *((1, n) for n in _ONE_ROW_KEYS)):
+        for n_rows, n_keys in (
+            (flags.rows, flags.context + flags.rows),
+            *((1, n) for n in _ONE_ROW_KEYS),
+        ):
             case = "{} rows to {} keys, {}/{} heads of {}".format(n_rows, n_keys, *heads)
             times = attention_ms(heads, n_rows, n_keys)
             found[case] = {name: vars(spread) for name, spread in times.items()}
@@ -144,15 +174,22 @@ def main() -> None:
     """Print the parts asked for and one JSON line."""
     parser = flag_parser(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--formats", nargs="+", choices=[*DENSE, *QUANTIZED], default=[*DENSE, *QUANTIZED])
+    parser.add_argument(
+        "--formats", nargs="+", choices=[*DENSE, *QUANTIZED], default=[*DENSE, *QUANTIZED]
+    )
     parser.add_argument("--rounds", type=int, default=5, help="of products")
     parser.add_argument("--avx2", action="store_true")
     parser.add_argument("--size", default="2100MB")
     parser.add_argument("--rows", type=int, default=176)
     parser.add_argument("--context", type=int, default=300)
     flags = parser.parse_args()
-    if flags.avx2 and not os.environ.keys() >= AVX2_ENVIRONMENT.keys():  # libraries read it while they are loaded
-        os.execve(sys.executable, [sys.executable, "-m", "bench.compute", *sys.argv[1:]], os.environ | AVX2_ENVIRONMENT)
+    # libraries read it while they are loaded
+    if flags.avx2 and not os.environ.keys() >= AVX2_ENVIRONMENT.keys():
+        os.execve(
+            sys.executable,
+            [sys.executable, "-m", "bench.compute", *sys.argv[1:]],
+            os.environ | AVX2_ENVIRONMENT,
+        )
     print(f"{machine()}; commit {commit()}{'; AVX2 only' if flags.avx2 else ''}")
     found: dict[str, object] = {}
     if "products" in flags.parts:

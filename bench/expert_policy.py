@@ -1,10 +1,12 @@
-"""Which experts should stay, and does it pay to fetch those ahead that the next layer will probably take?
+"""Which experts should stay, and does it pay to fetch those ahead that the next layer will probably
+take?
 
-`python -m bench.expert_policy --model FOLDER` replays the choices of a mixture's routers on held-out text (of one that
-`scripts/train_mixture.py` has trained, say) through `ExpertCache`, whose link and computing follow a clock of their own;
-without a model the routers take all experts alike. What is there and what is fetched is told by what is needed; the floor of
-what is fetched is Belady's choice of what makes room, which knows the future and fetches nothing ahead. A second is the link's
-time for the experts of a row. The last line is one JSON object.
+`python -m bench.expert_policy --model FOLDER` replays the choices of a mixture's routers on
+held-out text (of one that `scripts/train_mixture.py` has trained, say) through `ExpertCache`, whose
+link and computing follow a clock of their own; without a model the routers take all experts alike.
+What is there and what is fetched is told by what is needed; the floor of what is fetched is
+Belady's choice of what makes room, which knows the future and fetches nothing ahead. A second is
+the link's time for the experts of a row. The last line is one JSON object.
 """
 
 import argparse
@@ -39,7 +41,9 @@ _NOTHING = PackedLayer(torch.empty(0, dtype=torch.uint8), Layout((), 0))
 
 @dataclass(frozen=True)
 class Choices:
-    """What routers chose, (tokens, layers, n_used), and what was `expected` of the layer behind, wrong for the last one."""
+    """What routers chose, (tokens, layers, n_used), and what was `expected` of the layer behind,
+    wrong for the last one.
+    """
 
     chosen: np.ndarray
     expected: np.ndarray
@@ -49,7 +53,9 @@ class Choices:
     def alike(cls, n_tokens: int, n_layers: int, n_experts: int, n_used: int) -> "Choices":
         """Of routers that take all experts equally often, and of which nothing can be foretold."""
         chance = np.random.default_rng(0)
-        both = chance.random((2, n_tokens, n_layers, n_experts)).argpartition(n_used, -1)[..., :n_used]
+        both = chance.random((2, n_tokens, n_layers, n_experts)).argpartition(n_used, -1)[
+            ..., :n_used
+        ]
         return cls(both[0], both[1], n_experts)
 
     @classmethod
@@ -58,20 +64,27 @@ class Choices:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         gates = [one.mlp.gate for one in model.model.layers]
         given: list[torch.Tensor] = []
-        hooks = [one.register_forward_hook(lambda _, args, out: given.append(args[0])) for one in gates]
-        chosen, expected = [], []
+        hooks = [
+            one.register_forward_hook(lambda _, args, out: given.append(args[0])) for one in gates
+        ]
+        chosen = []
+        expected = []
         for tokens in held_out_prompts(AutoTokenizer.from_pretrained(folder), n_texts, n_tokens):
             given.clear()
             with torch.inference_mode():
                 model(torch.tensor([tokens]), use_cache=False)
                 hidden = [one.reshape(-1, one.shape[-1]) for one in given]
                 of_next = zip([*gates[1:], gates[0]], hidden, strict=True)
-                chosen.append(torch.stack([gate(x)[2] for gate, x in zip(gates, hidden, strict=True)], 1))
+                chosen.append(
+                    torch.stack([gate(x)[2] for gate, x in zip(gates, hidden, strict=True)], 1)
+                )
                 expected.append(torch.stack([gate(x)[2] for gate, x in of_next], 1))
             del given[len(gates) :]
         for hook in hooks:
             hook.remove()
-        return cls(torch.cat(chosen).numpy(), torch.cat(expected).numpy(), model.config.num_local_experts)
+        return cls(
+            torch.cat(chosen).numpy(), torch.cat(expected).numpy(), model.config.num_local_experts
+        )
 
     def passes(self, n_rows: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Of passes of so many tokens that follow each other."""
@@ -81,9 +94,19 @@ class Choices:
     def describe(self) -> dict[str, float]:
         """How far from alike they are."""
         n_tokens, n_layers, n_used = self.chosen.shape
-        share = np.array([np.bincount(self.chosen[:, k].ravel(), minlength=self.n_experts) for k in range(n_layers)])
+        share = np.array(
+            [
+                np.bincount(self.chosen[:, k].ravel(), minlength=self.n_experts)
+                for k in range(n_layers)
+            ]
+        )
         busiest = -np.sort(-share, 1)[:, : self.n_experts // 4].sum() / share.sum()
-        again = np.mean([len(np.intersect1d(a, b)) for a, b in zip(self._flat()[:-1], self._flat()[1:], strict=True)])
+        again = np.mean(
+            [
+                len(np.intersect1d(a, b))
+                for a, b in zip(self._flat()[:-1], self._flat()[1:], strict=True)
+            ]
+        )
         hits = [
             len(np.intersect1d(self.chosen[t, k + 1], self.expected[t, k]))
             for t in range(n_tokens)
@@ -97,9 +120,9 @@ class Choices:
         }
 
     def _flat(self) -> np.ndarray:
-        return np.array(self.chosen + self.n_experts * np.arange(self.chosen.shape[1])[:, None]).reshape(
-            len(self.chosen), -1
-        )
+        return np.array(
+            self.chosen + self.n_experts * np.arange(self.chosen.shape[1])[:, None]
+        ).reshape(len(self.chosen), -1)
 
 
 class Replayed(ExpertCache):
@@ -113,7 +136,11 @@ class Replayed(ExpertCache):
         for i in range(sizes.n_blocks):
             tier.put(i, _NOTHING)
         super().__init__(sizes, tier, lambda *_: None, [_NOTHING.block] * n_slots)
-        self.now, self.n_needed, self.n_there, self.n_fetched, self._is_card = 0.0, 0, 0, 0, is_card
+        self.now = 0.0
+        self.n_needed = 0
+        self.n_there = 0
+        self.n_fetched = 0
+        self._is_card = is_card
         self._urgent: list[list] = []  # block, slot, seconds left
         self._idle: list[list] = []
 
@@ -160,7 +187,8 @@ class Replayed(ExpertCache):
         self.n_there += sum(one in self._slot_of and one not in coming for one in self._wanted)
         if self._is_card:
             return
-        likely, self._idle = self._idle, []
+        likely = self._idle
+        self._idle = []
         for one in likely:
             if one[0] in self._wanted:
                 self._urgent.append(one)
@@ -182,7 +210,9 @@ class Replayed(ExpertCache):
 
 @dataclass(frozen=True)
 class Setting:
-    """How long use is remembered, and how many of the experts that a row takes may be fetched ahead."""
+    """How long use is remembered, and how many of the experts that a row takes may be fetched
+    ahead.
+    """
 
     memory: float = 0.95
     ahead: float = 0.0
@@ -190,7 +220,9 @@ class Setting:
 
 @dataclass(frozen=True)
 class Found:
-    """Of passes: experts needed that were there, and fetched, by those needed; seconds; those that came by the cost model's."""
+    """Of passes: experts needed that were there, and fetched, by those needed; seconds; those that
+    came by the cost model's.
+    """
 
     there: float
     fetched: float
@@ -199,12 +231,18 @@ class Found:
 
 
 def replay(
-    choices: Choices, setting: Setting, share: float, n_rows: int, computing: float, is_card: bool, most: int
+    choices: Choices,
+    setting: Setting,
+    share: float,
+    n_rows: int,
+    computing: float,
+    is_card: bool,
+    most: int,
 ) -> Found:
     """What a policy gives with slots for this share of all experts.
 
-    computing  seconds of a layer besides its experts, by those that the link takes for the experts of a row
-    The first half of the passes fills the slots.
+    computing  seconds of a layer besides its experts, by those that the link takes for the experts
+               of a row The first half of the passes fills the slots.
     """
     n_layers, n_used = choices.chosen.shape[1:]
     sizes = ExpertSizes(Mixture(tuple(range(n_layers)), choices.n_experts, n_used), 1)
@@ -219,7 +257,11 @@ def replay(
             for k in range(n_layers):
                 cache.compute(computing * n_used)
                 is_last = k == n_layers - 1
-                likely = [] if is_last else [one for one, _ in Counter(expected[:, k].ravel().tolist()).most_common()]
+                likely = (
+                    []
+                    if is_last
+                    else [one for one, _ in Counter(expected[:, k].ravel().tolist()).most_common()]
+                )
                 cache.expect((k + 1) % n_layers, likely)
                 for _ in cache.arrive(k, Counter(chosen[:, k].ravel().tolist())):
                     cache.compute(computing)
@@ -227,7 +269,9 @@ def replay(
     seconds = (cache.now - started) / (n * n_layers * n_used)
     model = TouchedExperts("host", n_layers, choices.n_experts, n_used, 1, n_slots / n_layers)
     by_model = cache.n_fetched / (n * float(model.of_pass(np.array(n_rows))))
-    return Found(cache.n_there / cache.n_needed, cache.n_fetched / cache.n_needed, seconds, by_model)
+    return Found(
+        cache.n_there / cache.n_needed, cache.n_fetched / cache.n_needed, seconds, by_model
+    )
 
 
 def belady(choices: Choices, share: float, n_rows: int, most: int) -> float:
@@ -268,20 +312,29 @@ def settings() -> list[Setting]:
 
 
 def paced(folder: Path, memory: int, gbps: float) -> dict[float, Spread]:
-    """Seconds for a token of a model behind a link of a set speed, by what is fetched ahead, over those with nothing ahead."""
-    prompts, ratios = held_out_prompts(AutoTokenizer.from_pretrained(folder), 8, 24), dict[float, list[float]]()
+    """Seconds for a token of a model behind a link of a set speed, by what is fetched ahead, over
+    those with nothing ahead.
+    """
+    prompts = held_out_prompts(AutoTokenizer.from_pretrained(folder), 8, 24)
+    ratios = dict[float, list[float]]()
     with ExitStack() as stack:  # each has a cache of its own
         llms = {
-            one: stack.enter_context(open_paced(folder, "touched experts", memory, gbps)) for one in (0.0, 0.25, 8.0)
+            one: stack.enter_context(open_paced(folder, "touched experts", memory, gbps))
+            for one in (0.0, 0.25, 8.0)
         }
         print(f"{llms[0.0].plan.n_expert_slots} slots")
         for prompt in prompts:
-            seconds, texts = dict[float, float](), list[list[int]]()
+            seconds = dict[float, float]()
+            texts = list[list[int]]()
             for ahead, llm in llms.items():
                 with patch.object(expert_cache, "_AHEAD", ahead):
                     llm.generate(prompt, SamplingParams(max_new_tokens=8, temperature=0.0))
                     started = time.perf_counter()
-                    texts.append(llm.generate(prompt, SamplingParams(max_new_tokens=32, temperature=0.0))[0].token_ids)
+                    texts.append(
+                        llm.generate(prompt, SamplingParams(max_new_tokens=32, temperature=0.0))[
+                            0
+                        ].token_ids
+                    )
                 seconds[ahead] = time.perf_counter() - started
             assert texts == [texts[0]] * 3, "what is ahead changes no token"
             for ahead, value in seconds.items():
@@ -291,18 +344,30 @@ def paced(folder: Path, memory: int, gbps: float) -> dict[float, Spread]:
 
 def main() -> None:
     """Print a table for each number of slots and rows, and one JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, help="a mixture of transformers that was trained")
-    parser.add_argument("--shares", type=float, nargs="+", default=[0.15, 0.3, 0.6], help="slots / experts")
+    parser.add_argument(
+        "--shares", type=float, nargs="+", default=[0.15, 0.3, 0.6], help="slots / experts"
+    )
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--passes", type=int, default=500)
     parser.add_argument("--computing", type=float, default=0.1, help="see `replay`")
-    parser.add_argument("--card", action="store_true", help="copies come in the order in which they were enqueued")
-    parser.add_argument("--gbps", type=float, default=0.0, help="of a link that the model itself is run behind")
-    parser.add_argument("--memory", type=parse_size, default=parse_size("18MB"), help="of the model that is run")
+    parser.add_argument(
+        "--card", action="store_true", help="copies come in the order in which they were enqueued"
+    )
+    parser.add_argument(
+        "--gbps", type=float, default=0.0, help="of a link that the model itself is run behind"
+    )
+    parser.add_argument(
+        "--memory", type=parse_size, default=parse_size("18MB"), help="of the model that is run"
+    )
     flags = parser.parse_args()
     print(f"{machine()}; commit {commit()}")
-    choices = Choices.of_model(flags.model, 12, 512) if flags.model else Choices.alike(6144, 6, 32, 4)
+    choices = (
+        Choices.of_model(flags.model, 12, 512) if flags.model else Choices.alike(6144, 6, 32, 4)
+    )
     results: dict[str, object] = {"commit": commit(), "choices": choices.describe()}
     for ahead, ratio in paced(flags.model, flags.memory, flags.gbps).items() if flags.gbps else ():
         print(f"behind a link of {flags.gbps} GB/s, ahead {ahead}: {ratio}")
@@ -313,8 +378,14 @@ def main() -> None:
             floor = belady(choices, share, n_rows, flags.passes)
             print(f"\nslots for {share:.0%}, {n_rows} rows; Belady fetches {floor:.3f}")
             for one in settings():
-                found = replay(choices, one, share, n_rows, flags.computing, flags.card, flags.passes)
-                print(one, ", ".join(f"{key} {value:.3f}" for key, value in asdict(found).items()), flush=True)
+                found = replay(
+                    choices, one, share, n_rows, flags.computing, flags.card, flags.passes
+                )
+                print(
+                    one,
+                    ", ".join(f"{key} {value:.3f}" for key, value in asdict(found).items()),
+                    flush=True,
+                )
                 results[f"{share} {n_rows} {one.memory} {one.ahead}"] = asdict(found)
             results[f"{share} {n_rows} floor"] = floor
     print(json.dumps(results))

@@ -2,10 +2,11 @@
 
     python -m bench.long_context [--context 32768] [--gbps 0.25] [--dtype float32] [--rounds 5]
 
-A random model is streamed, and of its keys and values a quarter is on the device; the cache is filled with rows, not computed.
-A pass of one token is held against its floor: over the disk the same reads without computing, in turn; over a link of a set
-speed the bytes of weights and rows over that speed. Bytes are those that the meter of the link counts, beside those of the
-plan. The last line is one JSON object.
+A random model is streamed, and of its keys and values a quarter is on the device; the cache is
+filled with rows, not computed. A pass of one token is held against its floor: over the disk the
+same reads without computing, in turn; over a link of a set speed the bytes of weights and rows over
+that speed. Bytes are those that the meter of the link counts, beside those of the plan. The last
+line is one JSON object.
 """
 
 import time
@@ -35,17 +36,23 @@ from offload_rt.system.trace import Trace
 from offload_rt.tree.topology import Topology
 
 _SIZES = {
-    "vocab_size": 512, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12, "num_attention_heads": 16,
+    "vocab_size": 512, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12,
+    "num_attention_heads": 16,
     "num_key_value_heads": 4, "head_dim": 64,
 }  # fmt: skip
-_N_RESIDENT, _N_SLOTS, _SHARE = 3, 3, 4
+_N_RESIDENT = 3
+_N_SLOTS = 3
+_SHARE = 4
 
 
 class Passes:
     """Passes of one token after a long context, over some tier of the layers."""
 
-    def __init__(self, llm: LLM, tier: Tier, context: int, link: PacedLink | None, closes: ExitStack) -> None:
-        like, source = llm.engine.runner, resident_layers(llm)
+    def __init__(
+        self, llm: LLM, tier: Tier, context: int, link: PacedLink | None, closes: ExitStack
+    ) -> None:
+        like = llm.engine.runner
+        source = resident_layers(llm)
         spec = self.spec = like.spec
         resident = spread(spec.n_layers, _N_RESIDENT)
         streamed = tuple(None if i in resident else tier for i in range(spec.n_layers))
@@ -54,7 +61,11 @@ class Passes:
         self.runner = Runner(spec, streamer, like.non_layer, like.format, *where, Trace(on=False))
         closes.enter_context(closing(self.runner))
         split = KVSplit.least(
-            spec, context + 1, 1, RowFormat(spec.n_kv_heads, spec.head_dim, DType.of(like.dtype)), 512
+            spec,
+            context + 1,
+            1,
+            RowFormat(spec.n_kv_heads, spec.head_dim, DType.of(like.dtype)),
+            512,
         )
         split = replace(split, n_on_device=context // _SHARE)
         of_rows = split, spec.n_layers, streamer
@@ -65,9 +76,13 @@ class Passes:
         self._fill(self.cache, context)
         self._step = Step(id, torch.zeros(1, dtype=torch.int64), Topology.chain(1), 1, context)
         self.row_nbytes = sum(
-            (one.stop - one.start) * split.format.nbytes for i in range(spec.n_layers) for one in self.cache.beyond(i)
+            (one.stop - one.start) * split.format.nbytes
+            for i in range(spec.n_layers)
+            for one in self.cache.beyond(i)
         )
-        self.weight_nbytes = sum(tier.layout(i).nbytes for i in range(spec.n_layers) if i not in resident)
+        self.weight_nbytes = sum(
+            tier.layout(i).nbytes for i in range(spec.n_layers) if i not in resident
+        )
 
     def _fill(self, cache: HostCache, context: int) -> None:
         for part in (cache._buffer.keys, cache._buffer.values):
@@ -89,7 +104,8 @@ class Passes:
 
     def floor_s(self, n_passes: int = 3) -> float:
         """Mean seconds of the same reads without computing."""
-        moments, rows = [], [list(self.cache.beyond(i)) for i in range(self.spec.n_layers)]
+        moments = []
+        rows = [list(self.cache.beyond(i)) for i in range(self.spec.n_layers)]
         for _ in range(n_passes + 2):
             moments.append(time.perf_counter())
             with self.far.bring([one for of_layer in rows for one in of_layer]):
@@ -101,7 +117,10 @@ class Passes:
 
 def measure(name: str, passes: Passes, rounds: int, gbps: float | None) -> dict[str, object]:
     """Passes against their floor, in turn."""
-    moved, seconds, floors, counted = passes.weight_nbytes + passes.row_nbytes, [], [], []
+    moved = passes.weight_nbytes + passes.row_nbytes
+    seconds = []
+    floors = []
+    counted = []
     for _ in range(rounds):
         floors.append(moved / gbps / 1e9 if gbps else passes.floor_s())
         one, nbytes = passes.seconds()
@@ -109,16 +128,22 @@ def measure(name: str, passes: Passes, rounds: int, gbps: float | None) -> dict[
         counted.append(nbytes)
     ratio = Spread.of([one / floor for one, floor in zip(seconds, floors, strict=True)])
     print(
-        f"\n## {name}: {format_size(passes.weight_nbytes)} of weights, {format_size(passes.row_nbytes)} of rows a pass"
+        f"\n## {name}: {format_size(passes.weight_nbytes)} of weights,"
+        f" {format_size(passes.row_nbytes)} of rows a pass"
     )
     median = Spread.of(counted).median
     print(f"counted by the link   {format_size(median)} a pass, {median / moved:.4f} of these")
-    print(f"floor                 {Spread.of(floors)} s, {moved / Spread.of(floors).median / 1e9:.2f} GB/s")
+    print(
+        f"floor                 {Spread.of(floors)} s, {moved / Spread.of(floors).median / 1e9:.2f}"
+        " GB/s"
+    )
     print(f"pass                  {Spread.of(seconds)} s")
     print(f"pass / floor          {ratio}")
     return {
-        "weight_bytes": passes.weight_nbytes, "row_bytes": passes.row_nbytes, "counted_bytes": median,
-        "floor_s": asdict(Spread.of(floors)), "pass_s": asdict(Spread.of(seconds)), "pass_over_floor": asdict(ratio),
+        "weight_bytes": passes.weight_nbytes, "row_bytes": passes.row_nbytes,
+        "counted_bytes": median,
+        "floor_s": asdict(Spread.of(floors)), "pass_s": asdict(Spread.of(seconds)),
+        "pass_over_floor": asdict(ratio),
     }  # fmt: skip
 
 
@@ -136,14 +161,22 @@ def main() -> None:
         config = LlamaConfig(**_SIZES, dtype=flags.dtype, max_position_embeddings=2 * flags.context)
         LlamaForCausalLM(config).to(getattr(torch, flags.dtype)).save_pretrained(folder)
         with LLM(folder, device="cpu", drafter="none", max_model_len=256) as llm:
-            kv_nbytes = flags.context * llm.engine.runner.spec.kv_nbytes(llm.engine_plan.dtype.itemsize)
+            kv_nbytes = flags.context * llm.engine.runner.spec.kv_nbytes(
+                llm.engine_plan.dtype.itemsize
+            )
             print(
-                f"keys and values of {flags.context} tokens: {format_size(kv_nbytes)}, a quarter of them on the device"
+                f"keys and values of {flags.context} tokens: {format_size(kv_nbytes)}, a quarter of"
+                " them on the device"
             )
             link = PacedLink(flags.gbps)
             for name, tier, its_link, gbps in (
                 ("disk", llm.engine_plan.disk, None, None),
-                (f"a link of {flags.gbps} GB/s", PacedTier(resident_layers(llm), link, N_QUEUED), link, flags.gbps),
+                (
+                    f"a link of {flags.gbps} GB/s",
+                    PacedTier(resident_layers(llm), link, N_QUEUED),
+                    link,
+                    flags.gbps,
+                ),
             ):
                 with ExitStack() as closes:
                     results[name] = measure(

@@ -24,7 +24,8 @@ if TYPE_CHECKING:  # they take seconds to load
 
 ROOT = Path(__file__).resolve().parent.parent
 UNKNOWN = "unknown"
-# Settings by which torch, MKL and oneDNN use AVX2 on a newer CPU. The compiled CPU library adds its own.
+# Settings by which torch, MKL and oneDNN use AVX2 on a newer CPU. The compiled CPU library adds its
+# own.
 AVX2_ENVIRONMENT = {
     "ATEN_CPU_CAPABILITY": "avx2",
     "MKL_ENABLE_INSTRUCTIONS": "AVX2",
@@ -51,12 +52,21 @@ class Spread:
 
 def flag_parser(text: str | None) -> argparse.ArgumentParser:
     """A parser for a benchmark whose module says this of itself."""
-    return argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    return argparse.ArgumentParser(
+        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
 
 
 def print_result(bench: str, flags: argparse.Namespace, **found: object) -> None:
-    """Print the last line of a benchmark: one JSON object of where it ran, with which flags, and what it found."""
-    print(json.dumps({"bench": bench, "machine": machine(), "commit": commit(), **vars(flags), **found}, default=str))
+    """Print the last line of a benchmark: one JSON object of where it ran, with which flags, and
+    what it found.
+    """
+    print(
+        json.dumps(
+            {"bench": bench, "machine": machine(), "commit": commit(), **vars(flags), **found},
+            default=str,
+        )
+    )
 
 
 def machine() -> str:
@@ -69,12 +79,18 @@ def machine() -> str:
 
 
 def commit() -> str:
-    """The commit of the tree, marked if there are changes; without git, what OFFLOAD_RT_COMMIT says."""
+    """The commit of the tree, marked if there are changes; without git, what OFFLOAD_RT_COMMIT
+    says.
+    """
     if given := os.environ.get("OFFLOAD_RT_COMMIT"):
         return given
     try:
         done = subprocess.run(
-            ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
+            ["git", "describe", "--always", "--dirty"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
         )
     except OSError:  # there is no git
         return UNKNOWN
@@ -85,21 +101,41 @@ def expanded_model(size: str, source: Path = ROOT / "models/demo-target") -> Pat
     """The demo target or another model at a size, written on first use."""
     name = "expanded" if source.name == "demo-target" else source.name
     out = ROOT / "demo-cache" / f"{name}-{size}"
-    command = [sys.executable, "scripts/expand.py", "--source", str(source), "--out", str(out), "--size", size]
+    command = [
+        sys.executable,
+        "scripts/expand.py",
+        "--source",
+        str(source),
+        "--out",
+        str(out),
+        "--size",
+        size,
+    ]
     subprocess.run(command, cwd=ROOT, check=True)
     return out
 
 
 def quantized_model(model: Path, format: str, folder: Path) -> tuple[Path, Path]:
-    """A checkpoint in this format of `scripts/quantize.py`, and one of the same weights as floats, in a folder."""
+    """A checkpoint in this format of `scripts/quantize.py`, and one of the same weights as floats,
+    in a folder.
+    """
     out = folder / f"{model.name}-{format}", folder / f"{model.name}-plain"
-    command = [sys.executable, "scripts/quantize.py", str(model), str(out[0]), "--exact", str(out[1])]
+    command = [
+        sys.executable,
+        "scripts/quantize.py",
+        str(model),
+        str(out[0]),
+        "--exact",
+        str(out[1]),
+    ]
     subprocess.run([*command, "--format", format, "--group-size", "128"], cwd=ROOT, check=True)
     return out
 
 
 def gguf_model(model: Path, type: str, folder: Path) -> Path:
-    """A checkpoint as one GGUF file with matrices of this type, kept in a folder until the checkpoint is newer."""
+    """A checkpoint as one GGUF file with matrices of this type, kept in a folder until the
+    checkpoint is newer.
+    """
     out = folder / f"{model.name}-{type}.gguf"
     if not out.exists() or out.stat().st_mtime < (model / "config.json").stat().st_mtime:
         partial = out.with_suffix(f".{os.getpid()}.partial")
@@ -130,22 +166,32 @@ def drop_from_page_cache(checkpoint: Path) -> None:
 
 @dataclass(frozen=True)
 class ProcessRun:
-    """A process that succeeded: the object on its last line of stdout, its wall time, its peak resident memory in bytes."""
+    """A process that succeeded: the object on its last line of stdout, its wall time, its peak
+    resident memory in bytes.
+    """
 
     result: dict[str, Any]
     seconds: float
     peak_rss: int
 
 
-def run_json(arguments: Sequence[str], timeout_s: float = math.inf, cgroup: Path | None = None) -> ProcessRun:
-    """Run `python <arguments>` in the repository. Raises RuntimeError, with the last line of its errors, if it fails.
+def run_json(
+    arguments: Sequence[str], timeout_s: float = math.inf, cgroup: Path | None = None
+) -> ProcessRun:
+    """Run `python <arguments>` in the repository. Raises RuntimeError, with the last line of its
+    errors, if it fails.
 
     cgroup  directory of a control group for the process to join
     """
-    started, peak = time.perf_counter(), 0
+    started = time.perf_counter()
+    peak = 0
     with TemporaryFile("w+") as out, TemporaryFile("w+") as errors:
         # Files, not pipes: a process that fills a pipe waits for a reader.
-        join = ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(cgroup / "cgroup.procs")] if cgroup else []
+        join = (
+            ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(cgroup / "cgroup.procs")]
+            if cgroup
+            else []
+        )
         command = [*join, sys.executable, *arguments]
         with family(subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=errors)) as process:
             while process.poll() is None:
@@ -156,8 +202,12 @@ def run_json(arguments: Sequence[str], timeout_s: float = math.inf, cgroup: Path
         printed, complaints = (lines_of(file) for file in (out, errors))
     if process.returncode:
         reason = complaints[-1] if complaints else "nothing on stderr"
-        raise RuntimeError(f"{' '.join(arguments[:3])} failed with exit code {process.returncode}: {reason}")
-    return ProcessRun(json.loads(printed[-1]) if printed else {}, time.perf_counter() - started, peak)
+        raise RuntimeError(
+            f"{' '.join(arguments[:3])} failed with exit code {process.returncode}: {reason}"
+        )
+    return ProcessRun(
+        json.loads(printed[-1]) if printed else {}, time.perf_counter() - started, peak
+    )
 
 
 @contextmanager
@@ -179,7 +229,9 @@ def lines_of(file: IO[str]) -> list[str]:
 
 
 def _high_water(pid: int) -> int:
-    """Peak resident memory of a process so far. (wait4 counts the parent's from before the exec, too.)"""
+    """Peak resident memory of a process so far. (wait4 counts the parent's from before the exec,
+    too.)
+    """
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

@@ -17,7 +17,8 @@ from offload_rt.speculate.select import drafter_type, pick_drafter
 from offload_rt.tree.topology import Topology
 
 _CONTEXT = 512
-TARGET, DRAFT = str(ROOT / "models/demo-target"), str(ROOT / "models/demo-draft")
+TARGET = str(ROOT / "models/demo-target")
+DRAFT = str(ROOT / "models/demo-draft")
 
 
 def chain(n: int) -> Topology:
@@ -38,7 +39,8 @@ class Method:
 
     shape          makes a tree of a size where the drafter does not choose its own
     draft_context  tokens that it drafts by
-    chooses        whether the target's attention chooses them, where a draft model sees a part of a text
+    chooses        whether the target's attention chooses them, where a draft model sees a part of a
+                   text
     """
 
     name: str
@@ -48,11 +50,14 @@ class Method:
     draft_context: int | None = None
     chooses: bool = True
 
-    def open(self, model: str, n_nodes: int, dtype: str, device_memory: str | int, max_model_len: int) -> LLM:
+    def open(
+        self, model: str, n_nodes: int, dtype: str, device_memory: str | int, max_model_len: int
+    ) -> LLM:
         """A model that decodes this way, with trees of so many nodes whatever they cost."""
         config = EngineConfig(
             model, DRAFT if drafter_type(self.drafter).needs_model else None, dtype=dtype,
-            device_memory=device_memory, max_model_len=max_model_len, drafter=self.drafter, rule=self.rule,
+            device_memory=device_memory, max_model_len=max_model_len, drafter=self.drafter,
+            rule=self.rule,
             draft_context=self.draft_context, tree_size=None if self.drafter == "none" else n_nodes,
             tree_depth=n_nodes if self.shape is chain else None,
         )  # fmt: skip
@@ -60,14 +65,20 @@ class Method:
         shape = self.shape(n_nodes) if self.shape is not None else None
 
         def open_drafter(parts: DraftParts) -> Drafter:
-            # The draft is as good as free: the best tree of this size, not the best for this machine.
+            # The draft is as good as free: the best tree of this size, not the best for this
+            # machine.
             return chosen.type.open(replace(parts, cost=parts.cost.fixed(level_s=0.0), shape=shape))
 
         drafting = replace(chosen, type=replace(chosen.type, open=open_drafter))
         llm = LLM.open(config, drafting)
-        if drafting.type.drafts_by_copy:  # of streamed layers: as little memory as will do, so that all are
+        # of streamed layers: as little memory as will do, so that all are
+        if drafting.type.drafts_by_copy:
             plan = llm.plan
-            least = plan.reserved.total + len(plan.tiers) * plan.reserved.stand_in + 2 * plan.slot_nbytes
+            least = (
+                plan.reserved.total
+                + len(plan.tiers) * plan.reserved.stand_in
+                + 2 * plan.slot_nbytes
+            )
             llm = LLM.open(replace(config, device_memory=least), drafting)
         llm.load()
         if not self.chooses:
@@ -91,11 +102,14 @@ SYSTEMS = (
     Method("dynamic, coupled", "dynamic_tree", "coupled"),
     Method("adaptive", "adaptive_tree"),
 )
-# For texts that are longer than what drafts: those that draft by a part of the text, beside two that do not.
+# For texts that are longer than what drafts: those that draft by a part of the text, beside two
+# that do not.
 LONG = (
     Method("ngram", "ngram"),
     Method("recycle", "recycle"),
-    Method("draft model, first and last tokens", "adaptive_tree", draft_context=_CONTEXT, chooses=False),
+    Method(
+        "draft model, first and last tokens", "adaptive_tree", draft_context=_CONTEXT, chooses=False
+    ),
     Method("draft model, SpecExtend", "adaptive_tree", draft_context=_CONTEXT),
     *(
         Method(name, name, draft_context=_CONTEXT)
@@ -106,6 +120,11 @@ LONG = (
 
 @contextmanager
 def no_pair_stats() -> Iterator[None]:
-    """With an empty cache folder: statistics of earlier runs are not used, those of this run are not kept."""
-    with tempfile.TemporaryDirectory() as empty, mock.patch.dict(os.environ, {"XDG_CACHE_HOME": empty}):
+    """With an empty cache folder: statistics of earlier runs are not used, those of this run are
+    not kept.
+    """
+    with (
+        tempfile.TemporaryDirectory() as empty,
+        mock.patch.dict(os.environ, {"XDG_CACHE_HOME": empty}),
+    ):
         yield

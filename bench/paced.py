@@ -22,7 +22,9 @@ N_QUEUED = 2
 
 
 class PacedLink:
-    """A queue of `gbps` GB/s: a part leaves when the one before has arrived and takes its bytes over the rate."""
+    """A queue of `gbps` GB/s: a part leaves when the one before has arrived and takes its bytes
+    over the rate.
+    """
 
     def __init__(self, gbps: float) -> None:
         self._gbps = gbps
@@ -45,7 +47,9 @@ class PacedLink:
 
 
 class PacedTier:
-    """Delivers what `source` holds, one part after the other, over a link of its own or one that others use as well."""
+    """Delivers what `source` holds, one part after the other, over a link of its own or one that
+    others use as well.
+    """
 
     def __init__(self, source: Tier, link: float | PacedLink, n_parallel: int = 1) -> None:
         """link: or GB/s of it; n_parallel: parts that are in its queue at once."""
@@ -72,8 +76,11 @@ class _PacedDisk(PacedTier):
 
 
 def pace(llm: LLM, gbps: float) -> None:
-    """Put the layers and experts that an opened model will read from its disk behind one link of this rate."""
-    plan, link = llm.engine_plan, PacedLink(gbps)
+    """Put the layers and experts that an opened model will read from its disk behind one link of
+    this rate.
+    """
+    plan = llm.engine_plan
+    link = PacedLink(gbps)
     experts = plan.experts and replace(plan.experts, tier=_PacedDisk(plan.experts.tier, link))
     llm.engine_plan = replace(plan, disk=_PacedDisk(plan.disk, link), experts=experts)
 

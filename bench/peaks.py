@@ -1,4 +1,6 @@
-"""Measured ceilings of a CPU: the float32 multiply-add rate of all cores, and the read rate of its memory."""
+"""Measured ceilings of a CPU: the float32 multiply-add rate of all cores, and the read rate of its
+memory.
+"""
 
 import ctypes
 import time
@@ -10,18 +12,23 @@ import torch
 from offload_rt.engine.profile import beyond_caches
 from offload_rt.ops import cpu
 
-_N_FMA, _N_TIMES = 2_000_000, 8
+_N_FMA = 2_000_000
+_N_TIMES = 8
 
 
 def fma_gflops() -> float:
-    """Best float32 rate of all threads in GFLOP/s: independent multiply-adds in registers, two operations each."""
+    """Best float32 rate of all threads in GFLOP/s: independent multiply-adds in registers, two
+    operations each.
+    """
     library = cpu.library()
     assert library is not None, "a C++ compiler builds it"
     n_threads = torch.get_num_threads()
     n_flops = [0.0] * n_threads
 
     def run(i: int) -> None:
-        n_flops[i] = library.offload_rt_fma_rate(_N_FMA, ctypes.byref(ctypes.c_double()), cpu.level())
+        n_flops[i] = library.offload_rt_fma_rate(
+            _N_FMA, ctypes.byref(ctypes.c_double()), cpu.level()
+        )
 
     with ThreadPoolExecutor(n_threads) as pool:
         seconds = _least_s(lambda: list(pool.map(run, range(n_threads))))

@@ -2,9 +2,10 @@
 
     python -m bench.predictions [--prompts 24] [--nodes 160]
 
-The resident demo pair generates from held-out prompts with trees of one size. Expected and accepted tokens of every tree are
-recorded, and corrected again (`ExpectedTokensBias`) with each weight and memory. A figure is the error of the tokens expected
-of a whole text, as a share of its tokens, averaged over the texts. The last line is one JSON object.
+The resident demo pair generates from held-out prompts with trees of one size. Expected and accepted
+tokens of every tree are recorded, and corrected again (`ExpectedTokensBias`) with each weight and
+memory. A figure is the error of the tokens expected of a whole text, as a share of its tokens,
+averaged over the texts. The last line is one JSON object.
 """
 
 import itertools
@@ -23,7 +24,8 @@ from offload_rt import LLM, SamplingParams
 from offload_rt.tree.choose import ExpectedTokensBias
 
 TEMPERATURES = (0.0, 0.6, 1.0)
-WEIGHTS, MEMORIES = (10.0, 30.0, 100.0), (0.95, 0.97, 0.98, 0.998)
+WEIGHTS = (10.0, 30.0, 100.0)
+MEMORIES = (0.95, 0.97, 0.98, 0.998)
 
 # Of one text: of each pass, the tokens expected before any correction, and those it gave.
 Text = list[tuple[float, int]]
@@ -41,12 +43,16 @@ def texts(llm: LLM, prompts: Sequence[list[int]], n_new: int, temperature: float
     with mock.patch.object(ExpectedTokensBias, "observe", record):
         for i, prompt in enumerate(prompts):
             found.append([])
-            llm.generate([prompt], SamplingParams(max_new_tokens=n_new, temperature=temperature, seed=i))
+            llm.generate(
+                [prompt], SamplingParams(max_new_tokens=n_new, temperature=temperature, seed=i)
+            )
     return found
 
 
 def error(found: Sequence[Text], known: ExpectedTokensBias) -> float:
-    """Mean relative error of the tokens expected of a text, each pass corrected by the ones before it."""
+    """Mean relative error of the tokens expected of a text, each pass corrected by the ones before
+    it.
+    """
     errors = []
     for text in found:
         total = 0.0
@@ -72,8 +78,13 @@ def main() -> None:
             found = [texts(llm, prompts, flags.tokens, temperature) for temperature in TEMPERATURES]
     figures = []
     for weight, memory in itertools.product(WEIGHTS, MEMORIES):
-        errors = [error(at_temperature, ExpectedTokensBias(weight, memory)) for at_temperature in found]
-        print(f"weight {weight:5.0f}, memory {memory:.3f}: " + ", ".join(f"{one:.1%}" for one in errors))
+        errors = [
+            error(at_temperature, ExpectedTokensBias(weight, memory)) for at_temperature in found
+        ]
+        print(
+            f"weight {weight:5.0f}, memory {memory:.3f}: "
+            + ", ".join(f"{one:.1%}" for one in errors)
+        )
         figures.append({"weight": weight, "memory": memory, "errors": errors})
     print_result("bias", flags, figures=figures)
 

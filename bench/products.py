@@ -1,7 +1,9 @@
-"""Products of stored weights on a CPU, as a share of the multiply-add peak and of the memory bandwidth.
+"""Products of stored weights on a CPU, as a share of the multiply-add peak and of the memory
+bandwidth.
 
-`python -m bench.compute --parts products` prints the table. Every format is written as a one-layer checkpoint, opened, and
-multiplied through the view that a model uses. Copies of the layer, larger than the caches together, are used in turn.
+`python -m bench.compute --parts products` prints the table. Every format is written as a one-layer
+checkpoint, opened, and multiplied through the view that a model uses. Copies of the layer, larger
+than the caches together, are used in turn.
 """
 
 import itertools
@@ -30,7 +32,8 @@ from offload_rt.weights.checkpoint import open_checkpoint
 from offload_rt.weights.layout import host_block
 
 ROWS = (1, 8, 64, 128, 256)
-HIDDEN, INTERMEDIATE = 2048, 5632
+HIDDEN = 2048
+INTERMEDIATE = 5632
 MATRICES = {
     "mlp.gate_proj": (INTERMEDIATE, HIDDEN),
     "mlp.up_proj": (INTERMEDIATE, HIDDEN),
@@ -91,9 +94,11 @@ def write_layer(folder: Path, dtype: torch.dtype) -> Path:
     out = folder / str(dtype).removeprefix("torch.")
     out.mkdir()
     config = {
-        "model_type": "llama", "vocab_size": 256, "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE,
+        "model_type": "llama", "vocab_size": 256, "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
         "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128,
-        "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "torch_dtype": out.name,
+        "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
+        "torch_dtype": out.name,
     }  # fmt: skip
     (out / "config.json").write_text(json.dumps(config))
     attention = {"q": (256, HIDDEN), "k": (128, HIDDEN), "v": (128, HIDDEN), "o": (HIDDEN, 256)}
@@ -106,8 +111,12 @@ def write_layer(folder: Path, dtype: torch.dtype) -> Path:
     for name in ("input", "post_attention"):
         tensors[f"model.layers.0.{name}_layernorm.weight"] = torch.ones(HIDDEN)
     for name, shape in shapes.items():
-        tensors[f"model.layers.0.{name}.weight"] = torch.randn(shape, generator=draw) / shape[1] ** 0.5
-    save_file({name: tensor.to(dtype) for name, tensor in tensors.items()}, out / "model.safetensors")
+        tensors[f"model.layers.0.{name}.weight"] = (
+            torch.randn(shape, generator=draw) / shape[1] ** 0.5
+        )
+    save_file(
+        {name: tensor.to(dtype) for name, tensor in tensors.items()}, out / "model.safetensors"
+    )
     return out
 
 
@@ -122,7 +131,9 @@ def open_weights(path: Path, dtype: torch.dtype) -> Weights:
     blocks = [block]
     while len(blocks) * nbytes < _TIMES_CACHE * cache_nbytes():
         blocks.append(host_block(len(block)).copy_(block))
-    return Weights(tuple(checkpoint.format.view(layout, block, dtype) for block in blocks), nbytes, dtype)
+    return Weights(
+        tuple(checkpoint.format.view(layout, block, dtype) for block in blocks), nbytes, dtype
+    )
 
 
 def all_weights(folder: Path, names: Sequence[str]) -> dict[str, Weights]:
@@ -135,7 +146,13 @@ def all_weights(folder: Path, names: Sequence[str]) -> dict[str, Weights]:
             continue
         is_file = "gguf" in QUANTIZED[name]
         out = folder / f"layer-{len(found)}{'.gguf' if is_file else ''}"
-        command = [sys.executable, "scripts/quantize.py", str(plain["bf16"]), str(out), *QUANTIZED[name]]
+        command = [
+            sys.executable,
+            "scripts/quantize.py",
+            str(plain["bf16"]),
+            str(out),
+            *QUANTIZED[name],
+        ]
         subprocess.run(command, cwd=ROOT, check=True)
         found[name] = open_weights(out, torch.bfloat16)
     return found
@@ -144,12 +161,16 @@ def all_weights(folder: Path, names: Sequence[str]) -> dict[str, Weights]:
 def measure(
     weights: Mapping[str, Weights], n_rounds: int
 ) -> tuple[dict[str, dict[int, Case]], list[float], list[float]]:
-    """All cases in turn, round by round; with the multiply-add peaks and the bandwidths of the rounds."""
+    """All cases in turn, round by round; with the multiply-add peaks and the bandwidths of the
+    rounds.
+    """
     cases = {name: {n: Case([], [], []) for n in ROWS} for name in weights}
     products = {name: each.products() for name, each in weights.items()}
-    peaks, bandwidths = [], []
+    peaks = []
+    bandwidths = []
     for i in range(n_rounds + 1):
-        peak, bandwidth = fma_gflops(), read_gbps()
+        peak = fma_gflops()
+        bandwidth = read_gbps()
         for name, by_rows in cases.items():
             for n, case in by_rows.items():
                 gflops = _gflops(products[name], n, weights[name].dtype)
@@ -172,7 +193,9 @@ def _flops(n_rows: int) -> int:
 def _gflops(products: Iterator[tuple[LayerWeights, str]], n_rows: int, dtype: torch.dtype) -> float:
     """Rate of multiplying whole copies for at least _LEAST_S seconds."""
     inputs = {name: torch.randn(n_rows, n_in).to(dtype) for name, (_, n_in) in MATRICES.items()}
-    started, n_copies, elapsed = time.perf_counter(), 0, 0.0
+    started = time.perf_counter()
+    n_copies = 0
+    elapsed = 0.0
     while elapsed < _LEAST_S:
         for view, name in itertools.islice(products, len(MATRICES)):
             view.linear(inputs[name], name)
@@ -205,7 +228,9 @@ def summary(cases: Mapping[str, Mapping[int, Case]]) -> dict[str, Spread]:
         found[f"1 row, {name} against bf16"] = Spread.of([mine / bf16 for mine, bf16 in pairs])
     for name, by_rows in cases.items():
         pairs = zip(by_rows[1].gflops, by_rows[8].gflops, strict=True)
-        found[f"time of 8 rows against 1 row, {name}"] = Spread.of([8 * one / eight for one, eight in pairs])
+        found[f"time of 8 rows against 1 row, {name}"] = Spread.of(
+            [8 * one / eight for one, eight in pairs]
+        )
     return found
 
 
@@ -216,8 +241,14 @@ def report(names: Sequence[str], n_rounds: int) -> dict[str, object]:
         weights = all_weights(Path(folder), names)
     weights |= {f"{name} by torch": by_torch(weights[name]) for name in DENSE if name in weights}
     cases, peaks, bandwidths = measure(weights, n_rounds)
-    print(f"peak {Spread.of(peaks)} GFLOP/s of float32, memory {Spread.of(bandwidths)} GB/s, {n_rounds} rounds")
-    print("\nshare of the peak by rows, and of the memory bandwidth for one row: median (least to largest)")
+    print(
+        f"peak {Spread.of(peaks)} GFLOP/s of float32, memory {Spread.of(bandwidths)} GB/s,"
+        f" {n_rounds} rounds"
+    )
+    print(
+        "\nshare of the peak by rows, and of the memory bandwidth for one row: median (least to"
+        " largest)"
+    )
     print(f"{'':20}{'1 row, memory':>20}" + "".join(f"{f'{n} rows':>20}" for n in ROWS))
     for name, by_rows in cases.items():
         shares = [by_rows[1].memory, *(case.peak for case in by_rows.values())]
@@ -227,7 +258,10 @@ def report(names: Sequence[str], n_rounds: int) -> dict[str, object]:
     return {
         "peak_gflops": peaks,
         "memory_gbps": bandwidths,
-        "products": {name: {n: asdict(case) for n, case in by_rows.items()} for name, by_rows in cases.items()},
+        "products": {
+            name: {n: asdict(case) for n, case in by_rows.items()}
+            for name, by_rows in cases.items()
+        },
         "ratios": {what: asdict(ratio) for what, ratio in ratios.items()},
     }
 

@@ -12,8 +12,12 @@ _HELD_OUT = ROOT / "models" / "held_out.txt"
 _DEFINITION = re.compile(r"^(?:    )?(?:def|class) ", re.MULTILINE)
 
 
-def held_out_prompts(tokenizer: PreTrainedTokenizerBase, n: int, n_tokens: int = 64) -> list[list[int]]:
-    """n prompts of `n_tokens` tokens, spread over the held-out modules, each beginning at a definition."""
+def held_out_prompts(
+    tokenizer: PreTrainedTokenizerBase, n: int, n_tokens: int = 64
+) -> list[list[int]]:
+    """n prompts of `n_tokens` tokens, spread over the held-out modules, each beginning at a
+    definition.
+    """
     starts = [
         (text, match.start())
         for text in (

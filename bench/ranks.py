@@ -1,11 +1,13 @@
 """How much faster is a pass whose layers stream over the links of two ranks than over that of one?
 
-`python -m bench.ranks` starts one process and two by torchrun in turn, each with a link of its own of a set speed, and times
-plain passes of the same model. The floor is the bytes of a rank over the rate of its link. The last line is one JSON object.
+`python -m bench.ranks` starts one process and two by torchrun in turn, each with a link of its own
+of a set speed, and times plain passes of the same model. The floor is the bytes of a rank over the
+rate of its link. The last line is one JSON object.
 
-`python -m bench.ranks --ways` asks instead how the first of --of ranks reads its part of the layers from this disk: as they lie
-in the checkpoint, divided by inputs or by outputs, or from what convert writes for it. Bytes are over those of its part, and
-seconds over those by outputs, in turn. --model is a checkpoint other than the demo target.
+`python -m bench.ranks --ways` asks instead how the first of --of ranks reads its part of the layers
+from this disk: as they lie in the checkpoint, divided by inputs or by outputs, or from what convert
+writes for it. Bytes are over those of its part, and seconds over those by outputs, in turn. --model
+is a checkpoint other than the demo target.
 """
 
 import argparse
@@ -21,7 +23,15 @@ from unittest import mock
 
 from torch import Tensor
 
-from bench.measure import Spread, commit, expanded_model, flag_parser, machine, print_result, run_json
+from bench.measure import (
+    Spread,
+    commit,
+    expanded_model,
+    flag_parser,
+    machine,
+    print_result,
+    run_json,
+)
 from bench.paced import pace
 from offload_rt.config import EngineConfig
 from offload_rt.engine.link import sidecar_of
@@ -34,13 +44,19 @@ from offload_rt.weights.checkpoint import Checkpoint, open_checkpoint
 from offload_rt.weights.divided import part_of
 from offload_rt.weights.layout import host_block
 
-N_SLOTS, CONTEXT = 3, 20
+N_SLOTS = 3
+CONTEXT = 20
 
 
 def measure(model: str, gbps: float, n_passes: int) -> None:
     """Print what rank 0 sees: seconds of passes, and the bytes that its link moves in each."""
     config = EngineConfig(
-        model, device="cpu", drafter="none", max_model_len=128, exact_parallel="RANK" in os.environ, link_format="raw"
+        model,
+        device="cpu",
+        drafter="none",
+        max_model_len=128,
+        exact_parallel="RANK" in os.environ,
+        link_format="raw",
     )
     with LLM.open(config) as unloaded:
         plan = unloaded.plan
@@ -76,9 +92,12 @@ def ways(model: Path, size: int, rounds: int) -> dict[str, dict[str, object]]:
     """Print bytes and seconds of reading a rank's layers, and what a pass exchanges besides."""
     whole = open_checkpoint(model)
     by_inputs, by_outputs = (part_of(whole, 0, size, is_exact) for is_exact in (False, True))
-    n_own, n_layers = sum(one.nbytes for layer in by_outputs.layers for one in layer), whole.spec.n_layers
-    kinds, reads = ("raw", "lossless") if whole.format.name == "dense" else ("raw",), list[int]()
-    fill, found = DirectFiles.fill, dict[str, dict[str, object]]()
+    n_own = sum(one.nbytes for layer in by_outputs.layers for one in layer)
+    n_layers = whole.spec.n_layers
+    kinds = ("raw", "lossless") if whole.format.name == "dense" else ("raw",)
+    reads = list[int]()
+    fill = DirectFiles.fill
+    found = dict[str, dict[str, object]]()
 
     def count(self: DirectFiles, path: Path, start: int, into: Tensor, need: int) -> None:
         reads.append(need)
@@ -91,7 +110,9 @@ def ways(model: Path, size: int, rounds: int) -> dict[str, dict[str, object]]:
         }  # fmt: skip
         for tier in tiers.values():
             closes.callback(tier.close)
-        seconds = [[read_all(tier, n_layers) for tier in tiers.values()] for _ in range(rounds + 1)][1:]
+        seconds = [
+            [read_all(tier, n_layers) for tier in tiers.values()] for _ in range(rounds + 1)
+        ][1:]
         closes.enter_context(mock.patch.object(DirectFiles, "fill", count))
         for k, (name, tier) in enumerate(tiers.items()):
             reads.clear()
@@ -100,8 +121,15 @@ def ways(model: Path, size: int, rounds: int) -> dict[str, dict[str, object]]:
             assert isinstance(spec, TensorParallelModel), "a rank has a part of it"
             n_exchanges = sum(len(spec.exchanges(i)) for i in range(n_layers))
             ratio = Spread.of([one[k] / one[1] for one in seconds])
-            found[name] = {"read": sum(reads) / n_own, "seconds": asdict(ratio), "exchanges": n_exchanges}
-            print(f"{name:20} reads {sum(reads) / n_own:.3f} of its bytes in {ratio}; {n_exchanges} exchanges a pass")
+            found[name] = {
+                "read": sum(reads) / n_own,
+                "seconds": asdict(ratio),
+                "exchanges": n_exchanges,
+            }
+            print(
+                f"{name:20} reads {sum(reads) / n_own:.3f} of its bytes in {ratio}; {n_exchanges}"
+                " exchanges a pass"
+            )
     return found
 
 
@@ -122,10 +150,19 @@ def main() -> None:
     if flags.ways:
         found = ways(flags.model or expanded_model(flags.size), flags.of, flags.rounds)
         return print_result("ranks", flags, ways=found)
-    own = ["-m", "bench.ranks", "--measure", str(expanded_model(flags.size)), "--gbps", str(flags.gbps)]
+    own = [
+        "-m",
+        "bench.ranks",
+        "--measure",
+        str(expanded_model(flags.size)),
+        "--gbps",
+        str(flags.gbps),
+    ]
     own += ["--passes", str(flags.passes)]
     ranks = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    runs = [[run_json(command).result for command in (own, [*ranks, *own])] for _ in range(flags.rounds)]
+    runs = [
+        [run_json(command).result for command in (own, [*ranks, *own])] for _ in range(flags.rounds)
+    ]
     ratio = Spread.of([median(two["seconds"]) / median(one["seconds"]) for one, two in runs])
     (one, two), floors = runs[0], [runs[0][i]["nbytes"] / flags.gbps / 1e9 for i in (0, 1)]
     over = [Spread.of([median(run[i]["seconds"]) / floors[i] for run in runs]) for i in (0, 1)]
@@ -135,7 +172,13 @@ def main() -> None:
     print(f"pass / floor, two ranks         {over[1]}")
     print(f"pass of two ranks / of one      {ratio}; floor {floors[1] / floors[0]:.4f}")
     over_floor = [asdict(spread) for spread in over]
-    print_result("ranks", flags, bytes_ratio=two["nbytes"] / one["nbytes"], ratio=asdict(ratio), over_floor=over_floor)
+    print_result(
+        "ranks",
+        flags,
+        bytes_ratio=two["nbytes"] / one["nbytes"],
+        ratio=asdict(ratio),
+        over_floor=over_floor,
+    )
 
 
 if __name__ == "__main__":

@@ -1,15 +1,17 @@
 """What does a server give to several clients at once, and what does HTTP cost one of them?
 
-    python -m bench.serve [--size 600MB] [--gbps 0.5] [--clients 1 4 16]
-    python -m bench.serve --peer      # beside `transformers serve`, whose extra dependencies it needs
+    python -m bench.serve [--size 600MB] [--gbps 0.5] [--clients 1 4 16] python -m bench.serve
+    --peer      # beside `transformers serve`, whose extra dependencies it needs
 
-The demo target, expanded to --size, is served with half of that as its budget, its disk paced to --gbps. A client in a process
-of its own sends the same held-out prompts over the loopback, round by round: one by one, and at random moments, n times as
-often on average as one by one they would be answered, with at most n under way. Throughput is tokens of all answers over the
-seconds from the first request to the last token; an answer's first token is timed from the moment it was meant to be asked for.
-Then one client asks in turn by HTTP and by `LLM.stream`. With --peer the demo target itself, resident, is served by `offload-rt
-serve` and by `transformers serve`, each in a process of its own, and both are asked in turn. Answers are greedy; those of one
-prompt are compared. The last line is one JSON object.
+The demo target, expanded to --size, is served with half of that as its budget, its disk paced to
+--gbps. A client in a process of its own sends the same held-out prompts over the loopback, round by
+round: one by one, and at random moments, n times as often on average as one by one they would be
+answered, with at most n under way. Throughput is tokens of all answers over the seconds from the
+first request to the last token; an answer's first token is timed from the moment it was meant to be
+asked for. Then one client asks in turn by HTTP and by `LLM.stream`. With --peer the demo target
+itself, resident, is served by `offload-rt serve` and by `transformers serve`, each in a process of
+its own, and both are asked in turn. Answers are greedy; those of one prompt are compared. The last
+line is one JSON object.
 """
 
 import argparse
@@ -35,7 +37,16 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer
 
-from bench.measure import ROOT, Spread, commit, expanded_model, family, flag_parser, machine, print_result
+from bench.measure import (
+    ROOT,
+    Spread,
+    commit,
+    expanded_model,
+    family,
+    flag_parser,
+    machine,
+    print_result,
+)
 from bench.methods import TARGET
 from bench.paced import pace
 from bench.prompts import held_out_prompts
@@ -47,7 +58,9 @@ from offload_rt.server.service import ServerLimits
 
 @dataclass(frozen=True)
 class Server:
-    """Where a server is, how it calls its model, and what it is told beside what OpenAI's clients say."""
+    """Where a server is, how it calls its model, and what it is told beside what OpenAI's clients
+    say.
+    """
 
     url: str
     model: str = "demo"
@@ -56,7 +69,9 @@ class Server:
 
 @dataclass(frozen=True)
 class Asked:
-    """One answer: seconds from its moment to its first and its last token, its tokens, the chunks they came in, its text."""
+    """One answer: seconds from its moment to its first and its last token, its tokens, the chunks
+    they came in, its text.
+    """
 
     first_s: float
     seconds: float
@@ -83,24 +98,35 @@ class Round:
         return sum(one.n_tokens for one in self.answers) / self.seconds
 
 
-async def send(server: Server, prompts: Sequence[Any], n_new: int, n_clients: int, moments: Sequence[float]) -> Round:
+async def send(
+    server: Server, prompts: Sequence[Any], n_new: int, n_clients: int, moments: Sequence[float]
+) -> Round:
     """Send all prompts, at these moments, with so many under way at once at most."""
     async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        room, started = asyncio.Semaphore(n_clients), time.perf_counter()
+        room = asyncio.Semaphore(n_clients)
+        started = time.perf_counter()
 
         async def one(prompt: Any, after_s: float) -> Asked:
             await asyncio.sleep(started + after_s - time.perf_counter())
             async with room:
                 meant = time.perf_counter() if n_clients == 1 else started + after_s
-                first, text, n_chunks = 0.0, "", 0
+                first = 0.0
+                text = ""
+                n_chunks = 0
                 extra = {"ignore_eos": True} if server.extra else None
                 stream = await client.completions.create(
-                    model=server.model, prompt=prompt, max_tokens=n_new, temperature=0, stream=True, extra_body=extra
+                    model=server.model,
+                    prompt=prompt,
+                    max_tokens=n_new,
+                    temperature=0,
+                    stream=True,
+                    extra_body=extra,
                 )
                 async for chunk in stream:
                     for choice in chunk.choices:
                         first = first or time.perf_counter()
-                        text, n_chunks = text + choice.text, n_chunks + 1
+                        text = text + choice.text
+                        n_chunks = n_chunks + 1
             return Asked(first - meant, time.perf_counter() - meant, n_new, n_chunks, text)
 
         answers = await asyncio.gather(*(one(*each) for each in zip(prompts, moments, strict=True)))
@@ -121,11 +147,18 @@ class Client:
     process: subprocess.Popen
 
     def send(
-        self, server: Server, prompts: Sequence[Any], n_new: int, n_clients: int = 1, moments: Sequence[float] = ()
+        self,
+        server: Server,
+        prompts: Sequence[Any],
+        n_new: int,
+        n_clients: int = 1,
+        moments: Sequence[float] = (),
     ) -> Round:
         """All at once, if there are no moments."""
         print(
-            json.dumps([asdict(server), prompts, n_new, n_clients, moments or [0.0] * len(prompts)]),
+            json.dumps(
+                [asdict(server), prompts, n_new, n_clients, moments or [0.0] * len(prompts)]
+            ),
             file=self.process.stdin,
             flush=True,
         )
@@ -152,7 +185,9 @@ def started(*command: str) -> Iterator[str]:
     with create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     whole = [str(Path(sys.executable).with_name(command[0])), *command[1:], "--port", str(port)]
-    with family(subprocess.Popen(whole, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)) as process:
+    with family(
+        subprocess.Popen(whole, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    ) as process:
         while process.poll() is None:
             try:
                 create_connection(("127.0.0.1", port)).close()
@@ -162,16 +197,22 @@ def started(*command: str) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
 
 
-def through_http(client: Client, llm: LLM, server: Server, prompts: Sequence[list[int]], n_new: int) -> list[float]:
-    """Seconds per pass after the first of a lone client by HTTP over those of `LLM.stream`, prompt by prompt in turn."""
-    params, ratios = SamplingParams(max_tokens=n_new, temperature=0, ignore_eos=True), []
+def through_http(
+    client: Client, llm: LLM, server: Server, prompts: Sequence[list[int]], n_new: int
+) -> list[float]:
+    """Seconds per pass after the first of a lone client by HTTP over those of `LLM.stream`, prompt
+    by prompt in turn.
+    """
+    params = SamplingParams(max_tokens=n_new, temperature=0, ignore_eos=True)
+    ratios = []
     for i, prompt in enumerate(prompts):
         found = {}
         for way in ("http", "stream") if i % 2 else ("stream", "http"):
             llm.engine.reset_prefix_cache()
             if way == "http":
                 answer = client.send(server, [prompt], n_new).answers[0]
-                found[way] = answer.seconds - answer.first_s, answer.n_chunks - 1  # a chunk is a pass
+                # a chunk is a pass
+                found[way] = answer.seconds - answer.first_s, answer.n_chunks - 1
             else:
                 moments = [time.perf_counter() for _ in llm.stream(prompt, params)]
                 found[way] = moments[-1] - moments[0], len(moments) - 1
@@ -186,7 +227,8 @@ def of_clients(
 ) -> tuple[dict[str, list[Round]], list[float]]:
     """Rounds by how the prompts were sent, and what `through_http` gives."""
     config = EngineConfig(
-        str(expanded_model(flags.size)), drafter=flags.drafter, device_memory=parse_size(flags.size) // 2,
+        str(expanded_model(flags.size)), drafter=flags.drafter,
+        device_memory=parse_size(flags.size) // 2,
         max_model_len=128, max_num_seqs=max(flags.clients), device="cpu",
     )  # fmt: skip
     rounds: dict[str, list[Round]] = {}
@@ -200,33 +242,67 @@ def of_clients(
                 alone = client.send(server, prompts, flags.tokens)
                 rounds.setdefault("one by one", []).append(alone)
                 for n in flags.clients:
-                    draw, rate = random.Random(0), n * len(prompts) / alone.seconds
-                    moments = list(accumulate((draw.expovariate(rate) for _ in prompts[1:]), initial=0.0))
+                    draw = random.Random(0)
+                    rate = n * len(prompts) / alone.seconds
+                    moments = list(
+                        accumulate((draw.expovariate(rate) for _ in prompts[1:]), initial=0.0)
+                    )
                     llm.engine.reset_prefix_cache()
-                    rounds.setdefault(f"{n} clients", []).append(client.send(server, prompts, flags.tokens, n, moments))
+                    rounds.setdefault(f"{n} clients", []).append(
+                        client.send(server, prompts, flags.tokens, n, moments)
+                    )
             return rounds, through_http(client, llm, server, prompts[:4], flags.tokens)
 
 
 def of_peer(client: Client, texts: list[str], flags: argparse.Namespace) -> dict[str, list[Round]]:
     """Rounds of this package's server and of transformers', by one client and by all."""
     rounds: dict[str, list[Round]] = {}
-    ours = ["offload-rt", "serve", "--model", TARGET, "--device", "cpu", "--max-num-seqs", str(max(flags.clients))]
+    ours = [
+        "offload-rt",
+        "serve",
+        "--model",
+        TARGET,
+        "--device",
+        "cpu",
+        "--max-num-seqs",
+        str(max(flags.clients)),
+    ]
     ours += ["--served-model-name", TARGET, "--drafter", flags.drafter, "--dtype", "float32"]
-    theirs = ["transformers", "serve", TARGET, "--device", "cpu", "--host", "127.0.0.1", "--dtype", "float32"]
-    parts = [texts[at : at + flags.prompts] for at in range(0, len(texts), flags.prompts)]  # no prompt comes twice
+    theirs = [
+        "transformers",
+        "serve",
+        TARGET,
+        "--device",
+        "cpu",
+        "--host",
+        "127.0.0.1",
+        "--dtype",
+        "float32",
+    ]
+    # no prompt comes twice
+    parts = [texts[at : at + flags.prompts] for at in range(0, len(texts), flags.prompts)]
     with started(*ours) as mine, started(*theirs) as other:
-        servers = {"transformers": Server(other, TARGET, extra=False), "offload-rt": Server(mine, TARGET)}
+        servers = {
+            "transformers": Server(other, TARGET, extra=False),
+            "offload-rt": Server(mine, TARGET),
+        }
         for server in servers.values():
             client.send(server, parts[0], flags.tokens)
         for part, n in zip(parts[1:], flags.clients * flags.rounds, strict=True):
             for name, server in servers.items():
-                rounds.setdefault(f"{name}, {n}", []).append(client.send(server, part, flags.tokens, n))
+                rounds.setdefault(f"{name}, {n}", []).append(
+                    client.send(server, part, flags.tokens, n)
+                )
     return rounds
 
 
 def table(rounds: dict[str, list[Round]], base: str) -> Table:
-    """A row for each way, with its throughput and texts against those of the way that `base` begins, in the same round."""
-    shown = Table("sent", "tokens/s", f"against {base}", "first token s", "s per token after it", "same texts")
+    """A row for each way, with its throughput and texts against those of the way that `base`
+    begins, in the same round.
+    """
+    shown = Table(
+        "sent", "tokens/s", f"against {base}", "first token s", "s per token after it", "same texts"
+    )
     for name, found in rounds.items():
         others = rounds.get(f"{base}, {name.split(', ')[-1]}") or rounds[base]
         pairs = [
@@ -234,13 +310,21 @@ def table(rounds: dict[str, list[Round]], base: str) -> Table:
             for each, by in zip(found, others, strict=True)
             for one, other in zip(each.answers, by.answers, strict=True)
         ]
-        gain = [each.tokens_per_second / other.tokens_per_second for each, other in zip(found, others, strict=True)]
-        rate, per_token = median(each.tokens_per_second for each in found), median(one.per_token_s for one, _ in pairs)
-        first, n_same = (
-            Spread.of([one.first_s for one, _ in pairs]),
-            sum(one.text == other.text for one, other in pairs),
+        gain = [
+            each.tokens_per_second / other.tokens_per_second
+            for each, other in zip(found, others, strict=True)
+        ]
+        rate = median(each.tokens_per_second for each in found)
+        per_token = median(one.per_token_s for one, _ in pairs)
+        first = Spread.of([one.first_s for one, _ in pairs])
+        n_same = sum(one.text == other.text for one, other in pairs)
+        row = (
+            f"{rate:.2f}",
+            str(Spread.of(gain)),
+            str(first),
+            f"{per_token:.4f}",
+            f"{n_same} of {len(pairs)}",
         )
-        row = f"{rate:.2f}", str(Spread.of(gain)), str(first), f"{per_token:.4f}", f"{n_same} of {len(pairs)}"
         shown.add_row(name, *row)
     return shown
 
@@ -255,14 +339,18 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=32, help="of each answer")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--peer", action="store_true", help="compare with `transformers serve` instead")
+    parser.add_argument(
+        "--peer", action="store_true", help="compare with `transformers serve` instead"
+    )
     parser.add_argument("--as-client", action="store_true", help=argparse.SUPPRESS)
     flags = parser.parse_args()
     if flags.as_client:
         return be_client()
     print(f"{machine()}; commit {commit()}")
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
-    prompts = held_out_prompts(tokenizer, flags.prompts * (1 + flags.peer * flags.rounds * len(flags.clients)))
+    prompts = held_out_prompts(
+        tokenizer, flags.prompts * (1 + flags.peer * flags.rounds * len(flags.clients))
+    )
     result: dict[str, object] = {}
     command = [sys.executable, "-m", "bench.serve", "--as-client"]
     with ExitStack() as ends:
@@ -274,7 +362,10 @@ def main() -> None:
         else:
             rounds, result["http"] = of_clients(client, prompts, flags)
             Console(width=160).print(table(rounds, "one by one"))
-            print(f"seconds per pass, by HTTP / by LLM.stream, prompts in turn: {Spread.of(result['http'])}")
+            print(
+                "seconds per pass, by HTTP / by LLM.stream, prompts in turn:"
+                f" {Spread.of(result['http'])}"
+            )
     result["rounds"] = {name: [asdict(one) for one in found] for name, found in rounds.items()}
     print_result("serve", flags, **result)
 

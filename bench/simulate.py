@@ -2,10 +2,11 @@
 
     python -m bench.simulate [--size 2100MB] [--seconds 420]
 
-Part "passes": passes of so many rows over a model of which a part is resident and the rest comes over a link of a set speed
-(memory behind `bench/paced.py`), against the simulator, which is told the time of a layer by width, what the link reaches while
-nothing is computed, and what a byte that arrives costs the computation, all three measured in the same run. Part "published":
-rows of Sequoia's table of Llama 70B on an L40. The last line is one JSON object.
+Part "passes": passes of so many rows over a model of which a part is resident and the rest comes
+over a link of a set speed (memory behind `bench/paced.py`), against the simulator, which is told
+the time of a layer by width, what the link reaches while nothing is computed, and what a byte that
+arrives costs the computation, all three measured in the same run. Part "published": rows of
+Sequoia's table of Llama 70B on an L40. The last line is one JSON object.
 """
 
 import itertools
@@ -19,7 +20,14 @@ import numpy as np
 import psutil
 import torch
 
-from bench.measure import commit, expanded_model, flag_parser, machine, print_result, resident_layers
+from bench.measure import (
+    commit,
+    expanded_model,
+    flag_parser,
+    machine,
+    print_result,
+    resident_layers,
+)
 from bench.paced import PacedTier
 from offload_rt import LLM
 from offload_rt.config import EngineConfig
@@ -44,11 +52,14 @@ from offload_rt.system.trace import Trace
 from offload_rt.tree.topology import Topology
 from offload_rt.weights.layout import host_block
 
-CONTEXT, N_PASSES = 64, 2
+CONTEXT = 64
+N_PASSES = 2
 # Rows at which the contention is measured; none of the settings has as many.
 CONTENTION_ROWS = 64
-# Other programs on the same cores make a pass several times slower: a round in which they had a larger share is repeated.
-_LITTLE, _N_PAIRS = 0.06, 4
+# Other programs on the same cores make a pass several times slower: a round in which they had a
+# larger share is repeated.
+_LITTLE = 0.06
+_N_PAIRS = 4
 
 
 @dataclass(frozen=True)
@@ -61,15 +72,18 @@ class Setting:
 
 
 SETTINGS = (
-    Setting(1 / 4, 0.5, 1), Setting(1 / 2, 0.5, 128), Setting(1 / 4, 1, 1), Setting(3 / 8, 1, 32), Setting(1 / 4, 1, 128),
-    Setting(1 / 2, 1, 256), Setting(1 / 4, 2, 1), Setting(3 / 8, 2, 32), Setting(1 / 4, 2, 128), Setting(1 / 2, 2, 256),
+    Setting(1 / 4, 0.5, 1), Setting(1 / 2, 0.5, 128), Setting(1 / 4, 1, 1), Setting(3 / 8, 1, 32),
+    Setting(1 / 4, 1, 128),
+    Setting(1 / 2, 1, 256), Setting(1 / 4, 2, 1), Setting(3 / 8, 2, 32), Setting(1 / 4, 2, 128),
+    Setting(1 / 2, 2, 256),
     Setting(1 / 4, 4, 1), Setting(1 / 2, 4, 32), Setting(1 / 4, 4, 128), Setting(1 / 4, 4, 256),
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One round of a setting: seconds of a pass, of computing it just before and just after, and the contention.
+    """One round of a setting: seconds of a pass, of computing it just before and just after, and
+    the contention.
 
     gbps    at which the link brought the same layers while nothing was computed
     others  part of the cores that other programs had meanwhile
@@ -84,7 +98,9 @@ class Sample:
 
 @dataclass(frozen=True)
 class Compared:
-    """Seconds of a pass, medians over the rounds; each round is simulated with what was measured in it."""
+    """Seconds of a pass, medians over the rounds; each round is simulated with what was measured in
+    it.
+    """
 
     setting: Setting
     n_resident: int
@@ -119,15 +135,21 @@ class Bench:
         return place_layers(self.layer_nbytes, ReservedMemory(0, 0, 0), MemoryBudget(budget))
 
     def pass_s(self, setting: Setting) -> tuple[float, float]:
-        """Seconds of a pass, and GB/s at which a sweep that computes nothing brings the same layers.
+        """Seconds of a pass, and GB/s at which a sweep that computes nothing brings the same
+        layers.
 
         The circle is full before and after what is timed.
         """
-        plan, tier = self.plan(setting), PacedTier(self._source, setting.gbps)
+        plan = self.plan(setting)
+        tier = PacedTier(self._source, setting.gbps)
         streamed = tuple(tier if name == "disk" else None for name in plan.tiers)
-        streamer = ThreadStreamer(LayerSources(self._source, streamed, plan.n_slots), Trace(on=False))
+        streamer = ThreadStreamer(
+            LayerSources(self._source, streamed, plan.n_slots), Trace(on=False)
+        )
         where = self._like.device, self._like.dtype
-        runner = Runner(self.spec, streamer, self._like.non_layer, self._like.format, *where, Trace(on=False))
+        runner = Runner(
+            self.spec, streamer, self._like.non_layer, self._like.format, *where, Trace(on=False)
+        )
         cache = runner.new_cache(CONTEXT + setting.n_rows)
         runner.assume_context(cache, CONTEXT)
         tokens = torch.arange(setting.n_rows) % self.spec.vocab_size
@@ -146,14 +168,18 @@ class Bench:
         return median(seconds[1 : 1 + N_PASSES]), plan.on("disk") / seconds[-1] / 1e9
 
     def sample(self, setting: Setting, tries: int) -> Sample:
-        """A round, repeated while other programs have a large share of the cores; returns the quietest."""
+        """A round, repeated while other programs have a large share of the cores; returns the
+        quietest.
+        """
         samples = []
         for _ in range(tries):
             quiet = Quiet()
             before = self.compute_s(setting)
             pass_s, gbps = self.pass_s(setting)
             compute_s = (before + self.compute_s(setting)) / 2
-            samples.append(Sample(pass_s, compute_s, gbps, self._contention(setting.gbps), quiet.others()))
+            samples.append(
+                Sample(pass_s, compute_s, gbps, self._contention(setting.gbps), quiet.others())
+            )
             if samples[-1].others < _LITTLE:
                 break
         return min(samples, key=lambda sample: sample.others)
@@ -164,14 +190,19 @@ class Bench:
         return float(times.at(np.array([setting.n_rows]), CONTEXT)[0])
 
     def _contention(self, gbps: float) -> float:
-        """Share of the speed lost per GB/s that arrives, from the fastest passes with and without copies beside them."""
+        """Share of the speed lost per GB/s that arrives, from the fastest passes with and without
+        copies beside them.
+        """
         if gbps not in self._contentions:
-            alone, together = zip(*(self._with_and_without(gbps) for _ in range(_N_PAIRS)), strict=True)
+            alone, together = zip(
+                *(self._with_and_without(gbps) for _ in range(_N_PAIRS)), strict=True
+            )
             self._contentions[gbps] = max(min(together) / min(alone) - 1, 0.0) / gbps
         return self._contentions[gbps]
 
     def _with_and_without(self, gbps: float) -> tuple[float, float]:
-        tier, stop = PacedTier(self._source, gbps), threading.Event()
+        tier = PacedTier(self._source, gbps)
+        stop = threading.Event()
         into = host_block(max(self.layer_nbytes))
         read_parallel(tier.reads(0, into), 1)
 
@@ -193,7 +224,13 @@ class Bench:
         """Seconds of a pass over all layers where they lie."""
         cache = self._like.new_cache(CONTEXT + CONTENTION_ROWS)
         self._like.assume_context(cache, CONTEXT)
-        step = Step(cache, torch.zeros(CONTENTION_ROWS, dtype=torch.int64), Topology.chain(CONTENTION_ROWS), 1, CONTEXT)
+        step = Step(
+            cache,
+            torch.zeros(CONTENTION_ROWS, dtype=torch.int64),
+            Topology.chain(CONTENTION_ROWS),
+            1,
+            CONTEXT,
+        )
         started = time.perf_counter()
         self._like.forward([step])
         self._like.free_cache(cache)
@@ -219,7 +256,9 @@ def _busy_s() -> float:
 
 
 def passes(size: str, seconds: float, tries: int) -> list[Compared]:
-    """Measure all settings in turn, in rounds for so long, and simulate each with what was measured beside it."""
+    """Measure all settings in turn, in rounds for so long, and simulate each with what was measured
+    beside it.
+    """
     started = time.perf_counter()
     with LLM(str(expanded_model(size)), drafter="none", max_model_len=512) as llm:
         bench = Bench(llm)
@@ -238,12 +277,16 @@ def _compared(bench: Bench, setting: Setting, samples: list[Sample]) -> Compared
     def simulated(sample: Sample, contention: float) -> float:
         links = (("disk", sample.gbps),)
         compute = ComputeTimes((setting.n_rows,), (CONTEXT,), ((sample.compute_s,),))
-        work = Costs(compute, head=head_share(bench.spec)).work(Topology.chain(setting.n_rows), CONTEXT)
+        work = Costs(compute, head=head_share(bench.spec)).work(
+            Topology.chain(setting.n_rows), CONTEXT
+        )
         return mean_pass_s(simulate(StreamSchedule.of(plan, links, contention), [work] * 6))
 
     def closed(sample: Sample) -> float:
         compute = ComputeTimes((setting.n_rows,), (CONTEXT,), ((sample.compute_s,),))
-        profile = MachineProfile("paced", True, (("disk", sample.gbps), ("host", 1.0)), 1.0, 0.0, compute)
+        profile = MachineProfile(
+            "paced", True, (("disk", sample.gbps), ("host", 1.0)), 1.0, 0.0, compute
+        )
         return pass_time(profile, plan.pass_bytes, setting.n_rows, CONTEXT)
 
     return Compared(
@@ -263,11 +306,13 @@ def _compared(bench: Bench, setting: Setting, samples: list[Sample]) -> Compared
 
 @dataclass(frozen=True)
 class Row:
-    """A row of Sequoia's table of Llama 70B on an L40 with a tree of 768 nodes on 18 levels, and what is simulated.
+    """A row of Sequoia's table of Llama 70B on an L40 with a tree of 768 nodes on 18 levels, and
+    what is simulated.
 
     published_s  seconds per token, and so plain_s without a draft
     ours_s       of this project's loop with the same tree
-    theirs_s     of Sequoia's own scheme: no layer resident, two buffers, nothing ahead of a pass; and so theirs_plain_s
+    theirs_s     of Sequoia's own scheme: no layer resident, two buffers, nothing ahead of a pass;
+                 and so theirs_plain_s
     """
 
     preset: str
@@ -289,17 +334,26 @@ class Row:
 
 
 # Seconds per token with trees and without, as published; tokens per pass are the presets'.
-PUBLISHED = {"llama2-70b-chat": (0.66, 5.65), "llama2-70b-chat-0.6": (0.68, 5.65), "llama3-70b-instruct": (0.60, 5.7)}
+PUBLISHED = {
+    "llama2-70b-chat": (0.66, 5.65),
+    "llama2-70b-chat-0.6": (0.68, 5.65),
+    "llama3-70b-instruct": (0.60, 5.7),
+}
 
 
 def published() -> list[Row]:
     """Simulate the published rows, by our scheme and by Sequoia's."""
     card = Machine.with_card(find_card("l40"), 256 * 10**9, 7.0)
-    return [_row(preset, *PUBLISHED[preset.name], card) for preset in PRESETS if preset.name in PUBLISHED]
+    return [
+        _row(preset, *PUBLISHED[preset.name], card)
+        for preset in PRESETS
+        if preset.name in PUBLISHED
+    ]
 
 
 def _row(preset: Preset, published_s: float, plain_s: float, card: Machine) -> Row:
-    config = EngineConfig(*preset.pair, drafter="static_tree", tree_size=preset.n_nodes, tree_depth=preset.n_levels,
+    config = EngineConfig(*preset.pair, drafter="static_tree", tree_size=preset.n_nodes,
+        tree_depth=preset.n_levels,
                           max_model_len=1024)  # fmt: skip
     specs = [spec_of(KNOWN[name]) for name in preset.pair]
     sizes = [Sizes.of_spec(spec, DType.FLOAT16) for spec in specs]
@@ -307,7 +361,12 @@ def _row(preset: Preset, published_s: float, plain_s: float, card: Machine) -> R
     costs = replace(card.costs(sizes[0], sizes[1], ours.memory_plan.plan), level_s=0.0)
     n = specs[0].n_layers
     schedule = StreamSchedule(
-        (("host",),) * n, sizes[0].layer_nbytes, (("host", dict(card.links)["host"]),), 2, card.contention, ahead=False
+        (("host",),) * n,
+        sizes[0].layer_nbytes,
+        (("host", dict(card.links)["host"]),),
+        2,
+        card.contention,
+        ahead=False,
     )
     theirs, alone = (
         generate(schedule, costs, (topology, preset.assumed.by_rank), (128, 256)).seconds_per_token
@@ -318,11 +377,14 @@ def _row(preset: Preset, published_s: float, plain_s: float, card: Machine) -> R
 
 def _line(one: Compared) -> str:
     asked = one.setting
-    closed, bare = (seconds / one.measured_s - 1 for seconds in (one.closed_s, one.without_contention_s))
+    closed, bare = (
+        seconds / one.measured_s - 1 for seconds in (one.closed_s, one.without_contention_s)
+    )
     return (
-        f"{asked.share:.3f} of the weights, {asked.gbps:3} GB/s ({one.gbps:.2f} reached), {asked.n_rows:3} rows: "
-        f"computing {one.compute_s:.3f} s, measured {one.measured_s:.3f} s, simulated {one.simulated_s:.3f} s, "
-        f"{one.error:+.1%} (without contention {bare:+.1%}, closed form {closed:+.1%}; others had {one.others:.0%})"
+        f"{asked.share:.3f} of the weights, {asked.gbps:3} GB/s ({one.gbps:.2f} reached),"
+        f" {asked.n_rows:3} rows: computing {one.compute_s:.3f} s, measured {one.measured_s:.3f} s,"
+        f" simulated {one.simulated_s:.3f} s, {one.error:+.1%} (without contention {bare:+.1%},"
+        f" closed form {closed:+.1%}; others had {one.others:.0%})"
     )
 
 
@@ -331,10 +393,15 @@ def main() -> None:
     parser = flag_parser(__doc__)
     parser.add_argument("--size", default="2100MB")
     parser.add_argument("--seconds", type=float, default=420.0, help="of measuring passes")
-    # Threads of a product wait for each other: beside niced programs, two threads took 30 times as long for 32 rows.
+    # Threads of a product wait for each other: beside niced programs, two threads took 30 times as
+    # long for 32 rows.
     parser.add_argument("--threads", type=int, default=1, help="that compute")
-    parser.add_argument("--tries", type=int, default=2, help="of a round in which others had part of the cores")
-    parser.add_argument("--parts", nargs="+", choices=("passes", "published"), default=["passes", "published"])
+    parser.add_argument(
+        "--tries", type=int, default=2, help="of a round in which others had part of the cores"
+    )
+    parser.add_argument(
+        "--parts", nargs="+", choices=("passes", "published"), default=["passes", "published"]
+    )
     flags = parser.parse_args()
     print(f"{machine()}\ncommit {commit()}")
     result: dict[str, object] = {}
@@ -350,11 +417,13 @@ def main() -> None:
         rows = published()
         for row in rows:
             print(
-                f"{row.preset:20} published {row.published_s:.2f} s per token, Sequoia's scheme simulated "
-                f"{row.theirs_s:.2f} {row.error:+.1%}, plain {row.plain_s} and {row.theirs_plain_s:.2f} "
-                f"{row.plain_error:+.1%}; ours {row.ours_s:.2f}"
+                f"{row.preset:20} published {row.published_s:.2f} s per token, Sequoia's scheme"
+                f" simulated {row.theirs_s:.2f} {row.error:+.1%}, plain {row.plain_s} and"
+                f" {row.theirs_plain_s:.2f} {row.plain_error:+.1%}; ours {row.ours_s:.2f}"
             )
-        result["published"] = [{**asdict(row), "error": row.error, "plain_error": row.plain_error} for row in rows]
+        result["published"] = [
+            {**asdict(row), "error": row.error, "plain_error": row.plain_error} for row in rows
+        ]
     print_result("simulate", flags, **result)
 
 

@@ -2,8 +2,9 @@
 
     python -m bench.speculate [--size 2100MB] [--prompts 8]
 
-The expanded demo target is streamed from the disk in a quarter of its size: whole generations with the demo draft and nothing
-configured, plain passes after each. (`bench/systems.py` counts tokens per pass of each way to draft.)
+The expanded demo target is streamed from the disk in a quarter of its size: whole generations with
+the demo draft and nothing configured, plain passes after each. (`bench/systems.py` counts tokens
+per pass of each way to draft.)
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,14 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer
 
-from bench.measure import commit, drop_from_page_cache, expanded_model, flag_parser, machine, print_result
+from bench.measure import (
+    commit,
+    drop_from_page_cache,
+    expanded_model,
+    flag_parser,
+    machine,
+    print_result,
+)
 from bench.methods import DRAFT, TARGET, no_pair_stats
 from bench.prompts import held_out_prompts
 from offload_rt import LLM, SamplingParams
@@ -78,9 +86,13 @@ class Chosen:
 
 
 def chosen(size: str, prompts: list[list[int]], n_new: int) -> Iterator[Chosen]:
-    """Time generation with automatic settings on the expanded model, plain passes after each prompt."""
+    """Time generation with automatic settings on the expanded model, plain passes after each
+    prompt.
+    """
     model = expanded_model(size)
-    with LLM(str(model), draft_model=DRAFT, device_memory=parse_size(size) // 4, max_model_len=256) as llm:
+    with LLM(
+        str(model), draft_model=DRAFT, device_memory=parse_size(size) // 4, max_model_len=256
+    ) as llm:
         for temperature in TEMPERATURES:
             drop_from_page_cache(model)
             runs: list[Stats] = []
@@ -98,8 +110,12 @@ def _summary(temperature: float, runs: Sequence[Stats], plain_s: float) -> Chose
     n_passes = np.array([run.n_passes - 1 for run in runs])
     tokens = n_passes @ np.array([run.measured_tokens_per_pass for run in runs])
     expected = n_passes @ np.array([run.predicted_tokens_per_pass for run in runs])
-    seconds = n_passes @ np.array([run.measured_seconds_per_token * run.measured_tokens_per_pass for run in runs])
-    predicted_s = n_passes @ np.array([run.predicted_seconds_per_token * run.predicted_tokens_per_pass for run in runs])
+    seconds = n_passes @ np.array(
+        [run.measured_seconds_per_token * run.measured_tokens_per_pass for run in runs]
+    )
+    predicted_s = n_passes @ np.array(
+        [run.predicted_seconds_per_token * run.predicted_tokens_per_pass for run in runs]
+    )
     return Chosen(
         temperature=temperature,
         plain_s=plain_s,
@@ -131,11 +147,20 @@ def main() -> None:
 
 
 def _entry(one: Chosen) -> dict[str, object]:
-    return {**asdict(one), "seconds_per_token": one.seconds_per_token, "times_faster": one.times_faster}
+    return {
+        **asdict(one),
+        "seconds_per_token": one.seconds_per_token,
+        "times_faster": one.times_faster,
+    }
 
 
 def _table(timed: Sequence[Chosen]) -> Table:
-    table = Table(title="streamed within a quarter of its size; link, compute, draft, verify: shares of the time")
+    table = Table(
+        title=(
+            "streamed within a quarter of its size; link, compute, draft, verify: shares of the"
+            " time"
+        )
+    )
     heads = ("T", "nodes", "tokens/pass", "step s", "step/plain", "s/token", "predicted", "x plain",
              "link", "compute", "draft", "verify")  # fmt: skip
     for head in heads:
@@ -143,8 +168,10 @@ def _table(timed: Sequence[Chosen]) -> Table:
     for one in timed:
         shares = [f"{share:.1%}" for share in asdict(one.shares).values()]
         table.add_row(
-            f"{one.temperature}", f"{one.nodes:.0f}", f"{one.tokens_per_pass:.2f}", f"{one.step_s:.3f}",
-            f"{one.step_s / one.plain_s:.3f}", f"{one.seconds_per_token:.3f}", f"{one.predicted_seconds_per_token:.3f}",
+            f"{one.temperature}", f"{one.nodes:.0f}", f"{one.tokens_per_pass:.2f}",
+            f"{one.step_s:.3f}",
+            f"{one.step_s / one.plain_s:.3f}", f"{one.seconds_per_token:.3f}",
+            f"{one.predicted_seconds_per_token:.3f}",
             f"{one.times_faster:.2f}", *shares,
         )  # fmt: skip
     return table

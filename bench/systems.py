@@ -1,14 +1,16 @@
 """How many tokens does a pass give by each system of the field, with equally many rows?
 
-    python -m bench.systems [--rows 64 512] [--temperatures 0 0.8] [--prompts 24] [--systems recycle "static, traversal"]
-    python -m bench.systems --long 4096 --prompts 6
-    python -m bench.systems --table bench/results/systems.jsonl
+    python -m bench.systems [--rows 64 512] [--temperatures 0 0.8] [--prompts 24] [--systems recycle
+    "static, traversal"] python -m bench.systems --long 4096 --prompts 6 python -m bench.systems
+    --table bench/results/systems.jsonl
 
-The same held-out prompts are continued by the demonstration pair in float32, with trees of as many rows as there may be,
-whatever they cost, so nothing hangs on the clock and other programs do no harm. Greedy texts are compared with plain
-decoding's. What has no draft model begins every prompt with nothing learned. With --long the target is stretched to texts of
-so many tokens, of which drafters see 512. The table is one of means, each with its mean difference to the best of its column,
-prompt by prompt, and that one's standard error. Runs print a JSON line each; --table joins the lines of a file.
+The same held-out prompts are continued by the demonstration pair in float32, with trees of as many
+rows as there may be, whatever they cost, so nothing hangs on the clock and other programs do no
+harm. Greedy texts are compared with plain decoding's. What has no draft model begins every prompt
+with nothing learned. With --long the target is stretched to texts of so many tokens, of which
+drafters see 512. The table is one of means, each with its mean difference to the best of its
+column, prompt by prompt, and that one's standard error. Runs print a JSON line each; --table joins
+the lines of a file.
 """
 
 import argparse
@@ -39,7 +41,9 @@ COSTLY = "self"
 
 @dataclass(frozen=True)
 class Counted:
-    """Tokens per pass, one figure a prompt, with trees of up to `n_rows`; `rows` is the mean of those that were verified."""
+    """Tokens per pass, one figure a prompt, with trees of up to `n_rows`; `rows` is the mean of
+    those that were verified.
+    """
 
     system: str
     n_rows: int
@@ -57,7 +61,11 @@ class Counted:
         pairs = zip(self.tokens_per_pass, best.tokens_per_pass, strict=True)
         differences = [one - other for one, other in pairs]
         error = stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else 0.0
-        return f"**{self.mean:.2f}**" if self is best else f"{self.mean:.2f} ({mean(differences):+.2f} ± {error:.2f})"
+        return (
+            f"**{self.mean:.2f}**"
+            if self is best
+            else f"{self.mean:.2f} ({mean(differences):+.2f} ± {error:.2f})"
+        )
 
 
 @dataclass(frozen=True)
@@ -86,33 +94,52 @@ class Texts:
         runs: dict[float, list[tuple[float, float]]] = {}
         with method.open(self.model, n_rows, "float32", "2GB", self.longest) as llm:
             engine = llm.engine
-            parts = DraftParts(engine.drafter.limits, engine.cost.fixed(level_s=0.0), "without_replacement")
+            parts = DraftParts(
+                engine.drafter.limits, engine.cost.fixed(level_s=0.0), "without_replacement"
+            )
             for i, prompt in enumerate(self.prompts):
                 for temperature in self.temperatures:
                     if not isinstance(engine.drafter, TreeDrafter):
                         engine.drafter = drafter_type(method.drafter).open(parts)
-                    params = SamplingParams(max_new_tokens=self.n_new, temperature=temperature, seed=i)
+                    params = SamplingParams(
+                        max_new_tokens=self.n_new, temperature=temperature, seed=i
+                    )
                     (output,) = llm.generate(prompt, params)
                     if temperature == 0 and output.token_ids != self.plain[i]:
-                        raise RuntimeError(f"{method.name}, prompt {i}: the greedy text differs from plain decoding's")
-                    runs.setdefault(temperature, []).append((output.stats.tokens_per_pass, output.stats.nodes_per_tree))
+                        raise RuntimeError(
+                            f"{method.name}, prompt {i}: the greedy text differs from plain"
+                            " decoding's"
+                        )
+                    runs.setdefault(temperature, []).append(
+                        (output.stats.tokens_per_pass, output.stats.nodes_per_tree)
+                    )
         for temperature, run in runs.items():
             rates, rows = zip(*run, strict=True)
             yield Counted(method.name, n_rows, temperature, rates, mean(rows))
 
     def assisted(self, n_rows: int) -> Iterator[Counted]:
-        """By transformers' assisted generation, with chains as long as it chooses, whatever the rows."""
-        target, draft = (AutoModelForCausalLM.from_pretrained(one, dtype=torch.float32) for one in (self.model, DRAFT))
+        """By transformers' assisted generation, with chains as long as it chooses, whatever the
+        rows.
+        """
+        target, draft = (
+            AutoModelForCausalLM.from_pretrained(one, dtype=torch.float32)
+            for one in (self.model, DRAFT)
+        )
         widths: list[int] = []
-        target.get_input_embeddings().register_forward_pre_hook(lambda _, given: widths.append(given[0].shape[1]))
+        target.get_input_embeddings().register_forward_pre_hook(
+            lambda _, given: widths.append(given[0].shape[1])
+        )
         for temperature in self.temperatures:
-            rates, rows = [], []
+            rates = []
+            rows = []
             for i, prompt in enumerate(self.prompts):
                 torch.manual_seed(i)
                 widths.clear()
-                ids, sampling = torch.tensor([prompt]), {"temperature": temperature, "top_k": 0} if temperature else {}
+                ids = torch.tensor([prompt])
+                sampling = {"temperature": temperature, "top_k": 0} if temperature else {}
                 out = target.generate(
-                    ids, attention_mask=torch.ones_like(ids), assistant_model=draft, max_new_tokens=self.n_new, pad_token_id=0,
+                    ids, attention_mask=torch.ones_like(ids), assistant_model=draft,
+                    max_new_tokens=self.n_new, pad_token_id=0,
                     do_sample=temperature > 0, **sampling,
                 )  # fmt: skip
                 rates.append((out.shape[1] - len(prompt)) / len(widths))
@@ -145,15 +172,21 @@ def measured(flags: argparse.Namespace) -> list[Counted]:
     """Count what the flags ask for."""
     found: list[Counted] = []
     with no_pair_stats(), tempfile.TemporaryDirectory() as folder:
-        model, prompts = TARGET, held_out_prompts(AutoTokenizer.from_pretrained(TARGET), flags.prompts)
+        model = TARGET
+        prompts = held_out_prompts(AutoTokenizer.from_pretrained(TARGET), flags.prompts)
         if flags.long:
-            model, prompts = stretched(Path(folder) / "long", flags.long), held_out_texts(flags.prompts, flags.long)
+            model = stretched(Path(folder) / "long", flags.long)
+            prompts = held_out_texts(flags.prompts, flags.long)
         texts = Texts(model, prompts, flags.new_tokens, flags.temperatures)
         for n_rows in flags.rows:
             for method in LONG if flags.long else SYSTEMS:
                 if not flags.systems or method.name in flags.systems:
                     found += texts.count(method, n_rows)
-                    print(table(found[-len(flags.temperatures) :]).splitlines()[-1], n_rows, flush=True)
+                    print(
+                        table(found[-len(flags.temperatures) :]).splitlines()[-1],
+                        n_rows,
+                        flush=True,
+                    )
         if not flags.long and (not flags.systems or ASSISTED in flags.systems):
             found += texts.assisted(flags.rows[0])
     return found
@@ -168,20 +201,31 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--systems", nargs="+", help="some of them, by name")
     parser.add_argument(
-        "--long", type=int, default=0, help="tokens of the texts, for systems that draft by a part of a long text"
+        "--long",
+        type=int,
+        default=0,
+        help="tokens of the texts, for systems that draft by a part of a long text",
     )
     parser.add_argument(
-        "--table", type=Path, help="of the lines in a file, with the same prompts each; nothing is measured"
+        "--table",
+        type=Path,
+        help="of the lines in a file, with the same prompts each; nothing is measured",
     )
     flags = parser.parse_args()
     if flags.table:
         lines = [json.loads(line) for line in flags.table.read_text().splitlines()]
         same = [
-            one for one in lines if all(one[name] == getattr(flags, name) for name in ("long", "prompts", "new_tokens"))
+            one
+            for one in lines
+            if all(one[name] == getattr(flags, name) for name in ("long", "prompts", "new_tokens"))
         ]
         found = [Counted(**one) for line in same for one in line["found"]]
         wanted = (flags.rows, flags.temperatures)
-        print(table([one for one in found if one.n_rows in wanted[0] and one.temperature in wanted[1]]))
+        print(
+            table(
+                [one for one in found if one.n_rows in wanted[0] and one.temperature in wanted[1]]
+            )
+        )
         return
     print(f"{machine()}\ncommit {commit()}")
     found = measured(flags)

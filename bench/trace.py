@@ -2,9 +2,10 @@
 
     python -m bench.trace [--size 2100MB] [--rounds 9]
 
-One loaded model generates the same greedy text with tracing on and off in turn: resident, where nothing hides the cost, and
-streamed in a quarter of its size. The ratio is taken pair by pair. The spans of a pass times the duration of one, as a share of
-the pass, is free of the disk's noise. The last line is one JSON object.
+One loaded model generates the same greedy text with tracing on and off in turn: resident, where
+nothing hides the cost, and streamed in a quarter of its size. The ratio is taken pair by pair. The
+spans of a pass times the duration of one, as a share of the pass, is free of the disk's noise. The
+last line is one JSON object.
 """
 
 import time
@@ -29,7 +30,9 @@ _RESIDENT_ROUNDS = 5
 
 
 def cost(config: EngineConfig, prompt: list[int], n_new: int, rounds: int) -> dict[str, object]:
-    """Seconds of a pass with and without tracing, their ratio pair by pair, spans of a pass, and their share of it."""
+    """Seconds of a pass with and without tracing, their ratio pair by pair, spans of a pass, and
+    their share of it.
+    """
     trace = Trace(on=True)
     seconds: dict[bool, list[float]] = {True: [], False: []}
     with LLM.from_config(config, trace) as llm:
@@ -47,14 +50,16 @@ def cost(config: EngineConfig, prompt: list[int], n_new: int, rounds: int) -> di
         trace.write(path)
         n_spans = len(report.read(path)) / n_passes
     pairs = [a / b for a, b in zip(seconds[True], seconds[False], strict=True)]
-    on, off = Spread.of(seconds[True]), Spread.of(seconds[False])
+    on = Spread.of(seconds[True])
+    off = Spread.of(seconds[False])
     times = {"with_s": asdict(on), "without_s": asdict(off), "pairs": asdict(Spread.of(pairs))}
     return times | {"spans_per_pass": n_spans, "share": n_spans * span_s() / off.median}
 
 
 def span_s(n: int = 4_000, n_times: int = 9) -> float:
     """Seconds of one span: the median of `n_times` measurements of `n` spans."""
-    trace, moments = Trace(), [time.perf_counter()]
+    trace = Trace()
+    moments = [time.perf_counter()]
     for _ in range(n_times):
         for i in range(n):
             with trace.span(COMPUTE, f"layer {i}"):
@@ -83,8 +88,9 @@ def main() -> None:
         rounds = flags.rounds * (_RESIDENT_ROUNDS if "resident" in name else 1)
         found[name] = one = cost(config, prompt, n_new, rounds)
         print(
-            f"{name:18} a pass takes {one['without_s']['median']:.4f} s, with tracing {one['with_s']['median']:.4f} s: "
-            f"ratio {Spread(**one['pairs'])}; {one['spans_per_pass']:.0f} spans a pass, {one['share']:.2%} of it",
+            f"{name:18} a pass takes {one['without_s']['median']:.4f} s, with tracing"
+            f" {one['with_s']['median']:.4f} s: ratio {Spread(**one['pairs'])};"
+            f" {one['spans_per_pass']:.0f} spans a pass, {one['share']:.2%} of it",
             flush=True,
         )
     print_result("trace", flags, cases=found)
@@ -93,7 +99,9 @@ def main() -> None:
 def _within(model: str, size: str, draft: str | None) -> EngineConfig:
     budget = parse_size(size) // 4
     drafter = "auto" if draft else "none"
-    return EngineConfig(model, draft_model=draft, device_memory=budget, max_model_len=256, drafter=drafter)
+    return EngineConfig(
+        model, draft_model=draft, device_memory=budget, max_model_len=256, drafter=drafter
+    )
 
 
 if __name__ == "__main__":

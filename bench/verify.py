@@ -1,9 +1,11 @@
-"""How long does verification of a large tree take, beside the softmax that makes the target's distributions?
+"""How long does verification of a large tree take, beside the softmax that makes the target's
+distributions?
 
     python -m bench.verify [--nodes 768] [--vocabulary 32000]
 
-The distributions are random and as sharp as a language model's. The draft's are the target's with noise, such that about as
-much is accepted as with real pairs. Each rule is interleaved with the softmax of the same logits.
+The distributions are random and as sharp as a language model's. The draft's are the target's with
+noise, such that about as much is accepted as with real pairs. Each rule is interleaved with the
+softmax of the same logits.
 """
 
 import time
@@ -23,11 +25,17 @@ from offload_rt.tree.choose import Acceptance
 from offload_rt.tree.search import search
 from offload_rt.tree.topology import DraftTree, SampledNodes
 
-_SHARPNESS, _DISAGREEMENT, _LEVELS = 3.5, 1.0, 18
+_SHARPNESS = 3.5
+_DISAGREEMENT = 1.0
+_LEVELS = 18
 
 
-def drawn_tree(n_nodes: int, vocabulary: int, probs: str, generator: torch.Generator) -> tuple[DraftTree, torch.Tensor]:
-    """A tree as a draft draws it by a child distribution, and the target's logits (n, vocabulary) after each node."""
+def drawn_tree(
+    n_nodes: int, vocabulary: int, probs: str, generator: torch.Generator
+) -> tuple[DraftTree, torch.Tensor]:
+    """A tree as a draft draws it by a child distribution, and the target's logits (n, vocabulary)
+    after each node.
+    """
     topology = search(Acceptance().by_rank(), n_nodes, _LEVELS).topology(n_nodes, _LEVELS)
     shape = shape_of(topology)
     logits = _SHARPNESS * torch.randn(len(topology), vocabulary, generator=generator)
@@ -36,15 +44,22 @@ def drawn_tree(n_nodes: int, vocabulary: int, probs: str, generator: torch.Gener
     draft_probs = torch.softmax(logits[inner] + noise, -1)
     counts = np.bincount(topology.parents[1:], minlength=len(topology))[inner]
     if probs == "independent":
-        children = torch.multinomial(draft_probs, int(counts.max()), replacement=True, generator=generator)
+        children = torch.multinomial(
+            draft_probs, int(counts.max()), replacement=True, generator=generator
+        )
     else:
         children = child_sampling.without_replacement(draft_probs, int(counts.max()), generator)
     tokens = torch.zeros(len(topology), dtype=torch.int64)
     tokens[1:] = children[shape.row_of[topology.parents[1:]], topology.ranks[1:]]
     is_sampled = np.arange(len(topology)) > 0
-    return DraftTree(
-        topology, tokens, SampledNodes(is_sampled, draft_probs, shape.row_of, probs == "independent")
-    ), logits
+    return (
+        DraftTree(
+            topology,
+            tokens,
+            SampledNodes(is_sampled, draft_probs, shape.row_of, probs == "independent"),
+        ),
+        logits,
+    )
 
 
 def main() -> None:
@@ -54,14 +69,19 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--rounds", type=int, default=20)
     flags = parser.parse_args()
-    print(f"{machine()}\n{flags.nodes} nodes, vocabulary {flags.vocabulary}; milliseconds; commit {commit()}")
+    print(
+        f"{machine()}\n{flags.nodes} nodes, vocabulary {flags.vocabulary}; milliseconds; commit"
+        f" {commit()}"
+    )
     generator = torch.Generator().manual_seed(0)
     sequence = Sequence([0], SamplingParams(seed=0), 1_000_000)
     found = {}
     for name in registry.names("speculate.verify"):
         rule = rule_of(name)
         probs = rule.child_sampling or "without_replacement"
-        softmax_ms, verify_ms, lengths = [], [], []
+        softmax_ms = []
+        verify_ms = []
+        lengths = []
         for i in range(flags.rounds + 1):
             tree, logits = drawn_tree(flags.nodes, flags.vocabulary, probs, generator)
             moments = [time.perf_counter()]
@@ -74,8 +94,14 @@ def main() -> None:
                 softmax_ms.append(1e3 * (moments[1] - moments[0]))
                 verify_ms.append(1e3 * (moments[2] - moments[1]))
                 lengths.append(len(verdict.path) + 1)
-        found[name] = {"verify_ms": vars(Spread.of(verify_ms)), "softmax_ms": vars(Spread.of(softmax_ms))}
-        print(f"{name:10} {Spread.of(verify_ms)}; softmax {Spread.of(softmax_ms)}; {mean(lengths):.2f} tokens a pass")
+        found[name] = {
+            "verify_ms": vars(Spread.of(verify_ms)),
+            "softmax_ms": vars(Spread.of(softmax_ms)),
+        }
+        print(
+            f"{name:10} {Spread.of(verify_ms)}; softmax {Spread.of(softmax_ms)};"
+            f" {mean(lengths):.2f} tokens a pass"
+        )
     print_result("verify", flags, rules=found)
 
 

@@ -1,13 +1,15 @@
-"""How should the threads of a product wait for each other: spinning or asleep, on quiet cores and beside busy processes?
+"""How should the threads of a product wait for each other: spinning or asleep, on quiet cores and
+beside busy processes?
 
     python -m bench.waiting [--rounds 3] [--settings passive,spin1000]
 
-Each setting is a process of its own, with its variables set before torch loads; settings take turns, and each does all the work
-beside 0, 1 and 2 processes that only count. A busy process has a session of its own, as one of another terminal has: Linux
-shares the cores between sessions first where sched_autogroup is on. Beside the milliseconds of a token stand those that a fair
-share of the cores explains: computing at that share, or the link's if they are more, as on quiet cores by default.
-Runs in which other processes took over a tenth of the cores are left out, or starred where there are no others.
-The last line is one JSON object.
+Each setting is a process of its own, with its variables set before torch loads; settings take
+turns, and each does all the work beside 0, 1 and 2 processes that only count. A busy process has a
+session of its own, as one of another terminal has: Linux shares the cores between sessions first
+where sched_autogroup is on. Beside the milliseconds of a token stand those that a fair share of the
+cores explains: computing at that share, or the link's if they are more, as on quiet cores by
+default. Runs in which other processes took over a tenth of the cores are left out, or starred where
+there are no others. The last line is one JSON object.
 """
 
 import argparse
@@ -25,7 +27,16 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from bench.measure import Spread, commit, expanded_model, family, flag_parser, machine, print_result, run_json
+from bench.measure import (
+    Spread,
+    commit,
+    expanded_model,
+    family,
+    flag_parser,
+    machine,
+    print_result,
+    run_json,
+)
 
 _DEFAULT = "libgomp's default"
 SETTINGS: dict[str, dict[str, str]] = {
@@ -36,7 +47,8 @@ SETTINGS: dict[str, dict[str, str]] = {
     "spin10000": {"GOMP_SPINCOUNT": "10000"},
     "1 thread": {"OMP_NUM_THREADS": "1"},
 }
-TOKENS = {"streamed, plain": 6, "streamed, drafted": 12, "resident, plain": 80}  # of a generation, by kind of work
+# of a generation, by kind of work
+TOKENS = {"streamed, plain": 6, "streamed, drafted": 12, "resident, plain": 80}
 N_BUSY = 0, 1, 2
 _OTHERS = 0.1
 
@@ -58,7 +70,9 @@ class Run:
 
 @dataclass(frozen=True)
 class Row:
-    """One kind of work beside so many busy processes: seconds of a token at a fair share, and by setting."""
+    """One kind of work beside so many busy processes: seconds of a token at a fair share, and by
+    setting.
+    """
 
     work: str
     n_busy: int
@@ -73,18 +87,28 @@ def runs(work: str, size: str) -> Iterator[Run]:
     from offload_rt import LLM, SamplingParams
     from offload_rt.config import EngineConfig, parse_size
 
-    plain, resident = "plain" in work, "resident" in work
+    plain = "plain" in work
+    resident = "resident" in work
     config = EngineConfig(
-        TARGET if resident else str(expanded_model(size)), draft_model=None if plain else DRAFT, max_model_len=256,
-        device_memory=1 << 30 if resident else parse_size(size) // 4, drafter="none" if plain else "auto",
+        TARGET if resident else str(expanded_model(size)), draft_model=None if plain else DRAFT,
+        max_model_len=256,
+        device_memory=1 << 30 if resident else parse_size(size) // 4,
+        drafter="none" if plain else "auto",
     )  # fmt: skip
     with LLM.from_config(config) as llm:
         llm.generate(["import os"], SamplingParams(max_new_tokens=4))
         for n_busy in N_BUSY:
             with busy(n_busy) as processes:
-                before, started = _others_s(processes), time.perf_counter()
-                stats = llm.generate(["import os"], SamplingParams(max_new_tokens=TOKENS[work]))[0].stats
-                others = (_others_s(processes) - before) / (time.perf_counter() - started) / (os.cpu_count() or 1)
+                before = _others_s(processes)
+                started = time.perf_counter()
+                stats = llm.generate(["import os"], SamplingParams(max_new_tokens=TOKENS[work]))[
+                    0
+                ].stats
+                others = (
+                    (_others_s(processes) - before)
+                    / (time.perf_counter() - started)
+                    / (os.cpu_count() or 1)
+                )
             link_s = stats.link_busy * stats.seconds / stats.n_tokens
             compute_s = (stats.seconds - stats.wait_seconds) / stats.n_tokens
             yield Run(work, n_busy, stats.seconds_per_token, link_s, compute_s, others)
@@ -95,7 +119,10 @@ def busy(n: int) -> Iterator[list[psutil.Process]]:
     """So many processes that count and do nothing else; gives them and this one."""
     with ExitStack() as stack:
         command = [sys.executable, "-c", "while True: pass"]
-        started = [stack.enter_context(family(subprocess.Popen(command, start_new_session=True))) for _ in range(n)]
+        started = [
+            stack.enter_context(family(subprocess.Popen(command, start_new_session=True)))
+            for _ in range(n)
+        ]
         time.sleep(0.3 if n else 0.0)
         yield [psutil.Process(), *(psutil.Process(one.pid) for one in started)]
 
@@ -107,7 +134,9 @@ def _others_s(ours: list[psutil.Process]) -> float:
 
 
 def fair_slowdown(n_busy: int) -> float:
-    """How many times longer computing on all cores takes with the share that is fair, to sessions or else to threads."""
+    """How many times longer computing on all cores takes with the share that is fair, to sessions
+    or else to threads.
+    """
     cores = os.cpu_count() or 1
     switch = Path("/proc/sys/kernel/sched_autogroup_enabled")
     ours = 1 if switch.exists() and switch.read_text(encoding="ascii").strip() == "1" else cores
@@ -122,8 +151,12 @@ def rows(found: dict[str, list[Run]]) -> list[Row]:
         base = quiet[len(quiet) // 2]
         for n_busy in N_BUSY:
             kept = {name: _calm(those, work, n_busy) for name, those in found.items()}
-            fair_s = max(base.compute_s * fair_slowdown(n_busy), base.link_s) if n_busy else base.token_s
-            spreads = {name: Spread.of([one.token_s for one in those]) for name, those in kept.items()}
+            fair_s = (
+                max(base.compute_s * fair_slowdown(n_busy), base.link_s) if n_busy else base.token_s
+            )
+            spreads = {
+                name: Spread.of([one.token_s for one in those]) for name, those in kept.items()
+            }
             starred = tuple(name for name, those in kept.items() if those[0].others > _OTHERS)
             table.append(Row(work, n_busy, fair_s, spreads, starred))
     return table
@@ -131,18 +164,32 @@ def rows(found: dict[str, list[Run]]) -> list[Row]:
 
 def _calm(those: Sequence[Run], work: str, n_busy: int) -> list[Run]:
     """The runs of a case that nobody disturbed, else the least disturbed one, by their seconds."""
-    these = sorted((one for one in those if (one.work, one.n_busy) == (work, n_busy)), key=lambda one: one.token_s)
-    return [one for one in these if one.others <= _OTHERS] or sorted(these, key=lambda one: one.others)[:1]
+    these = sorted(
+        (one for one in those if (one.work, one.n_busy) == (work, n_busy)),
+        key=lambda one: one.token_s,
+    )
+    return [one for one in these if one.others <= _OTHERS] or sorted(
+        these, key=lambda one: one.others
+    )[:1]
 
 
 def print_table(table: Sequence[Row]) -> None:
-    """Milliseconds of a token, medians with their range, and in brackets how many times a fair share's."""
+    """Milliseconds of a token, medians with their range, and in brackets how many times a fair
+    share's.
+    """
     names = list(table[0].settings)
-    printed = Table("work", "busy", "fair", *names, title="milliseconds of a token (range) [times a fair share's]")
+    printed = Table(
+        "work",
+        "busy",
+        "fair",
+        *names,
+        title="milliseconds of a token (range) [times a fair share's]",
+    )
     for row in table:
         cells = []
         for name, s in row.settings.items():
-            star, range_ = "*" if name in row.starred else "", f"{1e3 * s.least:.1f} to {1e3 * s.largest:.1f}"
+            star = "*" if name in row.starred else ""
+            range_ = f"{1e3 * s.least:.1f} to {1e3 * s.largest:.1f}"
             cells.append(f"{1e3 * s.median:.1f}{star} ({range_}) \\[{s.median / row.fair_s:.2f}]")
         printed.add_row(row.work, str(row.n_busy), f"{1e3 * row.fair_s:.1f}", *cells)
     Console(width=40 + 30 * len(names)).print(printed)
@@ -164,13 +211,19 @@ def main() -> None:
     """Print the table and one JSON line; with --one, measure here under that setting."""
     parser = flag_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--settings", default="passive,spin1000,spin3000,1 thread", help=f"of {', '.join(SETTINGS)}")
-    parser.add_argument("--size", default="1600MB", help="of the streamed model, of which a quarter is its budget")
+    parser.add_argument(
+        "--settings", default="passive,spin1000,spin3000,1 thread", help=f"of {', '.join(SETTINGS)}"
+    )
+    parser.add_argument(
+        "--size", default="1600MB", help="of the streamed model, of which a quarter is its budget"
+    )
     parser.add_argument("--one", help=argparse.SUPPRESS)
     flags = parser.parse_args()
     if flags.one:
         os.environ.update(SETTINGS[flags.one])  # before torch is imported
-        print(json.dumps({"runs": [asdict(one) for work in TOKENS for one in runs(work, flags.size)]}))
+        print(
+            json.dumps({"runs": [asdict(one) for work in TOKENS for one in runs(work, flags.size)]})
+        )
         return
     found = interleaved([_DEFAULT, *flags.settings.split(",")], flags.rounds, flags.size)
     table = rows(found)

@@ -8,8 +8,9 @@ if TYPE_CHECKING:
     from offload_rt.config import SamplingParams
     from offload_rt.llm import LLM, Output, Piece, Stats
 
-# How long the threads of a matrix product spin for each other before they sleep; read when torch loads. By default it is
-# milliseconds: beside a busy process they then take the cores from each other (`python -m bench.waiting`).
+# How long the threads of a matrix product spin for each other before they sleep; read when torch
+# loads. By default it is milliseconds: beside a busy process they then take the cores from each
+# other (`python -m bench.waiting`).
 if "torch" not in sys.modules and not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ):
     os.environ["GOMP_SPINCOUNT"] = "1000"
 
@@ -20,7 +21,8 @@ __all__ = ["LLM", "Output", "Piece", "SamplingParams", "Stats"]
 def __getattr__(name: str) -> Any:
     if sys.platform != "linux" and name in __all__:
         raise ImportError("offload_rt needs Linux; on Windows use WSL 2")
-    # On demand: `--help` and a wrong flag answer at once instead of after the seconds torch takes to load.
+    # On demand: `--help` and a wrong flag answer at once instead of after the seconds torch takes
+    # to load.
     if name == "SamplingParams":
         from offload_rt.config import SamplingParams
 

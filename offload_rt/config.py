@@ -11,7 +11,8 @@ from typing import Any
 from offload_rt.errors import SettingsError
 
 _UNITS = {
-    "": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40,
+    "": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30,
+    "ti": 2**40,
 }  # fmt: skip
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*((?:[kmgt]i?)?)b?\s*", re.IGNORECASE)
 
@@ -38,7 +39,11 @@ def format_size(nbytes: float) -> str:
 
 
 def setting(
-    default: Any, text: str, *, parse: Callable[[str], Any] | None = None, choices: tuple[str, ...] = ()
+    default: Any,
+    text: str,
+    *,
+    parse: Callable[[str], Any] | None = None,
+    choices: tuple[str, ...] = (),
 ) -> Any:
     """A field with what its command-line flag needs: help text, type, choices."""
     return field(default=default, metadata={"help": text, "parse": parse, "choices": choices})
@@ -59,72 +64,110 @@ class EngineConfig:
     )  # fmt: skip
     device_memory: str | int | None = setting(
         None,
-        'memory budget on the device, like "22GiB"; on a CPU, of the whole run; default: what is free, less a margin',
+        'memory budget on the device, like "22GiB"; on a CPU, of the whole run; default: what is'
+        " free, less a margin",
     )
     host_memory: str | int | None = setting(
         None, "pinned CPU memory for weights, with a GPU; default: what is free, less a margin"
     )
     kv_memory: str | int | None = setting(
-        None, "of the device's memory, what keys and values may take; the others come from the host, on a CPU from the disk, "
+        None, "of the device's memory, what keys and values may take; the others come from the "
+              "host, on a CPU from the disk, "
         "in each pass; default: all that fits",
     )  # fmt: skip
     kv_dtype: str = setting(
-        "auto", "of keys and values beyond the device; fp8 halves what comes, and is not exact; auto: the dtype",
+        "auto", "of keys and values beyond the device; fp8 halves what comes, and is not exact; "
+                "auto: the dtype",
         choices=("auto", "fp8"),
     )  # fmt: skip
     max_model_len: int | None = setting(
         None, parse=int,
-        text="most tokens of prompt and answer together; default: the model's limit, or what an eighth of the budget caches",
+        text="most tokens of prompt and answer together; default: the model's limit, or what an "
+             "eighth of the budget caches",
     )  # fmt: skip
     max_num_seqs: int = setting(
-        1, parse=int, text="sequences of this length that run together; of shorter ones as many as take the same room"
+        1,
+        parse=int,
+        text=(
+            "sequences of this length that run together; of shorter ones as many as take the same"
+            " room"
+        ),
     )
     link_format: str = setting(
         "auto", choices=("auto", "lossless", "raw"),
-        text="how streamed weights cross the link: encoded in about 7/10 of their bytes and decoded bit for bit, or as they "
-        "are; auto: encoded where `offload-rt convert` has written a sidecar and measured rates make that faster",
+        text="how streamed weights cross the link: encoded in about 7/10 of their bytes and "
+             "decoded bit for bit, or as they "
+        "are; auto: encoded where `offload-rt convert` has written a sidecar and measured rates "
+        "make that faster",
     )  # fmt: skip
-    sidecar: str | None = setting(None, "directory of that sidecar; default: lossless, in that of the model")
-    drafter: str = setting("auto", "who drafts the tree; auto: the best that the given models allow")
+    sidecar: str | None = setting(
+        None, "directory of that sidecar; default: lossless, in that of the model"
+    )
+    drafter: str = setting(
+        "auto", "who drafts the tree; auto: the best that the given models allow"
+    )
     rule: str = setting("auto", "how a drafted tree is verified; auto: the drafter's best")
-    tree_size: int | None = setting(None, "nodes of the drafted tree; default: chosen from measurements", parse=int)
-    tree_depth: int | None = setting(None, "levels of the drafted tree; default: chosen from measurements", parse=int)
+    tree_size: int | None = setting(
+        None, "nodes of the drafted tree; default: chosen from measurements", parse=int
+    )
+    tree_depth: int | None = setting(
+        None, "levels of the drafted tree; default: chosen from measurements", parse=int
+    )
     draft_context: int | None = setting(
-        None, "tokens that a draft model, or a drafter of long texts, attends to; default: the drafter's own", parse=int
+        None,
+        "tokens that a draft model, or a drafter of long texts, attends to; default: the"
+        " drafter's own",
+        parse=int,
     )
     learn_draft: str = setting(
-        "off", "let a draft model learn from the target's predictions in time that the link leaves; keep: for later runs, too",
+        "off", "let a draft model learn from the target's predictions in time that the link "
+               "leaves; keep: for later runs, too",
         choices=("off", "on", "keep"),
     )  # fmt: skip
     batch_invariant: bool = setting(
-        False, "on a CPU, multiply many rows by our kernel even if torch's product is measured to be much faster, so that "
+        False, "on a CPU, multiply many rows by our kernel even if torch's product is measured to "
+               "be much faster, so that "
         "speculation repeats plain decoding bit for bit",
     )  # fmt: skip
     exact_parallel: bool = setting(
-        False, "under torchrun, divide every matrix by its outputs: each sum is one rank's, as if it computed alone"
+        False,
+        "under torchrun, divide every matrix by its outputs: each sum is one rank's, as if it"
+        " computed alone",
     )
     split_draft: str = setting(
         "auto", choices=("auto", "on", "off"),
-        text="under torchrun, divide the draft model among the ranks too; off: the first one has it; auto: whichever is faster",
+        text="under torchrun, divide the draft model among the ranks too; off: the first one has "
+             "it; auto: whichever is faster",
     )  # fmt: skip
     revision: str | None = setting(None, "branch, tag or commit on the hub")
     offline: bool = setting(False, "use only what the hub cache already holds")
     pipeline: int = setting(
-        1, parse=int, text="divide the layers among so many ranks, all that torchrun has started, as of machines joined by a "
+        1, parse=int, text="divide the layers among so many ranks, all that torchrun has started, "
+                           "as of machines joined by a "
         "slow network: each holds what fits of its own, and hidden states go from one to the next",
     )  # fmt: skip
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            choices, value = item.metadata["choices"], getattr(self, item.name)
+            choices = item.metadata["choices"]
+            value = getattr(self, item.name)
             if choices and value not in choices:
                 need = "one of " + ", ".join(choices)
-                raise SettingsError(f"{flag_of(item.name)} is {value!r}", need=need, change="use one of these")
+                raise SettingsError(
+                    f"{flag_of(item.name)} is {value!r}", need=need, change="use one of these"
+                )
         for name in ("device_memory", "host_memory", "kv_memory"):
             value = getattr(self, name)
             if value is not None:
                 check_positive(name, parse_size(value))
-        for name in ("max_model_len", "max_num_seqs", "tree_size", "tree_depth", "draft_context", "pipeline"):
+        for name in (
+            "max_model_len",
+            "max_num_seqs",
+            "tree_size",
+            "tree_depth",
+            "draft_context",
+            "pipeline",
+        ):
             check_positive(name, getattr(self, name))
 
     @property
@@ -166,13 +209,16 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("presence_penalty frequency_penalty", lambda x: -2 <= x <= 2, "between -2 and 2"),
     (
         "logit_bias",
-        lambda bias: all(isinstance(id, int) and (x == -math.inf or abs(x) <= 100) for id, x in bias.items()),
+        lambda bias: all(isinstance(id, int) and (x == -math.inf or abs(x) <= 100) for id,
+            x in bias.items()),
         "a number from -100 to 100, or -inf, for each token id",
     ),
     ("stop", all, "texts that are not empty"),
     ("bad_words", lambda words: all(word.strip() for word in words), "texts that are not blank"),
     ("stop_token_ids allowed_token_ids", lambda ids: all(token >= 0 for token in ids), "token ids"),
-    ("bad_words_ids", lambda words: all(word and min(word) >= 0 for word in words), "non-empty lists of token ids"),
+    ("bad_words_ids", lambda words: all(word and min(word) >= 0 for word in words), "non-empty "
+                                                                                    "lists of "
+                                                                                    "token ids"),
     ("seed", lambda n: 0 <= n < 2**63, "between 0 and 2**63 - 1"),
 )  # fmt: skip
 
@@ -181,37 +227,54 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 class SamplingParams:
     """How tokens are chosen, by transformers' and vLLM's names, and when a text ends.
 
-    They apply in the order of vLLM and transformers: logit_bias, repetition, frequency and presence penalty, min_tokens,
-    allowed_token_ids, bad_words, temperature, top_k, top_p, min_p. A None among `LEFT_TO_THE_MODEL` is what
-    generation_config.json says in an `LLM`; where that says nothing, it changes nothing, and the most probable token is taken.
+    They apply in the order of vLLM and transformers: logit_bias, repetition, frequency and presence
+    penalty, min_tokens, allowed_token_ids, bad_words, temperature, top_k, top_p, min_p. A None
+    among `LEFT_TO_THE_MODEL` is what generation_config.json says in an `LLM`; where that says
+    nothing, it changes nothing, and the most probable token is taken.
     """
 
     max_tokens: int | None = setting(
         _N_TOKENS, "most tokens to produce; None in Python: all there is room for", parse=int
     )
-    temperature: float | None = setting(None, f"0 takes the most probable token{_ELSE} 0", parse=float)
-    top_p: float | None = setting(
-        None, f"keep the most probable tokens that together reach this probability{_ELSE} 1", parse=float
+    temperature: float | None = setting(
+        None, f"0 takes the most probable token{_ELSE} 0", parse=float
     )
-    top_k: int | None = setting(None, f"keep this many of the most probable tokens; 0 or -1: all{_ELSE} all", parse=int)
+    top_p: float | None = setting(
+        None,
+        f"keep the most probable tokens that together reach this probability{_ELSE} 1",
+        parse=float,
+    )
+    top_k: int | None = setting(
+        None, f"keep this many of the most probable tokens; 0 or -1: all{_ELSE} all", parse=int
+    )
     min_p: float | None = setting(
-        None, f"keep tokens at least this share of the most probable one's probability{_ELSE} 0", parse=float
+        None,
+        f"keep tokens at least this share of the most probable one's probability{_ELSE} 0",
+        parse=float,
     )
     repetition_penalty: float | None = setting(
         None, f"above 1: make tokens that occurred already less probable{_ELSE} 1", parse=float
     )
-    presence_penalty: float = setting(0.0, "taken off the logits of tokens that the answer has", parse=float)
-    frequency_penalty: float = setting(0.0, "taken off them for each time that the answer has the token", parse=float)
+    presence_penalty: float = setting(
+        0.0, "taken off the logits of tokens that the answer has", parse=float
+    )
+    frequency_penalty: float = setting(
+        0.0, "taken off them for each time that the answer has the token", parse=float
+    )
     logit_bias: Mapping[int, float] | None = setting(
         None, 'added to the logits of tokens, like {"50256": -100}', parse=_bias_by_id
     )
     min_tokens: int = setting(0, "no end before so many tokens", parse=int)
     ignore_eos: bool = setting(False, "go on after the model's end tokens")
     stop: tuple[str, ...] = setting((), "end before this text (may be given several times)")
-    stop_token_ids: tuple[int, ...] = setting((), "end after this token (may be given several times)", parse=int)
+    stop_token_ids: tuple[int, ...] = setting(
+        (), "end after this token (may be given several times)", parse=int
+    )
     bad_words: tuple[str, ...] = setting((), "never produce this text (may be given several times)")
     bad_words_ids: tuple[tuple[int, ...], ...] = setting(
-        (), "never produce these token ids in a row, like 15,7 (may be given several times)", parse=_token_ids
+        (),
+        "never produce these token ids in a row, like 15,7 (may be given several times)",
+        parse=_token_ids,
     )
     allowed_token_ids: tuple[int, ...] = setting(
         (), "produce this token only (may be given several times); default: all", parse=int
@@ -219,7 +282,10 @@ class SamplingParams:
     seed: int | None = setting(None, "makes sampling repeatable", parse=int)
     n: int = setting(1, "answers; the seed of each is one above that of the one before", parse=int)
     logprobs: int | None = setting(
-        None, "--json has the log-probability of each token and of so many of the most probable; -1: of all", parse=int
+        None,
+        "--json has the log-probability of each token and of so many of the most probable; -1:"
+        " of all",
+        parse=int,
     )
     prompt_logprobs: int | None = setting(None, "the same of the prompt's tokens", parse=int)
     max_new_tokens: int | None = setting(None, "--max-tokens by transformers' name", parse=int)
@@ -232,7 +298,9 @@ class SamplingParams:
         object.__setattr__(self, "bad_words_ids", tuple(tuple(word) for word in self.bad_words_ids))
         if self.max_new_tokens is not None:
             if self.max_tokens not in (_N_TOKENS, self.max_new_tokens):
-                raise SettingsError("max_tokens and max_new_tokens", need="only one of them", have="both")
+                raise SettingsError(
+                    "max_tokens and max_new_tokens", need="only one of them", have="both"
+                )
             object.__setattr__(self, "max_tokens", self.max_new_tokens)
         for names, holds, need in _RANGES:
             for name in names.split():
@@ -242,38 +310,62 @@ class SamplingParams:
                 except (TypeError, AttributeError):
                     is_right = False
                 if not is_right:
-                    raise SettingsError(f"{name} is {value!r}", need=need, change=f"change {flag_of(name)}")
+                    raise SettingsError(
+                        f"{name} is {value!r}", need=need, change=f"change {flag_of(name)}"
+                    )
 
     @property
     def looks_back(self) -> bool:
-        """Whether the distribution of a token depends, beyond the model, on the tokens before it or on their number."""
-        is_plain = self.repetition_penalty in (None, 1.0) and not self.presence_penalty and not self.frequency_penalty
-        return not is_plain or self.min_tokens > 0 or any(len(word) > 1 for word in self.bad_words_ids)
+        """Whether the distribution of a token depends, beyond the model, on the tokens before it or
+        on their number.
+        """
+        is_plain = (
+            self.repetition_penalty in (None, 1.0)
+            and not self.presence_penalty
+            and not self.frequency_penalty
+        )
+        return (
+            not is_plain or self.min_tokens > 0 or any(len(word) > 1 for word in self.bad_words_ids)
+        )
 
     @property
     def changes_logits(self) -> bool:
         """Whether logits change before the temperature applies."""
-        return self.looks_back or bool(self.logit_bias or self.bad_words_ids or self.allowed_token_ids)
+        return self.looks_back or bool(
+            self.logit_bias or self.bad_words_ids or self.allowed_token_ids
+        )
 
     def left_to(self, defaults: "SamplingParams") -> dict[str, Any]:
         """What these leave open and `defaults` decide, by name."""
-        found = {name: getattr(defaults, name) for name in LEFT_TO_THE_MODEL if getattr(self, name) is None}
+        found = {
+            name: getattr(defaults, name)
+            for name in LEFT_TO_THE_MODEL
+            if getattr(self, name) is None
+        }
         return {name: value for name, value in found.items() if value is not None}
 
 
 def check_positive(name: str, value: int | None) -> None:
-    """Raises SettingsError for a setting of this name that is neither left out nor a whole number above 0."""
+    """Raises SettingsError for a setting of this name that is neither left out nor a whole number
+    above 0.
+    """
     if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-        raise SettingsError(f"{flag_of(name)} is {value!r}", need="a whole number", change="give one")
+        raise SettingsError(
+            f"{flag_of(name)} is {value!r}", need="a whole number", change="give one"
+        )
     if value is not None and value < 1:
-        raise SettingsError(f"{flag_of(name)} is {value}", need="at least 1", change=f"raise {flag_of(name)}")
+        raise SettingsError(
+            f"{flag_of(name)} is {value}", need="at least 1", change=f"raise {flag_of(name)}"
+        )
 
 
 def check_folder(flag: str, path: str | Path) -> None:
     """Raises SettingsError where the folder of a file to be written does not exist."""
     folder = Path(path).resolve().parent
     if not folder.is_dir():
-        raise SettingsError(f"{flag} {path}", need="a folder that exists", have=f"no {folder}", change="make it")
+        raise SettingsError(
+            f"{flag} {path}", need="a folder that exists", have=f"no {folder}", change="make it"
+        )
 
 
 def flag_of(name: str) -> str:

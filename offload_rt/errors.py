@@ -7,13 +7,17 @@ import errno
 
 # How allocators, threads and the loader of libraries say that memory is out.
 _NO_MEMORY = (
-    "can't allocate memory", "out of memory", "can't start new thread", "bad_alloc", "failed to map segment",
+    "can't allocate "
+    "memory", "out of memory", "can't start new thread", "bad_alloc", "failed to map segment",
     "Cannot allocate memory",
 )  # fmt: skip
-# How the driver says that the card cannot be had. Its other errors ("an illegal memory access") are faults of this program.
+# How the driver says that the card cannot be had. Its other errors ("an illegal memory access") are
+# faults of this program.
 _NO_CARD = (
-    "CUDA-capable device", "CUDA driver version is insufficient", "CUDA driver initialization failed",
-    "CUDA error: initialization error", "CUDA error: uncorrectable ECC error", "CUDA error: unknown error",
+    "CUDA-capable "
+    "device", "CUDA driver version is insufficient", "CUDA driver initialization failed",
+    "CUDA error: initialization "
+    "error", "CUDA error: uncorrectable ECC error", "CUDA error: unknown error",
     "Found no NVIDIA driver", "NVIDIA driver on your system is too old",
 )  # fmt: skip
 
@@ -31,16 +35,25 @@ class OffloadError(Exception):
     exit_code = 3
 
     def __init__(self, problem: str, *, need: str = "", have: str = "", change: str = "") -> None:
-        self.problem, self.need, self.have, self.change = problem, need, have, change
-        facts = ", ".join(f"{verb} {fact}" for verb, fact in (("needs", need), ("has", have)) if fact)
+        self.problem = problem
+        self.need = need
+        self.have = have
+        self.change = change
+        facts = ", ".join(
+            f"{verb} {fact}" for verb, fact in (("needs", need), ("has", have)) if fact
+        )
         sentence = f"{problem}: {facts}" if facts else problem
         super().__init__(_one_line(f"{sentence}; {change}" if change else sentence))
 
 
 def _one_line(text: str) -> str:
-    """A sentence that a terminal shows as one, whatever a file has put into it: no control characters, not endless."""
+    """A sentence that a terminal shows as one, whatever a file has put into it: no control
+    characters, not endless.
+    """
     text = text if len(text) <= 1000 else f"{text[:500]} ... {text[-500:]}"
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+    return "".join(
+        one if one.isprintable() else one.encode("unicode_escape").decode() for one in text
+    )
 
 
 class UserError(OffloadError):
@@ -89,7 +102,8 @@ class RankError(OffloadError):
 
     def __init__(self, problem: str, rank: int | None = None, said: str | None = None) -> None:
         super().__init__(problem)
-        self.rank, self.said = rank, said
+        self.rank = rank
+        self.said = said
 
 
 class NumericsError(OffloadError):
@@ -97,10 +111,16 @@ class NumericsError(OffloadError):
 
 
 def machine_error(error: BaseException) -> OffloadError:
-    """A failure of the machine in one sentence. Raises anything that is a fault of this program again."""
+    """A failure of the machine in one sentence. Raises anything that is a fault of this program
+    again.
+    """
     text = " ".join(str(error).split())
-    full = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
-    if full or (isinstance(error, RuntimeError | ImportError) and any(words in text for words in _NO_MEMORY)):
+    full = isinstance(error, MemoryError) or (
+        isinstance(error, OSError) and error.errno == errno.ENOMEM
+    )
+    if full or (
+        isinstance(error, RuntimeError | ImportError) and any(words in text for words in _NO_MEMORY)
+    ):
         change = "lower --device-memory, --host-memory or --max-model-len"
         return DeviceError("out of memory", have=text[:200], change=change)
     if isinstance(error, RuntimeError) and any(words in text for words in _NO_CARD):

@@ -51,9 +51,9 @@ Prompt = str | Several[int] | np.ndarray | Tensor
 class LLM:
     """A model larger than its memory budget, ready to generate.
 
-    A context manager; `close()` releases everything, and so does losing the last reference, or the end of the program.
-    Where torchrun has started several processes, rank 0 goes on with its program; the others compute with it from
-    when they load the model until it is closed, and end.
+    A context manager; `close()` releases everything, and so does losing the last reference, or the
+    end of the program. Where torchrun has started several processes, rank 0 goes on with its
+    program; the others compute with it from when they load the model until it is closed, and end.
     """
 
     engine_plan: EnginePlan
@@ -89,14 +89,18 @@ class LLM:
         pipeline: int = 1,
         use_tqdm_on_load: bool = True,
     ) -> None:
-        """The arguments are the fields of `EngineConfig`. Raises an OffloadError if the model cannot be served.
+        """The arguments are the fields of `EngineConfig`. Raises an OffloadError if the model
+        cannot be served.
 
-        use_tqdm_on_load  show a progress bar, if stderr is a terminal; it is rich's, the name is vLLM's
+        use_tqdm_on_load  show a progress bar, if stderr is a terminal; it is rich's, the name is
+                          vLLM's
         """
         self._prepare(
             EngineConfig(
-                model, draft_model, device, dtype, device_memory, host_memory, kv_memory, kv_dtype, max_model_len,
-                max_num_seqs, link_format, sidecar, drafter, rule, tree_size, tree_depth, draft_context, learn_draft,
+                model, draft_model, device, dtype, device_memory, host_memory, kv_memory, kv_dtype,
+                max_model_len,
+                max_num_seqs, link_format, sidecar, drafter, rule, tree_size, tree_depth,
+                draft_context, learn_draft,
                 batch_invariant, exact_parallel, split_draft, revision, offline, pipeline,
             )
         )  # fmt: skip
@@ -105,7 +109,9 @@ class LLM:
             self.load(progress=bar)
 
     @classmethod
-    def from_config(cls, config: EngineConfig, trace: Trace | None = None, progress: Progress | None = None) -> "LLM":
+    def from_config(
+        cls, config: EngineConfig, trace: Trace | None = None, progress: Progress | None = None
+    ) -> "LLM":
         """`open` and `load`."""
         llm = cls.open(config)
         llm.load(trace, progress)
@@ -113,7 +119,8 @@ class LLM:
 
     @classmethod
     def open(cls, config: EngineConfig, drafting: Drafting | None = None) -> "LLM":
-        """Check settings and checkpoint and decide what lies where, before a weight moves; `load` has to follow.
+        """Check settings and checkpoint and decide what lies where, before a weight moves; `load`
+        has to follow.
 
         drafting  a drafter and rule instead of those of the settings
         """
@@ -129,7 +136,8 @@ class LLM:
         """
         self._closes.detach()  # `load` closes what the plan has opened
         self._thread = EngineThread(load(self.engine_plan, trace or Trace(on=False), progress))
-        # At the latest when the program ends: threads that still read would be torn down with the interpreter.
+        # At the latest when the program ends: threads that still read would be torn down with the
+        # interpreter.
         self._closes = weakref.finalize(self, self._thread.close)
 
     def _prepare(self, config: EngineConfig, drafting: Drafting | None = None) -> None:
@@ -140,13 +148,16 @@ class LLM:
         if config.draft_model is not None:  # before the weights of the target are fetched
             locate(config.draft_model, None, config.offline, has_weights=False)
         directory = locate(config.model, config.revision, config.offline)
-        checkpoint, self._end_ids = open_checkpoint(directory), end_ids(directory)
+        checkpoint = open_checkpoint(directory)
+        self._end_ids = end_ids(directory)
         self._defaults, self.tokenizer = sampling_defaults(directory), load_tokenizer(directory)
         found = find_draft(config, drafting, checkpoint, self.tokenizer)
         try:
             self.engine_plan = plan_engine(config, checkpoint, found)
         except CapacityError:
-            is_asked = drafting is not None or config.drafter != "auto" or config.draft_model is not None
+            is_asked = (
+                drafting is not None or config.drafter != "auto" or config.draft_model is not None
+            )
             if is_asked or found.draft is None:
                 raise
             # There is no room for the layer that would draft, which nobody has asked for.
@@ -198,18 +209,26 @@ class LLM:
         """Continue one prompt or several: texts, or token ids as a list, an array or a tensor.
 
         sampling_params  for all prompts, or one for each
-        use_tqdm         show a progress bar for several prompts, if stderr is a terminal; it is rich's, the name is vLLM's
-        Raises PromptError or CapacityError for a prompt that cannot be continued, SettingsError where there are not as many
-        params as prompts, before anything runs.
+        use_tqdm         show a progress bar for several prompts, if stderr is a terminal; it is
+                         rich's, the name is vLLM's
+        Raises PromptError or CapacityError for a prompt that cannot be continued, SettingsError
+        where there are not as many params as prompts, before anything runs.
         """
-        several, params = _several(prompts), sampling_params
+        several = _several(prompts)
+        params = sampling_params
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(several)
         if len(params) != len(several):
-            raise SettingsError("generate", need=f"one SamplingParams or {len(several)}", have=str(len(params)))
+            raise SettingsError(
+                "generate", need=f"one SamplingParams or {len(several)}", have=str(len(params))
+            )
         requests = [self._request(prompt, one) for prompt, one in zip(several, params, strict=True)]
-        thread, console = self._of_engine, Console(stderr=True, quiet=not use_tqdm or len(requests) == 1)
-        with thread.running(requests) as engine, progress_bar(console, "prompts", MofNCompleteColumn()) as bar:
+        thread = self._of_engine
+        console = Console(stderr=True, quiet=not use_tqdm or len(requests) == 1)
+        with (
+            thread.running(requests) as engine,
+            progress_bar(console, "prompts", MofNCompleteColumn()) as bar,
+        ):
             while not all(one.is_done for one in requests):
                 with thread.turn:
                     engine.step()
@@ -227,7 +246,8 @@ class LLM:
         tools: Several[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[Output]:
-        """Answer a conversation or several, each a list of {"role": ..., "content": ...}; see `generate`.
+        """Answer a conversation or several, each a list of {"role": ..., "content": ...}; see
+        `generate`.
 
         chat_template           instead of the model's
         add_generation_prompt   end with what begins an answer
@@ -237,27 +257,37 @@ class LLM:
         Raises PromptError where the model has no template, or it fails.
         """
         options = {
-            "chat_template": chat_template, "tools": tools, "continue_final_message": continue_final_message,
+            "chat_template": chat_template, "tools": tools,
+            "continue_final_message": continue_final_message,
             "add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {}),
         }  # fmt: skip
         one = [message for message in messages if isinstance(message, Mapping)]
         several = [one] if one else [turns for turns in messages if not isinstance(turns, Mapping)]
-        return self.generate([self.encode_chat(turns, options) for turns in several], sampling_params)
+        return self.generate(
+            [self.encode_chat(turns, options) for turns in several], sampling_params
+        )
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Piece]:
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Iterator[Piece]:
         """Continue one prompt and give what each pass adds; see `generate`."""
-        request, thread, is_done = self._request(prompt, sampling_params), self._of_engine, False
+        request = self._request(prompt, sampling_params)
+        thread = self._of_engine
+        is_done = False
         with thread.running([request]) as engine:
             while not is_done:
                 with thread.turn:
                     engine.step()
-                    pieces, is_done = request.pieces(), request.is_done
+                    pieces = request.pieces()
+                    is_done = request.is_done
                 yield from pieces
 
     async def astream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> AsyncGenerator[Piece, None]:
-        """`stream` for asyncio. Those under way share their passes; one that is cancelled takes no part in the next."""
+        """`stream` for asyncio. Those under way share their passes; one that is cancelled takes no
+        part in the next.
+        """
         # Checks and tokenization of a long prompt would hold up other tasks.
         request = await asyncio.to_thread(self._request, prompt, sampling_params)
         async with aclosing(self._of_engine.pieces(request)) as pieces:
@@ -265,19 +295,31 @@ class LLM:
                 yield piece
 
     def time_plain(self, context: int, n_passes: int = 3) -> list[float]:
-        """Seconds of each of some passes of one token after `context` others, or as many as there is room for."""
+        """Seconds of each of some passes of one token after `context` others, or as many as there
+        is room for.
+        """
         return self.time_passes(Topology.chain(1), min(context, self.max_model_len - 1), n_passes)
 
     def time_passes(self, topology: Topology, context: int, n_passes: int = 3) -> list[float]:
-        """Seconds of each of some passes over a tree after `context` tokens, with logits for all of its nodes."""
+        """Seconds of each of some passes over a tree after `context` tokens, with logits for all of
+        its nodes.
+        """
         self.engine.reset_prefix_cache()
-        runner, n = self.engine.runner, len(topology)
-        share = None if self.plan.split is None else self.plan.split.share(context + n + 1, n, is_alone=True)
+        runner = self.engine.runner
+        n = len(topology)
+        share = (
+            None
+            if self.plan.split is None
+            else self.plan.split.share(context + n + 1, n, is_alone=True)
+        )
         cache = runner.new_cache(context + n + 1, True, share)
         runner.assume_context(cache, context)
-        step = Step(cache, torch.zeros(n, dtype=torch.int64), topology, n_wanted=n, n_prompt=context)
+        step = Step(
+            cache, torch.zeros(n, dtype=torch.int64), topology, n_wanted=n, n_prompt=context
+        )
         moments = []
-        # The first begins with layers that have come in already, in time that nobody counted; the last ends the one before.
+        # The first begins with layers that have come in already, in time that nobody counted; the
+        # last ends the one before.
         for _ in range(n_passes + 2):
             moments.append(time.perf_counter())
             runner.forward([step])
@@ -287,11 +329,15 @@ class LLM:
         return [after - before for before, after in pairwise(moments[1:])]
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. Raises PromptError without a tokenizer, CapacityError for a text that cannot fit."""
+        """Token ids of a text. Raises PromptError without a tokenizer, CapacityError for a text
+        that cannot fit.
+        """
         return encode(self._tokenizer(), text, self._n_characters, add_special_tokens)
 
     def encode_chat(self, messages: Several[Message], options: Mapping[str, Any]) -> list[int]:
-        """Token ids of a conversation, with options of transformers' `apply_chat_template` and variables of the template."""
+        """Token ids of a conversation, with options of transformers' `apply_chat_template` and
+        variables of the template.
+        """
         return encode_chat(self._tokenizer(), messages, options, self._n_characters)
 
     @cached_property
@@ -301,25 +347,31 @@ class LLM:
 
     def _tokenizer(self) -> "PreTrainedTokenizerBase":
         if self.tokenizer is None:
-            raise PromptError("the checkpoint has no tokenizer", change="give the prompt as a list of token ids")
+            raise PromptError(
+                "the checkpoint has no tokenizer", change="give the prompt as a list of token ids"
+            )
         return self.tokenizer
 
     def check_prompt(self, ids: Several[int]) -> None:
         """Raises PromptError or CapacityError for token ids that cannot be continued."""
         if not ids:
-            raise PromptError("the prompt is empty", need="at least one token", change="give it some text")
+            raise PromptError(
+                "the prompt is empty", need="at least one token", change="give it some text"
+            )
         if len(ids) >= self.max_model_len:
             can_grow = self.max_model_len < self.engine_plan.checkpoint.spec.max_positions
             limit = "--max-model-len" if can_grow else "the model's positions"
             raise CapacityError(
                 "the prompt is too long", have=str(len(ids)),
                 need=f"at most {self.max_model_len - 1} tokens, one fewer than {limit}",
-                change="shorten it, or raise --max-model-len and --device-memory" if can_grow else "shorten it",
+                change="shorten it, or raise --max-model-len and "
+                       "--device-memory" if can_grow else "shorten it",
             )  # fmt: skip
         vocab_size = self.engine_plan.checkpoint.spec.vocab_size
         wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
         if wrong is not None:
-            need, change = f"ids from 0 to {vocab_size - 1}", "use this model's tokenizer"
+            need = f"ids from 0 to {vocab_size - 1}"
+            change = "use this model's tokenizer"
             raise PromptError(f"token id {wrong} in the prompt", need=need, change=change)
 
     def _request(self, prompt: Prompt, params: SamplingParams | None) -> Request:
@@ -327,12 +379,19 @@ class LLM:
         params = params or SamplingParams()
         params = replace(params, **params.left_to(self._defaults))
         if params.n > 1 and not params.temperature:
-            raise SettingsError(f"n is {params.n}", need="a temperature above 0", have="greedy decoding, of one answer")
+            raise SettingsError(
+                f"n is {params.n}",
+                need="a temperature above 0",
+                have="greedy decoding, of one answer",
+            )
         bad_words_ids = (*params.bad_words_ids, *self._bad_words_ids(params.bad_words))
         params = replace(params, bad_words=(), bad_words_ids=bad_words_ids)
         self._check_token_ids(params)
         seed = params.seed
-        several = (replace(params, n=1, seed=None if seed is None else (seed + i) % 2**63) for i in range(params.n))
+        several = (
+            replace(params, n=1, seed=None if seed is None else (seed + i) % 2**63)
+            for i in range(params.n)
+        )
         return Request([self._sequence(prompt, one) for one in several])
 
     def _sequence(self, prompt: Prompt, params: SamplingParams) -> Sequence:
@@ -357,7 +416,9 @@ class LLM:
                 yield tuple(spaced)
 
     def _check_token_ids(self, params: SamplingParams) -> None:
-        """Raises SettingsError for ids outside the vocabulary, and if no token could be produced."""
+        """Raises SettingsError for ids outside the vocabulary, and if no token could be
+        produced.
+        """
         vocab_size = self.engine_plan.checkpoint.spec.vocab_size
         ids_by_name = {
             "logit_bias": params.logit_bias or (),
@@ -390,7 +451,10 @@ def _several(prompts: Prompt | Several[Prompt]) -> list[Prompt]:
 def _ids(prompt: Any) -> list[int]:
     """Token ids from a list, array or tensor. Raises PromptError for anything else."""
     try:
-        return [index(token) for token in (prompt.tolist() if hasattr(prompt, "tolist") else prompt)]
+        return [
+            index(token) for token in (prompt.tolist() if hasattr(prompt, "tolist") else prompt)
+        ]
     except TypeError as error:
-        need, have = "a text, or whole numbers as a list, an array or a tensor", f"{type(prompt).__name__} ({error})"
+        need = "a text, or whole numbers as a list, an array or a tensor"
+        have = f"{type(prompt).__name__} ({error})"
         raise PromptError("the prompt", need=need, have=have, change="give token ids") from error

@@ -37,7 +37,11 @@ class Context(NamedTuple):
 
 
 def probs(
-    logits: Tensor, params: SamplingParams, context: Context, paths: Sequence[Sequence[int]], out: Tensor | None = None
+    logits: Tensor,
+    params: SamplingParams,
+    context: Context,
+    paths: Sequence[Sequence[int]],
+    out: Tensor | None = None,
 ) -> Tensor:
     """Compute the distribution of the next token at each of n nodes; rows sum to 1.
 
@@ -68,7 +72,9 @@ def probs(
     if params.temperature and (params.top_p or 1.0) < 1.0:  # only top-p needs a synchronization
         left = is_whole.logical_not().nonzero()[:, 0]
         for part in _parts(len(left)):
-            row_paths = [paths[row] for row in left[part].cpu().tolist()] if params.looks_back else []
+            row_paths = (
+                [paths[row] for row in left[part].cpu().tolist()] if params.looks_back else []
+            )
             compute(left[part], row_paths, logits.shape[-1])
     return result
 
@@ -89,7 +95,9 @@ def top_tokens(logits: Tensor, k: int) -> TopTokens | None:
     if k == 0:
         return None
     best = logits.topk(min(k, logits.shape[-1]), dim=-1)
-    totals = torch.cat([logits[rows].float().logsumexp(-1, keepdim=True) for rows in _parts(len(logits))])
+    totals = torch.cat(
+        [logits[rows].float().logsumexp(-1, keepdim=True) for rows in _parts(len(logits))]
+    )
     return TopTokens(*to_host([best.indices, (best.values.float() - totals).exp()]))
 
 
@@ -140,11 +148,15 @@ def generator_on(device: torch.device, generator: torch.Generator) -> torch.Gene
 
 def draw(probs: Tensor, generator: torch.Generator) -> list[int]:
     """Draw a token per distribution (n, vocabulary) by inversion in float64; synchronizes once."""
-    (uniforms,) = to_device([torch.rand(len(probs), dtype=torch.float64, generator=generator)], probs.device)
+    (uniforms,) = to_device(
+        [torch.rand(len(probs), dtype=torch.float64, generator=generator)], probs.device
+    )
     tokens = []
     for rows in _parts(len(probs)):
         cumulative = probs[rows].double().cumsum(-1)
-        at = torch.searchsorted(cumulative, uniforms[rows, None] * cumulative[:, -1:], right=True)[:, 0]
+        at = torch.searchsorted(cumulative, uniforms[rows, None] * cumulative[:, -1:], right=True)[
+            :, 0
+        ]
         # Rounding may draw exactly the total; clamp to the last token with positive probability.
         n_behind = (probs[rows] > 0).flip(-1).byte().argmax(-1)
         tokens.append(at.clamp_max_(probs.shape[-1] - 1 - n_behind))
@@ -155,7 +167,9 @@ def _parts(n: int) -> Iterator[slice]:
     return (slice(first, first + _N_ROWS) for first in range(0, n, _N_ROWS))
 
 
-def _probs_of(logits: Tensor, best: Tensor, params: SamplingParams, n_first: int) -> tuple[Tensor, Tensor | bool]:
+def _probs_of(
+    logits: Tensor, best: Tensor, params: SamplingParams, n_first: int
+) -> tuple[Tensor, Tensor | bool]:
     """Compute distributions (n, vocabulary) from logits with row maxima `best` (n, 1).
 
     Returns the distributions, and whether the `n_first` most probable tokens suffice for top-p, as
@@ -164,7 +178,9 @@ def _probs_of(logits: Tensor, best: Tensor, params: SamplingParams, n_first: int
     if not params.temperature:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0), True
     # Shift the largest logit to 0: tiny temperatures then underflow to probability 0 only.
-    probs = torch.softmax((logits - best) / max(params.temperature, torch.finfo(logits.dtype).tiny), -1)
+    probs = torch.softmax(
+        (logits - best) / max(params.temperature, torch.finfo(logits.dtype).tiny), -1
+    )
     return _filter(probs, params, n_first)
 
 
@@ -183,11 +199,20 @@ class _Change:
         bad_tokens = [word[0] for word in params.bad_words_ids if len(word) == 1]
         self._bad_phrases = [word for word in params.bad_words_ids if len(word) > 1]
         self._recent = answer[-max(map(len, self._bad_phrases), default=1) :]
-        ids = (seen, answer if self._counts else (), ends, bias, bad_tokens, params.allowed_token_ids)
+        ids = (
+            seen,
+            answer if self._counts else (),
+            ends,
+            bias,
+            bad_tokens,
+            params.allowed_token_ids,
+        )
         host = [torch.tensor([*part], dtype=torch.int64) for part in ids]
         host.append(torch.tensor([*bias.values()], dtype=torch.float64))
         placed = to_device(host, device)
-        self._seen, self._answer, self._ends, self._biased, self._bad, self._allowed, self._bias = placed
+        self._seen, self._answer, self._ends, self._biased, self._bad, self._allowed, self._bias = (
+            placed
+        )
 
     def __call__(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         """Return changed logits (n, vocabulary) for nodes with these paths."""
@@ -196,15 +221,23 @@ class _Change:
         early = torch.tensor([len(path) < self._n_early for path in paths], dtype=torch.bool)
         on_path, early = to_device([on_path.view(-1, 2), early], logits.device)
         if len(self._biased):
-            logits = logits.index_add(1, self._biased, self._bias.to(logits.dtype).expand(len(logits), -1))
+            logits = logits.index_add(
+                1, self._biased, self._bias.to(logits.dtype).expand(len(logits), -1)
+            )
         if self._penalty != 1.0:
             penalised = torch.where(logits > 0, logits / self._penalty, logits * self._penalty)
             logits = torch.where(_occurrences(logits, self._seen, on_path) > 0, penalised, logits)
         if self._counts:
             n = _occurrences(logits, self._answer, on_path)
-            logits = logits - self._params.frequency_penalty * n - self._params.presence_penalty * (n > 0)
+            logits = (
+                logits
+                - self._params.frequency_penalty * n
+                - self._params.presence_penalty * (n > 0)
+            )
         if len(self._ends):
-            logits = torch.where(early[:, None], logits.index_fill(1, self._ends, -torch.inf), logits)
+            logits = torch.where(
+                early[:, None], logits.index_fill(1, self._ends, -torch.inf), logits
+            )
         return self._mask(logits, paths)
 
     def _mask(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
@@ -236,7 +269,11 @@ def _ends_with(answer: Sequence[int], path: Sequence[int], tokens: Sequence[int]
 def _occurrences(logits: Tensor, tokens: Tensor, on_path: Tensor) -> Tensor:
     """Count tokens per row: occurrences in `tokens`, and in `on_path` (m, 2) pairs (row, token)."""
     one = torch.ones_like(logits[0, 0])
-    counts = torch.zeros_like(logits[0]).index_put_((tokens,), one, accumulate=True).repeat(len(logits), 1)
+    counts = (
+        torch.zeros_like(logits[0])
+        .index_put_((tokens,), one, accumulate=True)
+        .repeat(len(logits), 1)
+    )
     return counts.index_put_((on_path[:, 0], on_path[:, 1]), one, accumulate=True)
 
 

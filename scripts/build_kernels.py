@@ -1,9 +1,11 @@
-"""Build csrc/ into the package: the kernels where there is nvcc, the CPU library where there is g++.
+"""Build csrc/ into the package: the kernels where there is nvcc, the CPU library where there is
+g++.
 
     python scripts/build_kernels.py
 
-One line for each says what was built, or why not. It needs the torch that the libraries are to run with. What ptxas said stays
-beside the kernels for scripts/check_kernels.py. Where this was not done, offload_rt builds what it needs when it first runs.
+One line for each says what was built, or why not. It needs the torch that the libraries are to run
+with. What ptxas said stays beside the kernels for scripts/check_kernels.py. Where this was not
+done, offload_rt builds what it needs when it first runs.
 """
 
 import time

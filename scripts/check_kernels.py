@@ -1,8 +1,10 @@
-"""What ptxas made of each kernel, as one table. Fails where a kernel spills registers that some card runs.
+"""What ptxas made of each kernel, as one table. Fails where a kernel spills registers that some
+card runs.
 
     python scripts/check_kernels.py
 
-Reads the report that scripts/build_kernels.py leaves beside the kernels; without nvcc there is none, and nothing is checked.
+Reads the report that scripts/build_kernels.py leaves beside the kernels; without nvcc there is
+none, and nothing is checked.
 """
 
 import re
@@ -17,7 +19,8 @@ _ENTRY = re.compile(r"Compiling entry function '(\S+)' for 'sm_(\d+)'")
 _FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED = re.compile(r"Used (\d+) registers")
 _TILE = re.compile(r"Tile<.*?, (\d+), (\d+), (\d+), (\d+)>")
-# Of a multiprocessor: bytes of shared memory, of which each block of it takes a kilobyte beside its own, and threads.
+# Of a multiprocessor: bytes of shared memory, of which each block of it takes a kilobyte beside its
+# own, and threads.
 _SHARED = {"80": 164 << 10, "86": 100 << 10, "89": 100 << 10, "90": 228 << 10, "120": 100 << 10}
 _THREADS = {"80": 2048, "86": 1536, "89": 1536, "90": 2048, "120": 1536}
 
@@ -43,13 +46,19 @@ class Report:
 
     @property
     def blocks(self) -> int | None:
-        """How many blocks of tree attention, of four warps, a multiprocessor holds; 0 where such a tile is not chosen."""
+        """How many blocks of tree attention, of four warps, a multiprocessor holds; 0 where such a
+        tile is not chosen.
+        """
         if self.shared is None:
             return None
         by_shared = _SHARED[self.arch] // (self.shared + 1024)
         is_large = re.search(r"Tile<.*?, \d+, 2, ", self.kernel) is not None
         by_registers = 65536 // (-(-self.registers // 8) * 8 * 128)
-        return 0 if is_large and by_shared < 2 else min(by_shared, by_registers, _THREADS[self.arch] // 128)
+        return (
+            0
+            if is_large and by_shared < 2
+            else min(by_shared, by_registers, _THREADS[self.arch] // 128)
+        )
 
 
 def reports(text: str) -> Iterator[Report]:
@@ -69,7 +78,11 @@ def reports(text: str) -> Iterator[Report]:
 def demangled(found: list[Report]) -> list[Report]:
     """With names as they are written, without what all of them have in common."""
     names = subprocess.run(
-        ["c++filt"], input="\n".join(one.kernel for one in found), capture_output=True, text=True, check=True
+        ["c++filt"],
+        input="\n".join(one.kernel for one in found),
+        capture_output=True,
+        text=True,
+        check=True,
     )
     for one, name in zip(found, names.stdout.splitlines(), strict=True):
         short = re.sub(r"offload_rt::|\(anonymous namespace\)::|^void ", "", name)
@@ -87,14 +100,25 @@ def main() -> None:
         print("kernels: not checked, there is no nvcc")
         return
     found = list(reports(log.read_text(encoding="utf-8")))
-    print(f"{'kernel':<58} {'arch':>4} {'registers':>9} {'shared':>7} {'blocks':>6} {'frame':>5} {'spilled':>7}")
+    print(
+        f"{'kernel':<58} {'arch':>4} {'registers':>9} {'shared':>7} {'blocks':>6} {'frame':>5}"
+        f" {'spilled':>7}"
+    )
     for one in demangled(found):
-        sizes = (f"{'-' if size is None else size:>{width}}" for size, width in ((one.shared, 7), (one.blocks, 6)))
-        print(f"{one.kernel:<58} {one.arch:>4} {one.registers:>9} {' '.join(sizes)} {one.frame:>5} {one.spilled:>7}")
+        sizes = (
+            f"{'-' if size is None else size:>{width}}"
+            for size, width in ((one.shared, 7), (one.blocks, 6))
+        )
+        print(
+            f"{one.kernel:<58} {one.arch:>4} {one.registers:>9} {' '.join(sizes)} {one.frame:>5}"
+            f" {one.spilled:>7}"
+        )
     absent = {str(one) for one in architectures} - {one.arch for one in found}
     spilling = [one for one in found if one.spilled and one.blocks != 0]
     if absent or spilling:
-        sys.exit(f"kernels: {len(spilling)} spill registers, {len(absent)} architectures are missing")
+        sys.exit(
+            f"kernels: {len(spilling)} spill registers, {len(absent)} architectures are missing"
+        )
 
 
 if __name__ == "__main__":

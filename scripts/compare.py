@@ -1,28 +1,34 @@
 """How long does a token take in other systems, on the same checkpoint, prompts and machine?
 
-python -m scripts.compare [--size 2100MB] [--quantize FORMAT] [--rounds 4] [--tokens 48] [--chart docs/compare.png]
-python -m scripts.compare --gguf Q4_0 [--budget 6GB | --cgroup DIR] [--avx2] [--prompt-tokens 192]
+python -m scripts.compare [--size 2100MB] [--quantize FORMAT] [--rounds 4] [--tokens 48] [--chart
+docs/compare.png] python -m scripts.compare --gguf Q4_0 [--budget 6GB | --cgroup DIR] [--avx2]
+[--prompt-tokens 192]
 
-Every peer (a file of `bench/peers`) runs in a process of its own with expert settings and answers one prompt a round.
-The order of the peers rotates, so that a slow disk or core slows all of them. Warming up is not counted.
-Weights from the disk are cold in every pass. The floor is the bytes of a pass at the best rate measured between the rounds.
-Greedy tokens are compared with the tokens of the resident model. Drafting systems are compared with drafting systems.
-With --quantize offload_rt runs the checkpoint in that format; its peers run the same weights as floats.
-The last line is one JSON object.
+Every peer (a file of `bench/peers`) runs in a process of its own with expert settings and answers
+one prompt a round. The order of the peers rotates, so that a slow disk or core slows all of them.
+Warming up is not counted. Weights from the disk are cold in every pass. The floor is the bytes of a
+pass at the best rate measured between the rounds. Greedy tokens are compared with the tokens of the
+resident model. Drafting systems are compared with drafting systems. With --quantize offload_rt runs
+the checkpoint in that format; its peers run the same weights as floats. The last line is one JSON
+object.
 
-With --gguf all peers read one GGUF file, so only offload_rt and llama.cpp run. Plain offload_rt gives the reference tokens.
-With --avx2 torch, MKL and oneDNN use AVX2 only. The instruction set of llama.cpp is fixed when it is compiled:
+With --gguf all peers read one GGUF file, so only offload_rt and llama.cpp run. Plain offload_rt
+gives the reference tokens. With --avx2 torch, MKL and oneDNN use AVX2 only. The instruction set of
+llama.cpp is fixed when it is compiled:
 
-    CMAKE_ARGS="-DGGML_NATIVE=OFF -DLLAVA_BUILD=OFF" pip install llama-cpp-python     AVX2, FMA and F16C
-    CMAKE_ARGS="-DLLAVA_BUILD=OFF" pip install llama-cpp-python                       all that this CPU has
+    CMAKE_ARGS="-DGGML_NATIVE=OFF -DLLAVA_BUILD=OFF" pip install llama-cpp-python     AVX2, FMA and
+    F16C CMAKE_ARGS="-DLLAVA_BUILD=OFF" pip install llama-cpp-python                       all that
+    this CPU has
 
-LLAMA_CPP_LIB_PATH selects the libraries of a second build. `make compare` installs the second kind (LLAMA_CMAKE).
+LLAMA_CPP_LIB_PATH selects the libraries of a second build. `make compare` installs the second kind
+(LLAMA_CMAKE).
 
-With --cgroup each process joins a control group. Its memory limit counts anonymous memory and cached file pages. The budget of
-offload_rt is the limit less its imports; llama.cpp maps the file. As root, with version 2 or 1 of the control groups:
+With --cgroup each process joins a control group. Its memory limit counts anonymous memory and
+cached file pages. The budget of offload_rt is the limit less its imports; llama.cpp maps the file.
+As root, with version 2 or 1 of the control groups:
 
-    mkdir /sys/fs/cgroup/small; echo 1200M > /sys/fs/cgroup/small/memory.max
-    mkdir /sys/fs/cgroup/memory/small; echo 1200M > /sys/fs/cgroup/memory/small/memory.limit_in_bytes
+    mkdir /sys/fs/cgroup/small; echo 1200M > /sys/fs/cgroup/small/memory.max mkdir
+    /sys/fs/cgroup/memory/small; echo 1200M > /sys/fs/cgroup/memory/small/memory.limit_in_bytes
 """
 
 import argparse
@@ -59,12 +65,15 @@ from offload_rt.config import format_size, parse_size
 from offload_rt.errors import OffloadError, PromptError
 from offload_rt.text.detokenize import load_tokenizer
 
-_DRAFT, _BUILD = ROOT / "models/demo-draft", ROOT / "build"
+_DRAFT = ROOT / "models/demo-draft"
+_BUILD = ROOT / "build"
 _LEAST_MAX_LEN = 256
 OURS = ("offload_rt_plain", "offload_rt_speculative")
 READ_GGUF = (*OURS, "llama_cpp", "llama_cpp_assisted")
 # transformers loads a class when it is named.
-IMPORTS = "import torch; from transformers import AutoTokenizer, LlamaForCausalLM; import offload_rt.llm"
+IMPORTS = (
+    "import torch; from transformers import AutoTokenizer, LlamaForCausalLM; import offload_rt.llm"
+)
 
 
 @dataclass(frozen=True)
@@ -101,14 +110,20 @@ class Results:
 def measure_floor(course: Course) -> tuple[dict[str, float], int]:
     """GB/s by source, and how many layers fit into the budget beside everything else."""
     drop_from_page_cache(course.job.plain)
-    found = run_json(["-m", "bench.compare.floor", "--job", course.job.text()], course.timeout_s).result
+    found = run_json(
+        ["-m", "bench.compare.floor", "--job", course.job.text()], course.timeout_s
+    ).result
     return found["gbps"], found["n_resident"]
 
 
 def run_all(course: Course, peers: Sequence[str]) -> Results:
-    """All rounds of all peers. A peer that fails is not run again and has a reason instead of figures."""
+    """All rounds of all peers. A peer that fails is not run again and has a reason instead of
+    figures.
+    """
     reasons = {name: contract.refusal(contract.find(name)) for name in peers}
-    found = Results({}, {name: [] for name in peers}, {name: why for name, why in reasons.items() if why})
+    found = Results(
+        {}, {name: [] for name in peers}, {name: why for name, why in reasons.items() if why}
+    )
     for i in range(len(course.prompts)):
         gbps, n_resident = measure_floor(course)
         course = replace(course, job=replace(course.job, n_resident=n_resident))
@@ -123,7 +138,13 @@ def run_all(course: Course, peers: Sequence[str]) -> Results:
 def _take_turn(name: str, course: Course, i: int, found: Results) -> None:
     drop_from_page_cache(course.job.plain)
     try:
-        asked = [course.prompts[i]], course.warm_up, course.n_tokens, course.timeout_s, course.cgroup
+        asked = (
+            [course.prompts[i]],
+            course.warm_up,
+            course.n_tokens,
+            course.timeout_s,
+            course.cgroup,
+        )
         run = run_peer(name, course.job, *asked)
     except RuntimeError as error:
         found.reasons[name] = str(error)
@@ -136,7 +157,8 @@ def _take_turn(name: str, course: Course, i: int, found: Results) -> None:
 
 @contextmanager
 def scratch(environment: Mapping[str, str]) -> Iterator[Path]:
-    """A folder for the peers' files, with an empty cache for offload_rt. Compiled extensions are kept.
+    """A folder for the peers' files, with an empty cache for offload_rt. Compiled extensions are
+    kept.
 
     environment  further variables of all processes
     """
@@ -144,7 +166,10 @@ def scratch(environment: Mapping[str, str]) -> Iterator[Path]:
     for lock in (_BUILD / "torch-extensions").glob("*/lock"):
         lock.unlink()  # left by a killed compilation; the next one would wait for it forever
     with tempfile.TemporaryDirectory(dir=_BUILD, prefix="compare-") as folder:
-        changes = {"XDG_CACHE_HOME": folder, "TORCH_EXTENSIONS_DIR": str(_BUILD / "torch-extensions")}
+        changes = {
+            "XDG_CACHE_HOME": folder,
+            "TORCH_EXTENSIONS_DIR": str(_BUILD / "torch-extensions"),
+        }
         changes |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         with mock.patch.dict(os.environ, changes | environment):
             yield Path(folder)
@@ -157,31 +182,46 @@ def main() -> None:
         _compare(flags)
     except subprocess.CalledProcessError as error:  # the script that expands the model has said why
         sys.exit(error.returncode)
-    except (OffloadError, RuntimeError) as error:  # of a process its last line, which names the class
-        sys.exit("error: " + str(error).rpartition("Error: ")[2].replace("--device-memory", "--budget"))
+    # of a process its last line, which names the class
+    except (OffloadError, RuntimeError) as error:
+        sys.exit(
+            "error: " + str(error).rpartition("Error: ")[2].replace("--device-memory", "--budget")
+        )
 
 
 def _compare(flags: argparse.Namespace) -> None:
     source = (flags.model or expanded_model(flags.size)).resolve()
     tokenizer = load_tokenizer(source)
     if tokenizer is None:
-        raise PromptError(f"{source} has no tokenizer", need="one, for prompts are text", change="copy it there")
+        raise PromptError(
+            f"{source} has no tokenizer", need="one, for prompts are text", change="copy it there"
+        )
     prompts = held_out_prompts(tokenizer, flags.rounds + 1, flags.prompt_tokens)
     measured = commit()  # now, not at the end: the tree may change meanwhile
     with scratch(AVX2_ENVIRONMENT if flags.avx2 else {}) as folder:
         ours, plain = _checkpoints(flags, source, folder)
-        nbytes = sum(path.stat().st_size for path in ([plain] if flags.gguf else source.glob("*.safetensors")))
+        nbytes = sum(
+            path.stat().st_size
+            for path in ([plain] if flags.gguf else source.glob("*.safetensors"))
+        )
         imports = run_json(["-c", IMPORTS]).peak_rss
         limit = memory_limit(flags.cgroup) if flags.cgroup else None
         budget = flags.budget or (limit - imports if limit else nbytes // 4)
         said = {"bench": "compare", "machine": machine(), "commit": measured, "model": ours.name}
-        said |= {"model_bytes": nbytes, "budget_bytes": budget, "rounds": flags.rounds, "tokens": flags.tokens}
+        said |= {
+            "model_bytes": nbytes,
+            "budget_bytes": budget,
+            "rounds": flags.rounds,
+            "tokens": flags.tokens,
+        }
         said |= {"prompt_tokens": flags.prompt_tokens, "limit_bytes": limit, "avx2": flags.avx2}
         print(f"{_about(said)}\n", flush=True)
         max_len = max(flags.prompt_tokens + flags.tokens, _LEAST_MAX_LEN)
         job = Job(ours, plain, flags.draft_model.resolve(), budget, 0, max_len, folder, limit)
         peers = flags.peers or (READ_GGUF if flags.gguf else contract.names())
-        found = run_all(Course(job, prompts[1:], prompts[0], flags.tokens, flags.timeout, flags.cgroup), peers)
+        found = run_all(
+            Course(job, prompts[1:], prompts[0], flags.tokens, flags.timeout, flags.cgroup), peers
+        )
         first = OURS[0] if flags.gguf else outcome.REFERENCE
         reference = [run.token_ids for run in found.runs.get(first, ())]
         rows = outcome.rows(peers, found.runs, found.reasons, found.gbps, first)
@@ -195,7 +235,9 @@ def _compare(flags: argparse.Namespace) -> None:
 
 
 def _checkpoints(flags: argparse.Namespace, source: Path, folder: Path) -> tuple[Path, Path]:
-    """The checkpoint of offload_rt and that of its peers. The GGUF file of the demo target is kept."""
+    """The checkpoint of offload_rt and that of its peers. The GGUF file of the demo target is
+    kept.
+    """
     if flags.gguf:
         path = gguf_model(source, flags.gguf, folder if flags.model else source.parent)
         return path, path
@@ -205,9 +247,15 @@ def _checkpoints(flags: argparse.Namespace, source: Path, folder: Path) -> tuple
 def _about(said: Mapping[str, Any]) -> str:
     """Two lines above everything: the machine, and the settings."""
     facts = [
-        f"{said['model']}: {format_size(said['model_bytes'])} of weights, budget {format_size(said['budget_bytes'])}",
+        (
+            f"{said['model']}: {format_size(said['model_bytes'])} of weights, budget"
+            f" {format_size(said['budget_bytes'])}"
+        ),
         f"commit {said['commit']}",
-        f"{said['rounds']} prompts of {said['prompt_tokens']} tokens, {said['tokens']} new tokens each",
+        (
+            f"{said['rounds']} prompts of {said['prompt_tokens']} tokens, {said['tokens']} new"
+            " tokens each"
+        ),
     ]
     facts += [f"memory limit {format_size(said['limit_bytes'])}"] if said["limit_bytes"] else []
     facts += ["AVX2 only"] if said["avx2"] else []
@@ -221,22 +269,40 @@ def memory_limit(cgroup: Path) -> int:
 
 
 def _flags() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="a checkpoint; default: the demo target expanded to --size")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", type=Path, help="a checkpoint; default: the demo target expanded to --size"
+    )
     parser.add_argument("--draft-model", type=Path, default=_DRAFT)
     parser.add_argument("--size", default="2100MB")
-    parser.add_argument("--quantize", help="a format of scripts/quantize.py, such as pack-quantized")
-    parser.add_argument("--gguf", help="matrix type of one GGUF file for all peers, such as BF16 or Q4_0")
-    parser.add_argument("--avx2", action="store_true", help="restrict all processes to AVX2")
-    parser.add_argument("--cgroup", type=Path, help="directory of a control group with a memory limit")
     parser.add_argument(
-        "--budget", type=parse_size, help="default: a quarter of the weights, or the limit less imports"
+        "--quantize", help="a format of scripts/quantize.py, such as pack-quantized"
     )
-    parser.add_argument("--rounds", type=int, default=4, help="prompts, each answered by every peer")
+    parser.add_argument(
+        "--gguf", help="matrix type of one GGUF file for all peers, such as BF16 or Q4_0"
+    )
+    parser.add_argument("--avx2", action="store_true", help="restrict all processes to AVX2")
+    parser.add_argument(
+        "--cgroup", type=Path, help="directory of a control group with a memory limit"
+    )
+    parser.add_argument(
+        "--budget",
+        type=parse_size,
+        help="default: a quarter of the weights, or the limit less imports",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=4, help="prompts, each answered by every peer"
+    )
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--prompt-tokens", type=int, default=64)
-    parser.add_argument("--peers", nargs="+", choices=contract.names(), help="default: all that read the files")
-    parser.add_argument("--timeout", type=float, default=400, help="seconds that one process may take")
+    parser.add_argument(
+        "--peers", nargs="+", choices=contract.names(), help="default: all that read the files"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=400, help="seconds that one process may take"
+    )
     parser.add_argument("--chart", type=Path, help="file for a picture, PNG")
     return parser.parse_args()
 
@@ -252,13 +318,18 @@ def prompt_rate(run: Run) -> float:
 
 
 def ratios(found: Results, rate: Callable[[Run], float]) -> dict[str, dict[str, list[float]]]:
-    """Divide each offload_rt's rate by the rates of its peers, round by round: the same prompt each time.
+    """Divide each offload_rt's rate by the rates of its peers, round by round: the same prompt each
+    time.
 
     Peers of one kind: drafting or plain, with all rounds finished.
     """
     n_rounds = max(map(len, found.runs.values()), default=0)
     rates = {name: [rate(run) for run in runs] for name, runs in found.runs.items()}
-    kinds = {name: contract.find(name).DRAFTS for name, runs in found.runs.items() if len(runs) == n_rounds > 0}
+    kinds = {
+        name: contract.find(name).DRAFTS
+        for name, runs in found.runs.items()
+        if len(runs) == n_rounds > 0
+    }
     return {
         ours: {
             name: [mine / theirs for mine, theirs in zip(rates[ours], rates[name], strict=True)]
@@ -271,10 +342,19 @@ def ratios(found: Results, rate: Callable[[Run], float]) -> dict[str, dict[str, 
 
 
 def _print(rows: Sequence[Row], found: Results, said: Mapping[str, Any]) -> None:
-    rates = ", ".join(f"{source} {min(rates):.2f} to {max(rates):.2f} GB/s" for source, rates in found.gbps.items())
-    print(f"\n{outcome.table(rows)}\n\nrates measured between the rounds: {rates}; a floor is at the best")
+    rates = ", ".join(
+        f"{source} {min(rates):.2f} to {max(rates):.2f} GB/s"
+        for source, rates in found.gbps.items()
+    )
+    print(
+        f"\n{outcome.table(rows)}\n\nrates measured between the rounds: {rates}; a floor is at the"
+        " best"
+    )
     imports = format_size(said["imports_bytes"])
-    print(f"peaks include the imports of torch and transformers, {imports}, and file pages a peer maps")
+    print(
+        f"peaks include the imports of torch and transformers, {imports}, and file pages a peer"
+        " maps"
+    )
     for name, runs in found.runs.items():
         if runs and name not in found.reasons:
             decode = Spread.of([decode_rate(run) for run in runs])

@@ -1,8 +1,9 @@
 """Write a checkpoint of a larger Llama shape that computes the same function as a small one.
 
-The large weights contain the small ones. Values that cannot change the output are random and of ordinary size, so that
-bytes, work and compressibility are those of a real model of that shape. If the large width is a multiple of the small one
-and the large head has 1, 4 or 16 times its dimensions, weights are only copied and scaled by powers of two.
+The large weights contain the small ones. Values that cannot change the output are random and of
+ordinary size, so that bytes, work and compressibility are those of a real model of that shape. If
+the large width is a multiple of the small one and the large head has 1, 4 or 16 times its
+dimensions, weights are only copied and scaled by powers of two.
 """
 
 import argparse
@@ -18,7 +19,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from expansion import LLAMAS, Expansion, Piece, Residual, Shape, check, residual_of, shape_for, shards
+from expansion import (
+    LLAMAS,
+    Expansion,
+    Piece,
+    Residual,
+    Shape,
+    check,
+    residual_of,
+    shape_for,
+    shards,
+)
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
@@ -28,20 +39,26 @@ from offload_rt.models.families import spec_of
 from offload_rt.models.native import NativeDecoder
 from offload_rt.weights.checkpoint import Checkpoint, locate, open_checkpoint, read_json
 
-VERSION, RECIPE = 1, "expansion.json"
+VERSION = 1
+RECIPE = "expansion.json"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 COMPANIONS = (
-    "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+    "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt",
     "*.jinja",
 )  # fmt: skip
 
 
-def target_config(source: Checkpoint, shape: Shape, dtype: str, max_positions: int | None) -> dict[str, Any]:
+def target_config(
+    source: Checkpoint, shape: Shape, dtype: str, max_positions: int | None
+) -> dict[str, Any]:
     """The target's config.json."""
     raw = read_json(source.path / "config.json")
     raw.pop("torch_dtype", None)
     raw |= asdict(shape) | {"tie_word_embeddings": False, "dtype": dtype}
-    raw["max_position_embeddings"] = source.spec.max_positions if max_positions is None else max_positions
+    raw["max_position_embeddings"] = (
+        source.spec.max_positions if max_positions is None else max_positions
+    )
     residual = residual_of(source.spec, spec_of(raw))
     return raw | {"rms_norm_eps": source.spec.eps * residual.mean_square}
 
@@ -52,17 +69,22 @@ def fingerprint(source: Checkpoint) -> str:
     weights = {record.path for records in (*source.layers, source.non_layer) for record in records}
     for path in sorted({source.path / "config.json", *weights, *companions(source.path)}):
         with path.open("rb") as file:
-            digest.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+            digest.update(
+                f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode()
+            )
     return digest.hexdigest()
 
 
 def companions(directory: Path) -> list[Path]:
     """The files beside the weights that a checkpoint of the same vocabulary needs too."""
-    return sorted({path for pattern in COMPANIONS for path in directory.glob(pattern) if path.is_file()})
+    return sorted(
+        {path for pattern in COMPANIONS for path in directory.glob(pattern) if path.is_file()}
+    )
 
 
 def is_there(out: Path, recipe: dict[str, Any], source: Path) -> bool:
-    """Whether `out` holds this expansion completely; an older one of the same recipe may be replaced.
+    """Whether `out` holds this expansion completely; an older one of the same recipe may be
+    replaced.
 
     Raises SettingsError if it holds anything else.
     """
@@ -74,7 +96,9 @@ def is_there(out: Path, recipe: dict[str, Any], source: Path) -> bool:
         old = {}
     renewed = {key: recipe[key] for key in ("version", "source")}
     if out == source.resolve() or old | renewed != recipe:
-        raise SettingsError(f"{out} already holds something else", change="delete it or give another --out")
+        raise SettingsError(
+            f"{out} already holds something else", change="delete it or give another --out"
+        )
     try:
         open_checkpoint(out)
     except OffloadError:
@@ -82,9 +106,16 @@ def is_there(out: Path, recipe: dict[str, Any], source: Path) -> bool:
     return old == recipe and all((out / path.name).exists() for path in companions(source))
 
 
-def write(expansion: Expansion, source: Checkpoint, config: dict[str, Any], recipe: dict[str, Any], out: Path) -> None:
+def write(
+    expansion: Expansion,
+    source: Checkpoint,
+    config: dict[str, Any],
+    recipe: dict[str, Any],
+    out: Path,
+) -> None:
     """Write all files to a directory beside `out` and rename it; a failure leaves nothing."""
-    target, itemsize = spec_of(config), DTYPES[recipe["dtype"]].itemsize
+    target = spec_of(config)
+    itemsize = DTYPES[recipe["dtype"]].itemsize
     files = shards(target, itemsize, recipe["shard_nbytes"])
     _check_disk(out.parent, sum(piece.nbytes(itemsize) for file in files for piece in file))
     partial, old = (out.parent / f".{out.name}.{os.getpid()}.{end}" for end in ("partial", "old"))
@@ -108,27 +139,40 @@ def _check_disk(directory: Path, nbytes: int) -> None:
     free = shutil.disk_usage(directory).free
     if free < nbytes + 2**20:
         raise CapacityError(
-            f"the disk of {directory} is too full", need=format_size(nbytes + 2**20), have=format_size(free),
+            f"the disk of {directory} is too "
+            f"full", need=format_size(nbytes + 2**20), have=format_size(free),
             change="free some space or give a smaller shape",
         )  # fmt: skip
 
 
-def _write_weights(expansion: Expansion, files: list[list[Piece]], itemsize: int, directory: Path) -> None:
-    where, begun = {}, time.monotonic()
+def _write_weights(
+    expansion: Expansion, files: list[list[Piece]], itemsize: int, directory: Path
+) -> None:
+    where = {}
+    begun = time.monotonic()
     for i, file in enumerate(files):
         name = f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
         tensors = {piece.name: expansion.tensor(piece) for piece in file}
         try:
             save_file(tensors, directory / name, metadata={"format": "pt"})
         except SafetensorError as error:
-            raise OffloadError(f"{name} could not be written ({error})", change="give another --out") from error
+            raise OffloadError(
+                f"{name} could not be written ({error})", change="give another --out"
+            ) from error
         del tensors  # before the next shard is made
         _sync(directory / name)
         where |= dict.fromkeys((piece.name for piece in file), name)
         elapsed_s = time.monotonic() - begun
-        print(f"expand: {i + 1} of {len(files)} shards written, {elapsed_s:.1f} s", file=sys.stderr, flush=True)
+        print(
+            f"expand: {i + 1} of {len(files)} shards written, {elapsed_s:.1f} s",
+            file=sys.stderr,
+            flush=True,
+        )
     total = sum(math.prod(piece.shape) * itemsize for file in files for piece in file)
-    _write_json(directory / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": where})
+    _write_json(
+        directory / "model.safetensors.index.json",
+        {"metadata": {"total_size": total}, "weight_map": where},
+    )
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
@@ -142,11 +186,19 @@ def _sync(path: Path) -> None:
 
 
 def chosen_shape(args: argparse.Namespace, source: NativeDecoder, itemsize: int) -> Shape:
-    """The shape that the flags ask for; single sizes change the one of --like, or the source's own."""
-    given = {item.name: getattr(args, item.name) for item in fields(Shape) if getattr(args, item.name) is not None}
+    """The shape that the flags ask for; single sizes change the one of --like, or the source's
+    own.
+    """
+    given = {
+        item.name: getattr(args, item.name)
+        for item in fields(Shape)
+        if getattr(args, item.name) is not None
+    }
     if args.size is not None:
         if given:
-            raise SettingsError("--size chooses the shape by itself", change="give either --size or single sizes")
+            raise SettingsError(
+                "--size chooses the shape by itself", change="give either --size or single sizes"
+            )
         return shape_for(parse_size(args.size), source, itemsize)
     names = ("hidden_size", "n_layers", "n_heads", "n_kv_heads", "head_dim", "intermediate_size")
     own = Shape(*(getattr(source, name) for name in names))
@@ -158,21 +210,30 @@ def expand(args: argparse.Namespace) -> None:
     source = open_checkpoint(locate(args.source, offline=True))
     dtype = args.dtype or source.non_layer[0].stored_dtype().value
     if dtype not in DTYPES:
-        raise SettingsError(f"the source's dtype {dtype} is not written", have=", ".join(DTYPES), change="give --dtype")
+        raise SettingsError(
+            f"the source's dtype {dtype} is not written",
+            have=", ".join(DTYPES),
+            change="give --dtype",
+        )
     shape = chosen_shape(args, source.spec, DTYPES[dtype].itemsize)
     config = target_config(source, shape, dtype, args.max_position_embeddings)
-    target, out = spec_of(config), Path(args.out).expanduser().resolve()
+    target = spec_of(config)
+    out = Path(args.out).expanduser().resolve()
     check(source.spec, target)
     recipe = {
-        "version": VERSION, "source": fingerprint(source), **asdict(shape), "dtype": dtype, "seed": args.seed,
-        "max_position_embeddings": target.max_positions, "shard_nbytes": parse_size(args.shard_size),
+        "version": VERSION, "source": fingerprint(source), **asdict(shape), "dtype": dtype,
+        "seed": args.seed,
+        "max_position_embeddings": target.max_positions,
+        "shard_nbytes": parse_size(args.shard_size),
     }  # fmt: skip
     if is_there(out, recipe, source.path):
         print(f"expand: {out} is already there", file=sys.stderr)
         return
     residual = residual_of(source.spec, target)
     _tell(shape, source.spec, residual)
-    write(Expansion(source, target, residual, DTYPES[dtype], args.seed), source, config, recipe, out)
+    write(
+        Expansion(source, target, residual, DTYPES[dtype], args.seed), source, config, recipe, out
+    )
 
 
 def _tell(shape: Shape, source: NativeDecoder, residual: Residual) -> None:
@@ -185,24 +246,51 @@ def _tell(shape: Shape, source: NativeDecoder, residual: Residual) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    flags = argparse.ArgumentParser(description="Write a larger checkpoint that computes the same function.")
-    flags.add_argument("--source", default="models/demo-target", help="directory of a Llama checkpoint")
+    flags = argparse.ArgumentParser(
+        description="Write a larger checkpoint that computes the same function."
+    )
+    flags.add_argument(
+        "--source", default="models/demo-target", help="directory of a Llama checkpoint"
+    )
     flags.add_argument("--out", required=True, help="directory to write")
     shape = flags.add_mutually_exclusive_group()
     shape.add_argument("--like", choices=LLAMAS, help="take the shape of this model")
     shape.add_argument("--size", help='choose a shape of about this size, like "1.5GB"')
-    sizes = ("--hidden-size", "--layers", "--heads", "--kv-heads", "--head-dim", "--intermediate-size")
+    sizes = (
+        "--hidden-size",
+        "--layers",
+        "--heads",
+        "--kv-heads",
+        "--head-dim",
+        "--intermediate-size",
+    )
     for flag, item in zip(sizes, fields(Shape), strict=True):
-        flags.add_argument(flag, dest=item.name, type=int, metavar="N", help="default: that of --like, or the source's")
-    flags.add_argument("--max-position-embeddings", type=int, metavar="N", help="default: the source's")
-    flags.add_argument("--shard-size", default="1GiB", help="most bytes of one file, and about what is held in memory")
+        flags.add_argument(
+            flag,
+            dest=item.name,
+            type=int,
+            metavar="N",
+            help="default: that of --like, or the source's",
+        )
+    flags.add_argument(
+        "--max-position-embeddings", type=int, metavar="N", help="default: the source's"
+    )
+    flags.add_argument(
+        "--shard-size",
+        default="1GiB",
+        help="most bytes of one file, and about what is held in memory",
+    )
     flags.add_argument("--seed", type=int, default=0, help="of the values that cannot matter")
-    flags.add_argument("--dtype", choices=DTYPES, help="of the written weights; default: the source's")
+    flags.add_argument(
+        "--dtype", choices=DTYPES, help="of the written weights; default: the source's"
+    )
     return flags
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; the exit code is 2 for a user's error, 3 for the machine's, 130 for an interrupt."""
+    """Run the command; the exit code is 2 for a user's error, 3 for the machine's, 130 for an
+    interrupt.
+    """
     try:
         expand(parser().parse_args(argv))
     except OffloadError as error:

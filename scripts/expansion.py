@@ -1,7 +1,8 @@
 """Where a small Llama's weights stand in a large one of the same function, and what fills the rest.
 
-The wide residual holds the narrow one, copies of it where that makes the norms exact, and zeros. Heads and neurons that
-the small model has not read nothing of the live residual, so they write nothing, whatever they are made of.
+The wide residual holds the narrow one, copies of it where that makes the norms exact, and zeros.
+Heads and neurons that the small model has not read nothing of the live residual, so they write
+nothing, whatever they are made of.
 """
 
 import hashlib
@@ -18,7 +19,8 @@ from offload_rt.models.native import NativeDecoder
 from offload_rt.weights.checkpoint import Checkpoint
 from offload_rt.weights.header import TensorRecord
 
-CHUNK, POOL = 2**20, 2**25
+CHUNK = 2**20
+POOL = 2**25
 # Upper bound of what one tensor adds to the header of a safetensors file.
 HEADER_ENTRY = 512
 
@@ -46,7 +48,9 @@ LLAMAS = {
 
 @dataclass(frozen=True)
 class Residual:
-    """How the wide residual holds the narrow: `width` values for each of `scales`, the first of them 1; then zeros."""
+    """How the wide residual holds the narrow: `width` values for each of `scales`, the first of
+    them 1; then zeros.
+    """
 
     width: int
     scales: tuple[float, ...]
@@ -69,9 +73,11 @@ class Residual:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the rows of a weight that reads the residual, or the columns of one that writes it, come to stand.
+    """Where the rows of a weight that reads the residual, or the columns of one that writes it,
+    come to stand.
 
-    rows    (n,) int64, in the target; origin  (n,) int64, in the source; scale  what they are multiplied by
+    rows    (n,) int64, in the target; origin  (n,) int64, in the source; scale  what they are
+            multiplied by
     silent  (s,) int64, in the target: what must read or write nothing, `rows` included
     """
 
@@ -100,7 +106,9 @@ class Noise:
 
     def __init__(self, seed: int, n_values: int) -> None:
         self._seed = seed
-        self._pool = torch.randn(min(max(n_values, 2 * CHUNK), POOL), generator=torch.Generator().manual_seed(seed))
+        self._pool = torch.randn(
+            min(max(n_values, 2 * CHUNK), POOL), generator=torch.Generator().manual_seed(seed)
+        )
 
     def fill(self, name: str, shape: tuple[int, ...], sigma: float, dtype: torch.dtype) -> Tensor:
         """A normal tensor of mean zero and deviation `sigma`."""
@@ -108,11 +116,16 @@ class Noise:
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
         out = torch.empty(shape, dtype=dtype)
         chunks = out.view(-1).split(CHUNK)
-        starts = torch.randint(len(self._pool) - CHUNK, (len(chunks), 2), generator=generator).tolist()
-        # Drawing each value anew takes several times as long; the sum of two stretches of one pool is as normal, and a
-        # compressor finds no stretch of it twice, since the same two would have to meet at the same distance again.
+        starts = torch.randint(
+            len(self._pool) - CHUNK, (len(chunks), 2), generator=generator
+        ).tolist()
+        # Drawing each value anew takes several times as long; the sum of two stretches of one pool
+        # is as normal, and a compressor finds no stretch of it twice, since the same two would have
+        # to meet at the same distance again.
         for chunk, (first, second) in zip(chunks, starts, strict=True):
-            total = self._pool[first : first + len(chunk)] + self._pool[second : second + len(chunk)]
+            total = (
+                self._pool[first : first + len(chunk)] + self._pool[second : second + len(chunk)]
+            )
             torch.mul(total, sigma * math.sqrt(0.5), out=chunk)
         return out
 
@@ -121,13 +134,22 @@ class Expansion:
     """The target's tensors, made one at a time from the source's."""
 
     def __init__(
-        self, source: Checkpoint, target: NativeDecoder, residual: Residual, dtype: torch.dtype, seed: int
+        self,
+        source: Checkpoint,
+        target: NativeDecoder,
+        residual: Residual,
+        dtype: torch.dtype,
+        seed: int,
     ) -> None:
         n_layers = source.spec.n_layers
-        self._source, self._residual, self._dtype = source, residual, dtype
+        self._source = source
+        self._residual = residual
+        self._dtype = dtype
         self._origin = {i * target.n_layers // n_layers: i for i in range(n_layers)}
         self._placements = placements(source.spec, target)
-        self._noise = Noise(seed, sum(math.prod(piece.shape) for group in pieces(target) for piece in group))
+        self._noise = Noise(
+            seed, sum(math.prod(piece.shape) for group in pieces(target) for piece in group)
+        )
 
     def tensor(self, piece: Piece) -> Tensor:
         """The tensor of the given shape, in the target's dtype."""
@@ -139,9 +161,12 @@ class Expansion:
         is_real = nearest == piece.layer
         if len(piece.shape) == 1:
             return self._norm(piece, weight if is_real else None)
-        out, part = self._random(piece, weight), piece.kind.split(".")[1]
+        out = self._random(piece, weight)
+        part = piece.kind.split(".")[1]
         place = self._placements[part] if is_real else _idle(self._placements[part], part)
-        (self._place_writer if part in ("o_proj", "down_proj") else self._place_reader)(out, weight, place)
+        (self._place_writer if part in ("o_proj", "down_proj") else self._place_reader)(
+            out, weight, place
+        )
         return out
 
     def _load_non_layer(self, piece: Piece) -> Tensor:
@@ -151,7 +176,9 @@ class Expansion:
             return self._norm(piece, _read(norm))
         if piece.name == embed.name:
             out = torch.zeros(piece.shape, dtype=self._dtype)
-            out[:, : self._residual.live] = self._residual.spread(_read(embed), dim=1).to(self._dtype)
+            out[:, : self._residual.live] = self._residual.spread(_read(embed), dim=1).to(
+                self._dtype
+            )
             return out
         weight = _read(head[0] if head else embed)
         out = self._random(piece, weight)
@@ -169,18 +196,24 @@ class Expansion:
         return out.to(self._dtype)
 
     def _place_reader(self, out: Tensor, weight: Tensor, place: Placement) -> None:
-        """Put source rows into `out` (rows, wide residual); what they would read of copies is zeroed."""
+        """Put source rows into `out` (rows, wide residual); what they would read of copies is
+        zeroed.
+        """
         out[place.silent, : self._residual.live] = 0
         out[place.rows, : self._residual.width] = (weight[place.origin] * place.scale).to(out.dtype)
 
     def _place_writer(self, out: Tensor, weight: Tensor, place: Placement) -> None:
         """Put source columns into `out` (wide residual, columns), once for each copy."""
         out[:, place.silent] = 0
-        out[: self._residual.live, place.rows] = self._residual.spread(weight[:, place.origin], dim=0).to(out.dtype)
+        out[: self._residual.live, place.rows] = self._residual.spread(
+            weight[:, place.origin], dim=0
+        ).to(out.dtype)
 
 
 def _idle(place: Placement, part: str) -> Placement:
-    """The same part of an added layer: values and up projection read nothing, hence the layer adds exactly zero."""
+    """The same part of an added layer: values and up projection read nothing, hence the layer adds
+    exactly zero.
+    """
     none = place.rows[:0]
     return Placement(none, none, place.silent if part in ("v_proj", "up_proj") else none)
 
@@ -191,15 +224,18 @@ def _read(record: TensorRecord) -> Tensor:
 
 
 def residual_of(source: NativeDecoder, target: NativeDecoder) -> Residual:
-    """Copies that make the ratio of mean squares a power of a quarter, so that the norms are scaled by a power of two.
+    """Copies that make the ratio of mean squares a power of a quarter, so that the norms are scaled
+    by a power of two.
 
-    A width ratio n 4^k with 1 <= n < 4 needs squared scales that sum to n: the base-4 digits of the ratio count them.
+    A width ratio n 4^k with 1 <= n < 4 needs squared scales that sum to n: the base-4 digits of the
+    ratio count them.
     """
     ratio, rest = divmod(target.hidden_size, source.hidden_size)
     if rest or not ratio:
         return Residual(source.hidden_size, (1.0,), target.hidden_size)
     k = (ratio.bit_length() - 1) // 2
-    scales, left = [1.0], ratio - 4**k
+    scales = [1.0]
+    left = ratio - 4**k
     for place in range(k, -1, -1):
         digit, left = divmod(left, 4**place)
         scales += [2.0 ** (place - k)] * digit
@@ -207,12 +243,16 @@ def residual_of(source: NativeDecoder, target: NativeDecoder) -> Residual:
 
 
 def kv_copies(source: NativeDecoder, n_heads: int, n_kv_heads: int) -> int:
-    """In how many of the target's key-value heads one of the source's must stand, for its queries to find a place."""
+    """In how many of the target's key-value heads one of the source's must stand, for its queries
+    to find a place.
+    """
     return math.ceil(source.n_heads // source.n_kv_heads / (n_heads // n_kv_heads))
 
 
 def rotary_dims(source: NativeDecoder, target: NativeDecoder) -> Tensor:
-    """(narrow head_dim,) int64: the wide head's dimensions that turn at the same frequencies as the narrow head's."""
+    """(narrow head_dim,) int64: the wide head's dimensions that turn at the same frequencies as the
+    narrow head's.
+    """
     pairs = torch.arange(source.head_dim // 2) * (target.head_dim // source.head_dim)
     return torch.cat((pairs, pairs + target.head_dim // 2))
 
@@ -222,20 +262,31 @@ def placements(source: NativeDecoder, target: NativeDecoder) -> dict[str, Placem
     group, wide_group = (spec.n_heads // spec.n_kv_heads for spec in (source, target))
     copies = kv_copies(source, target.n_heads, target.n_kv_heads)
     heads = torch.arange(source.n_heads)
-    slots = (heads // group * copies + heads % group // wide_group) * wide_group + heads % group % wide_group
+    slots = (
+        heads // group * copies + heads % group // wide_group
+    ) * wide_group + heads % group % wide_group
     kv_slots = torch.arange(source.n_kv_heads * copies)
-    # A free query slot of a used key-value head attends to real values: nothing may be written from it.
+    # A free query slot of a used key-value head attends to real values: nothing may be written from
+    # it.
     readable = torch.arange(len(kv_slots) * wide_group)
-    plain, rotary, every = torch.arange(source.head_dim), rotary_dims(source, target), torch.arange(target.head_dim)
+    plain = torch.arange(source.head_dim)
+    rotary = rotary_dims(source, target)
+    every = torch.arange(target.head_dim)
 
     def dims(heads: Tensor, within: Tensor, head_dim: int = target.head_dim) -> Tensor:
         return (heads[:, None] * head_dim + within).flatten()
 
-    q_origin, kv_origin = dims(heads, plain, source.head_dim), dims(kv_slots // copies, plain, source.head_dim)
-    q_rows, k_rows, mlp = dims(slots, rotary), dims(kv_slots, rotary), torch.arange(source.intermediate_size)
-    all_kv, all_mlp = torch.arange(target.n_kv_heads * target.head_dim), torch.arange(target.intermediate_size)
+    q_origin = dims(heads, plain, source.head_dim)
+    kv_origin = dims(kv_slots // copies, plain, source.head_dim)
+    q_rows = dims(slots, rotary)
+    k_rows = dims(kv_slots, rotary)
+    mlp = torch.arange(source.intermediate_size)
+    all_kv = torch.arange(target.n_kv_heads * target.head_dim)
+    all_mlp = torch.arange(target.intermediate_size)
     return {
-        "q_proj": Placement(q_rows, q_origin, dims(slots, every), math.sqrt(target.head_dim / source.head_dim)),
+        "q_proj": Placement(
+            q_rows, q_origin, dims(slots, every), math.sqrt(target.head_dim / source.head_dim)
+        ),
         "k_proj": Placement(k_rows, kv_origin, k_rows),
         "v_proj": Placement(dims(kv_slots, plain), kv_origin, all_kv),
         "o_proj": Placement(dims(slots, plain), q_origin, dims(readable, plain)),
@@ -246,10 +297,15 @@ def placements(source: NativeDecoder, target: NativeDecoder) -> dict[str, Placem
 
 
 def pieces(target: NativeDecoder) -> list[list[Piece]]:
-    """The target's tensors in the order of their use; those of one list stay in one file where they fit."""
+    """The target's tensors in the order of their use; those of one list stay in one file where they
+    fit.
+    """
     embed, *last = (Piece(None, name, name, shape) for name, shape in target.non_layer_tensors())
     layers = (
-        [Piece(i, kind, target.layer_prefix(i) + kind, shape) for kind, shape in target.layer_tensors(i)]
+        [
+            Piece(i, kind, target.layer_prefix(i) + kind, shape)
+            for kind, shape in target.layer_tensors(i)
+        ]
         for i in range(target.n_layers)
     )
     return [[embed], *layers, last]
@@ -261,24 +317,31 @@ def shards(target: NativeDecoder, itemsize: int, limit: int) -> list[list[Piece]
     room = limit
     for group in pieces(target):
         if sum(piece.nbytes(itemsize) for piece in group) > room:
-            files, room = [*files, []], limit
+            files = [*files, []]
+            room = limit
         for piece in group:
             nbytes = piece.nbytes(itemsize)
             if nbytes > limit:
                 raise CapacityError(
-                    f"{piece.name} does not fit a shard", need=format_size(nbytes), have=format_size(limit),
+                    f"{piece.name} does not fit a "
+                    f"shard", need=format_size(nbytes), have=format_size(limit),
                     change="raise --shard-size",
                 )  # fmt: skip
             if nbytes > room:
-                files, room = [*files, []], limit
+                files = [*files, []]
+                room = limit
             files[-1].append(piece)
             room -= nbytes
     return [file for file in files if file]
 
 
 def shape_for(nbytes: int, source: NativeDecoder, itemsize: int) -> Shape:
-    """The widest Llama of about `nbytes` that is as deep as real ones. Raises CapacityError if none is that small."""
-    widths = sorted({source.hidden_size * factor * 2**j for factor in (1, 3) for j in range(8)}, reverse=True)
+    """The widest Llama of about `nbytes` that is as deep as real ones. Raises CapacityError if none
+    is that small.
+    """
+    widths = sorted(
+        {source.hidden_size * factor * 2**j for factor in (1, 3) for j in range(8)}, reverse=True
+    )
     for width in widths:
         shape = _shape_of_width(width, nbytes // itemsize - 2 * source.vocab_size * width, source)
         if shape is not None:
@@ -288,13 +351,17 @@ def shape_for(nbytes: int, source: NativeDecoder, itemsize: int) -> Shape:
 
 
 def _shape_of_width(width: int, n_weights: int, source: NativeDecoder) -> Shape | None:
-    """A shape of `n_weights` in its layers, or None where the layers would be too few or of odd proportions."""
+    """A shape of `n_weights` in its layers, or None where the layers would be too few or of odd
+    proportions.
+    """
     heads = _heads_of_width(width, source)
     if heads is None:
         return None
     n_heads, n_kv_heads, head_dim = heads
     attention = 2 * width * (n_heads + n_kv_heads) * head_dim
-    n_layers = max(round(n_weights / (attention + 3 * width * 2.75 * width)), 8, width // 128, source.n_layers)
+    n_layers = max(
+        round(n_weights / (attention + 3 * width * 2.75 * width)), 8, width // 128, source.n_layers
+    )
     neurons = round((n_weights / n_layers - attention) / (3 * width) / 32) * 32
     if not max(2 * width, source.intermediate_size) <= neurons <= 4 * width:
         return None
@@ -302,8 +369,12 @@ def _shape_of_width(width: int, n_weights: int, source: NativeDecoder) -> Shape 
 
 
 def _heads_of_width(width: int, source: NativeDecoder) -> tuple[int, int, int] | None:
-    """(heads, key-value heads, head_dim) to hold the source's: the widest exact heads up to 128, in large groups."""
-    head_dims = [source.head_dim * 4**j for j in range(4) if j == 0 or source.head_dim * 4**j <= 128]
+    """(heads, key-value heads, head_dim) to hold the source's: the widest exact heads up to 128, in
+    large groups.
+    """
+    head_dims = [
+        source.head_dim * 4**j for j in range(4) if j == 0 or source.head_dim * 4**j <= 128
+    ]
     for head_dim in reversed(head_dims):
         n_heads = width // head_dim
         for group in (4, 2, 1):
@@ -315,25 +386,39 @@ def _heads_of_width(width: int, source: NativeDecoder) -> tuple[int, int, int] |
 
 
 def check(source: NativeDecoder, target: NativeDecoder) -> None:
-    """Raises UnsupportedModelError for a source that cannot be expanded, SettingsError for a target too small."""
+    """Raises UnsupportedModelError for a source that cannot be expanded, SettingsError for a target
+    too small.
+    """
     has_biases = source.qkv_bias or source.o_bias or source.mlp_bias
     if source.family != "llama" or has_biases:
         have = f"a {source.family}" + " with biases" * has_biases
-        raise UnsupportedModelError("the source cannot be expanded", need="a llama without biases", have=have)
-    names = {"--hidden-size": "hidden_size", "--layers": "n_layers", "--intermediate-size": "intermediate_size",
+        raise UnsupportedModelError(
+            "the source cannot be expanded", need="a llama without biases", have=have
+        )
+    names = {"--hidden-size": "hidden_size", "--layers": "n_layers",
+        "--intermediate-size": "intermediate_size",
              "--max-position-embeddings": "max_positions"}  # fmt: skip
     for flag, name in names.items():
-        need, have = getattr(source, name), getattr(target, name)
+        need = getattr(source, name)
+        have = getattr(target, name)
         if have < need:
-            raise SettingsError(f"{flag} is too small", need=f"at least {need}", have=str(have), change=f"raise {flag}")
+            raise SettingsError(
+                f"{flag} is too small",
+                need=f"at least {need}",
+                have=str(have),
+                change=f"raise {flag}",
+            )
     if target.head_dim % source.head_dim:
         need = f"a multiple of the source's {source.head_dim}"
-        raise SettingsError(f"--head-dim is {target.head_dim}", need=need, change="change --head-dim")
+        raise SettingsError(
+            f"--head-dim is {target.head_dim}", need=need, change="change --head-dim"
+        )
     need = kv_copies(source, target.n_heads, target.n_kv_heads) * source.n_kv_heads
     if need > target.n_kv_heads:
         group = target.n_heads // target.n_kv_heads
         raise SettingsError(
-            f"the source's {source.n_heads} heads do not fit", need=f"{need} key-value heads of {group} queries each",
+            f"the source's {source.n_heads} heads do not "
+            f"fit", need=f"{need} key-value heads of {group} queries each",
             have=str(target.n_kv_heads), change="raise --heads or --kv-heads",
         )  # fmt: skip
     _check_rope(source, target)
@@ -341,8 +426,13 @@ def check(source: NativeDecoder, target: NativeDecoder) -> None:
 
 def _check_rope(source: NativeDecoder, target: NativeDecoder) -> None:
     # The last two lengths are past the limit, where the frequencies of some ropes begin to change.
-    lengths = torch.tensor([2, source.max_positions, 2 * target.max_positions, 8 * target.max_positions])
-    narrow, wide = (torch.stack(spec.rope.cos_sin(lengths - 1, lengths, torch.float32)) for spec in (source, target))
+    lengths = torch.tensor(
+        [2, source.max_positions, 2 * target.max_positions, 8 * target.max_positions]
+    )
+    narrow, wide = (
+        torch.stack(spec.rope.cos_sin(lengths - 1, lengths, torch.float32))
+        for spec in (source, target)
+    )
     if not torch.equal(narrow, wide[..., rotary_dims(source, target)]):
         raise UnsupportedModelError(
             "the source's scaled rotary embedding would turn otherwise in the target",

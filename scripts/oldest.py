@@ -3,7 +3,8 @@
     python scripts/oldest.py > oldest.txt
     pip install -e ".[dev]" -c oldest.txt
 
-torch keeps its installed version: PyPI has CUDA builds alone of torch 2.11, which download gigabytes.
+torch keeps its installed version: PyPI has CUDA builds alone of torch 2.11, which download
+gigabytes.
 """
 
 from importlib.metadata import requires, version

@@ -1,7 +1,9 @@
-"""Train the demonstration pair, models/demo-target and models/demo-draft, on CPython's own standard library.
+"""Train the demonstration pair, models/demo-target and models/demo-draft, on CPython's own standard
+library.
 
-The target is a small Llama trained on the source; the draft, under a fifth of its size, is distilled from the target's
-full distribution, half on the source and half on text which the target wrote. Both stages stop by the clock:
+The target is a small Llama trained on the source; the draft, under a fifth of its size, is
+distilled from the target's full distribution, half on the source and half on text which the target
+wrote. Both stages stop by the clock:
 
     python scripts/train_demo.py --target-minutes 55 --draft-minutes 30
     python scripts/train_demo.py --stages draft evaluate --draft-minutes 30
@@ -37,18 +39,24 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-HELD_OUT = (Path(__file__).parents[1] / "models" / "held_out.txt").read_text(encoding="utf-8").split()
+HELD_OUT = (
+    (Path(__file__).parents[1] / "models" / "held_out.txt").read_text(encoding="utf-8").split()
+)
 SKIPPED_FOLDERS = {"site-packages", "test", "tests", "idle_test", "__pycache__"}
-# Data, not program text: the encodings' tables, pydoc's topics and the like are a third of the bytes.
+# Data, not program text: the encodings' tables, pydoc's topics and the like are a third of the
+# bytes.
 TABLES = ("encodings/", "pydoc_data/", "html/entities.py", "_sysconfigdata", "config-")
 END_OF_TEXT = "<|endoftext|>"
 VOCAB_SIZE = 4096
-# Small, because the few million tokens of an hour on two cores are short of steps rather than of batch size.
+# Small, because the few million tokens of an hour on two cores are short of steps rather than of
+# batch size.
 TOKENS_PER_BATCH = 4096
 
 
 def window_length(fraction: float) -> int:
-    """Return the tokens of a training window when `fraction` of the time has gone: at the end the whole context."""
+    """Return the tokens of a training window when `fraction` of the time has gone: at the end the
+    whole context.
+    """
     return 512 if fraction < 0.85 else 1024
 
 
@@ -62,7 +70,9 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Run:
-    """One training run by the clock: rates rise over `warmup` of the time and fall to zero at its end."""
+    """One training run by the clock: rates rise over `warmup` of the time and fall to zero at its
+    end.
+    """
 
     minutes: float
     checkpoint: Path
@@ -80,8 +90,11 @@ class Run:
 
 
 def read_corpus(stdlib: Path) -> Corpus:
-    """Read the standard library's modules in the order of their names, without tests and data tables."""
-    train, held_out = [], []
+    """Read the standard library's modules in the order of their names, without tests and data
+    tables.
+    """
+    train = []
+    held_out = []
     for path in sorted(stdlib.rglob("*.py")):
         name = path.relative_to(stdlib).as_posix()
         if SKIPPED_FOLDERS & set(name.split("/")) or name.startswith(TABLES):
@@ -92,7 +105,9 @@ def read_corpus(stdlib: Path) -> Corpus:
 
 
 def train_tokenizer(texts: tuple[str, ...]) -> Tokenizer:
-    """Train a byte-level BPE tokenizer which puts one bos before every encoding and decodes byte for byte."""
+    """Train a byte-level BPE tokenizer which puts one bos before every encoding and decodes byte
+    for byte.
+    """
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -122,13 +137,17 @@ def wrap_tokenizer(bpe: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def pack(tokenizer: PreTrainedTokenizerFast, texts: tuple[str, ...]) -> Tensor:
-    """Return all texts as one stream, (n,) int64, with the end-of-text token between them and at both ends."""
+    """Return all texts as one stream, (n,) int64, with the end-of-text token between them and at
+    both ends.
+    """
     ids = [token for text in texts for token in tokenizer(text, verbose=False).input_ids]
     return torch.tensor([*ids, tokenizer.eos_token_id])
 
 
 def draw_windows(stream: Tensor, rows: int, length: int, bos: int) -> Tensor:
-    """Draw windows at random offsets, (rows, length); in half of them the first token is replaced by bos."""
+    """Draw windows at random offsets, (rows, length); in half of them the first token is replaced
+    by bos.
+    """
     starts = torch.randint(0, len(stream) - length + 1, (rows, 1))
     windows = stream[starts + torch.arange(length)]
     windows[torch.rand(rows) < 0.5, 0] = bos
@@ -136,7 +155,9 @@ def draw_windows(stream: Tensor, rows: int, length: int, bos: int) -> Tensor:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, *, draft: bool) -> LlamaForCausalLM:
-    """Build the target or the draft with fresh weights; the embedding is tied to the output in both."""
+    """Build the target or the draft with fresh weights; the embedding is tied to the output in
+    both.
+    """
     shape = (128, 3, 4, 2, 256) if draft else (256, 6, 8, 4, 640)
     hidden, layers, heads, kv_heads, intermediate = shape
     eos = tokenizer.eos_token_id
@@ -160,8 +181,11 @@ def build_model(tokenizer: PreTrainedTokenizerFast, *, draft: bool) -> LlamaForC
 
 
 def save_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
-    """Write a model directory in bf16 beside its place, then put it there, so that a stop leaves no damaged one."""
-    partial, previous = out.with_name(out.name + ".partial"), out.with_name(out.name + ".previous")
+    """Write a model directory in bf16 beside its place, then put it there, so that a stop leaves no
+    damaged one.
+    """
+    partial = out.with_name(out.name + ".partial")
+    previous = out.with_name(out.name + ".previous")
     shutil.rmtree(partial, ignore_errors=True)
     shutil.rmtree(previous, ignore_errors=True)
     copy.deepcopy(model).cpu().to(torch.bfloat16).save_pretrained(partial)
@@ -192,7 +216,9 @@ def next_token_loss(model: LlamaForCausalLM, tokens: Tensor) -> Tensor:
 
 
 def distillation_loss(draft: LlamaForCausalLM, target: LlamaForCausalLM, tokens: Tensor) -> Tensor:
-    """Return the mean KL divergence, in nats, of the draft from the target over the whole vocabulary."""
+    """Return the mean KL divergence, in nats, of the draft from the target over the whole
+    vocabulary.
+    """
     with torch.no_grad():
         wanted = logits_of(target, tokens).log_softmax(-1)
     got = logits_of(draft, tokens).log_softmax(-1)
@@ -205,20 +231,29 @@ def make_optimizers(model: LlamaForCausalLM, run: Run) -> list[torch.optim.Optim
     matrices = [p for name, p in named if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in named if p.ndim != 2 or "embed" in name]
     return [
-        torch.optim.Muon(matrices, lr=run.muon_lr, weight_decay=run.weight_decay, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.Muon(
+            matrices, lr=run.muon_lr, weight_decay=run.weight_decay, adjust_lr_fn="match_rms_adamw"
+        ),
         torch.optim.AdamW(others, lr=run.adam_lr, betas=(0.9, 0.95), weight_decay=0.0),
     ]
 
 
-def train(model: LlamaForCausalLM, loss_at: Callable[[float], Tensor], run: Run, check: Callable[[], float]) -> None:
+def train(
+    model: LlamaForCausalLM,
+    loss_at: Callable[[float], Tensor],
+    run: Run,
+    check: Callable[[], float],
+) -> None:
     """Train until the run's time is over.
 
     loss_at  gives the loss of one fresh batch, from the share of the time that has gone
-    check    gives the figure reported now and then; the weights are checkpointed at the same moments
+    check    gives the figure reported now and then; the weights are checkpointed at the same
+             moments
     """
     optimizers = make_optimizers(model, run)
     if run.minutes > 0:
-        # Measured on two cores: twice the tokens a second, as most of a small model's time is elementwise work.
+        # Measured on two cores: twice the tokens a second, as most of a small model's time is
+        # elementwise work.
         model.compile(dynamic=False)
     base_rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
     began = reported = time.monotonic()
@@ -234,7 +269,10 @@ def train(model: LlamaForCausalLM, loss_at: Callable[[float], Tensor], run: Run,
             optimizer.zero_grad()
         step += 1
         if time.monotonic() - reported > run.report_s:
-            print(f"{fraction:6.1%} step {step} loss {loss.item():.3f} held out {check():.3f}", flush=True)
+            print(
+                f"{fraction:6.1%} step {step} loss {loss.item():.3f} held out {check():.3f}",
+                flush=True,
+            )
             save_weights(model, run.checkpoint)
             reported = time.monotonic()
 
@@ -242,7 +280,9 @@ def train(model: LlamaForCausalLM, loss_at: Callable[[float], Tensor], run: Run,
 def save_weights(model: LlamaForCausalLM, path: Path) -> None:
     """Write the float32 weights to one file, whole or not at all."""
     partial = path.with_name(path.name + ".partial")
-    save_file({name: p.detach().cpu().contiguous() for name, p in model.named_parameters()}, partial)
+    save_file(
+        {name: p.detach().cpu().contiguous() for name, p in model.named_parameters()}, partial
+    )
     partial.rename(path)
 
 
@@ -253,14 +293,21 @@ def start_from(model: LlamaForCausalLM, path: Path) -> None:
 
 @torch.no_grad()
 def held_out_loss(model: LlamaForCausalLM, stream: Tensor, n_windows: int | None = None) -> float:
-    """Return the loss in nats over consecutive windows of 1024 tokens, the first `n_windows` or all."""
+    """Return the loss in nats over consecutive windows of 1024 tokens, the first `n_windows` or
+    all.
+    """
     windows = stream[: len(stream) // 1024 * 1024].view(-1, 1024)[:n_windows]
-    losses = [next_token_loss(model, part.to(model.device)).item() * len(part) for part in windows.split(4)]
+    losses = [
+        next_token_loss(model, part.to(model.device)).item() * len(part)
+        for part in windows.split(4)
+    ]
     return sum(losses) / len(windows)
 
 
 @torch.no_grad()
-def continue_text(model: LlamaForCausalLM, prompts: Tensor, n_new: int, temperatures: Tensor) -> Tensor:
+def continue_text(
+    model: LlamaForCausalLM, prompts: Tensor, n_new: int, temperatures: Tensor
+) -> Tensor:
     """Continue every row by `n_new` tokens, past any end-of-text token.
 
     prompts       (rows, length)
@@ -270,35 +317,55 @@ def continue_text(model: LlamaForCausalLM, prompts: Tensor, n_new: int, temperat
     cache = DynamicCache(config=model.config)
     rows = last = prompts.to(model.device)
     for _ in range(n_new):
-        logits = model(last, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].float()
-        # argmax(logits + T * Gumbel noise) draws from softmax(logits / T), and T = 0 is the greedy choice.
+        logits = (
+            model(last, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            .logits[:, -1]
+            .float()
+        )
+        # argmax(logits + T * Gumbel noise) draws from softmax(logits / T), and T = 0 is the greedy
+        # choice.
         noise = torch.empty_like(logits).exponential_().log().neg()
         last = (logits + temperatures.to(logits.device)[:, None] * noise).argmax(-1, keepdim=True)
         rows = torch.cat((rows, last), dim=1)
     return rows
 
 
-def write_text(target: LlamaForCausalLM, stream: Tensor, minutes: float, n_rows: int, bos: int) -> Tensor:
+def write_text(
+    target: LlamaForCausalLM, stream: Tensor, minutes: float, n_rows: int, bos: int
+) -> Tensor:
     """Let the target continue prompts from the corpus until `n_rows` rows or the minutes are full.
 
-    Half of the rows are greedy, half at a temperature from 0.6 to 1. Returns (rows, 256), at least one batch.
+    Half of the rows are greedy, half at a temperature from 0.6 to 1. Returns (rows, 256), at least
+    one batch.
     """
-    batch, length, written, began = 128, 256, [], time.monotonic()
-    while not written or (len(written) * batch < n_rows and time.monotonic() - began < minutes * 60):
+    batch = 128
+    length = 256
+    written = []
+    began = time.monotonic()
+    while not written or (
+        len(written) * batch < n_rows and time.monotonic() - began < minutes * 60
+    ):
         n_prompt = int(torch.randint(1, 65, ()))
         prompts = draw_windows(stream, batch, n_prompt, bos)
         temperatures = 0.6 + 0.4 * torch.rand(batch)
         temperatures[: batch // 2] = 0.0
         written.append(continue_text(target, prompts, length - n_prompt, temperatures).cpu())
-        print(f"the target wrote {len(written) * batch} rows in {time.monotonic() - began:.0f} s", flush=True)
+        print(
+            f"the target wrote {len(written) * batch} rows in {time.monotonic() - began:.0f} s",
+            flush=True,
+        )
     return torch.cat(written)
 
 
 def train_target(args: argparse.Namespace, corpus: Corpus) -> None:
     """Train the tokenizer and the target and save both; see `window_length` for its windows."""
     tokenizer = wrap_tokenizer(train_tokenizer(corpus.train))
-    stream, held_out = pack(tokenizer, corpus.train), pack(tokenizer, corpus.held_out)
-    print(f"{len(corpus.train)} modules, {len(stream)} tokens; held out {len(held_out)} tokens", flush=True)
+    stream = pack(tokenizer, corpus.train)
+    held_out = pack(tokenizer, corpus.held_out)
+    print(
+        f"{len(corpus.train)} modules, {len(stream)} tokens; held out {len(held_out)} tokens",
+        flush=True,
+    )
     model = build_model(tokenizer, draft=False).to(args.device)
     if args.start_target:
         start_from(model, args.start_target)
@@ -308,16 +375,23 @@ def train_target(args: argparse.Namespace, corpus: Corpus) -> None:
         windows = draw_windows(stream, TOKENS_PER_BATCH // length, length, tokenizer.bos_token_id)
         return next_token_loss(model, windows.to(args.device))
 
-    run = Run(args.target_minutes, args.work / "target.safetensors", args.rate * 3e-3, args.rate * 2e-3)
+    run = Run(
+        args.target_minutes, args.work / "target.safetensors", args.rate * 3e-3, args.rate * 2e-3
+    )
     train(model, loss_at, run, lambda: held_out_loss(model, held_out, 8))
     save_model(model, tokenizer, args.out / "demo-target")
 
 
 def train_draft(args: argparse.Namespace, corpus: Corpus) -> None:
-    """Distil the draft from the saved target; a third of the time goes into the text which the target writes."""
-    tokenizer = wrap_tokenizer(Tokenizer.from_file(str(args.out / "demo-target" / "tokenizer.json")))
+    """Distil the draft from the saved target; a third of the time goes into the text which the
+    target writes.
+    """
+    tokenizer = wrap_tokenizer(
+        Tokenizer.from_file(str(args.out / "demo-target" / "tokenizer.json"))
+    )
     target = load_model(args.out / "demo-target", args.device)
-    stream, held_out = pack(tokenizer, corpus.train), pack(tokenizer, corpus.held_out)
+    stream = pack(tokenizer, corpus.train)
+    held_out = pack(tokenizer, corpus.held_out)
     bos = tokenizer.bos_token_id
     model = build_model(tokenizer, draft=True).to(args.device)
     training_minutes = args.draft_minutes
@@ -332,7 +406,9 @@ def train_draft(args: argparse.Namespace, corpus: Corpus) -> None:
         if torch.rand(()) < 0.5:
             tokens = draw_windows(stream, TOKENS_PER_BATCH // length, length, bos)
         else:
-            tokens = written[torch.randint(0, len(written), (TOKENS_PER_BATCH // written.shape[1],))]
+            tokens = written[
+                torch.randint(0, len(written), (TOKENS_PER_BATCH // written.shape[1],))
+            ]
         return distillation_loss(model, target, tokens.to(args.device))
 
     run = Run(training_minutes, args.work / "draft.safetensors", muon_lr=6e-3, adam_lr=4e-3)
@@ -341,8 +417,11 @@ def train_draft(args: argparse.Namespace, corpus: Corpus) -> None:
 
 
 @torch.no_grad()
-def ranks_of_choice(target: LlamaForCausalLM, draft: LlamaForCausalLM, rows: Tensor, first: int = 0) -> Tensor:
-    """Return the rank, from 1, that the draft gives the target's most probable next token at each position.
+def ranks_of_choice(
+    target: LlamaForCausalLM, draft: LlamaForCausalLM, rows: Tensor, first: int = 0
+) -> Tensor:
+    """Return the rank, from 1, that the draft gives the target's most probable next token at each
+    position.
 
     rows   (n, length); positions before `first` are left out
     Returns a flat int64 tensor.
@@ -356,20 +435,31 @@ def ranks_of_choice(target: LlamaForCausalLM, draft: LlamaForCausalLM, rows: Ten
 
 
 def evaluate(args: argparse.Namespace, corpus: Corpus) -> None:
-    """Print the pair's figures on the held-out modules, three continuations, and one JSON line at the end."""
+    """Print the pair's figures on the held-out modules, three continuations, and one JSON line at
+    the end.
+    """
     tokenizer = AutoTokenizer.from_pretrained(args.out / "demo-target")
-    target, draft = (load_model(args.out / name, args.device) for name in ("demo-target", "demo-draft"))
+    target, draft = (
+        load_model(args.out / name, args.device) for name in ("demo-target", "demo-draft")
+    )
     stream = pack(tokenizer, corpus.held_out)
     windows = stream[: len(stream) // 1024 * 1024].view(-1, 1024)
-    n_prompts, n_prompt, n_new = 64, 64, 128
+    n_prompts = 64
+    n_prompt = 64
+    n_new = 128
     starts = torch.linspace(0, len(stream) - n_prompt, n_prompts).long()[:, None]
     prompts = stream[starts + torch.arange(n_prompt)]
     prompts[:, 0] = tokenizer.bos_token_id
     greedy = continue_text(target, prompts, n_new, torch.zeros(n_prompts))
-    on_text, on_greedy = ranks_of_choice(target, draft, windows), ranks_of_choice(target, draft, greedy, n_prompt - 1)
+    on_text = ranks_of_choice(target, draft, windows)
+    on_greedy = ranks_of_choice(target, draft, greedy, n_prompt - 1)
     for opening in ("def read_lines(path, encoding=", "class Queue:", "import os\nimport sys"):
         ids = tokenizer(opening, return_tensors="pt").input_ids
-        print("-" * 40, tokenizer.decode(continue_text(target, ids, 120, torch.zeros(1))[0, 1:]), sep="\n")
+        print(
+            "-" * 40,
+            tokenizer.decode(continue_text(target, ids, 120, torch.zeros(1))[0, 1:]),
+            sep="\n",
+        )
     figures = {
         "parameters": {"target": target.num_parameters(), "draft": draft.num_parameters()},
         "held_out_tokens": windows.numel(),
@@ -379,8 +469,12 @@ def evaluate(args: argparse.Namespace, corpus: Corpus) -> None:
         },
         "equal_choice_held_out": round((on_text == 1).float().mean().item(), 3),
         "equal_choice_greedy_text": round((on_greedy == 1).float().mean().item(), 3),
-        "rank_of_choice_held_out": [round((on_text == k).float().mean().item(), 3) for k in range(1, 9)],
-        "rank_of_choice_greedy_text": [round((on_greedy == k).float().mean().item(), 3) for k in range(1, 9)],
+        "rank_of_choice_held_out": [
+            round((on_text == k).float().mean().item(), 3) for k in range(1, 9)
+        ],
+        "rank_of_choice_greedy_text": [
+            round((on_greedy == k).float().mean().item(), 3) for k in range(1, 9)
+        ],
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -390,18 +484,34 @@ def evaluate(args: argparse.Namespace, corpus: Corpus) -> None:
 
 def parse_args() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     stages = ("target", "draft", "evaluate")
-    parser.add_argument("--stages", nargs="+", choices=stages, default=stages, help="what is not named is kept")
+    parser.add_argument(
+        "--stages", nargs="+", choices=stages, default=stages, help="what is not named is kept"
+    )
     parser.add_argument("--out", type=Path, default=Path("models"))
-    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "train-demo", help="checkpoints")
+    parser.add_argument(
+        "--work", type=Path, default=Path(tempfile.gettempdir()) / "train-demo", help="checkpoints"
+    )
     parser.add_argument("--target-minutes", type=float, default=55.0, help="0 saves fresh weights")
     parser.add_argument("--draft-minutes", type=float, default=30.0, help="0 saves fresh weights")
-    parser.add_argument("--written-rows", type=int, default=4096, help="rows of 256 tokens the target writes, at most")
     parser.add_argument(
-        "--rate", type=float, default=1.0, help="on the target's rates; below 1 to go on from a checkpoint"
+        "--written-rows",
+        type=int,
+        default=4096,
+        help="rows of 256 tokens the target writes, at most",
     )
-    parser.add_argument("--start-target", type=Path, help="a checkpoint from which the target's training starts")
+    parser.add_argument(
+        "--rate",
+        type=float,
+        default=1.0,
+        help="on the target's rates; below 1 to go on from a checkpoint",
+    )
+    parser.add_argument(
+        "--start-target", type=Path, help="a checkpoint from which the target's training starts"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()

@@ -1,4 +1,6 @@
-"""Write GGUF files of Llama and Qwen models from the specification, independently of the reader; round to nearest."""
+"""Write GGUF files of Llama and Qwen models from the specification, independently of the reader;
+round to nearest.
+"""
 
 import itertools
 import json
@@ -11,20 +13,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_UINT32, _INT32 = struct.pack("<I", 4), struct.pack("<I", 5)
+_UINT32 = struct.pack("<I", 4)
+_INT32 = struct.pack("<I", 5)
 TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14, "BF16": 30}
 ALIGNMENT = 32
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _MODULES = {
-    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm",
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
 }  # fmt: skip
 _KEYS = {
-    "max_position_embeddings": "context_length", "num_hidden_layers": "block_count", "hidden_size": "embedding_length",
+    "max_position_embeddings": "context_length", "num_hidden_layers": "block_count",
+    "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length", "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv", "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "num_key_value_heads": "attention.head_count_kv",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "vocab_size": "vocab_size",
 }  # fmt: skip
 # What llama.cpp stores in more bits in its mixtures called M.
@@ -53,7 +61,12 @@ def value(content: Any) -> bytes:
         parts = [value(item) for item in content]
         kind = parts[0][:4] if parts else _UINT32
         kind = _INT32 if kind == _UINT32 else kind
-        return struct.pack("<I", 9) + kind + struct.pack("<Q", len(parts)) + b"".join(part[4:] for part in parts)
+        return (
+            struct.pack("<I", 9)
+            + kind
+            + struct.pack("<Q", len(parts))
+            + b"".join(part[4:] for part in parts)
+        )
     for kind, number, form in ((bool, 7, "<?"), (int, 4, "<I"), (float, 6, "<f")):
         if isinstance(content, kind):
             return struct.pack("<I", number) + struct.pack(form, content)
@@ -87,7 +100,9 @@ def blocks(weight: Tensor, type: str) -> tuple[np.ndarray, Tensor]:
         return stored.view(torch.uint8).numpy(), stored.float()
     make = {"Q8_0": _q8_0, "Q4_0": _q4_0, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k}[type]
     parts, exact = make(weight.float().numpy().reshape(-1, 32 if type in ("Q8_0", "Q4_0") else 256))
-    return np.concatenate(parts, 1).reshape(len(weight), -1), torch.from_numpy(exact).view(weight.shape)
+    return np.concatenate(parts, 1).reshape(len(weight), -1), torch.from_numpy(exact).view(
+        weight.shape
+    )
 
 
 _Made = tuple[list[np.ndarray], np.ndarray]
@@ -119,22 +134,31 @@ def _q4_k(x: np.ndarray) -> _Made:
 
 def _q5_k(x: np.ndarray) -> _Made:
     heads, codes, exact = _with_minima(x, 31)
-    pairs, fifth = (codes & 15).reshape(-1, 4, 2, 32), np.packbits(codes >> 4, axis=1, bitorder="little")[:, 0]
+    pairs = (codes & 15).reshape(-1, 4, 2, 32)
+    fifth = np.packbits(codes >> 4, axis=1, bitorder="little")[:, 0]
     return [*heads, fifth, (pairs[:, :, 0] | pairs[:, :, 1] << 4).reshape(-1, 128)], exact
 
 
 def _with_minima(x: np.ndarray, most: int) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
-    """The first 16 bytes of blocks of eight groups with a scale and a minimum in 6 bits each; codes (n, 8, 32); weights."""
+    """The first 16 bytes of blocks of eight groups with a scale and a minimum in 6 bits each; codes
+    (n, 8, 32); weights.
+    """
     groups = x.reshape(-1, 8, 32)
     low = -np.minimum(groups.min(2), 0)
     (scale_bytes, scale), (low_bytes, minimum) = (
-        _half(part.max(1, keepdims=True) / 63) for part in ((groups.max(2).clip(0) + low) / most, low)
+        _half(part.max(1, keepdims=True) / 63)
+        for part in ((groups.max(2).clip(0) + low) / most, low)
     )
     s = np.clip(np.rint((groups.max(2).clip(0) + low) / most / scale), 1, 63).astype(np.uint8)
     m = np.clip(np.rint(low / minimum), 0, 63).astype(np.uint8)
-    step, offset = (scale * s)[:, :, None], (minimum * m)[:, :, None]
+    step = (scale * s)[:, :, None]
+    offset = (minimum * m)[:, :, None]
     codes = np.clip(np.rint((groups + offset) / step), 0, most).astype(np.uint8)
-    sixes = [s[:, :4] | s[:, 4:] >> 4 << 6, m[:, :4] | m[:, 4:] >> 4 << 6, s[:, 4:] & 15 | (m[:, 4:] & 15) << 4]
+    sixes = [
+        s[:, :4] | s[:, 4:] >> 4 << 6,
+        m[:, :4] | m[:, 4:] >> 4 << 6,
+        s[:, 4:] & 15 | (m[:, 4:] & 15) << 4,
+    ]
     return [scale_bytes, low_bytes, *sixes], codes, step * codes - offset
 
 
@@ -145,13 +169,17 @@ def _q6_k(x: np.ndarray) -> _Made:
     step = (scale * s)[:, :, None]
     codes = np.clip(np.rint(groups / step), -32, 31).astype(np.int8)
     q = (codes + 32).astype(np.uint8).reshape(-1, 2, 4, 32)
-    low = np.stack([q[:, :, 0] & 15 | (q[:, :, 2] & 15) << 4, q[:, :, 1] & 15 | (q[:, :, 3] & 15) << 4], 2)
+    low = np.stack(
+        [q[:, :, 0] & 15 | (q[:, :, 2] & 15) << 4, q[:, :, 1] & 15 | (q[:, :, 3] & 15) << 4], 2
+    )
     high = q[:, :, 0] >> 4 | q[:, :, 1] >> 4 << 2 | q[:, :, 2] >> 4 << 4 | q[:, :, 3] >> 4 << 6
     return [low.reshape(-1, 128), high.reshape(-1, 64), s.view(np.uint8), stored], step * codes
 
 
 def stored_as(name: str, tensor: Tensor, wanted: str) -> str:
-    """The type of a tensor of a file in which matrices are of the wanted one, or of others that fit and M has."""
+    """The type of a tensor of a file in which matrices are of the wanted one, or of others that fit
+    and M has.
+    """
     if tensor.dim() == 1:
         return "F32"
     if wanted in ("Q4_K", "Q5_K") and name.split(".")[-2] in _FINER:
@@ -177,24 +205,32 @@ def head_dim_of(config: Mapping[str, Any]) -> int:
 
 def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """Describe a llama, qwen2 or qwen3 with plain rotary embeddings."""
-    family, head_dim = config["model_type"], head_dim_of(config)
+    family = config["model_type"]
+    head_dim = head_dim_of(config)
     theta = config.get("rope_theta") or config.get("rope_parameters", {}).get("rope_theta", 10000.0)
     metadata: dict[str, Any] = {"general.architecture": family, "general.name": "small"}
     metadata |= {f"{family}.{theirs}": config[ours] for ours, theirs in _KEYS.items()}
-    metadata |= {f"{family}.rope.dimension_count": head_dim, f"{family}.rope.freq_base": float(theta)}
+    metadata |= {
+        f"{family}.rope.dimension_count": head_dim,
+        f"{family}.rope.freq_base": float(theta),
+    }
     metadata |= {f"{family}.attention.{name}_length": head_dim for name in ("key", "value")}
     if isinstance(config.get("eos_token_id"), int):
         metadata["tokenizer.ggml.eos_token_id"] = config["eos_token_id"]
     return metadata
 
 
-def convert(config: Mapping[str, Any], name: str, tensor: Tensor, type: str) -> tuple[str, Stored, Tensor]:
-    """Encode a transformers tensor: its name in a file, its bytes, and the encoded weights as float32.
+def convert(
+    config: Mapping[str, Any], name: str, tensor: Tensor, type: str
+) -> tuple[str, Stored, Tensor]:
+    """Encode a transformers tensor: its name in a file, its bytes, and the encoded weights as
+    float32.
 
     Queries and keys of a llama change the order of their rows.
     llama.cpp rotates neighbouring rows, transformers rows half a head apart.
     """
-    file_name, head_dim = renamed(name), head_dim_of(config)
+    file_name = renamed(name)
+    head_dim = head_dim_of(config)
     counts = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     n_heads = counts.get(file_name.split(".")[-2]) if config["model_type"] == "llama" else None
     kind = stored_as(file_name, tensor, type)
@@ -204,14 +240,21 @@ def convert(config: Mapping[str, Any], name: str, tensor: Tensor, type: str) -> 
     data, values = blocks(flat, kind)
     if n_heads is not None:
         values = values.view(n_heads, head_dim // 2, 2, -1).transpose(1, 2)
-    return file_name, Stored(TYPES[kind], tuple(tensor.shape), data.tobytes()), values.reshape(tensor.shape)
+    return (
+        file_name,
+        Stored(TYPES[kind], tuple(tensor.shape), data.tobytes()),
+        values.reshape(tensor.shape),
+    )
 
 
 def model(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], type: str
 ) -> tuple[dict[str, Any], dict[str, Stored], dict[str, Tensor]]:
-    """Convert a whole model: metadata, stored tensors, and the encoded weights by transformers' names."""
-    stored, exact = {}, {}
+    """Convert a whole model: metadata, stored tensors, and the encoded weights by transformers'
+    names.
+    """
+    stored = {}
+    exact = {}
     for name, tensor in tensors.items():
         file_name, encoded, exact[name] = convert(config, name, tensor, type)
         stored[file_name] = encoded
@@ -234,9 +277,13 @@ def tokenizer(path: Path) -> dict[str, Any]:
     return {f"tokenizer.ggml.{key}": one for key, one in {**found, "merges": merges}.items()}
 
 
-def split(metadata: Mapping[str, Any], tensors: Mapping[str, Stored], n: int, path: Path) -> list[Path]:
+def split(
+    metadata: Mapping[str, Any], tensors: Mapping[str, Stored], n: int, path: Path
+) -> list[Path]:
     """Write a file in n parts, the first of which has the metadata."""
-    made, names, step = [], list(tensors), -(-len(tensors) // n)
+    made = []
+    names = list(tensors)
+    step = -(-len(tensors) // n)
     for i, first in zip(range(n), itertools.count(0, step), strict=False):
         of_part = {"split.no": i, "split.count": n, "split.tensors.count": len(tensors)}
         part = {name: tensors[name] for name in names[first : first + step]}

@@ -13,7 +13,13 @@ from torch import Tensor
 from offload_rt.dtypes import DType
 from offload_rt.weights.layout import PackedLayer, host_block, packed_layout
 
-WORDS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int8: "I8"}
+WORDS = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int8: "I8",
+}
 # What stands for a byte in a byte-level tokenizer: the space has a letter of its own.
 ASCII = "".join(map(chr, range(33, 127))) + "\u0120"
 BYTES = "".join(sorted(pre_tokenizers.ByteLevel.alphabet()))
@@ -44,14 +50,22 @@ def llama_config(**changes: Any) -> dict[str, Any]:
     return {key: value for key, value in (config | changes).items() if value is not None}
 
 
-def llama_tensors(config: Mapping[str, Any], dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Tensor]:
-    """Random weights under the names that transformers gives them; the scale keeps activations near one."""
-    d, m, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+def llama_tensors(
+    config: Mapping[str, Any], dtype: torch.dtype = torch.float32, seed: int = 0
+) -> dict[str, Tensor]:
+    """Random weights under the names that transformers gives them; the scale keeps activations near
+    one.
+    """
+    d = config["hidden_size"]
+    m = config["intermediate_size"]
+    head = config["head_dim"]
+    q = config["num_attention_heads"] * head
+    kv = config["num_key_value_heads"] * head
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], d)}
     for i in range(config["num_hidden_layers"]):
         layer = {
-            "self_attn.q_proj": (q, d), "self_attn.k_proj": (kv, d), "self_attn.v_proj": (kv, d), "self_attn.o_proj": (d, q),
+            "self_attn.q_proj": (q, d), "self_attn.k_proj": (kv, d), "self_attn.v_proj": (kv, d),
+            "self_attn.o_proj": (d, q),
             "mlp.gate_proj": (m, d), "mlp.up_proj": (m, d), "mlp.down_proj": (d, m),
             "input_layernorm": (d,), "post_attention_layernorm": (d,),
         }  # fmt: skip
@@ -61,7 +75,11 @@ def llama_tensors(config: Mapping[str, Any], dtype: torch.dtype = torch.float32,
         shapes["lm_head.weight"] = (config["vocab_size"], d)
     generator = torch.Generator().manual_seed(seed)
     return {
-        name: (torch.randn(shape, generator=generator) / shape[-1] ** 0.5 + (len(shape) == 1)).to(dtype)
+        name: (
+            (torch.randn(shape, generator=generator) / shape[-1] ** 0.5 + (len(shape) == 1)).to(
+                dtype
+            )
+        )
         for name, shape in shapes.items()
     }
 
@@ -73,7 +91,8 @@ def raw_bytes(tensor: Tensor) -> bytes:
 
 def entries_of(tensors: Mapping[str, Tensor]) -> tuple[Entries, bytes]:
     """The header entries of tensors laid one behind the other, and their bytes."""
-    entries, data = {}, b""
+    entries = {}
+    data = b""
     for name, tensor in tensors.items():
         block = raw_bytes(tensor)
         entries[name] = {
@@ -102,7 +121,9 @@ def write_file(path: Path, tensors: Mapping[str, Tensor], odd: int = 0) -> None:
     path.write_bytes(file_bytes({"__metadata__": {"format": "pt"}, **entries}, data, odd))
 
 
-def write_checkpoint(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], odd: int = 0) -> Path:
+def write_checkpoint(
+    directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], odd: int = 0
+) -> Path:
     """A checkpoint of one file."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
@@ -111,7 +132,10 @@ def write_checkpoint(directory: Path, config: Mapping[str, Any], tensors: Mappin
 
 
 def write_sharded(
-    directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], parts: Sequence[Iterable[str]]
+    directory: Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    parts: Sequence[Iterable[str]],
 ) -> Path:
     """A checkpoint of several shards.
 
@@ -125,7 +149,9 @@ def write_sharded(
         picked = {name: tensors[name] for name in names}
         write_file(directory / shard, picked)
         where |= dict.fromkeys(picked, shard)
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    (directory / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": where})
+    )
     return directory
 
 
@@ -136,22 +162,33 @@ def dealt(names: Iterable[str], n_parts: int) -> list[list[str]]:
 
 
 def add_tokenizer(directory: Path, alphabet: str = ASCII) -> int:
-    """Write a small byte-level BPE tokenizer that knows these bytes; returns how many tokens it has."""
+    """Write a small byte-level BPE tokenizer that knows these bytes; returns how many tokens it
+    has.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=len(alphabet) + 40, initial_alphabet=list(alphabet), show_progress=False)
-    tokenizer.train_from_iterator(["the quick brown fox jumps over the lazy dog; the end of the story"] * 4, trainer)
+    trainer = trainers.BpeTrainer(
+        vocab_size=len(alphabet) + 40, initial_alphabet=list(alphabet), show_progress=False
+    )
+    tokenizer.train_from_iterator(
+        ["the quick brown fox jumps over the lazy dog; the end of the story"] * 4, trainer
+    )
     tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
+    )
     return tokenizer.get_vocab_size()
 
 
 def speaking_checkpoint(directory: Path, alphabet: str = ASCII, **changes: Any) -> Path:
-    """A checkpoint whose every token is text, and without an end token, so that it goes on until it is stopped."""
+    """A checkpoint whose every token is text, and without an end token, so that it goes on until it
+    is stopped.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     wanted = {
-        "vocab_size": add_tokenizer(directory, alphabet), "hidden_size": 64, "intermediate_size": 128, "head_dim": 16,
+        "vocab_size": add_tokenizer(directory, alphabet), "hidden_size": 64,
+        "intermediate_size": 128, "head_dim": 16,
         "num_hidden_layers": 6, "max_position_embeddings": 8192, "eos_token_id": None,
     }  # fmt: skip
     config = llama_config(**wanted | changes)
@@ -160,7 +197,9 @@ def speaking_checkpoint(directory: Path, alphabet: str = ASCII, **changes: Any) 
 
 def pack(tensors: Mapping[str, Tensor]) -> PackedLayer:
     """Copy tensors into one new block."""
-    layout = packed_layout((name, tuple(tensor.shape), DType.of(tensor.dtype)) for name, tensor in tensors.items())
+    layout = packed_layout(
+        (name, tuple(tensor.shape), DType.of(tensor.dtype)) for name, tensor in tensors.items()
+    )
     image = PackedLayer(host_block(layout.nbytes), layout)
     for name, view in layout.views(image.block).items():
         view.copy_(tensors[name])

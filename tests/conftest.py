@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-# Set before importing torch, and inherited by programs of tests. Threads waiting for each other at such small matrices
-# cost a hundredfold while another program uses the cores.
+# Set before importing torch, and inherited by programs of tests. Threads waiting for each other at
+# such small matrices cost a hundredfold while another program uses the cores.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch

@@ -1,4 +1,6 @@
-"""Tiny languages and every tree that can be drawn from them: what the distributions of verification are enumerated over."""
+"""Tiny languages and every tree that can be drawn from them: what the distributions of verification
+are enumerated over.
+"""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -15,11 +17,14 @@ from offload_rt.speculate.residual import Decision, ResidualRule
 from offload_rt.speculate.verify import coupled, match
 from offload_rt.tree.topology import DraftTree, SampledNodes, Topology
 
-VOCABULARY, LONGEST = 3, 4
+VOCABULARY = 3
+LONGEST = 4
 
 
 class Language:
-    """A random distribution after every text of up to LONGEST tokens, some of them with impossible tokens."""
+    """A random distribution after every text of up to LONGEST tokens, some of them with impossible
+    tokens.
+    """
 
     def __init__(self, seed: int, p_impossible: float = 0.15) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -29,7 +34,9 @@ class Language:
                 probs = torch.rand(VOCABULARY, generator=generator, dtype=torch.float64)
                 probs[torch.rand(VOCABULARY, generator=generator) < p_impossible] = 0
                 self._draft_probs[text] = (
-                    probs / probs.sum() if probs.sum() else torch.eye(VOCABULARY, dtype=torch.float64)[0]
+                    probs / probs.sum()
+                    if probs.sum()
+                    else torch.eye(VOCABULARY, dtype=torch.float64)[0]
                 )
         self._continuations: dict[tuple, Tensor] = {}
 
@@ -38,11 +45,15 @@ class Language:
         return self._draft_probs[tuple(text)]
 
     def continuations(self, text: tuple) -> Tensor:
-        """(VOCABULARY,) * (LONGEST - len(text)): the distribution of the tokens that follow, up to the last."""
+        """(VOCABULARY,) * (LONGEST - len(text)): the distribution of the tokens that follow, up to
+        the last.
+        """
         if text not in self._continuations:
             probs = torch.ones((), dtype=torch.float64)
             if len(text) < LONGEST:
-                below = torch.stack([self.continuations((*text, token)) for token in range(VOCABULARY)])
+                below = torch.stack(
+                    [self.continuations((*text, token)) for token in range(VOCABULARY)]
+                )
                 probs = self.after(text).view(-1, *[1] * (below.ndim - 1)) * below
             self._continuations[text] = probs
         return self._continuations[text]
@@ -52,7 +63,8 @@ class Language:
 class Recipe:
     """A shape whose nodes are sampled or deterministic, all fixed before any token is.
 
-    is_sampled  (n,) bool; deterministic children carry the most probable tokens of the draft's distribution, in order
+    is_sampled  (n,) bool; deterministic children carry the most probable tokens of the draft's
+                distribution, in order
     """
 
     topology: Topology
@@ -63,7 +75,9 @@ class Recipe:
         """Every tree it can become after `text`, with its probability."""
         yield from self._grow(draft, {0: text}, 1.0)
 
-    def _grow(self, draft: Language, texts: dict[int, tuple], p: float) -> Iterator[tuple[DraftTree, float]]:
+    def _grow(
+        self, draft: Language, texts: dict[int, tuple], p: float
+    ) -> Iterator[tuple[DraftTree, float]]:
         order = self._order()
         if len(texts) == len(self.topology):
             yield self._finish(draft, texts), p
@@ -78,7 +92,12 @@ class Recipe:
         """Parents first, and of siblings the deterministic before the sampled."""
         nodes = range(1, len(self.topology))
         return sorted(
-            nodes, key=lambda node: (self.topology.depths[node], self.topology.parents[node], self.is_sampled[node])
+            nodes,
+            key=lambda node: (
+                self.topology.depths[node],
+                self.topology.parents[node],
+                self.is_sampled[node],
+            ),
         )
 
     def _probs_of(self, draft: Language, node: int, texts: dict[int, tuple]) -> Tensor:
@@ -87,7 +106,9 @@ class Recipe:
         siblings = self.topology.children[parent]
         if not self.is_sampled[node]:
             rank = [sibling for sibling in siblings if not self.is_sampled[sibling]].index(node)
-            return torch.nn.functional.one_hot(q.argsort(descending=True, stable=True)[rank], VOCABULARY).double()
+            return torch.nn.functional.one_hot(
+                q.argsort(descending=True, stable=True)[rank], VOCABULARY
+            ).double()
         if self.independent:
             return q
         taken = [texts[sibling][-1] for sibling in siblings if sibling in texts]
@@ -108,7 +129,11 @@ class Recipe:
         row_of = np.full(n, -1)
         row_of[drawn_from] = np.arange(len(drawn_from))
         draft_probs = torch.stack([draft.after(texts[node]) for node in drawn_from])
-        return DraftTree(self.topology, tokens, SampledNodes(self.is_sampled, draft_probs, row_of, self.independent))
+        return DraftTree(
+            self.topology,
+            tokens,
+            SampledNodes(self.is_sampled, draft_probs, row_of, self.independent),
+        )
 
 
 Decide = Callable[[DraftTree, Tensor, Tensor], Decision]
@@ -116,14 +141,18 @@ Outcomes = Callable[[DraftTree, Tensor], Iterator[tuple[Decision, float]]]
 
 
 def outcomes(rule: VerificationRule) -> Outcomes:
-    """Everything a rule can come to: by the acceptance it states, or by the chance of every `draw` it makes."""
+    """Everything a rule can come to: by the acceptance it states, or by the chance of every `draw`
+    it makes.
+    """
     if isinstance(rule, ResidualRule):
         return lambda tree, target: decisions(rule.decide, tree, target)
     return lambda tree, target: scripted(rule.verify, tree, target)
 
 
 def decisions(decide: Decide, tree: DraftTree, target: Tensor) -> Iterator[tuple[Decision, float]]:
-    """Everything a rule can come to, with its probability: whatever it accepts is in another world rejected."""
+    """Everything a rule can come to, with its probability: whatever it accepts is in another world
+    rejected.
+    """
     n = len(tree.topology)
     worlds: list[tuple[frozenset[int], frozenset[int], float]] = [(frozenset(), frozenset(), 1.0)]
     while worlds:
@@ -137,7 +166,8 @@ def decisions(decide: Decide, tree: DraftTree, target: Tensor) -> Iterator[tuple
                 continue
             if acceptance < 1:
                 worlds.append((rejected | {node}, accepted, p * (1 - acceptance)))
-            accepted, p = accepted | {node}, p * acceptance
+            accepted = accepted | {node}
+            p = p * acceptance
         yield found, p
 
 
@@ -149,7 +179,9 @@ class _Fork(Exception):
 
 
 def scripted(verify: Callable, tree: DraftTree, target: Tensor) -> Iterator[tuple[Decision, float]]:
-    """As `decisions`, where all chance is in the module's `draw`: `verify` runs again for every sequence of its outcomes."""
+    """As `decisions`, where all chance is in the module's `draw`: `verify` runs again for every
+    sequence of its outcomes.
+    """
     scripts: list[tuple[tuple, float]] = [((), 1.0)]
     while scripts:
         script, p = scripts.pop()
@@ -166,7 +198,11 @@ def scripted(verify: Callable, tree: DraftTree, target: Tensor) -> Iterator[tupl
             try:
                 verdict = verify(tree, target, sequence_of(0))
             except _Fork as fork:
-                scripts += [((*script, token), p * q) for token, q in enumerate(fork.probs.tolist()) if q > 0]
+                scripts += [
+                    ((*script, token), p * q)
+                    for token, q in enumerate(fork.probs.tolist())
+                    if q > 0
+                ]
                 continue
         bonus = torch.nn.functional.one_hot(torch.tensor(verdict.bonus), target.shape[1]).to(target)
         yield Decision((0, *verdict.path)[-1], bonus, np.full(len(tree.topology), np.nan)), p
@@ -174,14 +210,19 @@ def scripted(verify: Callable, tree: DraftTree, target: Tensor) -> Iterator[tupl
 
 def target_probs(target: Language, tree: DraftTree, text: tuple = ()) -> Tensor:
     """(n, VOCABULARY): the target's distribution after each node of a tree that follows `text`."""
-    return torch.stack([target.after((*text, *tree.path_to(node))) for node in range(len(tree.topology))])
+    return torch.stack(
+        [target.after((*text, *tree.path_to(node))) for node in range(len(tree.topology))]
+    )
 
 
 def distribution_under(
     outcomes: Outcomes, trees: Iterable[tuple[DraftTree, float]], target: Language
 ) -> tuple[Tensor, float]:
-    """The distribution of the first LONGEST tokens, completed by the target where left open, and the expected tokens."""
-    probs, expected = torch.zeros((VOCABULARY,) * LONGEST, dtype=torch.float64), 0.0
+    """The distribution of the first LONGEST tokens, completed by the target where left open, and
+    the expected tokens.
+    """
+    probs = torch.zeros((VOCABULARY,) * LONGEST, dtype=torch.float64)
+    expected = 0.0
     for tree, p_tree in trees:
         for found, p in outcomes(tree, target_probs(target, tree)):
             path = tree.path_to(found.end)

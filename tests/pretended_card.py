@@ -1,8 +1,10 @@
-"""A CUDA device that is none: tensors that lie in CPU memory, say that they lie on a card, and mix with no others.
+"""A CUDA device that is none: tensors that lie in CPU memory, say that they lie on a card, and mix
+with no others.
 
-What runs on it would run on a card as far as devices go: a tensor left on the host, a generator of the host that is asked for
-numbers of the card, or an array made from a tensor of the card is an error here as it is there. Copies and compute are done at
-once: their order is what the contract tests of the streamers are about.
+What runs on it would run on a card as far as devices go: a tensor left on the host, a generator of
+the host that is asked for numbers of the card, or an array made from a tensor of the card is an
+error here as it is there. Copies and compute are done at once: their order is what the contract
+tests of the streamers are about.
 """
 
 import ctypes
@@ -37,7 +39,8 @@ C10_REGISTER_GUARD_IMPL(CUDA, c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CU
 """
 _aten = torch.ops.aten
 # What moves between devices, or takes indices from the host.
-_MAY_MIX = {_aten.copy_.default, _aten._to_copy.default, _aten.index.Tensor, _aten.index_put_.default,
+_MAY_MIX = {_aten.copy_.default, _aten._to_copy.default, _aten.index.Tensor,
+    _aten.index_put_.default,
             _aten.index_put.default, _aten._index_put_impl_.default}  # fmt: skip
 _GENERATORS: dict[int, torch.Generator] = {}  # of the card, by address
 
@@ -95,14 +98,18 @@ class _Dispatch(TorchDispatchMode):
 
 
 class _Functions(TorchFunctionMode):
-    """What looks at devices before it comes to the dispatcher: attention picks its kernel, `torch.tensor` fills memory."""
+    """What looks at devices before it comes to the dispatcher: attention picks its kernel,
+    `torch.tensor` fills memory.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.nn.functional.scaled_dot_product_attention:
             tensors = [*tensors_of(args), *tensors_of(kwargs.values())]
             if any(isinstance(one, CardTensor) for one in tensors):
-                assert all(isinstance(one, CardTensor) for one in tensors), "attention over two devices"
+                assert all(isinstance(one, CardTensor) for one in tensors), (
+                    "attention over two devices"
+                )
                 return CardTensor(_called(func, args, kwargs))
         if func is torch.tensor and torch.device(kwargs.get("device") or "cpu").type == "cuda":
             return func(*args, **{**kwargs, "device": "cpu"}).to(CARD)
@@ -115,7 +122,11 @@ def _inner(value: Any) -> Any:
 
 def _each(change: Callable[[Any], Any], value: Any) -> Any:
     """A value changed, or each of those in a list or tuple."""
-    return type(value)(_each(change, one) for one in value) if type(value) in (list, tuple) else change(value)
+    return (
+        type(value)(_each(change, one) for one in value)
+        if type(value) in (list, tuple)
+        else change(value)
+    )
 
 
 def _called(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -139,18 +150,25 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     on_card = wanted == "cuda" or (wanted is None and isinstance(_first(tensors), CardTensor))
     generator = kwargs.get("generator")
     if generator is not None:
-        assert (generator._cdata in _GENERATORS) == on_card, f"{func} draws with the other device's generator"
+        assert (generator._cdata in _GENERATORS) == on_card, (
+            f"{func} draws with the other device's generator"
+        )
     if wanted not in (None, "meta"):
         kwargs = {**kwargs, "device": torch.device("cpu")}
     if kwargs.get("pin_memory"):
         kwargs = {**kwargs, "pin_memory": False}
     out = _called(func, args, kwargs)
-    if func is _aten._to_copy.default and wanted is not None and on_card != isinstance(args[0], CardTensor):
+    if (
+        func is _aten._to_copy.default
+        and wanted is not None
+        and on_card != isinstance(args[0], CardTensor)
+    ):
         out = out.clone() if out is args[0] else out
     if not on_card:
         return out
     name = func.overloadpacket._qualified_op_name
-    if name.endswith("_") and not name.endswith("__") and isinstance(args[0], CardTensor):  # not for `__and__`
+    # not for `__and__`
+    if name.endswith("_") and not name.endswith("__") and isinstance(args[0], CardTensor):
         return args[0]
     return _on_card(out)
 
@@ -158,16 +176,23 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def _count(func: Any, args: Any, wanted: str | None, is_async: bool) -> None:
     """What a call waits for, and what it copies to the card."""
     if func is _aten.copy_.default:
-        to, source, is_async = *(isinstance(one, CardTensor) for one in args[:2]), is_async or args[2:3] == (True,)
+        to, source, is_async = (
+            *(isinstance(one, CardTensor) for one in args[:2]),
+            is_async or args[2:3] == (True,),
+        )
     elif func is _aten._to_copy.default:
-        to, source = wanted == "cuda", isinstance(args[0], CardTensor)
+        to = wanted == "cuda"
+        source = isinstance(args[0], CardTensor)
         to = to or (wanted is None and source)
     elif func in (_aten.index.Tensor, _aten.index_put_.default, _aten._index_put_impl_.default):
         places = [one for one in args[1] if one is not None]
-        to, source = isinstance(args[0], CardTensor), all(isinstance(one, CardTensor) for one in places)
+        to = isinstance(args[0], CardTensor)
+        source = all(isinstance(one, CardTensor) for one in places)
     else:
-        to, source = False, func in (_aten._local_scalar_dense.default, _aten.nonzero.default)
-        source, is_async = source and isinstance(args[0], CardTensor), False
+        to = False
+        source = func in (_aten._local_scalar_dense.default, _aten.nonzero.default)
+        source = source and isinstance(args[0], CardTensor)
+        is_async = False
     _COUNTS.n_uploads += to and not source
     _COUNTS.n_waits += to != source and not is_async
 
@@ -185,7 +210,10 @@ def _generator(device: torch.device | str = "cpu") -> torch.Generator:
 
 @contextmanager
 def pretended_card(
-    monkeypatch: pytest.MonkeyPatch, nbytes: int = 4 << 30, pins: bool = True, has_kernels: bool = False
+    monkeypatch: pytest.MonkeyPatch,
+    nbytes: int = 4 << 30,
+    pins: bool = True,
+    has_kernels: bool = False,
 ) -> Iterator[Counts]:
     """A card of so much memory; gives what is counted on it.
 
@@ -200,26 +228,44 @@ def pretended_card(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: _COUNTS.selected.add(threading.current_thread().name))
-    monkeypatch.setattr(extension, "missing", lambda: "" if has_kernels else "the card is pretended")
+    monkeypatch.setattr(
+        torch.cuda,
+        "set_device",
+        lambda device: _COUNTS.selected.add(threading.current_thread().name),
+    )
+    monkeypatch.setattr(
+        extension, "missing", lambda: "" if has_kernels else "the card is pretended"
+    )
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (nbytes, nbytes))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     nowhere = SimpleNamespace(pci_domain_id=0xFFFF, pci_bus_id=0xFF, pci_device_id=0xFF)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: nowhere)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(synchronize=_wait))
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device=None: SimpleNamespace(synchronize=_wait)
+    )
     monkeypatch.setattr(torch.cuda, "Event", _Event)
     fractions = [1.0]
-    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device=None: fractions[-1])
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part, device=None: fractions.append(part))
+    monkeypatch.setattr(
+        torch.cuda, "get_per_process_memory_fraction", lambda device=None: fractions[-1]
+    )
+    monkeypatch.setattr(
+        torch.cuda,
+        "set_per_process_memory_fraction",
+        lambda part, device=None: fractions.append(part),
+    )
     for module in (builder, draft_place):
         monkeypatch.setattr(module, "CudaCapture", lambda: record)
     monkeypatch.setattr(builder, "_CAPTURING_S", 0.0)  # passes of a pretended card take long
-    monkeypatch.setattr(extension, "serves", lambda tensor: has_kernels and isinstance(tensor, CardTensor))
+    monkeypatch.setattr(
+        extension, "serves", lambda tensor: has_kernels and isinstance(tensor, CardTensor)
+    )
     monkeypatch.setattr(extension, "kernels", lambda: kernels)
     monkeypatch.setattr(
         torch.cuda,
         "cudart",
-        lambda: SimpleNamespace(cudaHostRegister=lambda *_: 0 if pins else 1, cudaHostUnregister=lambda *_: 0),
+        lambda: SimpleNamespace(
+            cudaHostRegister=lambda *_: 0 if pins else 1, cudaHostUnregister=lambda *_: 0
+        ),
     )
     monkeypatch.setattr("offload_rt.offload.stream_cuda.CopyDevice", lambda _: _Copies())
     monkeypatch.setattr(torch, "Generator", _generator)
@@ -256,8 +302,11 @@ class _Kernels:
         def call(*args: Any) -> Any:
             tensors = [one for one in args if isinstance(one, Tensor)]
             n_of_host = sum(not isinstance(one, CardTensor) for one in tensors)
-            assert n_of_host == (name in ("transfer", "commit_rows")), f"{name} takes tensors of two devices"
-            _COUNTS.n_kernels += 2 if name == "tree_attention" else 1  # its parts are combined by a second one
+            assert n_of_host == (name in ("transfer", "commit_rows")), (
+                f"{name} takes tensors of two devices"
+            )
+            # its parts are combined by a second one
+            _COUNTS.n_kernels += 2 if name == "tree_attention" else 1
             return _on_card(_called(getattr(self._ops, name), args, {}))
 
         return call
@@ -275,7 +324,8 @@ def _set_guard() -> None:
         (Path(folder) / "guard.cpp").write_text(_GUARD)
         library = Path(folder) / "guard.so"
         subprocess.run(
-            ["g++", "-std=c++20", "-shared", "-fPIC", f"-I{home / 'include'}", str(Path(folder) / "guard.cpp"),
+            ["g++", "-std=c++20", "-shared", "-fPIC", f"-I{home / 'include'}",
+                str(Path(folder) / "guard.cpp"),
              f"-L{home / 'lib'}", "-lc10", "-o", str(library)],
             check=True,
         )  # fmt: skip

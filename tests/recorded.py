@@ -1,4 +1,5 @@
-"""A stand-in for a CUDA graph: records the calls of one computation and repeats them on the same tensors.
+"""A stand-in for a CUDA graph: records the calls of one computation and repeats them on the same
+tensors.
 
 As in a graph, values that Python or numpy computed at capture are fixed.
 """
@@ -19,7 +20,9 @@ _COPIES = {_aten.copy_.default, _aten._to_copy.default}
 
 
 def tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Those among arguments or results, in lists too; torch's own walk over them takes most of a pretended card's time."""
+    """Those among arguments or results, in lists too; torch's own walk over them takes most of a
+    pretended card's time.
+    """
     for one in values:
         if isinstance(one, Tensor):
             yield one
@@ -38,7 +41,9 @@ class _Recording(TorchDispatchMode):
         assert func not in _TO_THE_HOST, f"{func} waits for the device while it is captured"
         ends = {one.device.type for one in tensors_of(args)}
         ends |= {torch.device(kwargs["device"]).type} if kwargs and kwargs.get("device") else set()
-        assert func not in _COPIES or len(ends) == 1, f"{func} copies unpinned memory of the host while it is captured"
+        assert func not in _COPIES or len(ends) == 1, (
+            f"{func} copies unpinned memory of the host while it is captured"
+        )
         out = func(*args, **(kwargs or {}))
         self.calls.append((func, args, kwargs or {}, out))
         return out

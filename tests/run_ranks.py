@@ -1,4 +1,6 @@
-"""Runs of several ranks, whose processes begin with torch loaded: what torchrun makes of them, without its own process."""
+"""Runs of several ranks, whose processes begin with torch loaded: what torchrun makes of them,
+without its own process.
+"""
 
 import atexit
 import multiprocessing
@@ -14,7 +16,9 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["run_ranks", "offload_rt.llm", "offload_rt.cli.run", "transformers"])
+_CONTEXT.set_forkserver_preload(
+    ["run_ranks", "offload_rt.llm", "offload_rt.cli.run", "transformers"]
+)
 PATIENCE_S = 120.0  # what takes so long, even on a busy machine, has hung
 
 
@@ -42,15 +46,19 @@ class Rank:
 
 
 @contextmanager
-def started(program: str, arguments: Sequence[str], folder: Path, n: int = 2, given: str = "") -> Iterator[list[Rank]]:
-    """The ranks of a module of this package, or of a script that ends in .py, until the body of a `with` ends.
+def started(
+    program: str, arguments: Sequence[str], folder: Path, n: int = 2, given: str = ""
+) -> Iterator[list[Rank]]:
+    """The ranks of a module of this package, or of a script that ends in .py, until the body of a
+    `with` ends.
 
     given  what rank 0 reads from stdin
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     common = {
-        "TORCHELASTIC_RUN_ID": "test", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(n),
+        "TORCHELASTIC_RUN_ID": "test", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(n),
         "LOCAL_WORLD_SIZE": str(n), "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache"),
     }  # fmt: skip
     ranks = []
@@ -80,7 +88,8 @@ def _run(program: str, arguments: list[str], folder: Path, env: dict[str, str]) 
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.argv, code = [program, *arguments], 0
+    sys.argv = [program, *arguments]
+    code = 0
     try:
         if program.endswith(".py"):
             runpy.run_path(program, run_name="__main__")

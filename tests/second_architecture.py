@@ -1,7 +1,9 @@
-"""An architecture that is little like the native decoder, and the same model in plain torch, one text at a time.
+"""An architecture that is little like the native decoder, and the same model in plain torch, one
+text at a time.
 
-Norms come behind attention and MLP; every other layer has no MLP, looks back through a window, and is of another scale;
-positions are added to what queries and keys are made of; the embedding is scaled, and there is no norm before the head.
+Norms come behind attention and MLP; every other layer has no MLP, looks back through a window, and
+is of another scale; positions are added to what queries and keys are made of; the embedding is
+scaled, and there is no norm before the head.
 """
 
 import math
@@ -40,11 +42,22 @@ class PostNorm(Architecture):
         return f"blocks.{i}."
 
     def layer_tensors(self, i):
-        d, q, kv = self.hidden_size, self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
-        tensors = [("query.weight", (q, d)), ("query.bias", (q,)), ("key.weight", (kv, d)), ("value.weight", (kv, d))]
+        d = self.hidden_size
+        q = self.n_heads * self.head_dim
+        kv = self.n_kv_heads * self.head_dim
+        tensors = [
+            ("query.weight", (q, d)),
+            ("query.bias", (q,)),
+            ("key.weight", (kv, d)),
+            ("value.weight", (kv, d)),
+        ]
         tensors += [("mix.weight", (d, q)), ("first.weight", (d,))]
         if has_mlp(i):
-            tensors += [("up.weight", (self.mlp_size, d)), ("down.weight", (d, self.mlp_size)), ("second.weight", (d,))]
+            tensors += [
+                ("up.weight", (self.mlp_size, d)),
+                ("down.weight", (d, self.mlp_size)),
+                ("second.weight", (d,)),
+            ]
         return tuple(TensorShape(*one) for one in tensors)
 
     def non_layer_tensors(self):
@@ -64,8 +77,14 @@ class PostNorm(Architecture):
         (positions,) = context.row_inputs
         heads = (len(x), -1, self.head_dim)
         q, k = (weights.linear(x + positions, name).view(heads) for name in ("query", "key"))
-        out = context.attend(i, q, k, weights.linear(x, "value").view(heads), scale=scale_of(i), window=window_of(i))
-        x = F.layer_norm(x + weights.linear(out.reshape(len(x), -1), "mix"), x.shape[-1:], weights.vector("first"))
+        out = context.attend(
+            i, q, k, weights.linear(x, "value").view(heads), scale=scale_of(i), window=window_of(i)
+        )
+        x = F.layer_norm(
+            x + weights.linear(out.reshape(len(x), -1), "mix"),
+            x.shape[-1:],
+            weights.vector("first"),
+        )
         if not has_mlp(i):
             return x
         x = x + weights.linear(F.gelu(weights.linear(x, "up")), "down")
@@ -78,7 +97,10 @@ class PostNorm(Architecture):
         return 2.0 * n_rows * sum(math.prod(shape) for _, shape in self.layer_tensors(i))
 
     def scratch_nbytes(self, n_rows, n_logits, itemsize):
-        return n_rows * 4 * (self.mlp_size + self.hidden_size) * itemsize + n_logits * self.vocab_size * 12
+        return (
+            n_rows * 4 * (self.mlp_size + self.hidden_size) * itemsize
+            + n_logits * self.vocab_size * 12
+        )
 
 
 def random_tensors(model, seed=0):
@@ -87,25 +109,36 @@ def random_tensors(model, seed=0):
     shapes = dict(model.non_layer_tensors())
     for i in range(model.n_layers):
         shapes |= {model.layer_prefix(i) + name: shape for name, shape in model.layer_tensors(i)}
-    return {name: torch.randn(shape, generator=generator) / shape[-1] ** 0.5 for name, shape in shapes.items()}
+    return {
+        name: torch.randn(shape, generator=generator) / shape[-1] ** 0.5
+        for name, shape in shapes.items()
+    }
 
 
 def logits_of(model, tensors, tokens):
     """(n, vocabulary) of a text, head by head, with every row's scores written out."""
-    n, d = len(tokens), model.head_dim
-    x, positions = tensors["tokens.weight"][torch.tensor(tokens)] * 3.0, waves(torch.arange(n), model.hidden_size)
+    n = len(tokens)
+    d = model.head_dim
+    x = tensors["tokens.weight"][torch.tensor(tokens)] * 3.0
+    positions = waves(torch.arange(n), model.hidden_size)
     back = torch.arange(n)[:, None] - torch.arange(n)
     for i in range(model.n_layers):
         w = {name.removeprefix(f"blocks.{i}."): tensor for name, tensor in tensors.items()}
         q = (x + positions) @ w["query.weight"].T + w["query.bias"]
-        k, v = (x + positions) @ w["key.weight"].T, x @ w["value.weight"].T
+        k = (x + positions) @ w["key.weight"].T
+        v = x @ w["value.weight"].T
         hidden = (back < 0) | (back >= (n if has_mlp(i) else WINDOW))
         outs = []
         for head in range(model.n_heads):
-            mine, shared = (slice(d * one, d * one + d) for one in (head, head * model.n_kv_heads // model.n_heads))
+            mine, shared = (
+                slice(d * one, d * one + d)
+                for one in (head, head * model.n_kv_heads // model.n_heads)
+            )
             scores = (q[:, mine] @ k[:, shared].T * scale_of(i)).masked_fill(hidden, -math.inf)
             outs.append(scores.softmax(-1) @ v[:, shared])
-        x = F.layer_norm(x + torch.cat(outs, -1) @ w["mix.weight"].T, x.shape[-1:], w["first.weight"])
+        x = F.layer_norm(
+            x + torch.cat(outs, -1) @ w["mix.weight"].T, x.shape[-1:], w["first.weight"]
+        )
         if has_mlp(i):
             x = x + F.gelu(x @ w["up.weight"].T) @ w["down.weight"].T
             x = F.layer_norm(x, x.shape[-1:], w["second.weight"])

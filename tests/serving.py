@@ -63,7 +63,9 @@ class Served:
         connection.close()
         return response.status, response.headers, body
 
-    def asked(self, path: str, body: Any, headers: dict[str, str] | None = None) -> tuple[int, Any, str]:
+    def asked(
+        self, path: str, body: Any, headers: dict[str, str] | None = None
+    ) -> tuple[int, Any, str]:
         """Post bytes or JSON. Returns status, headers and text."""
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"Content-Type": "application/json", **(headers or {})}
@@ -88,7 +90,9 @@ def wait_until(holds: Any) -> None:
         time.sleep(0.005)
 
 
-def serve(llm: LLM, connections: ConnectionLimits = CONNECTIONS, sndbuf: int = 0, **settings: Any) -> Iterator[Served]:
+def serve(
+    llm: LLM, connections: ConnectionLimits = CONNECTIONS, sndbuf: int = 0, **settings: Any
+) -> Iterator[Served]:
     """Run the server in a thread until the generator closes.
 
     sndbuf  send buffer of each connection in bytes; 0: default of the system

@@ -1,4 +1,6 @@
-"""The bench for a card, as far as it goes without one: models of a shape, sections, and the table made from results."""
+"""The bench for a card, as far as it goes without one: models of a shape, sections, and the table
+made from results.
+"""
 
 import json
 import subprocess
@@ -28,7 +30,7 @@ from bench.gpu import (
     shapes,
     streamed,
     timing,
-)  # fmt: skip
+)
 from bench.gpu.__main__ import _is_measured, run_section
 from bench.gpu.table import table, written_into
 from bench.measure import UNKNOWN, Spread, commit
@@ -56,10 +58,14 @@ def small(tmp_path_factory):
 
 
 def test_a_repeated_layer_changes_nothing(small):
-    with LLM(str(shapes.TARGET), device="cpu", dtype="float32", drafter="none", max_model_len=64) as llm:
+    with LLM(
+        str(shapes.TARGET), device="cpu", dtype="float32", drafter="none", max_model_len=64
+    ) as llm:
         want = llm.generate(PROMPT, SamplingParams(max_new_tokens=20))[0].token_ids
     target = small(shapes.TARGET, "")
-    with shapes.opened(target, 11, device="cpu", dtype="float32", drafter="none", max_model_len=64) as llm:
+    with shapes.opened(
+        target, 11, device="cpu", dtype="float32", drafter="none", max_model_len=64
+    ) as llm:
         assert len(llm.plan.tiers) == 11
         assert llm.generate(PROMPT, SamplingParams(max_new_tokens=20))[0].token_ids == want
 
@@ -82,11 +88,14 @@ def test_the_section_of_experts_runs(monkeypatch):
         "num_hidden_layers": 6,
         "vocab_size": 512,
     }
-    config = Qwen3MoeConfig(**sizes, num_experts_per_tok=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
+    config = Qwen3MoeConfig(
+        **sizes, num_experts_per_tok=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64
+    )
     monkeypatch.setattr(experts, "configs", lambda nbytes: {"some": config})
-    monkeypatch.setattr(experts, "WAYS", experts.WAYS[1:])  # grouped products of 16 bits are a card's alone
+    # grouped products of 16 bits are a card's alone
+    monkeypatch.setattr(experts, "WAYS", experts.WAYS[1:])
     with pretended_card(monkeypatch):
-        (*_, found) = told(experts.measure(experts.Shapes(0, "268MiB", ("some",), 4, 1)))
+        *_, found = told(experts.measure(experts.Shapes(0, "268MiB", ("some",), 4, 1)))
     assert len(found) == 2 and found["some, all moved"]["same"]
     assert all(one["seconds"]["median"] > 0 for one in found.values())
     assert found["some, host computes some"]["host_s"] and found["some, all moved"]["n_slots"]
@@ -94,7 +103,8 @@ def test_the_section_of_experts_runs(monkeypatch):
 
 def test_the_section_of_passes_runs(small, monkeypatch):
     """The link is measured while no layer crosses it."""
-    opened, are_parked = [], []
+    opened = []
+    are_parked = []
 
     @contextmanager
     def watched(*args, **settings):
@@ -123,7 +133,9 @@ def test_the_section_of_a_paced_link_says_so(small, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
     with pretended_card(monkeypatch):
         (found,) = told(paced.measure(streamed.Shapes("", 11, "275MiB", (1,))))
-    assert found["link"] == "a card, link paced to 25 GB/s" and found["passes"][0]["link_gbps"] == 25.0
+    assert (
+        found["link"] == "a card, link paced to 25 GB/s" and found["passes"][0]["link_gbps"] == 25.0
+    )
 
 
 def test_the_section_of_formats_runs(small, monkeypatch):
@@ -140,7 +152,8 @@ def test_the_section_of_formats_runs(small, monkeypatch):
         found = told(formats.measure(ways))[-1]
     assert "no kernel decodes lossless weights" in found["lossless"]["failed"]
     assert "passes" in found["host"] and "passes" in found["int4"], found
-    plain, quantised = found["host"]["passes"][0]["floor_s"], found["int4"]["passes"][0]["floor_s"]
+    plain = found["host"]["passes"][0]["floor_s"]
+    quantised = found["int4"]["passes"][0]["floor_s"]
     assert quantised < 0.5 * plain
 
 
@@ -156,7 +169,8 @@ def test_correctness_keeps_the_whole_output_and_its_end(monkeypatch, capfd):
 
 def test_calls_are_timed_in_a_graph(monkeypatch):
     """Launches of the host do not count: small work would measure nothing else."""
-    calls, is_capturing = [], []
+    calls = []
+    is_capturing = []
 
     @contextmanager
     def graph(_):
@@ -170,7 +184,9 @@ def test_calls_are_timed_in_a_graph(monkeypatch):
             self.elapsed_time = lambda _: 40.0
 
     monkeypatch.setattr(torch.cuda, "graph", graph)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: calls.append("replay")))
+    monkeypatch.setattr(
+        torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: calls.append("replay"))
+    )
     monkeypatch.setattr(torch.cuda, "Event", Event)
     spread = timing.seconds(lambda: calls.append(bool(is_capturing)), repeats=2, warm_up=1)
     assert calls == [False, *[True] * 20, *["replay"] * 3]
@@ -183,8 +199,13 @@ def test_the_section_of_generation_runs(small, monkeypatch):
     keep_steady(monkeypatch)
     with pretended_card(monkeypatch):
         found = told(generation.measure(generation.Shapes("", 11, "", 5, "275MiB", 1, 8)))
-    assert found[-1]["plan"]["streamed_layers"] > 0 and found[-1]["acceptance"] == "of the demonstration pair"
-    grown = [[(one["temperature"], len(one["runs"])) for one in each["generation"]] for each in found]
+    assert (
+        found[-1]["plan"]["streamed_layers"] > 0
+        and found[-1]["acceptance"] == "of the demonstration pair"
+    )
+    grown = [
+        [(one["temperature"], len(one["runs"])) for one in each["generation"]] for each in found
+    ]
     assert grown == [[(0.0, 1)], [(0.0, 1), (0.6, 1)]]
 
 
@@ -199,8 +220,11 @@ def test_layers_of_the_disk_are_refused(small, monkeypatch):
 def test_the_section_of_models_on_the_card_runs(small, monkeypatch):
     monkeypatch.setattr(onchip, "written", small)
     monkeypatch.setattr(onchip, "device_gbps", lambda: 1.0)
-    time_passes, time_plain = LLM.time_passes, LLM.time_plain
-    monkeypatch.setattr(LLM, "time_passes", lambda llm, tree, context, _: time_passes(llm, tree, context, 1))
+    time_passes = LLM.time_passes
+    time_plain = LLM.time_plain
+    monkeypatch.setattr(
+        LLM, "time_passes", lambda llm, tree, context, _: time_passes(llm, tree, context, 1)
+    )
     monkeypatch.setattr(LLM, "time_plain", lambda llm, context, _: time_plain(llm, context, 1))
     monkeypatch.setattr(onchip, "opened", partial(shapes.opened, **FEW_A_PASS))
     keep_steady(monkeypatch)
@@ -213,7 +237,9 @@ def test_the_section_of_models_on_the_card_runs(small, monkeypatch):
 
 
 def test_the_section_of_attention_runs(monkeypatch):
-    """Every kernel once; with a clock by which a product and a copy take a second, and each attention two."""
+    """Every kernel once; with a clock by which a product and a copy take a second, and each
+    attention two.
+    """
 
     def no_compiler(*_):
         raise RuntimeError("no compiler")
@@ -223,7 +249,10 @@ def test_the_section_of_attention_runs(monkeypatch):
         return work
 
     def in_turn(replays):
-        return {name: Spread.of([1.0 if name in (attention._PRODUCT, attention._COPY) else 2.0]) for name in replays}
+        return {
+            name: Spread.of([1.0 if name in (attention._PRODUCT, attention._COPY) else 2.0])
+            for name in replays
+        }
 
     monkeypatch.setattr(attention, "captured", captured)
     monkeypatch.setattr(attention, "in_turn", in_turn)
@@ -231,18 +260,29 @@ def test_the_section_of_attention_runs(monkeypatch):
     with pretended_card(monkeypatch):
         found = told(attention.measure(attention.Shapes((3, 1), 4, 2, 64, 10, 16, 1024)))
     assert [list(each) for each in found] == [["3"], ["3", "1"]]
-    three, one = found[-1]["3"], found[-1]["1"]
+    three = found[-1]["3"]
+    one = found[-1]["1"]
     assert three["flex_attention"] == {"failed": "no compiler"}
     assert {name for name, value in three.items() if "median" in value} == {
-        "tree_attention", "flash, no mask", "sdpa, dense mask", "sdpa, dense mask, groups as rows",
-        attention._PRODUCT, attention._COPY,
-    }  # fmt: skip
+        "tree_attention",
+        "flash, no mask",
+        "sdpa, dense mask",
+        "sdpa, dense mask, groups as rows",
+        attention._PRODUCT,
+        attention._COPY,
+    }
     # The root sees itself and each of its two descendants as many as are above it.
     depths = [len(shapes.random_tree(3).path_to(node)) for node in range(3)]
     n_pairs = 3 * 10 + sum(depths) + 3
-    floor = {"products": 4 * 4 * 64 * n_pairs / (2 * 16**3), "memory": 2 * 64 * 2 * (4 * 3 + 2 * 13) / 2048}
+    floor = {
+        "products": 4 * 4 * 64 * n_pairs / (2 * 16**3),
+        "memory": 2 * 64 * 2 * (4 * 3 + 2 * 13) / 2048,
+    }
     assert three["floor"] == pytest.approx(floor | {"seconds": max(floor.values())})
-    assert three["tree_attention against"] == {"floor": 2 / three["floor"]["seconds"], "flash, no mask": 1.0}
+    assert three["tree_attention against"] == {
+        "floor": 2 / three["floor"]["seconds"],
+        "flash, no mask": 1.0,
+    }
     assert not any("failed" in value for value in one.values())
 
 
@@ -251,7 +291,10 @@ def test_the_section_of_attention_runs(monkeypatch):
     [
         ("print('{\"a\": 1}'); print('{\"a\": 2}')", {"result": {"a": 2}}),
         ("print('{\"a\": 1}'); print('[W1 a warning]')", {"result": {"a": 1}}),
-        ("print('{\"a\": 1}'); raise SystemExit('no room')", {"result": {"a": 1}, "failed": "no room"}),
+        (
+            "print('{\"a\": 1}'); raise SystemExit('no room')",
+            {"result": {"a": 1}, "failed": "no room"},
+        ),
         ("raise SystemExit(7)", {"failed": "exit code 7"}),
         ("", {"failed": "it printed nothing"}),
     ],
@@ -262,7 +305,8 @@ def test_what_a_section_found_is_kept(code, expected, tmp_path):
 
 def test_a_section_whose_time_is_over_ends_with_all_it_started(tmp_path, monkeypatch):
     """It is over when the section has started another process."""
-    pid, wait = tmp_path / "pid", subprocess.Popen.wait
+    pid = tmp_path / "pid"
+    wait = subprocess.Popen.wait
 
     def waited(process, timeout=None):
         while timeout and not is_written(pid):
@@ -272,7 +316,8 @@ def test_a_section_whose_time_is_over_ends_with_all_it_started(tmp_path, monkeyp
     monkeypatch.setattr(subprocess.Popen, "wait", waited)
     child = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     code = (
-        f"import subprocess, sys; print('{{\"a\": 1}}', flush=True); subprocess.run([sys.executable, '-c', {child!r}])"
+        "import subprocess, sys; print('{\"a\": 1}', flush=True);"
+        f" subprocess.run([sys.executable, '-c', {child!r}])"
     )
     found = run_section([sys.executable, "-c", code], 5, tmp_path / "log")
     assert found == {"failed": "took more than 5 s", "result": {"a": 1}}
@@ -313,21 +358,39 @@ def test_the_table_shows_figures_and_failures(tmp_path):
         {"rows": 768, "seconds": [2.1], "floor_s": 2},
     ]
     runs = {"temperature": 0.0, "times_faster": 11.0, "runs": [{"link_busy": 0.98}]}
-    slow = {"tree_attention": {"median": 1.0}, "flash, no mask": {"median": 0.8}, "flex_attention": {"failed": "?"}}
-    sdpa = {"sdpa, dense mask": {"median": 9.0}, "sdpa, dense mask, groups as rows": {"median": 3.0}}
+    slow = {
+        "tree_attention": {"median": 1.0},
+        "flash, no mask": {"median": 0.8},
+        "flex_attention": {"failed": "?"},
+    }
+    sdpa = {
+        "sdpa, dense mask": {"median": 9.0},
+        "sdpa, dense mask, groups as rows": {"median": 3.0},
+    }
     against = {"tree_attention against": {"flash, no mask": 1.25, "floor": 1.6}}
     results = {
         "streamed": {"result": {"passes": passes}},
         "generation": {"result": {"generation": [runs]}, "failed": "took more than 200 s"},
         "attention": {"result": {"768": slow | sdpa | against}},
-        "correctness": {"result": {"tests": "9 passed", "memory checker": "0 errors | exit code 0"}},
+        "correctness": {
+            "result": {"tests": "9 passed", "memory checker": "0 errors | exit code 0"}
+        },
         "peers": {"failed": "no | room"},
     }
     for name, entry in results.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(about | entry))
     made = table(tmp_path)
-    for words in ("abc", "1.010", "1.045", "98.0%", "11.00x at T=0.0", "failed: no / room", "not measured yet",
-                  "3.00x faster; 1.25x its time; 1.60x the floor", "memory checker: 0 errors / exit code 0"):  # fmt: skip
+    for words in (
+        "abc",
+        "1.010",
+        "1.045",
+        "98.0%",
+        "11.00x at T=0.0",
+        "failed: no / room",
+        "not measured yet",
+        "3.00x faster; 1.25x its time; 1.60x the floor",
+        "memory checker: 0 errors / exit code 0",
+    ):
         assert words in made
     assert {line.count("|") for line in made.splitlines()[2:]} == {4}
 

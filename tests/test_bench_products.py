@@ -1,4 +1,6 @@
-"""The products of bench.compute: the measured matrices are those of the format, and ratios compare equal work."""
+"""The products of bench.compute: the measured matrices are those of the format, and ratios compare
+equal work.
+"""
 
 from pathlib import Path
 
@@ -21,7 +23,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small")
 def test_all_formats_multiply_the_same_weights(tmp_path: Path) -> None:
-    """Their products differ from those of float32 by rounding: checkpoints as floats, a quantised one, a GGUF file."""
+    """Their products differ from those of float32 by rounding: checkpoints as floats, a quantised
+    one, a GGUF file.
+    """
     found = products.all_weights(tmp_path, [*products.DENSE, "int4, groups of 128", "Q4_0"])
     for name, (_, n_in) in products.MATRICES.items():
         x = torch.randn(3, n_in, generator=torch.Generator().manual_seed(1))
@@ -36,7 +40,9 @@ def test_all_formats_multiply_the_same_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_copies_exceed_the_caches_and_are_used_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_exceed_the_caches_and_are_used_in_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(products, "_TIMES_CACHE", 4)
     monkeypatch.setattr(products, "cache_nbytes", lambda: 1 << 20)
     weights = products.open_weights(products.write_layer(tmp_path, torch.bfloat16), torch.bfloat16)

@@ -1,4 +1,6 @@
-"""On a CPU a pass over any tree, part of a prompt or batch gives bit for bit the logits of plain decoding, in 16 bits, too."""
+"""On a CPU a pass over any tree, part of a prompt or batch gives bit for bit the logits of plain
+decoding, in 16 bits, too.
+"""
 
 from collections.abc import Sequence
 
@@ -19,11 +21,19 @@ pytestmark = pytest.mark.skipif(cpu.library() is None, reason="no C++ compiler")
 
 
 def decoded(runner: Runner, tokens: Sequence[int], n_prompt: int) -> Tensor:
-    """(n, vocabulary): logits of plain decoding, which computes a prompt together and then one token at a time."""
+    """(n, vocabulary): logits of plain decoding, which computes a prompt together and then one
+    token at a time.
+    """
     cache = runner.new_cache(len(tokens))
     found = []
     for start, stop in [(0, n_prompt), *((n, n + 1) for n in range(n_prompt, len(tokens)))]:
-        step = Step(cache, torch.tensor(tokens[start:stop]), Topology.chain(stop - start), stop - start, n_prompt)
+        step = Step(
+            cache,
+            torch.tensor(tokens[start:stop]),
+            Topology.chain(stop - start),
+            stop - start,
+            n_prompt,
+        )
         found += runner.forward([step])
         runner.commit(cache, range(stop - start))
     runner.free_cache(cache)
@@ -33,7 +43,9 @@ def decoded(runner: Runner, tokens: Sequence[int], n_prompt: int) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_tree_gives_the_logits_of_plain_decoding(zoo: Zoo, name: str, dtype: str) -> None:
-    """Below tokens that the cache lacks, and after a path of an earlier tree was committed, whose rows have moved."""
+    """Below tokens that the cache lacks, and after a path of an earlier tree was committed, whose
+    rows have moved.
+    """
     prompt = prompt_of(1, 11)
     with open_llm(zoo.directory(name, 0), dtype=dtype) as llm:
         runner = runner_of(llm)
@@ -43,10 +55,12 @@ def test_a_tree_gives_the_logits_of_plain_decoding(zoo: Zoo, name: str, dtype: s
         text = list(prompt)
         for turn in range(2):
             tree = random_tree(24, seed=turn, reach=5)
-            lacking, drafted = prompt_of(2 + turn, 3 * turn), prompt_of(4 + turn, len(tree))
+            lacking = prompt_of(2 + turn, 3 * turn)
+            drafted = prompt_of(4 + turn, len(tree))
             n_prompt = len(text) + len(lacking) + len(tree)
             step = Step(
-                cache, torch.tensor(lacking + drafted), tree.after_chain(len(lacking)), len(tree), n_prompt,
+                cache, torch.tensor(lacking + drafted), tree.after_chain(len(lacking)), len(tree),
+                n_prompt,
                 n_chain=len(lacking),
             )  # fmt: skip
             (got,) = runner.forward([step])
@@ -71,7 +85,13 @@ def test_parts_of_a_prompt_and_a_batch_give_the_logits_of_single_rows(
         for chunk_rows in (512, 7):
             monkeypatch.setattr(runner, "_chunk_rows", chunk_rows)
             steps = [
-                Step(runner.new_cache(64), torch.tensor(one), Topology.chain(len(one)), len(one), len(one))
+                Step(
+                    runner.new_cache(64),
+                    torch.tensor(one),
+                    Topology.chain(len(one)),
+                    len(one),
+                    len(one),
+                )
                 for one in prompts
             ]
             for got, rows in zip(runner.forward(steps), expected, strict=True):
@@ -80,7 +100,9 @@ def test_parts_of_a_prompt_and_a_batch_give_the_logits_of_single_rows(
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_greedy_texts_do_not_depend_on_trees(zoo: Zoo, dtype: str) -> None:
-    """Also where two logits are equal: of these the first counts, whichever rows are computed beside them."""
+    """Also where two logits are equal: of these the first counts, whichever rows are computed
+    beside them.
+    """
     directory = zoo.pair("llama", 0)
     with open_llm(directory.target, dtype=dtype) as llm:
         expected = llm.generate(prompt_of(0)).pop().token_ids

@@ -1,4 +1,6 @@
-"""A sequence that cannot go on ends alone: those it shared its passes with go on as if it had not been there."""
+"""A sequence that cannot go on ends alone: those it shared its passes with go on as if it had not
+been there.
+"""
 
 import asyncio
 import gc
@@ -37,14 +39,19 @@ def speaking(tmp_path):
 
 
 def spoil(llm, monkeypatch, prompt, after):
-    """Let the logits of the sequence of a prompt be no numbers, once it has so many tokens. Returns references to them."""
-    runner, forward, spoiled = llm.engine.runner, llm.engine.runner.forward, []
+    """Let the logits of the sequence of a prompt be no numbers, once it has so many tokens. Returns
+    references to them.
+    """
+    runner = llm.engine.runner
+    forward = llm.engine.runner.forward
+    spoiled = []
 
     def wrong(one):
         return one.sequence.tokens[: len(prompt)] == prompt and one.sequence.n_new >= after
 
     def spoiling(steps):
-        caches, found = [one.cache for one in llm.engine._running if wrong(one)], forward(steps)
+        caches = [one.cache for one in llm.engine._running if wrong(one)]
+        found = forward(steps)
         for i in (i for i, step in enumerate(steps) if step.cache in caches):
             found[i] = found[i] * torch.nan
             spoiled.append(weakref.ref(found[i]))
@@ -77,7 +84,9 @@ def run(llm, several):
 
 
 def assert_released(llm):
-    """Nothing runs, and nothing is left of what has ended once what is kept for others is dropped."""
+    """Nothing runs, and nothing is left of what has ended once what is kept for others is
+    dropped.
+    """
     llm._of_engine._thread.submit(lambda: None).result()  # behind all that tasks have left it to do
     assert llm.engine.n_running == llm.engine.n_waiting == 0
     llm.engine.reset_prefix_cache()
@@ -86,18 +95,25 @@ def assert_released(llm):
 
 @pytest.mark.parametrize(
     ("device", "drafter", "after"),
-    [("cpu", "none", 3), ("cpu", "recycle", 0), ("cpu", "adaptive_tree", 0), ("cpu", "adaptive_tree", 3), ("card", "none", 3),
+    [("cpu", "none", 3), ("cpu", "recycle", 0), ("cpu", "adaptive_tree", 0),
+        ("cpu", "adaptive_tree", 3), ("card", "none", 3),
      ("card", "adaptive_tree", 3)],
 )  # fmt: skip
-def test_logits_that_are_no_numbers_end_their_sequence_alone(zoo, monkeypatch, device, drafter, after):
+def test_logits_that_are_no_numbers_end_their_sequence_alone(
+    zoo, monkeypatch, device, drafter, after
+):
     pair = zoo.pair("llama", 0)
     expected = [generate(pair.model, prompt, 12) for prompt in PROMPTS]
     settings = {"max_model_len": 128, "max_num_seqs": 3, **pair.settings(drafter)}
     settings |= {} if drafter == "none" else {"tree_size": 24}
     card = pretended_card(monkeypatch) if device == "card" else nullcontext()
-    with card, LLM(str(pair.target), device="cuda" if device == "card" else device, **settings) as llm:
+    with (
+        card,
+        LLM(str(pair.target), device="cuda" if device == "card" else device, **settings) as llm,
+    ):
         with monkeypatch.context() as patch:
-            spoiled, is_right = spoil(llm, patch, PROMPTS[1], after), []
+            spoiled = spoil(llm, patch, PROMPTS[1], after)
+            is_right = []
             read = llm.engine.drafter.read
             patch.setattr(
                 llm.engine.drafter,
@@ -111,11 +127,18 @@ def test_logits_that_are_no_numbers_end_their_sequence_alone(zoo, monkeypatch, d
             assert isinstance(wrong.error, NumericsError) and wrong.finish_reason == "error"
             assert found[::2] == expected[::2] and found[1] == expected[1][: len(found[1])]
             assert first.error is None is last.error and len(found[1]) >= after
-            assert spoiled and not any(one() is not None for one in spoiled), "the error holds no memory of the device"
+            assert spoiled and not any(one() is not None for one in spoiled), (
+                "the error holds no memory of the device"
+            )
             gc.enable()
             assert all(is_right) and len(is_right) == (2 if drafter == "recycle" else 0)
-            assert wrong not in [one.sequence for one in llm.engine._kept], "its rows may be no numbers"
-            for answer in (llm.generate, lambda prompts, params: list(llm.stream(prompts[1], params))):
+            assert wrong not in [one.sequence for one in llm.engine._kept], (
+                "its rows may be no numbers"
+            )
+            for answer in (
+                llm.generate,
+                lambda prompts, params: list(llm.stream(prompts[1], params)),
+            ):
                 with pytest.raises(NumericsError, match="contain NaN or Inf"):
                     answer(PROMPTS, PARAMS)
         assert run(llm, sequences(*PROMPTS)) == expected
@@ -137,7 +160,8 @@ def test_what_fails_for_one_task_is_no_error_of_the_others(speaking, monkeypatch
 
     with open_llm(speaking, max_num_seqs=4) as llm:
         more = ({}, {"logit_bias": {3: 1.0}}, {"stop": "none such"}, {"prompt_logprobs": 2})
-        params, prompts = [replace(PARAMS, **one) for one in more], ["the fox", "a dog", "the quick", "jumps"]
+        params = [replace(PARAMS, **one) for one in more]
+        prompts = ["the fox", "a dog", "the quick", "jumps"]
         expected = llm.generate(prompts, params)[0].token_ids
         break_for(engine_module, "probs", lambda _, sampling: sampling.logit_bias)
         break_for(TextStream, "add", lambda text, _: text._stop and text.text)
@@ -152,7 +176,8 @@ def test_what_fails_for_one_task_is_no_error_of_the_others(speaking, monkeypatch
 
 def test_one_that_is_too_much_by_itself_lets_others_be_answered(zoo, monkeypatch):
     with open_llm(zoo.directory("llama", 0), max_num_seqs=3) as llm:
-        forward, too_long = llm.engine.runner.forward, prompt_of(3, 60)
+        forward = llm.engine.runner.forward
+        too_long = prompt_of(3, 60)
 
         def full(steps):
             if any(step.n_prompt == len(too_long) for step in steps):
@@ -161,6 +186,8 @@ def test_one_that_is_too_much_by_itself_lets_others_be_answered(zoo, monkeypatch
 
         monkeypatch.setattr(llm.engine.runner, "forward", full)
         _, wrong, _ = several = sequences(PROMPTS[0], too_long, PROMPTS[1])
-        assert run(llm, several)[::2] == [generate(zoo.model("llama", 0), one, 12) for one in PROMPTS[:2]]
+        assert run(llm, several)[::2] == [
+            generate(zoo.model("llama", 0), one, 12) for one in PROMPTS[:2]
+        ]
         assert isinstance(wrong.error, DeviceError) and "memory is used up" in str(wrong.error)
         assert_released(llm)

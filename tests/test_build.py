@@ -24,7 +24,9 @@ TINY = Recipe("tiny", "compiler", ("-shared", "-fPIC", "tiny.cpp"))
 
 @pytest.fixture(autouse=True)
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Sources of one line, a package without libraries, an empty cache, and a compiler that notes each call in `calls`."""
+    """Sources of one line, a package without libraries, an empty cache, and a compiler that notes
+    each call in `calls`.
+    """
     for name in ("csrc", "package", "bin"):
         (tmp_path / name).mkdir()
     (tmp_path / "csrc" / "tiny.cpp").write_text('extern "C" int answer() { return 42; }')
@@ -47,10 +49,16 @@ def compiler(folder: Path, does: str) -> None:
 
 
 def calls(folder: Path) -> list[int]:
-    return [int(pid) for pid in (folder / "calls").read_text().split()] if (folder / "calls").exists() else []
+    return (
+        [int(pid) for pid in (folder / "calls").read_text().split()]
+        if (folder / "calls").exists()
+        else []
+    )
 
 
-def test_a_library_is_built_once_below_the_cache_and_says_so(folders: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_library_is_built_once_below_the_cache_and_says_so(
+    folders: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     with ThreadPoolExecutor(2) as pool:  # the second waits for the first
         paths = {one.result() for one in [pool.submit(find, TINY) for _ in range(2)]}
     assert len(calls(folders)) == 1
@@ -72,7 +80,8 @@ def test_other_sources_flags_or_another_torch_are_another_library(
 
 
 def test_what_was_built_into_the_package_is_taken_first(folders: Path) -> None:
-    everywhere, here = replace(TINY, name="everywhere"), replace(TINY, name="here")
+    everywhere = replace(TINY, name="everywhere")
+    here = replace(TINY, name="here")
     (folders / "package" / everywhere.file).write_bytes(b"")
     assert find(everywhere, here) == folders / "package" / everywhere.file
     assert calls(folders) == []
@@ -92,11 +101,21 @@ def test_a_build_that_fails_is_told_and_not_tried_again(folders: Path) -> None:
     assert find(TINY).exists()
 
 
-def test_a_compiler_is_found_outside_of_the_path(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_is_found_outside_of_the_path(
+    folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of pip, of the system, on the path, of CUDA_PATH, of CUDA_HOME: the later ones go first."""
-    homes = [folders / "nvidia" / "cu13", folders / "system", folders, folders / "path", folders / "home"]
+    homes = [
+        folders / "nvidia" / "cu13",
+        folders / "system",
+        folders,
+        folders / "path",
+        folders / "home",
+    ]
     pip = SimpleNamespace(submodule_search_locations=[str(folders / "nvidia")])
-    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: pip if name == "nvidia" else None)
+    monkeypatch.setattr(
+        build.importlib.util, "find_spec", lambda name: pip if name == "nvidia" else None
+    )
     monkeypatch.setenv("PATH", str(folders / "bin"))
     for home, variable in zip(homes, (None, None, None, "CUDA_PATH", "CUDA_HOME"), strict=True):
         (home / "bin").mkdir(parents=True, exist_ok=True)
@@ -107,7 +126,9 @@ def test_a_compiler_is_found_outside_of_the_path(folders: Path, monkeypatch: pyt
         assert build.find_compiler("nvcc") == str(home / "bin" / "nvcc")
 
 
-def test_without_a_compiler_or_a_place_there_is_a_reason(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_or_a_place_there_is_a_reason(
+    folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(NotBuilt, match="there is no no-such-compiler"):
         find(replace(TINY, compiler="no-such-compiler"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(folders / "csrc" / "tiny.cpp"))
@@ -172,7 +193,9 @@ def test_kernels_are_built_for_the_cards_that_are_there(
     assert codes[2] == {f"-gencode=arch=compute_{a},code={b}" for a, b in pairs}
 
 
-def test_kernels_that_load_and_do_not_run_are_missing(card: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_load_and_do_not_run_are_missing(
+    card: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As those of a compiler that is newer than the driver."""
 
     def failed(*_: object) -> None:
@@ -188,7 +211,9 @@ def test_kernels_that_load_and_do_not_run_are_missing(card: None, monkeypatch: p
         assert "CUDA driver version is insufficient; update the driver" in extension.missing()
 
 
-def test_a_card_without_kernels_says_what_is_lost(card: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_card_without_kernels_says_what_is_lost(
+    card: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     assert extension.missing() == "there is no nvcc"
     monkeypatch.setattr(extension, "serves", lambda x: False)
@@ -200,8 +225,18 @@ def test_a_card_without_kernels_says_what_is_lost(card: None, monkeypatch: pytes
 
 
 def test_the_package_carries_the_sources(tmp_path: Path) -> None:
-    command = [sys.executable, "setup.py", "--quiet", "build_py", "--build-lib", str(tmp_path / "lib")]
+    command = [
+        sys.executable,
+        "setup.py",
+        "--quiet",
+        "build_py",
+        "--build-lib",
+        str(tmp_path / "lib"),
+    ]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    carried = {path.name: path.read_bytes() for path in (tmp_path / "lib" / "offload_rt" / "csrc").iterdir()}
+    carried = {
+        path.name: path.read_bytes()
+        for path in (tmp_path / "lib" / "offload_rt" / "csrc").iterdir()
+    }
     assert carried == {path.name: path.read_bytes() for path in (ROOT / "csrc").iterdir()}
     assert not list((tmp_path / "lib").rglob("*.so"))

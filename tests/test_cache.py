@@ -28,7 +28,9 @@ def of(runner, cache):
 
 
 def rows_of(cache):
-    return tuple(part[:, :, : cache.n_committed] for part in (cache.buffer.keys, cache.buffer.values))
+    return tuple(
+        part[:, :, : cache.n_committed] for part in (cache.buffer.keys, cache.buffer.values)
+    )
 
 
 def poison(cache):
@@ -37,7 +39,9 @@ def poison(cache):
 
 
 def step(runner, cache, seed, generator):
-    """Feed a random tree below a few tokens the cache lacks, keep a random path of it; returns the tokens kept."""
+    """Feed a random tree below a few tokens the cache lacks, keep a random path of it; returns the
+    tokens kept.
+    """
     n_lacking = int(torch.randint(4, (), generator=generator))
     tree = random_tree(9, seed)
     tokens = prompt_of(seed, n_lacking + len(tree))
@@ -51,10 +55,13 @@ def step(runner, cache, seed, generator):
 
 @pytest.mark.parametrize("chunk_rows", [512, 4])
 def test_kept_rows_are_those_of_a_fresh_prefill(runner, chunk_rows, monkeypatch):
-    """Step after step, with everything that is not committed poisoned; the kept path may skip any of the rows."""
+    """Step after step, with everything that is not committed poisoned; the kept path may skip any
+    of the rows.
+    """
     monkeypatch.setattr(runner, "_chunk_rows", chunk_rows)
     generator = torch.Generator().manual_seed(chunk_rows)
-    id, tokens = runner.new_cache(CAPACITY), []
+    id = runner.new_cache(CAPACITY)
+    tokens = []
     cache = of(runner, id)
     for seed in range(8):
         poison(cache)
@@ -71,7 +78,8 @@ def test_kept_rows_are_those_of_a_fresh_prefill(runner, chunk_rows, monkeypatch)
 
 
 def test_a_discarded_pass_leaves_nothing(runner):
-    tokens, tree = prompt_of(0, 12), random_tree(7, 0)
+    tokens = prompt_of(0, 12)
+    tree = random_tree(7, 0)
     id = prefill(runner, tokens, CAPACITY)
     cache = of(runner, id)
     before = [part.clone() for part in rows_of(cache)]
@@ -98,7 +106,9 @@ class _Sizes:
 
 
 def filled(tokens, capacity):
-    """A cache of rows that say where they came from: every value of the row of token t at place p is 100 p + t."""
+    """A cache of rows that say where they came from: every value of the row of token t at place p
+    is 100 p + t.
+    """
     cache = ContiguousCache.empty(_Sizes, capacity, torch.float32, torch.device("cpu"))
     write(cache, tokens)
     cache.commit(range(len(tokens)))
@@ -107,7 +117,8 @@ def filled(tokens, capacity):
 
 def write(cache, tokens):
     cache.begin(tokens)
-    first, last = cache.n_committed, cache.n_committed + len(tokens)
+    first = cache.n_committed
+    last = cache.n_committed + len(tokens)
     rows = 100.0 * torch.arange(first, last) + torch.tensor(tokens)
     cache.buffer.keys[:, :, first:last] = rows[:, None]
     cache.buffer.values[:, :, first:last] = -rows[:, None]
@@ -125,16 +136,21 @@ def test_commit_keeps_exactly_the_given_rows(tokens, pending, data):
     cache.commit(kept)
     expected = torch.cat((100.0 * torch.arange(len(tokens)) + torch.tensor(tokens), rows[kept]))
     assert cache.committed == tokens + [pending[row] for row in kept]
-    assert (rows_of(cache)[0] == expected[:, None]).all() and (rows_of(cache)[1] == -expected[:, None]).all()
+    assert (rows_of(cache)[0] == expected[:, None]).all() and (
+        rows_of(cache)[1] == -expected[:, None]
+    ).all()
 
 
 @given(texts, texts, st.data())
 def test_pending_rows_behind_those_kept_in_place_stay_pending(tokens, pending, data):
     n = data.draw(st.integers(0, len(pending)))
-    at_once, in_turn = filled(tokens, 30), filled(tokens, 30)
+    at_once = filled(tokens, 30)
+    in_turn = filled(tokens, 30)
     for cache in (at_once, in_turn):
         write(cache, pending)
-    later = sorted(data.draw(st.sets(st.integers(0, len(pending) - n - 1)))) if n < len(pending) else []
+    later = (
+        sorted(data.draw(st.sets(st.integers(0, len(pending) - n - 1)))) if n < len(pending) else []
+    )
     at_once.commit([*range(n), *(n + row for row in later)])
     in_turn.commit(range(n))
     in_turn.commit(later)
@@ -163,11 +179,15 @@ def test_rows_to_commit_ascend():
 
 
 class TwoParts(KVCache):
-    """Committed rows, all but the last few, are moved to a buffer of their own, as to another device."""
+    """Committed rows, all but the last few, are moved to a buffer of their own, as to another
+    device.
+    """
 
     def __init__(self, recent, older):
         super().__init__(recent.capacity)
-        self.buffer, self.older, self.n_older = recent, older, 0
+        self.buffer = recent
+        self.older = older
+        self.n_older = 0
 
     @classmethod
     def empty(cls, spec, *arguments):
@@ -175,16 +195,26 @@ class TwoParts(KVCache):
 
     @staticmethod
     def nbytes(spec, n_rows, itemsize):
-        return KVBytes(device=n_rows * spec.kv_nbytes(itemsize), host=n_rows * spec.kv_nbytes(itemsize))
+        return KVBytes(
+            device=n_rows * spec.kv_nbytes(itemsize), host=n_rows * spec.kv_nbytes(itemsize)
+        )
 
     def attend(self, asked):
-        layer, q, mask, scale = asked.layer, asked.q, asked.mask, asked.scale
-        n, first = self.n_older, self.n_committed + asked.start
-        rows, to = slice(first, first + len(q)), (self.buffer.keys[layer], self.buffer.values[layer])
+        layer = asked.layer
+        q = asked.q
+        mask = asked.mask
+        scale = asked.scale
+        n = self.n_older
+        first = self.n_committed + asked.start
+        rows = slice(first, first + len(q))
+        to = (self.buffer.keys[layer], self.buffer.values[layer])
         q = ops.rotate_and_store(q, asked.k, asked.v, asked.rotary, *to, rows)
-        masks, rows = mask.split(n), (slice(0, n), slice(n, first + len(q)))
+        masks = mask.split(n)
+        rows = (slice(0, n), slice(n, first + len(q)))
         older, recent = (
-            ops.partial_attention(q, buffer.keys[layer, :, at], buffer.values[layer, :, at], one, scale)
+            ops.partial_attention(
+                q, buffer.keys[layer, :, at], buffer.values[layer, :, at], one, scale
+            )
             for buffer, at, one in zip((self.older, self.buffer), rows, masks, strict=True)
         )
         return ops.merge(*older, *recent)[0]
@@ -203,7 +233,10 @@ class TwoParts(KVCache):
     def commit(self, rows):
         super().commit(rows)
         at = slice(self.n_older, max(self.n_committed - 3, self.n_older))
-        for old, new in ((self.older.keys, self.buffer.keys), (self.older.values, self.buffer.values)):
+        for old, new in (
+            (self.older.keys, self.buffer.keys),
+            (self.older.values, self.buffer.values),
+        ):
             old[:, :, at] = new[:, :, at]
             new[:, :, at] = torch.nan
         self.n_older = at.stop
@@ -216,7 +249,9 @@ class TwoParts(KVCache):
 
 @pytest.mark.parametrize("chunk_rows", [512, 4])
 def test_a_cache_in_two_parts_gives_the_same_logits(runner, chunk_rows, monkeypatch):
-    """Through the runner as it is: trees below lacking tokens, paths that skip rows, rewinds into both parts."""
+    """Through the runner as it is: trees below lacking tokens, paths that skip rows, rewinds into
+    both parts.
+    """
     monkeypatch.setattr(runner, "_chunk_rows", chunk_rows)
     caches = [runner.new_cache(CAPACITY)]
     monkeypatch.setattr(runner, "kv", TwoParts)
@@ -225,7 +260,8 @@ def test_a_cache_in_two_parts_gives_the_same_logits(runner, chunk_rows, monkeypa
     for seed in range(8):
         tokens = tokens[: -3 * (seed % 3)] if seed % 3 else tokens
         assert {runner.rewind(cache, tokens) for cache in caches} == {len(tokens)}
-        tree, n_lacking = random_tree(9, seed), seed % 4
+        tree = random_tree(9, seed)
+        n_lacking = seed % 4
         new = prompt_of(seed, n_lacking + len(tree))
         whole, parts = (feed(runner, cache, new, tree.after_chain(n_lacking)) for cache in caches)
         torch.testing.assert_close(parts, whole, atol=1e-4, rtol=1e-4)
@@ -241,14 +277,21 @@ def test_committed_rows_can_be_read(runner, kind, monkeypatch):
     tokens = prompt_of(0, 20)
     keys, values = rows_of(of(runner, prefill(runner, tokens, CAPACITY)))
     monkeypatch.setattr(runner, "kv", kind)
-    cache, spec = of(runner, prefill(runner, tokens, CAPACITY)), runner.spec
+    cache = of(runner, prefill(runner, tokens, CAPACITY))
+    spec = runner.spec
     for layer in range(spec.n_layers):
         for tokens in (range(20), range(3, 18), range(18, 20), range(5, 5)):
-            for got, whole in zip(cache.rows(layer, tokens), (keys[layer], values[layer]), strict=True):
-                torch.testing.assert_close(got, whole[:, tokens.start : tokens.stop], atol=1e-4, rtol=1e-4)
+            for got, whole in zip(
+                cache.rows(layer, tokens), (keys[layer], values[layer]), strict=True
+            ):
+                torch.testing.assert_close(
+                    got, whole[:, tokens.start : tokens.stop], atol=1e-4, rtol=1e-4
+                )
 
 
 def test_a_cache_takes_the_bytes_it_says(runner):
     buffer = of(runner, runner.new_cache(CAPACITY)).buffer
     itemsize = runner.dtype.itemsize
-    assert ContiguousCache.nbytes(runner.spec, CAPACITY, itemsize) == KVBytes(buffer.keys.nbytes + buffer.values.nbytes)
+    assert ContiguousCache.nbytes(runner.spec, CAPACITY, itemsize) == KVBytes(
+        buffer.keys.nbytes + buffer.values.nbytes
+    )

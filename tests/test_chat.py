@@ -25,8 +25,8 @@ from offload_rt.executor.runner import Runner
 from offload_rt.kv.cache import n_shared
 
 TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{{ mood }}{% if enable_thinking is false %}-{% endif %}{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt"
+    " %}<assistant>{{ mood }}{% if enable_thinking is false %}-{% endif %}{% endif %}"
 )
 PATIENCE_S = 60.0
 
@@ -48,7 +48,10 @@ def llm(model: Path) -> Any:
 
 def conversation(*contents: str, system: str | None = None) -> list[dict[str, str]]:
     """Turns of the user and the model, one after the other."""
-    turns = [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+    turns = [
+        {"role": ("user", "assistant")[i % 2], "content": content}
+        for i, content in enumerate(contents)
+    ]
     return turns if system is None else [{"role": "system", "content": system}, *turns]
 
 
@@ -57,11 +60,16 @@ def conversation(*contents: str, system: str | None = None) -> list[dict[str, st
 
 def test_a_conversation_is_rendered_as_transformers_renders_it(llm: LLM, model: Path) -> None:
     """One, or several with settings of their own."""
-    tokenizer, params = AutoTokenizer.from_pretrained(model), SamplingParams(max_new_tokens=6)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    params = SamplingParams(max_new_tokens=6)
     several = [conversation("the fox"), conversation("the", " dog", "over", system="lazy")]
-    outputs = llm.chat(several, [params, SamplingParams(max_new_tokens=9)], chat_template_kwargs={"mood": "!"})
+    outputs = llm.chat(
+        several, [params, SamplingParams(max_new_tokens=9)], chat_template_kwargs={"mood": "!"}
+    )
     for turns, output, n in zip(several, outputs, (6, 9), strict=True):
-        rendered = tokenizer.apply_chat_template(turns, add_generation_prompt=True, mood="!", return_dict=False)
+        rendered = tokenizer.apply_chat_template(
+            turns, add_generation_prompt=True, mood="!", return_dict=False
+        )
         assert (output.prompt_token_ids, len(output.token_ids)) == (rendered, n)
     plain = llm.chat(several[1], params, add_generation_prompt=False)[0]
     assert plain.prompt_token_ids == tokenizer.apply_chat_template(several[1], return_dict=False)
@@ -70,9 +78,14 @@ def test_a_conversation_is_rendered_as_transformers_renders_it(llm: LLM, model: 
     assert llm.chat([]) == []
 
 
-def test_a_model_without_a_template_is_told_in_one_sentence(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_model_without_a_template_is_told_in_one_sentence(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     path = str(speaking_checkpoint(tmp_path))
-    with LLM(path, device="cpu", max_model_len=64) as llm, pytest.raises(PromptError, match="no chat template"):
+    with (
+        LLM(path, device="cpu", max_model_len=64) as llm,
+        pytest.raises(PromptError, match="no chat template"),
+    ):
         llm.chat(conversation("hello"))
     assert chat.main(["--model", path, "--device", "cpu", "--max-model-len", "64"]) == 2
     out, err = capfd.readouterr()
@@ -90,7 +103,17 @@ def talk(model: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixt
         text = "".join(line + "\n" for line in lines).encode()
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
         capfd.readouterr()
-        given = ["--model", str(model), "--device", "cpu", "--max-model-len", "200", "--drafter", "none", *flags]
+        given = [
+            "--model",
+            str(model),
+            "--device",
+            "cpu",
+            "--max-model-len",
+            "200",
+            "--drafter",
+            "none",
+            *flags,
+        ]
         return chat.main(given), *capfd.readouterr()
 
     return call
@@ -99,7 +122,8 @@ def talk(model: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixt
 def test_each_line_is_a_turn_and_what_was_computed_is_kept(
     talk: Any, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    n_rows, forward = [], Runner.forward
+    n_rows = []
+    forward = Runner.forward
 
     def counted(runner: Runner, steps: Any) -> Any:
         n_rows.append(sum(step.n_rows for step in steps))
@@ -114,20 +138,45 @@ def test_each_line_is_a_turn_and_what_was_computed_is_kept(
     code, out, err = talk(lines, "--system", "lazy", "--max-new-tokens", "7")
     assert (code, out) == (0, "".join(one.text + "\n" for one in (first, second, again)))
     assert "Ctrl-C" in err and "/what is not a command" in err
-    # An answer's text may have other tokens than those that were produced: it is kept as far as they are the same.
+    # An answer's text may have other tokens than those that were produced: it is kept as far as
+    # they are the same.
     computed = first.prompt_token_ids, second.prompt_token_ids, again.prompt_token_ids
-    had = [], first.prompt_token_ids + first.token_ids[:-1], second.prompt_token_ids + second.token_ids[:-1]
+    had = (
+        [],
+        first.prompt_token_ids + first.token_ids[:-1],
+        second.prompt_token_ids + second.token_ids[:-1],
+    )
     assert [n for n in n_rows if n > 1] == [
         len(new) - n_shared(old, new) for old, new in zip(had, computed, strict=True)
     ]
 
 
-def test_flags_reach_the_template(talk: Any, llm: LLM, model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_flags_reach_the_template(
+    talk: Any, llm: LLM, model: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     options = {"enable_thinking": False, "mood": "?"}
-    expected = llm.chat(conversation("fox"), SamplingParams(max_new_tokens=5), chat_template_kwargs=options)[0].text
-    flags = ["--no-enable-thinking", "--chat-template-kwargs", '{"mood": "?"}', "--max-new-tokens", "5"]
+    expected = llm.chat(
+        conversation("fox"), SamplingParams(max_new_tokens=5), chat_template_kwargs=options
+    )[0].text
+    flags = [
+        "--no-enable-thinking",
+        "--chat-template-kwargs",
+        '{"mood": "?"}',
+        "--max-new-tokens",
+        "5",
+    ]
     assert talk(["fox"], *flags, "--quiet") == (0, expected + "\n", "")
-    given = ["--model", str(model), "--device", "cpu", "--max-model-len", "200", "--drafter", "none", "--quiet"]
+    given = [
+        "--model",
+        str(model),
+        "--device",
+        "cpu",
+        "--max-model-len",
+        "200",
+        "--drafter",
+        "none",
+        "--quiet",
+    ]
     assert run.main([*given, "--chat", "--prompt", "fox", *flags]) == 0
     assert capfd.readouterr().out == expected + "\n"
     assert run.main([*given, "--prompt", "fox", *flags]) == 2
@@ -139,7 +188,9 @@ def test_a_conversation_that_no_longer_fits_is_told_and_goes_on(talk: Any) -> No
     code, out, err = talk(["the " * 300, "fox", "fox", "/reset", "fox"], "--quiet")
     assert code == 0 and len(out.splitlines()) >= 2
     first, cut, second, again = err.splitlines()
-    assert first.startswith("error: the conversation no longer fits the context: needs at most 199 tokens")
+    assert first.startswith(
+        "error: the conversation no longer fits the context: needs at most 199 tokens"
+    )
     assert "the answer is cut off: the context is full" in cut and "/reset" in cut
     assert second.startswith("error: the conversation no longer fits") and cut == again
 
@@ -179,7 +230,9 @@ class Terminal:
 
 @pytest.mark.parametrize("end", ["\x03", "\x04"])
 def test_a_terminal(model: Path, end: str) -> None:
-    """Lines are edited, Ctrl-C stops an answer alone, at the prompt it ends as Ctrl-D does; the terminal is as it was."""
+    """Lines are edited, Ctrl-C stops an answer alone, at the prompt it ends as Ctrl-D does; the
+    terminal is as it was.
+    """
     flags = ["--device", "cpu", "--max-model-len", "8192", "--drafter", "none"]
     terminal = Terminal("--model", str(model), *flags)
     terminal.until("> ")
@@ -191,8 +244,10 @@ def test_a_terminal(model: Path, end: str) -> None:
     shown = terminal.until("tokens per pass")
     assert "tokens/s, 1.00" in shown and "Traceback" not in shown
     terminal.until("> ")
-    limit, typed = time.monotonic() + PATIENCE_S, -1.0
-    while not (ended := os.waitpid(terminal.pid, os.WNOHANG))[0]:  # which waits until what it shows is read
+    limit = time.monotonic() + PATIENCE_S
+    typed = -1.0
+    # which waits until what it shows is read
+    while not (ended := os.waitpid(terminal.pid, os.WNOHANG))[0]:
         assert time.monotonic() < limit, terminal.seen
         if (
             time.monotonic() > typed + 5

@@ -1,4 +1,6 @@
-"""A checkpoint is checked before a weight moves, and each fault is told in one sentence that names the thing."""
+"""A checkpoint is checked before a weight moves, and each fault is told in one sentence that names
+the thing.
+"""
 
 import functools
 import json
@@ -36,8 +38,10 @@ from offload_rt.weights.checkpoint import end_ids, locate, open_checkpoint
 from offload_rt.weights.header import read_header
 from offload_rt.weights.layout import host_block
 
-DOWN, LAST = "model.layers.1.mlp.down_proj.weight", "model.layers.2.input_layernorm.weight"
-SHARD_1, SHARD_2 = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+DOWN = "model.layers.1.mlp.down_proj.weight"
+LAST = "model.layers.2.input_layernorm.weight"
+SHARD_1 = "model-00001-of-00002.safetensors"
+SHARD_2 = "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
@@ -72,7 +76,9 @@ def _refused(directory: Path, kind: type[OffloadError], *words: str) -> None:
 
 
 @pytest.mark.parametrize("make", [_single, _sharded])
-def test_a_sound_checkpoint_opens_with_every_tensor_in_its_place(make: Callable[[Path], Path], tmp_path: Path) -> None:
+def test_a_sound_checkpoint_opens_with_every_tensor_in_its_place(
+    make: Callable[[Path], Path], tmp_path: Path
+) -> None:
     checkpoint = open_checkpoint(make(tmp_path))
     _, tensors = _sound()
     assert checkpoint.nbytes == sum(tensor.nbytes for tensor in tensors.values())
@@ -85,22 +91,34 @@ def test_a_sound_checkpoint_opens_with_every_tensor_in_its_place(make: Callable[
         "model.norm.weight",
         "lm_head.weight",
     ]
-    for record in (*(record for layer in checkpoint.layers for record in layer), *checkpoint.non_layer):
-        assert record.path.read_bytes()[record.start : record.stop] == raw_bytes(tensors[record.name]), record.name
+    for record in (
+        *(record for layer in checkpoint.layers for record in layer),
+        *checkpoint.non_layer,
+    ):
+        assert record.path.read_bytes()[record.start : record.stop] == raw_bytes(
+            tensors[record.name]
+        ), record.name
 
 
 def test_rotary_frequencies_of_old_checkpoints_are_tolerated(tmp_path: Path) -> None:
     config, tensors = _sound()
     old = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(2) for i in range(3)}
-    assert open_checkpoint(write_checkpoint(tmp_path, config, {**tensors, **old})).spec.n_layers == 3
+    assert (
+        open_checkpoint(write_checkpoint(tmp_path, config, {**tensors, **old})).spec.n_layers == 3
+    )
 
 
 @pytest.mark.parametrize("stored", [True, False])
 def test_a_tied_checkpoint_may_store_its_head(stored: bool, tmp_path: Path) -> None:
     config, tensors = _sound()
     kept = {name: tensor for name, tensor in tensors.items() if stored or name != "lm_head.weight"}
-    checkpoint = open_checkpoint(write_checkpoint(tmp_path, {**config, "tie_word_embeddings": True}, kept))
-    assert [record.name for record in checkpoint.non_layer] == ["model.embed_tokens.weight", "model.norm.weight"]
+    checkpoint = open_checkpoint(
+        write_checkpoint(tmp_path, {**config, "tie_word_embeddings": True}, kept)
+    )
+    assert [record.name for record in checkpoint.non_layer] == [
+        "model.embed_tokens.weight",
+        "model.norm.weight",
+    ]
 
 
 def test_auto_map_is_ignored_and_its_code_not_run(tmp_path: Path) -> None:
@@ -131,7 +149,10 @@ def _config_text(text: str) -> Callable[[Path], None]:
         (_config_text("{"), ["config.json", "not JSON"]),
         (_config_text("[" * 100_000), ["config.json", "not JSON"]),
         (_config_text("[1]"), ["config.json", "object"]),
-        (lambda directory: (directory / "config.json").write_bytes(b"\xff\xfe\x00"), ["config.json", "not JSON"]),
+        (
+            lambda directory: (directory / "config.json").write_bytes(b"\xff\xfe\x00"),
+            ["config.json", "not JSON"],
+        ),
     ],
     ids=["missing", "cut", "deep", "list", "binary"],
 )
@@ -171,9 +192,13 @@ def test_a_config_that_cannot_be_read_is_refused(
         ({"torch_dtype": "int8"}, ["int8"]),
         ({"torch_dtype": "float7"}, ["float7"]),
     ],
-    ids=lambda value: "-".join(f"{k}={v}"[:40] for k, v in value.items()) if isinstance(value, dict) else "",
+    ids=lambda value: (
+        "-".join(f"{k}={v}"[:40] for k, v in value.items()) if isinstance(value, dict) else ""
+    ),
 )
-def test_a_config_that_is_not_understood_is_refused(changes: dict[str, Any], words: list[str], tmp_path: Path) -> None:
+def test_a_config_that_is_not_understood_is_refused(
+    changes: dict[str, Any], words: list[str], tmp_path: Path
+) -> None:
     _single(tmp_path, **changes)
     _refused(tmp_path, UnsupportedModelError, *words)
 
@@ -189,7 +214,9 @@ def test_a_config_that_is_not_understood_is_refused(changes: dict[str, Any], wor
         (("x.gguf",), ["x.gguf"]),
     ],
 )
-def test_a_directory_without_safetensors_is_refused(names: tuple[str, ...], words: list[str], tmp_path: Path) -> None:
+def test_a_directory_without_safetensors_is_refused(
+    names: tuple[str, ...], words: list[str], tmp_path: Path
+) -> None:
     _single(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     for name in names:
@@ -212,7 +239,8 @@ def _swap(index: dict[str, Any]) -> None:
     ("edit", "words"),
     [
         (_swap, [DOWN, "but it is not"]),
-        (lambda index: index["weight_map"].update({"model.layers.0.ghost.weight": SHARD_1}), ["ghost", SHARD_1]),
+        (lambda index: index["weight_map"].update({"model.layers.0.ghost.weight": SHARD_1}),
+            ["ghost", SHARD_1]),
         (lambda index: index["weight_map"].pop(DOWN), [DOWN, "missing"]),
         (
             lambda index: index["weight_map"].update({DOWN: "model-00003-of-00002.safetensors"}),
@@ -224,13 +252,18 @@ def _swap(index: dict[str, Any]) -> None:
         (lambda index: index["weight_map"].update({DOWN: 7}), [DOWN]),
         (lambda index: index["weight_map"].update({DOWN: "a\nb.safetensors"}), ["missing"]),
         *(
-            (lambda index, shard=shard: index["weight_map"].update({DOWN: shard}), [DOWN, "no file name"])
-            for shard in ("../outside.safetensors", "/etc/outside.safetensors", "sub/inside.safetensors")
+            (lambda index, shard=shard: index["weight_map"].update({DOWN: shard}),
+                [DOWN, "no file name"])
+            for shard in ("../outside.safetensors", "/etc/outside.safetensors",
+                "sub/inside.safetensors")
         ),
-        *((lambda index, shard=shard: index["weight_map"].update({DOWN: shard}), []) for shard in ("..", "", "w.bin")),
+        *((lambda index, shard=shard: index["weight_map"].update({DOWN: shard}),
+            []) for shard in ("..", "", "w.bin")),
     ],
 )  # fmt: skip
-def test_an_index_that_lies_is_refused(edit: Callable[[dict[str, Any]], Any], words: list[str], tmp_path: Path) -> None:
+def test_an_index_that_lies_is_refused(
+    edit: Callable[[dict[str, Any]], Any], words: list[str], tmp_path: Path
+) -> None:
     _sharded(tmp_path / "model")
     for place in (tmp_path, tmp_path / "model"):
         (place / "sub").mkdir(exist_ok=True)
@@ -261,19 +294,30 @@ def test_a_shard_that_is_a_directory_is_refused(tmp_path: Path) -> None:
     [
         (lambda tensors: tensors.pop(DOWN), [DOWN, "missing"]),
         (lambda tensors: tensors.pop("lm_head.weight"), ["lm_head.weight", "missing"]),
-        (lambda tensors: tensors.update({"model.layers.1.extra.weight": torch.ones(2)}), ["model.layers.1.extra.weight"]),
-        (lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(16)}), ["q_proj.bias"]),
-        (lambda tensors: tensors.update({DOWN: torch.ones(16, 23)}), [DOWN, "misshapen", "[16, 24]", "[16, 23]"]),
+        (lambda tensors: tensors.update({"model.layers.1.extra.weight": torch.ones(2)}),
+            ["model.layers.1.extra.weight"]),
+        (lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(16)}),
+            ["q_proj.bias"]),
+        (lambda tensors: tensors.update({DOWN: torch.ones(16, 23)}),
+            [DOWN, "misshapen", "[16, 24]", "[16, 23]"]),
         (lambda tensors: tensors.update({DOWN: torch.ones(24, 16)}), [DOWN, "misshapen"]),
         (lambda tensors: tensors.update({LAST: torch.ones(1, 16)}), [LAST, "misshapen"]),
-        (lambda tensors: tensors.update({DOWN: torch.ones(16, 24, dtype=torch.int8)}), [DOWN, "I8"]),
-        (lambda tensors: [tensors.pop(name) for name in list(tensors) if ".2." in name], ["model.layers.2", "config.json"]),
-        (lambda tensors: tensors.update({LAST.replace("2", "3"): torch.ones(16)}), ["model.layers.3", "config.json"]),
-        (lambda tensors: [tensors.pop(name) for name in list(tensors) if ".1." in name], ["model.layers.1", "missing"]),
-        (lambda tensors: tensors.update({f"model.layers.{'9' * 5000}.x": torch.ones(1)}), ["model.layers.999"]),
+        (lambda tensors: tensors.update({DOWN: torch.ones(16, 24, dtype=torch.int8)}),
+            [DOWN, "I8"]),
+        (lambda tensors: [tensors.pop(name) for name in list(tensors) if ".2." in name],
+            ["model.layers.2", "config.json"]),
+        (lambda tensors: tensors.update({LAST.replace("2", "3"): torch.ones(16)}),
+            ["model.layers.3", "config.json"]),
+        (lambda tensors: [tensors.pop(name) for name in list(tensors) if ".1." in name],
+            ["model.layers.1", "missing"]),
+        (lambda tensors: tensors.update({f"model.layers.{'9' * 5000}.x": torch.ones(1)}),
+            ["model.layers.999"]),
     ],
     ids=[
-        "missing", "no head", "extra", "extra bias", "misshapen", "transposed", "rank", "dtype", "fewer layers", "more layers",
+        "missing", "no "
+                   "head", "extra", "extra "
+                                    "bias", "misshapen", "transposed", "rank", "dtype",
+                                    "fewer layers", "more layers",
         "layer missing in the middle", "endless layer number",
     ],
 )  # fmt: skip
@@ -333,24 +377,33 @@ def _set(name: str, **values: Any) -> Callable[[Entries], None]:
         (lambda entries: None, b"\0"),
     ],
     ids=[
-        "overlap", "hole", "size", "backwards", "overflow", "dtype size", "unknown dtype", "number for entry", "list",
+        "overlap", "hole", "size", "backwards", "overflow", "dtype "
+                                                            "size", "unknown "
+                                                                    "dtype", "number for "
+                                                                             "entry", "list",
         "deep", "cut", "longer",
     ],
 )  # fmt: skip
-def test_a_header_that_is_damaged_is_refused(edit: Callable[[Entries], Any], tail: bytes, tmp_path: Path) -> None:
+def test_a_header_that_is_damaged_is_refused(
+    edit: Callable[[Entries], Any], tail: bytes, tmp_path: Path
+) -> None:
     _refused(_spoilt(tmp_path, edit, tail), CheckpointError, "model.safetensors is damaged")
 
 
 @pytest.mark.parametrize("n_lost", [1, 4, 4096, 10**9])
 @pytest.mark.parametrize("make", [_single, _sharded])
-def test_a_file_that_is_cut_short_is_refused(make: Callable[[Path], Path], n_lost: int, tmp_path: Path) -> None:
+def test_a_file_that_is_cut_short_is_refused(
+    make: Callable[[Path], Path], n_lost: int, tmp_path: Path
+) -> None:
     path = max(make(tmp_path).glob("*.safetensors"))
     os.truncate(path, max(path.stat().st_size - n_lost, 0))
     _refused(tmp_path, CheckpointError, path.name)
 
 
 @pytest.mark.parametrize("length", [0, 10**8, 10**8 + 1, 2**63, 2**64 - 1])
-def test_a_header_of_an_impossible_length_is_refused_without_reading_it(length: int, tmp_path: Path) -> None:
+def test_a_header_of_an_impossible_length_is_refused_without_reading_it(
+    length: int, tmp_path: Path
+) -> None:
     path = _single(tmp_path) / "model.safetensors"
     path.write_bytes(struct.pack("<Q", length) + path.read_bytes()[8:])
     _refused(tmp_path, CheckpointError, path.name)
@@ -360,10 +413,19 @@ def test_opening_reads_no_weights(tmp_path: Path) -> None:
     """Four gigabytes that lie nowhere: a sparse file whose header is sound."""
     config = llama_config(vocab_size=2**24, hidden_size=32)
     model = spec_of(config)
-    shapes = {model.layer_prefix(i) + name: shape for i in range(3) for name, shape in model.layer_tensors(i)}
-    entries, end = {}, 0
+    shapes = {
+        model.layer_prefix(i) + name: shape
+        for i in range(3)
+        for name, shape in model.layer_tensors(i)
+    }
+    entries = {}
+    end = 0
     for name, shape in (shapes | dict(model.non_layer_tensors())).items():
-        entries[name] = {"dtype": "F32", "shape": shape, "data_offsets": [end, end + 4 * math.prod(shape)]}
+        entries[name] = {
+            "dtype": "F32",
+            "shape": shape,
+            "data_offsets": [end, end + 4 * math.prod(shape)],
+        }
         end += 4 * math.prod(shape)
     write_checkpoint(tmp_path, config, {})
     path = tmp_path / "model.safetensors"
@@ -372,7 +434,8 @@ def test_opening_reads_no_weights(tmp_path: Path) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF)
     assert open_checkpoint(tmp_path).nbytes == end > 4e9
     after = resource.getrusage(resource.RUSAGE_SELF)
-    # Each page of the file that is looked at is mapped by a fault, and counts as memory of the process.
+    # Each page of the file that is looked at is mapped by a fault, and counts as memory of the
+    # process.
     assert after.ru_maxrss - before.ru_maxrss < 100 << 10
 
 
@@ -387,7 +450,9 @@ def check_bytes(layers: Any, settings: ReadSettings | None = None, backwards: bo
             read()
         views = layout.views(block)
         for record in records:
-            assert raw_bytes(views[record.key]) == record.path.read_bytes()[record.start : record.stop], (i, record.key)
+            assert (
+                raw_bytes(views[record.key]) == record.path.read_bytes()[record.start : record.stop]
+            ), (i, record.key)
     tier.close()
 
 
@@ -395,7 +460,8 @@ def check_bytes(layers: Any, settings: ReadSettings | None = None, backwards: bo
 
 
 def test_copies_and_other_shards_are_the_same_checkpoint(tmp_path: Path) -> None:
-    single, sharded = _single(tmp_path / "single"), _sharded(tmp_path / "sharded")
+    single = _single(tmp_path / "single")
+    sharded = _sharded(tmp_path / "sharded")
     copy = Path(shutil.copytree(single, tmp_path / "copy", copy_function=shutil.copyfile))
     assert len({open_checkpoint(one).identity for one in (single, sharded, copy)}) == 1
     assert len(open_checkpoint(single).identity) == 24
@@ -406,12 +472,14 @@ def test_a_fine_tune_is_another_checkpoint(name: str, tmp_path: Path) -> None:
     """Of the same config, shapes and sizes; one tensor is a little off."""
     config, tensors = _sound()
     tuned = {**tensors, name: tensors[name] * 1.001}
-    base, other = _single(tmp_path / "base"), write_checkpoint(tmp_path / "tuned", config, tuned)
+    base = _single(tmp_path / "base")
+    other = write_checkpoint(tmp_path / "tuned", config, tuned)
     assert open_checkpoint(base).identity != open_checkpoint(other).identity
 
 
 def test_another_config_is_another_checkpoint(tmp_path: Path) -> None:
-    one, other = _single(tmp_path / "one"), _single(tmp_path / "other", rope_theta=5e5)
+    one = _single(tmp_path / "one")
+    other = _single(tmp_path / "other", rope_theta=5e5)
     assert open_checkpoint(one).identity != open_checkpoint(other).identity
 
 
@@ -419,9 +487,13 @@ def test_another_config_is_another_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.layers.2.mlp.down_proj.weight", "lm_head.weight"])
-def test_no_weight_is_read_from_a_faulty_checkpoint(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_weight_is_read_from_a_faulty_checkpoint(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config, tensors = _sound()
-    write_checkpoint(tmp_path, config, {key: tensor for key, tensor in tensors.items() if key != name})
+    write_checkpoint(
+        tmp_path, config, {key: tensor for key, tensor in tensors.items() if key != name}
+    )
 
     def touched(*args: object) -> None:
         raise AssertionError("a weight was about to move")
@@ -444,9 +516,13 @@ def test_a_file_lost_between_check_and_load_is_an_error_of_the_link(tmp_path: Pa
 @pytest.mark.parametrize("request_nbytes", [4096, 1 << 20])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("odd", range(8))
-def test_data_at_odd_offsets_is_read_right(odd: int, dtype: torch.dtype, request_nbytes: int, tmp_path: Path) -> None:
+def test_data_at_odd_offsets_is_read_right(
+    odd: int, dtype: torch.dtype, request_nbytes: int, tmp_path: Path
+) -> None:
     config = llama_config(hidden_size=32, intermediate_size=160)
-    checkpoint = open_checkpoint(write_checkpoint(tmp_path, config, llama_tensors(config, dtype), odd))
+    checkpoint = open_checkpoint(
+        write_checkpoint(tmp_path, config, llama_tensors(config, dtype), odd)
+    )
     assert {record.start % 8 for record in checkpoint.layers[0]} == {odd}
     check_bytes(checkpoint.layers, ReadSettings(request_nbytes, 2))
 
@@ -456,8 +532,11 @@ def test_data_at_odd_offsets_is_read_right(odd: int, dtype: torch.dtype, request
 def test_a_packed_tensor_that_happens_to_lie_in_phase_spoils_no_other(
     phase: int, backwards: bool, tmp_path: Path
 ) -> None:
-    """Read by whole pages, a tensor that lies at the same place of a page in file and block would spoil its neighbours."""
-    before, between = 4096 + 2, (phase - 4096 - 2 - phase) % 4096
+    """Read by whole pages, a tensor that lies at the same place of a page in file and block would
+    spoil its neighbours.
+    """
+    before = 4096 + 2
+    between = (phase - 4096 - 2 - phase) % 4096
     tensors = {
         "first": torch.zeros(1, dtype=torch.bfloat16),
         "crooked": torch.arange(phase // 4, dtype=torch.float32),
@@ -471,14 +550,25 @@ def test_a_packed_tensor_that_happens_to_lie_in_phase_spoils_no_other(
     records = read_header(path)
     assert records["crooked"].start == before
     assert records["in phase"].start % 4096 == phase
-    check_bytes([[records[name] for name in ("crooked", "in phase", "behind")]], backwards=backwards)
+    check_bytes(
+        [[records[name] for name in ("crooked", "in phase", "behind")]], backwards=backwards
+    )
 
 
 # Where a checkpoint is looked for.
 
 
 @pytest.mark.parametrize(
-    "model", ["/no/such/place", "./no-such-place", "~/no-such-place", "~no-such-user/x", "a/b/c", "a\0b", "x" * 5000]
+    "model",
+    [
+        "/no/such/place",
+        "./no-such-place",
+        "~/no-such-place",
+        "~no-such-user/x",
+        "a/b/c",
+        "a\0b",
+        "x" * 5000,
+    ],
 )
 def test_a_path_that_is_not_there_is_refused_without_asking_the_hub(
     model: str, monkeypatch: pytest.MonkeyPatch

@@ -1,4 +1,6 @@
-"""The command line: exit codes, what stands on stdout and what on stderr, and one sentence for each mistake."""
+"""The command line: exit codes, what stands on stdout and what on stderr, and one sentence for each
+mistake.
+"""
 
 import json
 import os
@@ -44,18 +46,26 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def draft(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A draft with the same tokenizer: the first layers of the model, since both begin with the same random numbers."""
+    """A draft with the same tokenizer: the first layers of the model, since both begin with the
+    same random numbers.
+    """
     return speaking_checkpoint(tmp_path_factory.mktemp("draft"), num_hidden_layers=5)
 
 
 @pytest.fixture(scope="module")
 def drafting(model: Path, draft: Path) -> list[str]:
-    """The flags of a run with the draft, which leave no memory for the model's layers beyond two slots."""
+    """The flags of a run with the draft, which leave no memory for the model's layers beyond two
+    slots.
+    """
     trees = {"draft_model": str(draft), "tree_size": 24, "tree_depth": 4, "max_model_len": 128}
     with LLM.open(EngineConfig(str(model), device="cpu", **trees)) as llm:
         budget = llm.plan.reserved.total + 2 * llm.plan.slot_nbytes
     flags = {**trees, "model": str(model), "device": "cpu", "device_memory": budget}
-    return [part for name, value in flags.items() for part in ("--" + name.replace("_", "-"), str(value))]
+    return [
+        part
+        for name, value in flags.items()
+        for part in ("--" + name.replace("_", "-"), str(value))
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -74,10 +84,14 @@ def spoken(model: Path) -> Callable[..., Any]:
 
 def process(*arguments: str, stdin: str = "", **changes: str) -> subprocess.CompletedProcess[bytes]:
     where = surroundings(**changes)
-    return subprocess.run(command(*arguments), input=stdin.encode(), capture_output=True, env=where, timeout=300)
+    return subprocess.run(
+        command(*arguments), input=stdin.encode(), capture_output=True, env=where, timeout=300
+    )
 
 
-def test_text_goes_to_stdout_as_far_as_it_can_show_it_and_the_report_to_stderr(tmp_path: Path) -> None:
+def test_text_goes_to_stdout_as_far_as_it_can_show_it_and_the_report_to_stderr(
+    tmp_path: Path,
+) -> None:
     directory = speaking_checkpoint(tmp_path, BYTES)
     arguments = ["--model", str(directory), *SMALL, "--max-new-tokens", "40", "--prompt-file", "-"]
     done = process(*arguments, stdin="é", PYTHONIOENCODING="ascii")
@@ -118,25 +132,39 @@ def _refused(got: tuple[int, str, str], *words: str) -> None:
 def test_help_names_every_flag(line: Any) -> None:
     code, out, _ = line("--help")
     assert code == 0
-    assert all(flag in out for flag in ("--model", "--device-memory", "--stop", "--plan", "--top-p"))
+    assert all(
+        flag in out for flag in ("--model", "--device-memory", "--stop", "--plan", "--top-p")
+    )
 
 
-def test_a_draft_model_changes_the_speed_and_not_the_text(line: Any, drafting: list[str], spoken: Any) -> None:
-    code, out, report = line(*drafting, "--prompt", PROMPT, "--max-new-tokens", "24", "--show-tree", "--baseline")
+def test_a_draft_model_changes_the_speed_and_not_the_text(
+    line: Any, drafting: list[str], spoken: Any
+) -> None:
+    code, out, report = line(
+        *drafting, "--prompt", PROMPT, "--max-new-tokens", "24", "--show-tree", "--baseline"
+    )
     assert (code, out) == (0, spoken(max_new_tokens=24).text + "\n")
     assert re.search(r"24 tokens in .* tokens per pass", report)
     assert re.search(r"trees of \d+ nodes on [\d.]+ levels", report)
-    assert re.search(r"a pass of plain decoding takes [\d.]+ s \(measured\): [\d.]+ times faster", report)
-    assert re.search(r"\d+ nodes on \d+ levels, up to \d+ children a node|chain of \d+ nodes", report)
+    assert re.search(
+        r"a pass of plain decoding takes [\d.]+ s \(measured\): [\d.]+ times faster", report
+    )
+    assert re.search(
+        r"\d+ nodes on \d+ levels, up to \d+ children a node|chain of \d+ nodes", report
+    )
     assert "GB per pass" in report
 
 
-def test_calibrating_is_one_object_of_what_was_found(drafting: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+def test_calibrating_is_one_object_of_what_was_found(
+    drafting: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
     assert calibrate.main([*drafting, "--tokens", "10", "--json"]) == 0
     out, report = capfd.readouterr()
     found = json.loads(out)
     assert list(found) == [item.name for item in fields(Findings)]
-    assert len(found["acceptance"]) == N_RANKS and found["acceptance"] == sorted(found["acceptance"], reverse=True)
+    assert len(found["acceptance"]) == N_RANKS and found["acceptance"] == sorted(
+        found["acceptance"], reverse=True
+    )
     assert len(found["widths"]) == len(found["pass_s"]) == len(found["compute_s"])
     assert min(found["link_s"], *found["pass_s"]) > 0
     assert (found["sizes"], found["depths"]) == ([1, 8, 16], [1, 2, 4])
@@ -169,27 +197,51 @@ def test_json_is_one_object_of_text_ids_reason_and_stats(
     stop: tuple[str, ...], line: Any, model: Path, spoken: Any
 ) -> None:
     flags = [part for text in stop for part in ("--stop", text)]
-    code, out, _ = line("--model", str(model), *SMALL, "--prompt", PROMPT, "--max-new-tokens", "20", "--json", *flags)
+    code, out, _ = line(
+        "--model",
+        str(model),
+        *SMALL,
+        "--prompt",
+        PROMPT,
+        "--max-new-tokens",
+        "20",
+        "--json",
+        *flags,
+    )
     assert code == 0
     assert out.count("\n") == 1
-    got, api = json.loads(out), spoken(max_new_tokens=20, stop=stop)
+    got = json.loads(out)
+    api = spoken(max_new_tokens=20, stop=stop)
     assert list(got) == ["text", "token_ids", "finish_reason", "stats"]
-    assert (got["text"], got["token_ids"], got["finish_reason"]) == (api.text, api.token_ids, api.finish_reason)
+    assert (got["text"], got["token_ids"], got["finish_reason"]) == (
+        api.text,
+        api.token_ids,
+        api.finish_reason,
+    )
     assert list(got["stats"]) == [item.name for item in fields(Stats)]
     assert got["stats"]["n_tokens"] == len(api.token_ids)
     assert got["stats"]["link_bytes"] > 0
 
 
 def test_json_tells_of_the_trees(line: Any, drafting: list[str], spoken: Any) -> None:
-    code, out, err = line(*drafting, "--prompt", PROMPT, "--max-new-tokens", "24", "--json", "--quiet")
+    code, out, err = line(
+        *drafting, "--prompt", PROMPT, "--max-new-tokens", "24", "--json", "--quiet"
+    )
     assert (code, err) == (0, "")
     got = json.loads(out)
     assert got["text"] == spoken(max_new_tokens=24).text
     stats = got["stats"]
     assert stats["n_passes"] < stats["n_tokens"] == 24 and stats["tokens_per_pass"] > 1
     assert 1 < stats["nodes_per_tree"] <= 24 and 1 < stats["levels_per_tree"] <= 4
-    assert len(stats["tree_widths"]) <= 4 and sum(stats["tree_widths"]) <= 24 and stats["tree_widths"][0] == 1
-    assert all(0 <= rate <= 1 for rate in stats["acceptance_by_rank"]) and max(stats["acceptance_by_rank"]) > 0
+    assert (
+        len(stats["tree_widths"]) <= 4
+        and sum(stats["tree_widths"]) <= 24
+        and stats["tree_widths"][0] == 1
+    )
+    assert (
+        all(0 <= rate <= 1 for rate in stats["acceptance_by_rank"])
+        and max(stats["acceptance_by_rank"]) > 0
+    )
     assert stats["predicted_seconds_per_token"] > 0 and stats["measured_seconds_per_token"] > 0
     seconds = stats["draft_seconds"], stats["verify_seconds"], stats["prefill_seconds"]
     assert min(seconds) > 0 and max(seconds) < stats["seconds"]
@@ -198,7 +250,9 @@ def test_json_tells_of_the_trees(line: Any, drafting: list[str], spoken: Any) ->
 def test_calibrating_needs_a_draft_model(model: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert calibrate.main(["--model", str(model), "--device", "cpu"]) == 2
     out, err = capfd.readouterr()
-    assert out == "" and err.startswith("error: ") and "--draft-model" in err and err.count("\n") == 1
+    assert (
+        out == "" and err.startswith("error: ") and "--draft-model" in err and err.count("\n") == 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -230,25 +284,59 @@ def test_a_stop_string_ends_the_text_before_itself(line: Any, model: Path, spoke
 
 
 def test_sampling_flags_reach_the_sampler(line: Any, model: Path, spoken: Any) -> None:
-    flags = {"temperature": 0.9, "top_k": 30, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.2, "seed": 11}
-    given = [part for name, value in flags.items() for part in ("--" + name.replace("_", "-"), str(value))]
-    code, out, _ = line("--model", str(model), *SMALL, "--prompt", PROMPT, "--max-new-tokens", "20", *given)
+    flags = {
+        "temperature": 0.9,
+        "top_k": 30,
+        "top_p": 0.95,
+        "min_p": 0.01,
+        "repetition_penalty": 1.2,
+        "seed": 11,
+    }
+    given = [
+        part
+        for name, value in flags.items()
+        for part in ("--" + name.replace("_", "-"), str(value))
+    ]
+    code, out, _ = line(
+        "--model", str(model), *SMALL, "--prompt", PROMPT, "--max-new-tokens", "20", *given
+    )
     assert code == 0
-    assert out == spoken(max_new_tokens=20, **flags).text + "\n" != spoken(max_new_tokens=20).text + "\n"
+    assert (
+        out
+        == spoken(max_new_tokens=20, **flags).text + "\n"
+        != spoken(max_new_tokens=20).text + "\n"
+    )
 
 
 def test_a_prompt_may_come_from_a_file(line: Any, model: Path, spoken: Any, tmp_path: Path) -> None:
     (tmp_path / "prompt").write_text(PROMPT)
     code, out, _ = line(
-        "--model", str(model), *SMALL, "--prompt-file", str(tmp_path / "prompt"), "--max-new-tokens", "5"
+        "--model",
+        str(model),
+        *SMALL,
+        "--prompt-file",
+        str(tmp_path / "prompt"),
+        "--max-new-tokens",
+        "5",
     )
     assert (code, out) == (0, spoken(max_new_tokens=5).text + "\n")
 
 
-def test_a_trace_is_written_with_spans_of_reading_and_computing(line: Any, model: Path, tmp_path: Path) -> None:
+def test_a_trace_is_written_with_spans_of_reading_and_computing(
+    line: Any, model: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "trace.json"
     code, _, _ = line(
-        "--model", str(model), *SMALL, "--prompt", "x", "--max-new-tokens", "3", "--trace", str(path), *PLAIN
+        "--model",
+        str(model),
+        *SMALL,
+        "--prompt",
+        "x",
+        "--max-new-tokens",
+        "3",
+        "--trace",
+        str(path),
+        *PLAIN,
     )
     assert code == 0
     events = json.loads(path.read_text())["traceEvents"]
@@ -271,11 +359,15 @@ def test_a_trace_is_written_with_spans_of_reading_and_computing(line: Any, model
         (["--prompt", "x", "--chat"], ["chat template"]),
         (["--prompt", "x", "--top-p", "0"], ["top_p"]),
         (["--prompt", "x", "--temperature", "-1"], ["at least 0; change --temperature"]),
-        (["--prompt", "x", "--trace", "/no/such/folder/t.json"], ["--trace", "a folder that exists, has no /no/such/folder"]),
+        (["--prompt", "x", "--trace", "/no/such/folder/t.json"], ["--trace", "a folder that "
+                                                                             "exists, has no "
+                                                                             "/no/such/folder"]),
         (["--prompt", "x", "--stop", ""], ["stop"]),
         (["--prompt", "x", "--drafter", "telepathy"], ["telepathy", "none"]),
-        (["--prompt", "x", "--drafter", "none", "--tree-size", "4"], ["--tree-size with --drafter none"]),
-        (["--prompt", "x", "--drafter", "none", "--tree-depth", "4"], ["--tree-depth with --drafter none"]),
+        (["--prompt", "x", "--drafter", "none", "--tree-size", "4"], ["--tree-size with --drafter "
+                                                                      "none"]),
+        (["--prompt", "x", "--drafter", "none", "--tree-depth", "4"], ["--tree-depth with "
+                                                                       "--drafter none"]),
         (["--prompt", "x", "--tree-siez", "4"], ["did you mean --tree-size?"]),
         (["--prompt", "x", "--host-memory", "1GB"], ["--host-memory"]),
         (["--prompt", "x", "--max-model-len", "100000"], ["--max-model-len", "8192"]),
@@ -311,7 +403,9 @@ def test_a_damaged_tokenizer_is_refused(line: Any, model: Path, tmp_path: Path) 
     for path in model.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "model": 7}')
-    _refused(line("--model", str(tmp_path), "--prompt", "x"), "the tokenizer in", "cannot be loaded")
+    _refused(
+        line("--model", str(tmp_path), "--prompt", "x"), "the tokenizer in", "cannot be loaded"
+    )
 
 
 @pytest.mark.parametrize(
@@ -351,39 +445,76 @@ def test_what_stands_on_stdout_is_not_printed_again_by_an_interrupt(
         assert json.loads(out)["finish_reason"] == "length"
 
 
-def test_json_is_an_object_also_before_the_first_token(line: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_is_an_object_also_before_the_first_token(
+    line: Any, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(LLM, "load", interrupted)
     code, out, err = line("--model", str(model), *SMALL, "--prompt", "x", "--json", "--quiet")
     assert (code, err) == (130, "interrupted\n")
-    assert json.loads(out) == {"text": "", "token_ids": [], "finish_reason": "interrupted", "stats": None}
+    assert json.loads(out) == {
+        "text": "",
+        "token_ids": [],
+        "finish_reason": "interrupted",
+        "stats": None,
+    }
 
 
-def test_a_context_is_not_to_be_raised_beyond_the_models_positions(line: Any, tmp_path: Path) -> None:
+def test_a_context_is_not_to_be_raised_beyond_the_models_positions(
+    line: Any, tmp_path: Path
+) -> None:
     directory = speaking_checkpoint(tmp_path, max_position_embeddings=40)
-    _, _, err = line("--model", str(directory), "--device", "cpu", "--prompt", "the " * 200, "--quiet")
+    _, _, err = line(
+        "--model", str(directory), "--device", "cpu", "--prompt", "the " * 200, "--quiet"
+    )
     assert "at most 39 tokens, one fewer than the model's positions" in err and "raise" not in err
-    _, _, err = line("--model", str(directory), "--device", "cpu", "--prompt", "the " * 200, "--max-model-len", "20")
+    _, _, err = line(
+        "--model",
+        str(directory),
+        "--device",
+        "cpu",
+        "--prompt",
+        "the " * 200,
+        "--max-model-len",
+        "20",
+    )
     assert "raise --max-model-len" in err
 
 
-@pytest.mark.parametrize("code", ["import offload_rt.run", "import offload_rt.cli.main", "from offload_rt import LLM"])
+@pytest.mark.parametrize(
+    "code", ["import offload_rt.run", "import offload_rt.cli.main", "from offload_rt import LLM"]
+)
 def test_another_system_is_told_what_is_needed(code: str) -> None:
     command = [sys.executable, "-c", f"import sys; sys.platform = 'darwin'; {code}"]
     done = subprocess.run(command, capture_output=True, text=True, env=surroundings())
-    assert done.returncode and done.stderr.splitlines()[-1].endswith("offload_rt needs Linux; on Windows use WSL 2")
+    assert done.returncode and done.stderr.splitlines()[-1].endswith(
+        "offload_rt needs Linux; on Windows use WSL 2"
+    )
     assert done.stderr.count("\n") == 1 or "LLM" in code
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_card_that_torch_cannot_use_is_told(line: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_card_that_torch_cannot_use_is_told(
+    line: Any, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("offload_rt.engine.engine_plan.cards", lambda: ["NVIDIA GeForce RTX 4090"])
-    arguments = ["--model", str(model), "--prompt", "x", "--max-new-tokens", "1", "--device-memory", "1MB"]
+    arguments = [
+        "--model",
+        str(model),
+        "--prompt",
+        "x",
+        "--max-new-tokens",
+        "1",
+        "--device-memory",
+        "1MB",
+    ]
     code, _, err = line(*arguments, "--max-model-len", "64")
     assert code == 0
-    assert "computing on the CPU: there is a NVIDIA GeForce RTX 4090, but torch can use none (" in err
+    assert (
+        "computing on the CPU: there is a NVIDIA GeForce RTX 4090, but torch can use none (" in err
+    )
     assert "computing on" not in line(*arguments, "--max-model-len", "64", "--device", "cpu")[2]
 
 
@@ -412,7 +543,8 @@ def test_the_script_names_its_verbs(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "word"), [(["rum"], "'run'"), ([], "VERB"), (["--model", "m", "run"], "VERB"), (["Run"], "'run'")]
+    ("arguments", "word"),
+    [(["rum"], "'run'"), ([], "VERB"), (["--model", "m", "run"], "VERB"), (["Run"], "'run'")],
 )
 def test_a_wrong_verb_is_one_sentence_and_exit_code_2(
     arguments: list[str], word: str, capfd: pytest.CaptureFixture[str]
@@ -440,4 +572,6 @@ def test_several_prompts_are_a_batch(line: Any, model: Path, spoken: Any) -> Non
         texts.append(llm.generate("the\nlazy", SamplingParams(max_new_tokens=9))[0].text)
     assert line(*arguments) == (0, f"[1] {PROMPT}\n{texts[0]}\n\n[2] the ...\n{texts[1]}\n\n", "")
     found = json.loads(line(*arguments, "--json")[1])
-    assert [one["text"] for one in found] == texts and all(len(one["token_ids"]) == 9 for one in found)
+    assert [one["text"] for one in found] == texts and all(
+        len(one["token_ids"]) == 9 for one in found
+    )

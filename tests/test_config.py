@@ -14,8 +14,25 @@ from offload_rt.cli.run import RunSettings, TemplateSettings
 from offload_rt.config import EngineConfig, SamplingParams, flag_of, format_size, parse_size
 from offload_rt.errors import OffloadError, PromptError, SettingsError
 
-CLASSES = (EngineConfig, SamplingParams, RunSettings, TemplateSettings, ChatSettings, CalibrateSettings)
-UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+CLASSES = (
+    EngineConfig,
+    SamplingParams,
+    RunSettings,
+    TemplateSettings,
+    ChatSettings,
+    CalibrateSettings,
+)
+UNITS = {
+    "": 1,
+    "K": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+    "Ki": 2**10,
+    "Mi": 2**20,
+    "Gi": 2**30,
+    "Ti": 2**40,
+}
 
 # A value of each field that is not its default, as a flag takes it and as the settings hold it.
 EXAMPLES: dict[str, tuple[list[str], Any]] = {
@@ -85,7 +102,11 @@ NEEDED = {EngineConfig: ["--model", "m"], RunSettings: ["--prompt", "p"]}
 # Sizes
 
 
-@given(number=st.integers(0, 10**6), unit=st.sampled_from(sorted(UNITS)), b=st.sampled_from(["", "B", "b"]))
+@given(
+    number=st.integers(0, 10**6),
+    unit=st.sampled_from(sorted(UNITS)),
+    b=st.sampled_from(["", "B", "b"]),
+)
 def test_a_size_is_its_number_times_its_unit(number: int, unit: str, b: str) -> None:
     for text in (
         f"{number}{unit}{b}",
@@ -96,13 +117,31 @@ def test_a_size_is_its_number_times_its_unit(number: int, unit: str, b: str) -> 
         assert parse_size(text) == number * UNITS[unit]
 
 
-@pytest.mark.parametrize(("text", "nbytes"), [("1.5GiB", 3 * 2**29), ("0.5k", 500), ("22GiB", 22 * 2**30), (123, 123)])
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("1.5GiB", 3 * 2**29), ("0.5k", 500), ("22GiB", 22 * 2**30), (123, 123)]
+)
 def test_sizes_may_be_fractions_and_numbers(text: str | int, nbytes: int) -> None:
     assert parse_size(text) == nbytes
 
 
 @pytest.mark.parametrize(
-    "text", ["", "GB", "ten", "1.5.2G", "-1G", "1e9", "5 apples", "1 GiBB", "5i", "0x10", True, None, "1,5GB", "inf"]
+    "text",
+    [
+        "",
+        "GB",
+        "ten",
+        "1.5.2G",
+        "-1G",
+        "1e9",
+        "5 apples",
+        "1 GiBB",
+        "5i",
+        "0x10",
+        True,
+        None,
+        "1,5GB",
+        "inf",
+    ],
 )
 def test_what_is_no_size_is_refused_with_an_example(text: Any) -> None:
     with pytest.raises(SettingsError, match="22GiB") as caught:
@@ -141,7 +180,9 @@ def _parsed(cls: type, arguments: list[str]) -> Any:
     return from_flags(cls, parser.parse_args(arguments))
 
 
-@pytest.mark.parametrize(("cls", "name"), [(cls, item.name) for cls in CLASSES for item in fields(cls)])
+@pytest.mark.parametrize(
+    ("cls", "name"), [(cls, item.name) for cls in CLASSES for item in fields(cls)]
+)
 def test_every_field_has_a_flag_that_sets_it_and_nothing_else(cls: type, name: str) -> None:
     texts, value = EXAMPLES[name]
     needed = [] if name in ("model", "prompt_file", "prompt", "plan") else NEEDED.get(cls, [])
@@ -151,14 +192,21 @@ def test_every_field_has_a_flag_that_sets_it_and_nothing_else(cls: type, name: s
     assert type(getattr(got, name)) is type(value)
     for item in fields(cls):
         is_same = {item.name, name} == {"max_tokens", "max_new_tokens"}
-        if item.name != name and flag_of(item.name) not in needed and item.default is not MISSING and not is_same:
+        if (
+            item.name != name
+            and flag_of(item.name) not in needed
+            and item.default is not MISSING
+            and not is_same
+        ):
             assert getattr(got, item.name) == item.default
 
 
 @pytest.mark.parametrize("cls", CLASSES)
 def test_flags_are_the_names_in_kebab_case_and_all_have_help(cls: type) -> None:
     parser = Parser("test", "flags", cls)
-    actions = {action.option_strings[0]: action for action in parser._actions if action.dest != "help"}
+    actions = {
+        action.option_strings[0]: action for action in parser._actions if action.dest != "help"
+    }
     assert sorted(actions) == sorted("--" + item.name.replace("_", "-") for item in fields(cls))
     assert all("default: " in action.help for action in actions.values())
 
@@ -166,7 +214,10 @@ def test_flags_are_the_names_in_kebab_case_and_all_have_help(cls: type) -> None:
 def test_help_names_what_a_flag_may_be_and_its_default() -> None:
     words = " ".join(Parser("test", "flags", EngineConfig, SamplingParams).format_help().split())
     for said in (
-        "--device {auto,cpu,cuda}", "engine config:", "sampling params:", "of auto, adaptive_tree, ", "--top-p TOP_P keep",
+        "--device "
+        "{auto,cpu,cuda}", "engine "
+                           "config:", "sampling "
+                                      "params:", "of auto, adaptive_tree, ", "--top-p TOP_P keep",
         "coupled, ", "--seed SEED makes sampling repeatable; default: None",
     ):  # fmt: skip
         assert said in words, said
@@ -187,7 +238,8 @@ def test_flags_that_cannot_be_read_are_refused(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flag", "hint"), [("--device-memroy=4GB", "did you mean --device-memory?"), ("--xyzzy", "see test --help")]
+    ("flag", "hint"),
+    [("--device-memroy=4GB", "did you mean --device-memory?"), ("--xyzzy", "see test --help")],
 )
 def test_an_unknown_flag_is_one_sentence_with_a_hint(flag: str, hint: str) -> None:
     with pytest.raises(SettingsError) as refused:
@@ -203,7 +255,12 @@ def test_an_unknown_flag_is_one_sentence_with_a_hint(flag: str, hint: str) -> No
     [
         (SamplingParams, "max_new_tokens", [0, -1], [1, None]),
         (SamplingParams, "max_tokens", [0, -1], [1, None]),
-        (SamplingParams, "temperature", [-0.1, float("nan"), float("inf"), "warm"], [0.0, 100.0, None]),
+        (
+            SamplingParams,
+            "temperature",
+            [-0.1, float("nan"), float("inf"), "warm"],
+            [0.0, 100.0, None],
+        ),
         (SamplingParams, "top_p", [0.0, 1.1, -1.0, float("nan")], [1e-9, 1.0]),
         (SamplingParams, "top_k", [-2], [-1, 0, 1, None]),
         (SamplingParams, "min_p", [-0.1, 1.1, float("nan")], [0.0, 1.0]),
@@ -211,7 +268,12 @@ def test_an_unknown_flag_is_one_sentence_with_a_hint(flag: str, hint: str) -> No
         (SamplingParams, "seed", [-1, 2**63], [0, 2**63 - 1, None]),
         (SamplingParams, "presence_penalty", [-2.1, 2.1, float("nan")], [-2.0, 2.0]),
         (SamplingParams, "frequency_penalty", [-2.1, 2.1, float("nan")], [-2.0, 2.0]),
-        (SamplingParams, "logit_bias", [{3: float("inf")}, {"3": 1.0}, [3], {3: None}], [{}, {3: float("-inf")}, None]),
+        (
+            SamplingParams,
+            "logit_bias",
+            [{3: float("inf")}, {"3": 1.0}, [3], {3: None}],
+            [{}, {3: float("-inf")}, None],
+        ),
         (SamplingParams, "min_tokens", [-1], [0, 5]),
         (SamplingParams, "n", [0], [1, 5]),
         (SamplingParams, "logprobs", [-2], [-1, 0, None]),
@@ -264,4 +326,9 @@ def test_an_error_is_one_sentence_of_what_is_needed_what_there_is_and_what_to_ch
     error = OffloadError("the cache", need="9 rows", have="8", change="lower --tree-size")
     assert str(error) == "the cache: needs 9 rows, has 8; lower --tree-size"
     assert str(OffloadError("the disk is gone")) == "the disk is gone"
-    assert (error.need, error.have, error.change, error.exit_code) == ("9 rows", "8", "lower --tree-size", 3)
+    assert (error.need, error.have, error.change, error.exit_code) == (
+        "9 rows",
+        "8",
+        "lower --tree-size",
+        3,
+    )

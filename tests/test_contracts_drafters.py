@@ -1,4 +1,6 @@
-"""Every drafter: the trees it may propose, for every rule that takes them, and that its draws are what they say they are."""
+"""Every drafter: the trees it may propose, for every rule that takes them, and that its draws are
+what they say they are.
+"""
 
 import itertools
 
@@ -42,7 +44,9 @@ def seen(name, rule):
     return name, chosen.child_sampling or "without_replacement", chosen.coupled_up_to
 
 
-every_combination = pytest.mark.parametrize(("name", "rule"), {seen(*one): one for one in COMBINATIONS}.values())
+every_combination = pytest.mark.parametrize(
+    ("name", "rule"), {seen(*one): one for one in COMBINATIONS}.values()
+)
 
 
 def samples(rule):
@@ -50,7 +54,9 @@ def samples(rule):
 
 
 # What samples, with the rules that need it; adaptive_tree samples as static_tree does.
-SAMPLING = [(name, rule) for name, rule in COMBINATIONS if name == "static_tree" and samples(rule_of(rule))]
+SAMPLING = [
+    (name, rule) for name, rule in COMBINATIONS if name == "static_tree" and samples(rule_of(rule))
+]
 right = pytest.mark.parametrize(("name", "rule"), SAMPLING)
 
 
@@ -67,7 +73,10 @@ def llm(pair):
 
 
 def sequences_of(temperature, seed=0, n_new=N_NEW):
-    several = [SamplingParams(max_new_tokens=n, temperature=temperature, seed=seed + i) for i, n in enumerate(n_new)]
+    several = [
+        SamplingParams(max_new_tokens=n, temperature=temperature, seed=seed + i)
+        for i, n in enumerate(n_new)
+    ]
     return [Sequence(list(prompt), one, 200) for prompt, one in zip(PROMPTS, several, strict=True)]
 
 
@@ -80,7 +89,8 @@ def drafter_with(llm, sequences, name, *arguments, **options):
 
 
 def assert_tree(tree, sequence, n_nodes, vocab_size):
-    topology, tokens = tree.topology, tree.tokens
+    topology = tree.topology
+    tokens = tree.tokens
     assert 1 <= len(topology) == len(tokens) <= n_nodes
     assert int(topology.depths.max()) + 1 <= min(sequence.n_left, LIMITS.n_levels)
     assert int(tokens[0]) == sequence.tokens[-1]
@@ -98,7 +108,9 @@ def test_there_is_one_tree_for_each_sequence_within_its_limits(llm, name, rule, 
     for n_nodes in (1, 2, 5, 17):
         sequences = sequences_of(temperature)
         drafter = drafter_with(llm, sequences, name, rule, LIMITS)
-        assert drafter.limits.n_nodes <= LIMITS.n_nodes and drafter.limits.n_levels <= LIMITS.n_levels
+        assert (
+            drafter.limits.n_nodes <= LIMITS.n_nodes and drafter.limits.n_levels <= LIMITS.n_levels
+        )
         before = [list(one.tokens) for one in sequences]
         trees = drafter.propose(sequences, n_nodes)
         assert [one.tokens for one in sequences] == before
@@ -114,7 +126,9 @@ def test_there_is_one_tree_for_each_sequence_within_its_limits(llm, name, rule, 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_a_size_or_depth_that_was_asked_for_stays_within_the_limits(llm, name, temperature, fixed):
     sequences = sequences_of(temperature)
-    drafter = drafter_with(llm, sequences, name, drafter_type(name).best_rule, DraftLimits(17, 6, **fixed))
+    drafter = drafter_with(
+        llm, sequences, name, drafter_type(name).best_rule, DraftLimits(17, 6, **fixed)
+    )
     for tree, sequence in zip(drafter.propose(sequences, 9), sequences, strict=True):
         assert_tree(tree, sequence, 9, 128)
 
@@ -122,8 +136,11 @@ def test_a_size_or_depth_that_was_asked_for_stays_within_the_limits(llm, name, t
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("name", MODEL_DRAFTERS)
 def test_a_size_that_was_asked_for_is_met_whatever_drafting_costs(llm, name, temperature):
-    sequences, limits = sequences_of(temperature)[3:], DraftLimits(9, 6, fixed_size=True)
-    drafter = drafter_with(llm, sequences, name, drafter_type(name).best_rule, limits, level_s=1000.0)
+    sequences = sequences_of(temperature)[3:]
+    limits = DraftLimits(9, 6, fixed_size=True)
+    drafter = drafter_with(
+        llm, sequences, name, drafter_type(name).best_rule, limits, level_s=1000.0
+    )
     (tree,) = drafter.propose(sequences, 9)
     assert len(tree.topology) == 9
 
@@ -132,7 +149,10 @@ def test_a_size_that_was_asked_for_is_met_whatever_drafting_costs(llm, name, tem
 @every_combination
 def test_the_same_seed_gives_the_same_trees(llm, name, rule, temperature):
     both = [sequences_of(temperature, seed=4) for _ in range(2)]
-    several = [drafter_with(llm, sequences, name, rule, LIMITS).propose(sequences, 17) for sequences in both]
+    several = [
+        drafter_with(llm, sequences, name, rule, LIMITS).propose(sequences, 17)
+        for sequences in both
+    ]
     for one, other in zip(*several, strict=True):
         assert one.topology.parents.tolist() == other.topology.parents.tolist()
         assert torch.equal(one.tokens, other.tokens)
@@ -140,7 +160,9 @@ def test_the_same_seed_gives_the_same_trees(llm, name, rule, temperature):
 
 @every_combination
 def test_a_drafter_goes_on_after_every_verdict_on_every_node(llm, name, rule):
-    """Whatever was accepted, of whatever tree, with whatever bonus; the next trees are as good as the first."""
+    """Whatever was accepted, of whatever tree, with whatever bonus; the next trees are as good as
+    the first.
+    """
     for temperature in (0.0, 0.8):
         sequences = sequences_of(temperature)
         drafter = drafter_with(llm, sequences, name, rule, LIMITS)
@@ -150,7 +172,9 @@ def test_a_drafter_goes_on_after_every_verdict_on_every_node(llm, name, rule):
                 assert_tree(tree, sequence, 17, 128)
                 path = tree.topology.path_to(min(node, len(tree.candidates().topology) - 1))
                 verdict = Verdict(tuple(path), (7 * node + 3) % 128)
-                logits = torch.randn(len(tree.topology), 128, generator=torch.Generator().manual_seed(node))
+                logits = torch.randn(
+                    len(tree.topology), 128, generator=torch.Generator().manual_seed(node)
+                )
                 drafter.learn(sequence, tree, verdict, top_tokens(logits, drafter.n_predicted))
                 sequence.extend([*tree.tokens[path].tolist(), verdict.bonus])
             sequences = [one for one in sequences if one.finish_reason is None]
@@ -176,7 +200,8 @@ def test_only_a_drafter_that_gives_draft_probs_samples(llm, name, rule):
         drafter_with(llm, sequences, name, rule, LIMITS).propose(sequences, 17)
         for sequences in (sequences_of(0.9), sequences_of(0.0))
     )
-    gives = drafter_type(name).gives_draft_probs and rule != "coupled"  # whose noise decides every token
+    # whose noise decides every token
+    gives = drafter_type(name).gives_draft_probs and rule != "coupled"
     assert any(tree.sampled is not None for tree in trees) == gives
     assert all(tree.sampled is None or not tree.sampled.is_sampled.any() for tree in zero), (
         "at temperature 0 nothing is drawn"
@@ -185,23 +210,32 @@ def test_only_a_drafter_that_gives_draft_probs_samples(llm, name, rule):
 
 @right
 def test_the_distributions_it_states_are_the_drafts_own(llm, pair, name, rule):
-    """The distribution used to verify is the one used to draw: the draft's own after the node's path, by transformers."""
+    """The distribution used to verify is the one used to draw: the draft's own after the node's
+    path, by transformers.
+    """
     temperature = 0.9
     sequences = sequences_of(temperature)
-    for tree, sequence in zip(drafter_of(llm, name, rule, LIMITS).propose(sequences, 17), sequences, strict=True):
+    for tree, sequence in zip(
+        drafter_of(llm, name, rule, LIMITS).propose(sequences, 17), sequences, strict=True
+    ):
         sampled = tree.sampled
         if sampled is None:
             continue
         assert sampled.draft_probs.dtype == torch.float32
         assert not sampled.independent or rule_of(rule).child_sampling == "independent"
-        assert sampled.is_sampled.shape == sampled.row_of.shape == (len(tree.topology),) and not sampled.is_sampled[0]
+        assert (
+            sampled.is_sampled.shape == sampled.row_of.shape == (len(tree.topology),)
+            and not sampled.is_sampled[0]
+        )
         for node in range(len(tree.topology)):
             is_sampled, given = drawn_children(tree, node)
             if not is_sampled:
                 continue
             probs = sampled.draft_probs[sampled.row_of[node]]
             logits = logits_of(pair.draft_model, sequence.tokens + tree.path_to(node))[-1]
-            torch.testing.assert_close(probs, torch.softmax(logits / temperature, -1), atol=1e-5, rtol=1e-3)
+            torch.testing.assert_close(
+                probs, torch.softmax(logits / temperature, -1), atol=1e-5, rtol=1e-3
+            )
             assert float(probs.min()) >= 0 and abs(float(probs.sum()) - 1) < 1e-5
             tokens = [int(tree.tokens[child]) for child in is_sampled]
             assert sampled.independent or len(set(tokens)) == len(tokens)
@@ -211,7 +245,9 @@ def test_the_distributions_it_states_are_the_drafts_own(llm, pair, name, rule):
 
 # Which tokens are drawn, below the root of the same prompt over and over
 
-VOCABULARY, N_DRAWS, TEMPERATURE = 6, 750, 0.8
+VOCABULARY = 6
+N_DRAWS = 750
+TEMPERATURE = 0.8
 
 
 @pytest.fixture(scope="module")
@@ -226,7 +262,8 @@ def exact_draws(probs, given, n, independent):
     probs = np.where(np.isin(np.arange(len(probs)), list(given)), 0.0, probs)
     found = {}
     for tokens in itertools.product(range(len(probs)), repeat=n):
-        left, p = probs.copy(), 1.0
+        left = probs.copy()
+        p = 1.0
         for token in tokens:
             p *= left[token] / left.sum()
             if not independent:
@@ -235,9 +272,12 @@ def exact_draws(probs, given, n, independent):
     return found
 
 
-@pytest.mark.parametrize("prompt", [[1], [2, 0, 3, 5, 2, 0, 3]], ids=["plain", "with something to copy"])
 @pytest.mark.parametrize(
-    ("name", "rule"), {rule_of(rule).child_sampling: (name, rule) for name, rule in SAMPLING}.values()
+    "prompt", [[1], [2, 0, 3, 5, 2, 0, 3]], ids=["plain", "with something to copy"]
+)
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    {rule_of(rule).child_sampling: (name, rule) for name, rule in SAMPLING}.values(),
 )
 def test_children_are_drawn_from_their_distribution(small, name, rule, prompt):
     """How many there are, and which are deterministic, is the same whatever is drawn."""
@@ -245,11 +285,18 @@ def test_children_are_drawn_from_their_distribution(small, name, rule, prompt):
         drafter = drafter_of(llm, name, rule, DraftLimits(5, 3, fixed_size=True))
         several = [SamplingParams(4, temperature=TEMPERATURE, seed=seed) for seed in range(N_DRAWS)]
         sequences = [Sequence(list(prompt), one, 64) for one in several]
-        trees = [tree for k in range(0, N_DRAWS, 250) for tree in drafter.propose(sequences[k : k + 250], 5)]
+        trees = [
+            tree
+            for k in range(0, N_DRAWS, 250)
+            for tree in drafter.propose(sequences[k : k + 250], 5)
+        ]
     roots = [drawn_children(tree, 0) for tree in trees]
-    n, given = len(roots[0][0]), roots[0][1]
+    n = len(roots[0][0])
+    given = roots[0][1]
     assert n >= 1 and all((len(is_sampled), others) == (n, given) for is_sampled, others in roots)
-    probs = torch.softmax(logits_of(small.draft_model, prompt)[-1].double() / TEMPERATURE, -1).numpy()
+    probs = torch.softmax(
+        logits_of(small.draft_model, prompt)[-1].double() / TEMPERATURE, -1
+    ).numpy()
     exact = exact_draws(probs, given, n, trees[0].sampled.independent)
     at = {tokens: i for i, tokens in enumerate(exact)}
     counts = np.zeros(len(exact))
@@ -272,13 +319,17 @@ def test_children_are_drawn_from_their_distribution(small, name, rule, prompt):
     [
         ({"drafter": "telepathy"}, ["'telepathy'", *registry.names("speculate.draft")]),
         ({"rule": "anarchy"}, ["'anarchy'", *registry.names("speculate.verify")]),
-        ({"drafter": "none", "draft_model": "somewhere"}, ["--draft-model", "--drafter none", "static_tree"]),
-        ({"drafter": "ngram", "draft_model": "somewhere"}, ["--draft-model", "--drafter ngram", "static_tree"]),
+        ({"drafter": "none", "draft_model": "somewhere"}, ["--draft-model", "--drafter "
+                                                                            "none", "static_tree"]),
+        ({"drafter": "ngram", "draft_model": "somewhere"}, ["--draft-model", "--drafter "
+                                                                             "ngram",
+                                                                             "static_tree"]),
         ({"drafter": "static_tree"}, ["--drafter static_tree", "--draft-model"]),
         ({"drafter": "dynamic_tree"}, ["--drafter dynamic_tree", "--draft-model"]),
         ({"drafter": "ngram", "rule": "sequoia"}, ["--rule sequoia", "ngram", "--rule match"]),
         ({"rule": "traversal"}, ["--rule traversal", "recycle", "--rule match"]),
-        ({"drafter": "dynamic_tree", "draft_model": "somewhere", "rule": "specinfer"}, ["--rule specinfer"]),
+        ({"drafter": "dynamic_tree", "draft_model": "somewhere", "rule": "specinfer"},
+            ["--rule specinfer"]),
     ],
 )  # fmt: skip
 def test_a_drafter_or_rule_that_cannot_be_is_refused(settings, words):
@@ -298,4 +349,8 @@ def test_a_drafter_or_rule_that_cannot_be_is_refused(settings, words):
 )
 def test_the_default_is_the_best_there_is(settings, drafter, rule):
     drafting = pick_drafter(EngineConfig("model", **settings))
-    assert (drafting.name, drafting.type, drafting.rule) == (drafter, drafter_type(drafter), rule_of(rule))
+    assert (drafting.name, drafting.type, drafting.rule) == (
+        drafter,
+        drafter_type(drafter),
+        rule_of(rule),
+    )

@@ -1,4 +1,6 @@
-"""The folder is the registry: a file is an entry by being there, and fits the contract of its folder."""
+"""The folder is the registry: a file is an entry by being there, and fits the contract of its
+folder.
+"""
 
 import inspect
 from pathlib import Path
@@ -32,44 +34,68 @@ def test_the_entries_of_a_folder_are_its_files(folder: str) -> None:
         assert registry.find(folder, name).__name__ == f"offload_rt.{folder}.{name}"
 
 
-@pytest.mark.parametrize("name", ["_dense", "__init__", "nothing", "", "none.py", "../draft/none", "draft.none"])
+@pytest.mark.parametrize(
+    "name", ["_dense", "__init__", "nothing", "", "none.py", "../draft/none", "draft.none"]
+)
 def test_what_is_no_entry_is_refused_with_those_there_are(name: str) -> None:
     with pytest.raises(SettingsError, match="adaptive_tree, ") as caught:
         registry.find("speculate.draft", name)
     assert repr(name) in str(caught.value)
 
 
-def test_a_new_file_is_an_entry_by_being_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_file_is_an_entry_by_being_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "brandnew.py").write_text("ANSWER = 42\n")
-    monkeypatch.setattr(offload_rt.speculate.draft, "__path__", [*offload_rt.speculate.draft.__path__, str(tmp_path)])
+    monkeypatch.setattr(
+        offload_rt.speculate.draft,
+        "__path__",
+        [*offload_rt.speculate.draft.__path__, str(tmp_path)],
+    )
     assert "brandnew" in registry.names("speculate.draft")
     assert registry.find("speculate.draft", "brandnew").ANSWER == 42
 
 
 # models/
 
-CONFIGS = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+CONFIGS = {
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+}
 SIZES = {
-    "vocab_size": 48, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-6, "max_position_embeddings": 64, "hidden_act": "silu",
+    "vocab_size": 48, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-6, "max_position_embeddings": 64,
+    "hidden_act": "silu",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("switch", [None, "attention_bias", "mlp_bias"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_familys_tensors_are_those_of_transformers(name: str, switch: str | None, tied: bool) -> None:
+def test_a_familys_tensors_are_those_of_transformers(
+    name: str, switch: str | None, tied: bool
+) -> None:
     family = FAMILIES[name]
     if switch is not None and switch not in family.keys:
         pytest.skip(f"{name} has no {switch}")
     peer_config = CONFIGS.get(name, Qwen2Config)  # transformers has no MiMo
     known = set(inspect.signature(peer_config).parameters) | {"num_key_value_heads"}
     sizes = {key: value for key, value in SIZES.items() if key in known}
-    raw = {"model_type": name, "architectures": [family.architecture], "tie_word_embeddings": tied, **sizes}
+    raw = {
+        "model_type": name,
+        "architectures": [family.architecture],
+        "tie_word_embeddings": tied,
+        **sizes,
+    }
     raw |= {switch: True} if switch else {}
     spec = spec_of(raw)
     with torch.device("meta"):
-        peer = AutoModelForCausalLM.from_config(peer_config(**{k: v for k, v in raw.items() if k != "model_type"}))
+        peer = AutoModelForCausalLM.from_config(
+            peer_config(**{k: v for k, v in raw.items() if k != "model_type"})
+        )
     # MiMo is a Qwen2 with a layer for multi-token prediction.
     assert type(peer).__name__ == family.architecture or name == "mimo"
     wanted = {key: tuple(tensor.shape) for key, tensor in peer.named_parameters()}
@@ -81,14 +107,21 @@ def test_a_familys_tensors_are_those_of_transformers(name: str, switch: str | No
 
 ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 OPTIONS = [
-    {}, {"head_dim": 6}, {"rope_theta": 5e5}, {"rope_scaling": {"type": "linear", "factor": 2.0}}, {"rope_scaling": None},
-    {"rope_parameters": {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 2e4}}, {"rope_scaling": ROPE},
-    {"rope_theta": 7.0, "rope_scaling": {**ROPE, "original_max_position_embeddings": 32}}, {"tie_word_embeddings": True},
+    {}, {"head_dim": 6}, {"rope_theta": 5e5}, {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    {"rope_scaling": None},
+    {"rope_parameters": {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 2e4}},
+    {"rope_scaling": ROPE},
+    {"rope_theta": 7.0, "rope_scaling": {**ROPE, "original_max_position_embeddings": 32}},
+    {"tie_word_embeddings": True},
     {"sliding_window": 5}, {"sliding_window": None}, {"use_sliding_window": True},
-    {"use_sliding_window": True, "max_window_layers": 1}, {"use_sliding_window": True, "max_window_layers": 0},
-    {"use_sliding_window": False, "sliding_window": 5, "max_window_layers": 0}, {"torch_dtype": "bfloat16"},
-    {"use_sliding_window": True, "sliding_window": 7, "layer_types": ["full_attention", "sliding_attention"] * 2},
-    {"dtype": "float16"}, {"dtype": "float32", "torch_dtype": "float16"}, {"attention_bias": True}, {"mlp_bias": True},
+    {"use_sliding_window": True, "max_window_layers": 1},
+    {"use_sliding_window": True, "max_window_layers": 0},
+    {"use_sliding_window": False, "sliding_window": 5, "max_window_layers": 0},
+    {"torch_dtype": "bfloat16"},
+    {"use_sliding_window": True, "sliding_window": 7,
+        "layer_types": ["full_attention", "sliding_attention"] * 2},
+    {"dtype": "float16"}, {"dtype": "float32", "torch_dtype": "float16"}, {"attention_bias": True},
+    {"mlp_bias": True},
 ]  # fmt: skip
 
 
@@ -96,7 +129,8 @@ OPTIONS = [
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_a_config_is_read_as_transformers_reads_it(name: str, options: dict[str, Any]) -> None:
     """Also what it leaves out, which transformers' class of the family decides."""
-    family, peer = FAMILIES[name], CONFIGS[name]
+    family = FAMILIES[name]
+    peer = CONFIGS[name]
     sizes = SIZES | {"num_hidden_layers": 4, "hidden_size": 32}
     if name == "llama":
         del sizes["num_key_value_heads"]
@@ -105,14 +139,17 @@ def test_a_config_is_read_as_transformers_reads_it(name: str, options: dict[str,
     raw = {"model_type": name, **sizes, **options}
     if not {*options} <= family.keys | COMMON:
         pytest.skip(f"{name} has no {', '.join(options)}")
-    spec, config = spec_of(raw), peer(**raw)
+    spec = spec_of(raw)
+    config = peer(**raw)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     assert (spec.head_dim, spec.n_kv_heads, spec.tied) == (
         head_dim,
         config.num_key_value_heads,
         config.tie_word_embeddings,
     )
-    assert spec.dtype_name == (None if config.dtype is None else str(config.dtype).removeprefix("torch."))
+    assert spec.dtype_name == (
+        None if config.dtype is None else str(config.dtype).removeprefix("torch.")
+    )
     kinds = getattr(config, "layer_types", ["sliding_attention"] * 4)
     window = getattr(config, "sliding_window", None)
     assert spec.windows == tuple(window if kind == "sliding_attention" else None for kind in kinds)
@@ -120,7 +157,11 @@ def test_a_config_is_read_as_transformers_reads_it(name: str, options: dict[str,
     config.head_dim = head_dim
     positions = torch.arange(90)
     for ours, theirs in zip(
-        *(rope.cos_sin(positions, positions + 1, torch.float32) for rope in (spec.rope, Rope(config))), strict=True
+        *(
+            rope.cos_sin(positions, positions + 1, torch.float32)
+            for rope in (spec.rope, Rope(config))
+        ),
+        strict=True,
     ):
         assert torch.equal(ours, theirs)
 
@@ -139,7 +180,8 @@ def _tree() -> DraftTree:
 def test_a_rule_gives_a_path_from_the_root_down_and_a_token_of_the_distribution(name: str) -> None:
     rule = rule_of(name)
     assert rule.child_sampling in (None, "without_replacement", "independent")
-    generator, sequence = torch.Generator().manual_seed(0), sequence_of(0)
+    generator = torch.Generator().manual_seed(0)
+    sequence = sequence_of(0)
     for _ in range(50):
         draft_probs = torch.rand(4, 7, generator=generator).pow(4)
         draft_probs[:, 0] = 0

@@ -1,4 +1,6 @@
-"""What every streamer promises: every layer once, in order, with its own bytes, pass after pass, whatever goes wrong."""
+"""What every streamer promises: every layer once, in order, with its own bytes, pass after pass,
+whatever goes wrong.
+"""
 
 import _thread
 import functools
@@ -64,7 +66,8 @@ class Host:
 
     def seen(self) -> list[tuple[int, bytes]]:
         """What was looked at, in order, once all compute has ended."""
-        looks, self._looks = self._looks, []
+        looks = self._looks
+        self._looks = []
         return looks
 
     def close(self) -> None:
@@ -106,7 +109,9 @@ class _Lane:
 
 
 class PretendedGPU(Host):
-    """A `CopyDevice` in this process: a lane for copies and one for compute, both late, ordered by nothing but events."""
+    """A `CopyDevice` in this process: a lane for copies and one for compute, both late, ordered by
+    nothing but events.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +146,8 @@ class PretendedGPU(Host):
         return _Event()
 
     def copy(self, moves: Sequence[tuple[Tensor, Tensor]], after: _Event) -> tuple[_Event, _Event]:
-        start, end = _Event(), _Event()
+        start = _Event()
+        end = _Event()
         start.is_recorded = end.is_recorded = True
         self.n_copies += 1
         is_ordered = after.is_recorded
@@ -199,7 +205,8 @@ class RealGPU(Host):
 
     def seen(self) -> list[tuple[int, bytes]]:
         torch.cuda.synchronize()
-        pending, self._pending = self._pending, []
+        pending = self._pending
+        self._pending = []
         return [(i, content(layout, data.cpu())) for i, layout, data in pending]
 
 
@@ -238,10 +245,17 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 class Watched:
-    """A tier that records its reads, may delay each at random, and does to one of them what a test asks."""
+    """A tier that records its reads, may delay each at random, and does to one of them what a test
+    asks.
+    """
 
     def __init__(
-        self, source: Tier, n_parallel: int = 3, late_s: float = 0.0, seed: int = 0, trap: Trap | None = None
+        self,
+        source: Tier,
+        n_parallel: int = 3,
+        late_s: float = 0.0,
+        seed: int = 0,
+        trap: Trap | None = None,
     ) -> None:
         self.n_parallel = n_parallel
         self.n_done: dict[int, int] = {}
@@ -282,7 +296,9 @@ class Chosen:
     """Some layers of a tier, in any order."""
 
     def __init__(self, source: Tier, order: Sequence[int]) -> None:
-        self.n_parallel, self._source, self._order = source.n_parallel, source, order
+        self.n_parallel = source.n_parallel
+        self._source = source
+        self._order = order
 
     def layout(self, i: int) -> Layout:
         return self._source.layout(self._order[i])
@@ -302,10 +318,17 @@ class _Pinned(MemoryTier):
 
 
 def build_sources(
-    device: Host, kinds: Sequence[str], n_slots: int, files: Any, wrap: Callable[[Tier], Tier] = lambda tier: tier
+    device: Host,
+    kinds: Sequence[str],
+    n_slots: int,
+    files: Any,
+    wrap: Callable[[Tier], Tier] = lambda tier: tier,
 ) -> tuple[LayerSources, list[Tier]]:
-    """Layers of which layer i lies in a tier of the kind `kinds[i]`; and the tiers that layers are streamed from."""
-    resident, host = MemoryTier(), MemoryTier(register=True) if isinstance(device, RealGPU) else _Pinned()
+    """Layers of which layer i lies in a tier of the kind `kinds[i]`; and the tiers that layers are
+    streamed from.
+    """
+    resident = MemoryTier()
+    host = MemoryTier(register=True) if isinstance(device, RealGPU) else _Pinned()
     made: dict[str, Tier] = {"host": host, "unpinned": MemoryTier()}
     for i, kind in enumerate(kinds):
         if kind == "device":
@@ -328,7 +351,9 @@ class Bench:
     kinds: Sequence[str]
 
     def sweep(self) -> None:
-        """One pass; every layer is looked at when it comes and just before the next is asked for."""
+        """One pass; every layer is looked at when it comes and just before the next is asked
+        for.
+        """
         with closing(self.streamer.sweep()) as sweep:
             for block in sweep:
                 self.device.look(block)
@@ -341,13 +366,19 @@ class Bench:
         assert [i for i, _ in seen] == [i for i in order for _ in range(2)]
         for i, got in seen:
             assert got == wanted(i), (
-                f"layer {i} has the bytes of {[j for j in range(N_LAYERS) if wanted(j) == got] or 'none'}"
+                f"layer {i} has the bytes of"
+                f" {[j for j in range(N_LAYERS) if wanted(j) == got] or 'none'}"
             )
 
 
 @contextmanager
 def bench(
-    name: str, make: type[Host], files: Any, kinds: Sequence[str] = ("disk",) * N_LAYERS, n_slots: int = 3, **how: Any
+    name: str,
+    make: type[Host],
+    files: Any,
+    kinds: Sequence[str] = ("disk",) * N_LAYERS,
+    n_slots: int = 3,
+    **how: Any,
 ) -> Iterator[Bench]:
     """A streamer over watched tiers; closed at the end, when none of its threads may be left."""
     if make is RealGPU and not torch.cuda.is_available():
@@ -386,7 +417,9 @@ def eventually(holds: Callable[[], bool]) -> bool:
 # The contract.
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=N_LAYERS),
     n_slots=st.integers(1, 4),
@@ -396,9 +429,18 @@ def eventually(holds: Callable[[], bool]) -> bool:
 )
 @every_bench
 def test_every_layer_comes_once_in_order_with_its_own_bytes(
-    name: str, make: type[Host], kinds: list[str], n_slots: int, n_parallel: int, late_s: float, seed: int, files: Any
+    name: str,
+    make: type[Host],
+    kinds: list[str],
+    n_slots: int,
+    n_parallel: int,
+    late_s: float,
+    seed: int,
+    files: Any,
 ) -> None:
-    with bench(name, make, files, kinds, n_slots, n_parallel=n_parallel, late_s=late_s, seed=seed) as b:
+    with bench(
+        name, make, files, kinds, n_slots, n_parallel=n_parallel, late_s=late_s, seed=seed
+    ) as b:
         for _ in range(4):
             b.sweep()
 
@@ -408,7 +450,9 @@ def test_every_layer_comes_once_in_order_with_its_own_bytes(
 def test_a_slot_is_not_refilled_while_its_block_is_in_use(
     name: str, make: type[Host], n_slots: int, files: Any
 ) -> None:
-    """Reads are fast here and compute is slow, so an early refill would be seen by the second look."""
+    """Reads are fast here and compute is slow, so an early refill would be seen by the second
+    look.
+    """
     with bench(name, make, files, n_slots=n_slots, n_parallel=4) as b:
         for _ in range(3):
             for block in b.streamer.sweep():
@@ -427,7 +471,10 @@ def test_the_next_pass_is_fetched_between_two_sweeps_and_no_further_than_there_a
     order = [i for i, kind in enumerate(kinds) if kind != "device"]
     with bench(name, make, files, kinds, n_slots) as b:
         tier = b.tiers[0]
-        n_parts = {i: len(tier.reads(i, torch.empty(tier.layout(i).nbytes, dtype=torch.uint8))) for i in order}
+        n_parts = {
+            i: len(tier.reads(i, torch.empty(tier.layout(i).nbytes, dtype=torch.uint8)))
+            for i in order
+        }
 
         def n_fetched(i: int) -> int:
             return tier.n_done.get(i, 0) // n_parts[i]
@@ -437,7 +484,9 @@ def test_the_next_pass_is_fetched_between_two_sweeps_and_no_further_than_there_a
         # Nobody sweeps yet, and nobody sweeps between the passes.
         for n_passes in range(4):
             n_before = n_passes * len(order)
-            assert eventually(lambda: all(n_fetched(i) > n_passes for i in order[:n_slots])), tier.n_done  # noqa: B023
+            assert eventually(lambda n=n_passes: all(n_fetched(i) > n for i in order[:n_slots])), (
+                tier.n_done
+            )
             time.sleep(0.01)
             assert n_before + n_slots <= sum(map(n_fetched, order)) <= n_before + most
             b.sweep()
@@ -459,7 +508,8 @@ def test_no_more_copies_are_enqueued_than_there_are_slots(n_slots: int, files: A
 def test_a_failed_read_is_raised_in_the_caller_and_the_next_sweep_starts_afresh(
     name: str, make: type[Host], at: tuple[int, int], files: Any
 ) -> None:
-    error, n_raised = LinkError("the disk has gone"), 0
+    error = LinkError("the disk has gone")
+    n_raised = 0
 
     def trap(i: int, n: int) -> None:
         nonlocal n_raised
@@ -486,14 +536,19 @@ def test_a_failed_read_is_raised_in_the_caller_and_the_next_sweep_starts_afresh(
 
 
 @every_bench
-def test_a_tier_that_stays_broken_fails_every_sweep_until_it_is_mended(name: str, make: type[Host], files: Any) -> None:
+def test_a_tier_that_stays_broken_fails_every_sweep_until_it_is_mended(
+    name: str, make: type[Host], files: Any
+) -> None:
     def trap(i: int, n: int) -> None:
         if i == 4:
             raise LinkError(f"layer {i} cannot be read")
 
     with bench(name, make, files, trap=trap) as b:
         for _ in range(3):
-            with pytest.raises(LinkError, match="layer 4 cannot be read"), closing(b.streamer.sweep()) as sweep:
+            with (
+                pytest.raises(LinkError, match="layer 4 cannot be read"),
+                closing(b.streamer.sweep()) as sweep,
+            ):
                 for _ in sweep:
                     pass
         b.tiers[0].trap = None
@@ -518,8 +573,11 @@ def test_a_sweep_given_up_half_way_leaves_the_next_one_whole(
 
 
 @every_bench
-def test_closing_waits_for_a_read_that_hangs_and_then_ends(name: str, make: type[Host], files: Any) -> None:
-    going, go_on = threading.Event(), threading.Event()
+def test_closing_waits_for_a_read_that_hangs_and_then_ends(
+    name: str, make: type[Host], files: Any
+) -> None:
+    going = threading.Event()
+    go_on = threading.Event()
 
     def trap(i: int, n: int) -> None:
         if i == 2:
@@ -550,7 +608,9 @@ def test_a_sweep_over_a_closed_streamer_is_an_error_rather_than_a_wait_without_e
         for sweep in (held, b.streamer.sweep()):
             ended: list[BaseException] = []
 
-            def go_on(sweep: Iterator[LayerView] = sweep, ended: list[BaseException] = ended) -> None:
+            def go_on(
+                sweep: Iterator[LayerView] = sweep, ended: list[BaseException] = ended
+            ) -> None:
                 try:
                     next(sweep)
                 except BaseException as error:
@@ -564,7 +624,9 @@ def test_a_sweep_over_a_closed_streamer_is_an_error_rather_than_a_wait_without_e
 
 
 @every_bench
-def test_a_sweep_that_is_held_half_way_does_not_disturb_the_next(name: str, make: type[Host], files: Any) -> None:
+def test_a_sweep_that_is_held_half_way_does_not_disturb_the_next(
+    name: str, make: type[Host], files: Any
+) -> None:
     """As when whoever caught an interrupt holds its traceback."""
     with bench(name, make, files) as b:
         for n in (1, 3, 4):
@@ -586,7 +648,8 @@ def test_a_sweep_that_is_held_half_way_does_not_disturb_the_next(name: str, make
 def test_an_interrupt_while_a_layer_is_waited_for_leaves_the_next_sweep_whole(
     name: str, make: type[Host], files: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    is_waited_for, n_parts = threading.Event(), itertools.count()
+    is_waited_for = threading.Event()
+    n_parts = itertools.count()
 
     def trap(i: int, n: int) -> None:
         if (i, n) == (3, 1) and next(n_parts) == 0:
@@ -606,12 +669,21 @@ def test_an_interrupt_while_a_layer_is_waited_for_leaves_the_next_sweep_whole(
 
 @pytest.mark.parametrize(("name", "make"), [bench for bench in BENCHES if "cuda" not in bench.id])
 def test_the_meter_counts_what_the_reads_moved(name: str, make: type[Host], files: Any) -> None:
-    with bench(name, make, files, ("disk", "device", "disk", "disk", "device", "disk"), n_slots=2, late_s=0.001) as b:
+    with bench(
+        name,
+        make,
+        files,
+        ("disk", "device", "disk", "disk", "device", "disk"),
+        n_slots=2,
+        late_s=0.001,
+    ) as b:
         assert eventually(lambda: b.streamer.meter.read()[0] > 0)
         for _ in range(3):
             b.sweep()
         started = time.perf_counter()
-        assert eventually(lambda: b.streamer.meter.read()[0] == sum(tier.nbytes for tier in b.tiers))
+        assert eventually(
+            lambda: b.streamer.meter.read()[0] == sum(tier.nbytes for tier in b.tiers)
+        )
         nbytes, busy_s = b.streamer.meter.read()
         assert nbytes >= 3 * sum(len(wanted(i)) for i in (0, 2, 3, 5))
         assert 0 < busy_s < started  # a share of real time; both count from the same clock
@@ -619,12 +691,15 @@ def test_the_meter_counts_what_the_reads_moved(name: str, make: type[Host], file
         assert b.streamer.meter.read() == b.streamer.meter.read(), "a closed streamer is not busy"
 
 
-@pytest.mark.parametrize("kinds", [("host",) * 6, ("disk", "host", "device", "disk", "host", "disk")])
+@pytest.mark.parametrize(
+    "kinds", [("host",) * 6, ("disk", "host", "device", "disk", "host", "disk")]
+)
 @pytest.mark.parametrize(("name", "make"), [bench for bench in BENCHES if "cuda" in bench.id])
 def test_the_meter_of_a_device_counts_each_copy_once(
     name: str, make: type[Host], kinds: Sequence[str], files: Any
 ) -> None:
-    n_slots, n_sweeps = 2, 6
+    n_slots = 2
+    n_sweeps = 6
     with bench(name, make, files, kinds, n_slots) as b:
         for _ in range(n_sweeps):
             b.sweep()
@@ -640,7 +715,9 @@ def test_the_meter_of_a_device_counts_each_copy_once(
 
 
 @every_bench
-def test_the_meter_says_how_long_no_layer_was_there(name: str, make: type[Host], files: Any) -> None:
+def test_the_meter_says_how_long_no_layer_was_there(
+    name: str, make: type[Host], files: Any
+) -> None:
     late_s = 0.01
 
     def late(i: int, n: int) -> None:
@@ -656,8 +733,12 @@ def test_the_meter_says_how_long_no_layer_was_there(name: str, make: type[Host],
 
 
 @every_bench
-def test_a_streamer_follows_other_sources_from_one_sweep_to_the_next(name: str, make: type[Host], files: Any) -> None:
-    """As rows of keys and values do: each time another choice, in another order, while the old one still comes."""
+def test_a_streamer_follows_other_sources_from_one_sweep_to_the_next(
+    name: str, make: type[Host], files: Any
+) -> None:
+    """As rows of keys and values do: each time another choice, in another order, while the old one
+    still comes.
+    """
     with bench(name, make, files, late_s=0.001) as b:
         for order in ([0, 1, 2, 3, 4, 5], [3, 1], [5], [2, 2, 0, 4, 1]):
             tier = Chosen(b.tiers[0], order)
@@ -670,7 +751,9 @@ def test_a_streamer_follows_other_sources_from_one_sweep_to_the_next(name: str, 
 
 
 @every_bench
-def test_where_all_is_resident_nothing_moves_and_no_thread_runs(name: str, make: type[Host], files: Any) -> None:
+def test_where_all_is_resident_nothing_moves_and_no_thread_runs(
+    name: str, make: type[Host], files: Any
+) -> None:
     with bench(name, make, files, ("device",) * 4, 0) as b:
         for _ in range(2):
             b.sweep()
@@ -678,7 +761,9 @@ def test_where_all_is_resident_nothing_moves_and_no_thread_runs(name: str, make:
         assert b.streamer.meter.waited_s == 0.0
 
 
-def test_the_trace_has_a_span_for_each_layer_in_the_lane_of_its_slot(files: Any, tmp_path: Path) -> None:
+def test_the_trace_has_a_span_for_each_layer_in_the_lane_of_its_slot(
+    files: Any, tmp_path: Path
+) -> None:
     trace = Trace()
     sources, tiers = build_sources(Host(), ("disk", "device", "disk", "disk"), 2, files)
     streamer = STREAMERS["threads"].open_streamer(sources, trace, torch.device("cpu"))
@@ -696,7 +781,8 @@ def test_the_trace_has_a_span_for_each_layer_in_the_lane_of_its_slot(files: Any,
 
 
 def test_copies_to_a_gpu_are_traced_by_their_events(files: Any, tmp_path: Path) -> None:
-    trace, device = Trace(), PretendedGPU()
+    trace = Trace()
+    device = PretendedGPU()
     sources, tiers = build_sources(device, ("host", "device", "host", "disk"), 2, files)
     streamer = CudaStreamer(sources, trace, device)
     started = time.perf_counter()
@@ -712,13 +798,18 @@ def test_copies_to_a_gpu_are_traced_by_their_events(files: Any, tmp_path: Path) 
     assert {"layer 0", "layer 2", "layer 3"} <= {*copied} and "layer 1" not in copied
     assert "layer 3" in found["disk, slot 0"]
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert max(event["ts"] + event["dur"] for event in events if event["ph"] == "X") <= (took + 1) * 1e6
+    assert (
+        max(event["ts"] + event["dur"] for event in events if event["ph"] == "X")
+        <= (took + 1) * 1e6
+    )
 
 
 def lanes_of(trace: Trace, folder: Path) -> dict[str, list[str]]:
     """The names of the spans of each lane, by their start."""
     trace.write(folder / "trace.json")
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
-    lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    lanes = {
+        event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"
+    }
     spans = [event for event in events if event["ph"] == "X"]
     return {name: [span["name"] for span in spans if span["tid"] == i] for i, name in lanes.items()}

@@ -1,4 +1,6 @@
-"""What every tier promises: a block is filled whole, in any order, by any threads, or LinkError is raised."""
+"""What every tier promises: a block is filled whole, in any order, by any threads, or LinkError is
+raised.
+"""
 
 import itertools
 import os
@@ -42,13 +44,19 @@ def some_layers(n: int = 4, dtype: torch.dtype = torch.bfloat16, seed: int = 0) 
     generator = torch.Generator().manual_seed(seed)
 
     def tensor(shape: tuple[int, ...]) -> Tensor:
-        block = torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8, generator=generator)
+        block = torch.randint(
+            0, 256, (*shape, dtype.itemsize), dtype=torch.uint8, generator=generator
+        )
         return block.view(-1).view(dtype).view(shape)
 
-    return [{name: tensor(shape) for name, shape in zip(NAMES, SHAPES, strict=True)} for _ in range(n)]
+    return [
+        {name: tensor(shape) for name, shape in zip(NAMES, SHAPES, strict=True)} for _ in range(n)
+    ]
 
 
-def on_disk(directory: Path, layers: Layers, n_files: int = 1, shuffle: int = 0) -> list[list[TensorRecord]]:
+def on_disk(
+    directory: Path, layers: Layers, n_files: int = 1, shuffle: int = 0
+) -> list[list[TensorRecord]]:
     """Write layers to files, their tensors shuffled, and return where each tensor came to lie."""
     where = [(i, name) for i, layer in enumerate(layers) for name in layer]
     random.Random(shuffle).shuffle(where)
@@ -57,7 +65,9 @@ def on_disk(directory: Path, layers: Layers, n_files: int = 1, shuffle: int = 0)
         path = directory / f"part-{n}.safetensors"
         write_file(path, {f"{i}.{name}": layers[i][name] for i, name in where[n::n_files]})
         records |= read_header(path)
-    return [[replace(records[f"{i}.{name}"], key=name) for name in NAMES] for i in range(len(layers))]
+    return [
+        [replace(records[f"{i}.{name}"], key=name) for name in NAMES] for i in range(len(layers))
+    ]
 
 
 def make_tier(name: str, layers: Layers, directory: Path) -> Tier:
@@ -77,7 +87,9 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
     made.close()
 
 
-def read_into(tier: Tier, i: int, poison: int, order: Callable[[list[Any]], list[Any]] = list) -> dict[str, Tensor]:
+def read_into(
+    tier: Tier, i: int, poison: int, order: Callable[[list[Any]], list[Any]] = list
+) -> dict[str, Tensor]:
     """The tensors of block i after reading it over poison."""
     layout = tier.layout(i)
     block = host_block(layout.nbytes)
@@ -120,7 +132,10 @@ def test_reads_may_be_done_in_any_order_and_again(tier: Tier) -> None:
     shuffler = random.Random(0)
     for _ in range(5):
         for i in shuffler.sample(range(len(layers)), len(layers)):
-            assert same(read_into(tier, i, 0xA5, lambda reads: shuffler.sample(reads, len(reads))), layers[i])
+            assert same(
+                read_into(tier, i, 0xA5, lambda reads: shuffler.sample(reads, len(reads))),
+                layers[i],
+            )
 
 
 def test_many_threads_may_read_at_once(tier: Tier) -> None:
@@ -158,7 +173,8 @@ def test_a_tier_says_how_many_reads_keep_it_busy_and_may_be_closed_again(tier: T
 
 
 def test_read_parallel_raises_the_first_error_and_starts_nothing_after_it() -> None:
-    error, done = LinkError("gone"), []
+    error = LinkError("gone")
+    done = []
 
     def fails() -> int:
         raise error
@@ -174,7 +190,8 @@ def test_read_parallel_raises_the_first_error_and_starts_nothing_after_it() -> N
 
 def test_no_read_goes_on_after_interrupted_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Future, "result", _interrupted)
-    shutdown, is_given_up = ThreadPoolExecutor.shutdown, threading.Event()
+    shutdown = ThreadPoolExecutor.shutdown
+    is_given_up = threading.Event()
     begun: list[int] = []
     ended: list[int] = []
 
@@ -263,7 +280,9 @@ class _Refusal:
 
 
 @pytest.fixture(params=["here", "no direct I/O", "/dev/shm"])
-def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def place(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Path]:
     """A folder on each kind of file system."""
     if request.param == "/dev/shm":
         if not os.access("/dev/shm", os.W_OK):
@@ -282,7 +301,9 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     assert refusal.n_refused or request.param == "here"
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     n_files=st.integers(1, 4),
     shuffle=st.integers(0, 100),
@@ -291,10 +312,17 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     n_parallel=st.integers(1, 8),
 )
 def test_tensors_may_lie_anywhere_in_any_file(
-    place: Path, n_files: int, shuffle: int, dtype: torch.dtype, request_nbytes: int, n_parallel: int
+    place: Path,
+    n_files: int,
+    shuffle: int,
+    dtype: torch.dtype,
+    request_nbytes: int,
+    n_parallel: int,
 ) -> None:
     layers = some_layers(3, dtype, shuffle)
-    tier = DiskTier(on_disk(place, layers, n_files, shuffle), ReadSettings(request_nbytes, n_parallel))
+    tier = DiskTier(
+        on_disk(place, layers, n_files, shuffle), ReadSettings(request_nbytes, n_parallel)
+    )
     for i, layer in enumerate(layers):
         block = host_block(tier.layout(i).nbytes)
         block.fill_(0xA5)
@@ -305,7 +333,9 @@ def test_tensors_may_lie_anywhere_in_any_file(
 
 def test_a_packed_block_is_as_if_packed_in_memory(place: Path) -> None:
     layers = some_layers()
-    tier = DiskTier(on_disk(place, layers, n_files=2, shuffle=3), ReadSettings(4096, 3), packed=True)
+    tier = DiskTier(
+        on_disk(place, layers, n_files=2, shuffle=3), ReadSettings(4096, 3), packed=True
+    )
     for i, layer in enumerate(layers):
         wanted = pack(layer)
         assert tier.layout(i) == wanted.layout
@@ -329,13 +359,16 @@ def test_a_file_cut_short_after_opening_is_an_error(place: Path, n_lost: int) ->
     tier = DiskTier(records, ReadSettings(4096, 2))
     path = records[0][0].path
     os.truncate(path, max(path.stat().st_size - n_lost, 0))
-    for i in range(len(layers)):  # also those of which nothing is lost: the file is no longer the one that was checked
+    # also those of which nothing is lost: the file is no longer the one that was checked
+    for i in range(len(layers)):
         with pytest.raises(LinkError, match=path.name):
             read_parallel(tier.reads(i, host_block(tier.layout(i).nbytes)), 2)
     tier.close()
 
 
-def test_a_read_that_the_system_refuses_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_that_the_system_refuses_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refused(*args: object) -> int:
         raise OSError(5, "Input/output error")
 
@@ -346,12 +379,16 @@ def test_a_read_that_the_system_refuses_is_an_error(tmp_path: Path, monkeypatch:
     tier.close()
 
 
-def test_reads_that_come_up_short_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_that_come_up_short_are_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A signal or a busy disk may end a read early."""
     whole = os.preadv
     layers = some_layers()
     tier = DiskTier(on_disk(tmp_path, layers, n_files=2))
-    monkeypatch.setattr(disk.os, "preadv", lambda file, views, at: whole(file, [views[0][:4096]], at))
+    monkeypatch.setattr(
+        disk.os, "preadv", lambda file, views, at: whole(file, [views[0][:4096]], at)
+    )
     for i, layer in enumerate(layers):
         assert same(read_into(tier, i, 0xA5), layer)
     tier.close()
@@ -395,16 +432,24 @@ def test_a_paced_link_is_never_faster_than_it_is_set() -> None:
     assert all(same(link.layout(i).views(blocks[i]), layers[i]) for i in range(2))
 
 
-def test_a_refusal_to_pin_is_not_raised_again_by_what_comes_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver's last error stays until somebody asks for it, and torch asks at its next launch."""
-    block, stale, zeros = host_block(4096), [], torch.zeros
+def test_a_refusal_to_pin_is_not_raised_again_by_what_comes_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The driver's last error stays until somebody asks for it, and torch asks at its next
+    launch.
+    """
+    block = host_block(4096)
+    stale = []
+    zeros = torch.zeros
 
     def launch(*sizes: int, device: str = "cpu") -> torch.Tensor:
         if stale:
             raise RuntimeError(f"CUDA error: {stale.pop()}")
         return zeros(*sizes)
 
-    cudart = SimpleNamespace(cudaHostRegister=lambda *_: stale.append("operation not supported") or 1)
+    cudart = SimpleNamespace(
+        cudaHostRegister=lambda *_: stale.append("operation not supported") or 1
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     monkeypatch.setattr(torch, "zeros", launch)
@@ -414,7 +459,8 @@ def test_a_refusal_to_pin_is_not_raised_again_by_what_comes_next(monkeypatch: py
 
 def test_blocks_want_huge_pages_of_private_memory() -> None:
     """Shared memory is in huge pages only where the system's owner has said so."""
-    block, permissions = host_block(16 << 20), ""
+    block = host_block(16 << 20)
+    permissions = ""
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, *rest = line.split()
         if not name.endswith(":"):

@@ -1,4 +1,6 @@
-"""What weights/ promises: the numbers of a layer, used out of one flat block, however a format stores them."""
+"""What weights/ promises: the numbers of a layer, used out of one flat block, however a format
+stores them.
+"""
 
 import itertools
 from contextlib import closing
@@ -28,7 +30,9 @@ from offload_rt.weights.layout import ALIGNMENT, PAGE, align_up, host_block, pac
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 TENSORS = st.lists(
-    st.tuples(st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple), st.sampled_from(DTYPES)),
+    st.tuples(
+        st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple), st.sampled_from(DTYPES)
+    ),
     min_size=1,
     max_size=8,
 )
@@ -41,7 +45,9 @@ def _tensors(shapes: list[tuple[tuple[int, ...], torch.dtype]]) -> dict[str, Ten
 @given(TENSORS)
 @settings(deadline=None, max_examples=50)
 def test_packed_slots_are_aligned_and_lie_apart_in_their_block(shapes: list) -> None:
-    layout = packed_layout((f"t{n}", shape, DType.of(dtype)) for n, (shape, dtype) in enumerate(shapes))
+    layout = packed_layout(
+        (f"t{n}", shape, DType.of(dtype)) for n, (shape, dtype) in enumerate(shapes)
+    )
     assert [(slot.shape, slot.dtype.torch) for slot in layout.entries] == shapes
     assert all(slot.offset % ALIGNMENT == 0 for slot in layout.entries)
     assert all(a.offset + a.nbytes <= b.offset for a, b in itertools.pairwise(layout.entries))
@@ -58,14 +64,17 @@ def test_packing_and_repacking_keep_every_byte(shapes: list) -> None:
         assert list(views) == list(tensors)
         assert all(raw_bytes(views[name]) == raw_bytes(tensor) for name, tensor in tensors.items())
         assert all(
-            view.untyped_storage().data_ptr() == image.block.untyped_storage().data_ptr() for view in views.values()
+            view.untyped_storage().data_ptr() == image.block.untyped_storage().data_ptr()
+            for view in views.values()
         )
 
 
 def test_tensors_that_touch_are_one() -> None:
     """In their order, of one dtype and width, without a gap."""
     shapes = {"a": (64, 4), "b": (32, 4), "c": (3, 4), "d": (64, 4), "e": (64, 2)}
-    tensors = {name: torch.randn(shape) for name, shape in shapes.items()} | {"f": torch.ones(64, 2).bfloat16()}
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()} | {
+        "f": torch.ones(64, 2).bfloat16()
+    }
     packed = pack(tensors)
     for names in ("ab", "abc", "b", "bc"):
         entry = packed.layout.joined(names)
@@ -77,7 +86,9 @@ def test_tensors_that_touch_are_one() -> None:
 
 def test_a_block_from_the_disk_is_packed_in_the_order_of_use(tmp_path: Path) -> None:
     """However the file is sorted: matrices of one input touch, and so do their biases."""
-    config = llama_config(model_type="qwen2", architectures=["Qwen2ForCausalLM"], hidden_size=64, head_dim=32)
+    config = llama_config(
+        model_type="qwen2", architectures=["Qwen2ForCausalLM"], hidden_size=64, head_dim=32
+    )
     tensors = llama_tensors(config)
     for i, (name, n) in itertools.product(range(3), (("q", 128), ("k", 64), ("v", 64))):
         tensors[f"model.layers.{i}.self_attn.{name}_proj.bias"] = torch.randn(n)
@@ -136,22 +147,32 @@ CONFIGS = {
 @pytest.fixture(autouse=True)
 def second_format(monkeypatch: pytest.MonkeyPatch) -> None:
     """A file in the folder of formats is all that a new format needs."""
-    monkeypatch.setattr(formats, "__path__", [*formats.__path__, str(Path(int8_rows.__file__).parent)])
+    monkeypatch.setattr(
+        formats, "__path__", [*formats.__path__, str(Path(int8_rows.__file__).parent)]
+    )
 
 
 def _stored(fmt: WeightFormat, tensors: dict[str, Tensor], dtype: DType) -> list:
-    return [one for name, tensor in tensors.items() for one in fmt.stored(name, tuple(tensor.shape), dtype, Source({}))]
+    return [
+        one
+        for name, tensor in tensors.items()
+        for one in fmt.stored(name, tuple(tensor.shape), dtype, Source({}))
+    ]
 
 
 def test_every_format_is_found_by_the_config_it_matches() -> None:
-    assert set(registry.names("weights.formats")) == set(CONFIGS), "say here which config a new format matches"
+    assert set(registry.names("weights.formats")) == set(CONFIGS), (
+        "say here which config a new format matches"
+    )
     for name, config in CONFIGS.items():
         matching = [one for one in CONFIGS if registry.find("weights.formats", one).matches(config)]
         assert matching == [name]
         assert format_of(config).name == name
 
 
-@pytest.mark.parametrize("config", [{"quant_method": "exl3"}, {"quant_method": []}, {}, [], "int4", 7])
+@pytest.mark.parametrize(
+    "config", [{"quant_method": "exl3"}, {"quant_method": []}, {}, [], "int4", 7]
+)
 def test_a_config_that_no_format_matches_is_refused_by_name(config: object) -> None:
     with pytest.raises(UnsupportedModelError, match="'quantization_config'") as caught:
         format_of(config)
@@ -161,25 +182,40 @@ def test_a_config_that_no_format_matches_is_refused_by_name(config: object) -> N
 @pytest.mark.parametrize("computed_in", DTYPES)
 @pytest.mark.parametrize("stored_in", DTYPES)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_view_multiplies_with_the_rows_it_shows(name: str, stored_in: torch.dtype, computed_in: torch.dtype) -> None:
+def test_a_view_multiplies_with_the_rows_it_shows(
+    name: str, stored_in: torch.dtype, computed_in: torch.dtype
+) -> None:
     """Rows, products and biases are of the same numbers."""
-    fmt, bias, norm = format_of(CONFIGS[name]), torch.randn(7).to(stored_in), torch.randn(5).to(stored_in)
+    fmt = format_of(CONFIGS[name])
+    bias = torch.randn(7).to(stored_in)
+    norm = torch.randn(5).to(stored_in)
     tensors = {"first.weight": torch.randn(7, 5), "first.bias": bias, "norm.weight": norm}
     packed = pack({
-        name: (torch.randint(-9, 9, shape) / (8 if dtype.torch.is_floating_point else 1)).to(dtype.torch)
+        name: (torch.randint(-9, 9,
+            shape) / (8 if dtype.torch.is_floating_point else 1)).to(dtype.torch)
         for name, shape, dtype, _ in _stored(fmt, tensors, DType.of(stored_in))
     })  # fmt: skip
     packed.layout.views(packed.block)["first.bias"].copy_(bias)
     packed.layout.views(packed.block)["norm.weight"].copy_(norm)
-    view, x = fmt.view(packed.layout, packed.block, computed_in), torch.randn(3, 5).to(computed_in)
+    view = fmt.view(packed.layout, packed.block, computed_in)
+    x = torch.randn(3, 5).to(computed_in)
     matrix = view.rows(torch.arange(7), "first")
     assert matrix.dtype == computed_in
     assert matrix.abs().sum() > 0
     # A product may use the numbers before they are rounded to the dtype of the computation.
     exact = F.linear(x.double(), matrix.double(), bias.double())
-    tolerance = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}[computed_in]
-    torch.testing.assert_close(view.linear(x, "first").double(), exact, rtol=tolerance, atol=4 * tolerance)
-    assert all(torch.equal(one, view.linear(x, "first")) for one in view.linears(x, ("first", "first")))
+    tolerance = {
+        torch.float64: 1e-12,
+        torch.float32: 1e-6,
+        torch.float16: 2e-3,
+        torch.bfloat16: 2e-2,
+    }[computed_in]
+    torch.testing.assert_close(
+        view.linear(x, "first").double(), exact, rtol=tolerance, atol=4 * tolerance
+    )
+    assert all(
+        torch.equal(one, view.linear(x, "first")) for one in view.linears(x, ("first", "first"))
+    )
     assert torch.equal(view.rows(torch.tensor([3, 0, 3]), "first"), matrix[[3, 0, 3]])
     assert torch.equal(view.vector("norm"), norm.to(computed_in))
     assert view.vector("norm").dtype == computed_in
@@ -187,7 +223,9 @@ def test_a_view_multiplies_with_the_rows_it_shows(name: str, stored_in: torch.dt
 
 @pytest.mark.parametrize("computed_in", DTYPES)
 @pytest.mark.parametrize("stored_in", DTYPES)
-def test_dense_weights_are_the_tensors_of_the_file(stored_in: torch.dtype, computed_in: torch.dtype) -> None:
+def test_dense_weights_are_the_tensors_of_the_file(
+    stored_in: torch.dtype, computed_in: torch.dtype
+) -> None:
     weight = torch.randn(7, 5).to(stored_in)
     packed = pack({"first.weight": weight})
     view = format_of(None).view(packed.layout, packed.block, computed_in)
@@ -203,16 +241,25 @@ def test_dense_weights_are_the_tensors_of_the_file(stored_in: torch.dtype, compu
 def pair(tmp_path: Path) -> tuple[Path, Path]:
     """The same weights twice: as int8 rows, and dense as those are computed with."""
     config = llama_config(
-        num_hidden_layers=6, hidden_size=64, intermediate_size=96, head_dim=16, max_position_embeddings=256
+        num_hidden_layers=6,
+        hidden_size=64,
+        intermediate_size=96,
+        head_dim=16,
+        max_position_embeddings=256,
     )
-    tensors = {name: 3 * tensor for name, tensor in llama_tensors(config).items()}  # wide, so that texts vary
+    # wide, so that texts vary
+    tensors = {name: 3 * tensor for name, tensor in llama_tensors(config).items()}
     stored = int8_rows.quantized(tensors)
-    quantized = write_checkpoint(tmp_path / "int8", {**config, "quantization_config": int8_rows.CONFIG}, stored)
+    quantized = write_checkpoint(
+        tmp_path / "int8", {**config, "quantization_config": int8_rows.CONFIG}, stored
+    )
     return quantized, write_checkpoint(tmp_path / "dense", config, int8_rows.dequantized(stored))
 
 
 @pytest.mark.parametrize("place", ["resident", "disk", "mixed"])
-def test_a_second_format_generates_what_its_dequantised_weights_do(pair: tuple[Path, Path], place: str) -> None:
+def test_a_second_format_generates_what_its_dequantised_weights_do(
+    pair: tuple[Path, Path], place: str
+) -> None:
     quantized, dense = pair
     prompt = prompt_of(0, vocab_size=40)
     with open_llm(dense) as llm:
@@ -230,7 +277,9 @@ def test_memory_is_planned_by_the_bytes_of_the_format(pair: tuple[Path, Path]) -
     assert Sizes.of_checkpoint(open_checkpoint(pair[1]), DType.FLOAT64).view_nbytes == 64 * 96 * 8
 
 
-def test_tensors_of_another_format_than_the_config_says_are_refused(pair: tuple[Path, Path]) -> None:
+def test_tensors_of_another_format_than_the_config_says_are_refused(
+    pair: tuple[Path, Path],
+) -> None:
     quantized, dense = pair
     configs = [(one / "config.json").read_text() for one in pair]
     for directory, config in zip(pair, reversed(configs), strict=True):

@@ -1,4 +1,6 @@
-"""How long a small copy waits behind layers, on a pretended card with one copy engine and a clock of its own."""
+"""How long a small copy waits behind layers, on a pretended card with one copy engine and a clock
+of its own.
+"""
 
 from collections import deque
 from collections.abc import Iterator
@@ -14,14 +16,16 @@ from bench.gpu import paced
 from offload_rt.offload import copy_device
 from offload_rt.offload.copy_device import CopyDevice
 
-CHUNK, N_CHUNKS, N_LAYERS = 8, 6, 3
+CHUNK = 8
+N_CHUNKS = 6
+N_LAYERS = 3
 
 
 class Engine(TorchFunctionMode):
     """Copies of all streams, one byte a second.
 
-    By what is published of cards: what became ready first is served first, no stream before another, but a stream that has
-    its next copy ready when one ends goes on.
+    By what is published of cards: what became ready first is served first, no stream before
+    another, but a stream that has its next copy ready when one ends goes on.
     """
 
     def __init__(self) -> None:
@@ -39,7 +43,8 @@ class Engine(TorchFunctionMode):
 
     @contextmanager
     def on(self, stream: "Stream") -> Iterator[None]:
-        before, self.current = self.current, stream
+        before = self.current
+        self.current = stream
         yield
         self.current = before
 
@@ -55,7 +60,8 @@ class Engine(TorchFunctionMode):
             target, source = stream.work.popleft()[1]
             torch.Tensor.copy_(target, source)
             self.now += len(source)
-            last, stream.ready_at = stream, None
+            last = stream
+            stream.ready_at = None
 
     def _pass_moments(self) -> None:
         """Let every stream come to its next copy, as far as it may."""
@@ -97,7 +103,8 @@ class Stream:
 class Event:
     def __init__(self, engine: Engine, enable_timing: bool = False, blocking: bool = False) -> None:
         self.moment: Moment | None = None
-        self._engine, self._blocking = engine, blocking
+        self._engine = engine
+        self._blocking = blocking
         engine.n_timing += enable_timing
 
     def record(self, stream: Stream) -> None:
@@ -125,8 +132,11 @@ def some_bytes(n: int) -> Tensor:
 
 
 def wait_of_a_small_copy(engine: Engine, after: Event) -> int:
-    """Seconds until a copy of one byte on another stream is done, given to the card with all that is queued already."""
-    compute, done = Stream(engine), Event(engine, blocking=True)
+    """Seconds until a copy of one byte on another stream is done, given to the card with all that
+    is queued already.
+    """
+    compute = Stream(engine)
+    done = Event(engine, blocking=True)
     with engine.on(compute):
         torch.zeros(1).copy_(torch.ones(1), non_blocking=True)
     done.record(compute)
@@ -136,9 +146,12 @@ def wait_of_a_small_copy(engine: Engine, after: Event) -> int:
 
 
 @pytest.mark.parametrize("size", [CHUNK * N_CHUNKS, CHUNK])
-def test_on_one_stream_a_small_copy_waits_for_all_layers_even_in_chunks(engine: Engine, size: int) -> None:
+def test_on_one_stream_a_small_copy_waits_for_all_layers_even_in_chunks(
+    engine: Engine, size: int
+) -> None:
     """As it was, and why chunks alone do not help."""
-    stream, done = Stream(engine), Event(engine)
+    stream = Stream(engine)
+    done = Event(engine)
     with engine.on(stream):
         for _ in range(N_LAYERS * N_CHUNKS * CHUNK // size):
             some_bytes(size).copy_(some_bytes(size), non_blocking=True)
@@ -149,7 +162,10 @@ def test_on_one_stream_a_small_copy_waits_for_all_layers_even_in_chunks(engine: 
 def test_a_small_copy_waits_for_one_chunk(engine: Engine) -> None:
     device = CopyDevice(torch.device("cuda"))
     after = device.event()
-    layers = [(torch.zeros(CHUNK * N_CHUNKS, dtype=torch.uint8), some_bytes(CHUNK * N_CHUNKS)) for _ in range(N_LAYERS)]
+    layers = [
+        (torch.zeros(CHUNK * N_CHUNKS, dtype=torch.uint8), some_bytes(CHUNK * N_CHUNKS))
+        for _ in range(N_LAYERS)
+    ]
     for layer in layers:
         start, after = device.copy([layer], after)
     n_timing = engine.n_timing
@@ -162,12 +178,17 @@ def test_a_small_copy_waits_for_one_chunk(engine: Engine) -> None:
     assert (start.moment.at, after.moment.at) == (engine.now - N_CHUNKS * CHUNK, engine.now)
 
 
-def test_a_paced_link_takes_longer_for_each_chunk(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_paced_link_takes_longer_for_each_chunk(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A kernel spins as long as a copy takes; the next chunk waits for it on the other stream."""
     monkeypatch.setattr(paced, "spin_cycles_per_byte", lambda device: 1.0)
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda n: engine.current.put("copy", (torch.zeros(n), torch.zeros(n))))
+    monkeypatch.setattr(
+        torch.cuda, "_sleep", lambda n: engine.current.put("copy", (torch.zeros(n), torch.zeros(n)))
+    )
     device = paced.PacedDevice(torch.device("cuda"))
-    target, source = torch.zeros(CHUNK * N_CHUNKS, dtype=torch.uint8), some_bytes(CHUNK * N_CHUNKS)
+    target = torch.zeros(CHUNK * N_CHUNKS, dtype=torch.uint8)
+    source = some_bytes(CHUNK * N_CHUNKS)
     start, end = device.copy([(target, source)], device.event())
     device.wait(end)
     assert torch.equal(target, source) and end.moment.at - start.moment.at == 2 * CHUNK * N_CHUNKS
@@ -175,13 +196,15 @@ def test_a_paced_link_takes_longer_for_each_chunk(engine: Engine, monkeypatch: p
 
 def test_copies_wait_for_the_event_before_them_and_come_in_order(engine: Engine) -> None:
     """Of tensors of any length; a slot that is still computed from is not written to."""
-    device, compute = CopyDevice(torch.device("cuda")), Stream(engine)
+    device = CopyDevice(torch.device("cuda"))
+    compute = Stream(engine)
     used = device.event()
     with engine.on(compute):
         torch.zeros(100).copy_(torch.ones(100), non_blocking=True)
     used.record(compute)
     slot = torch.zeros(30, dtype=torch.uint8)
-    first, second = some_bytes(30), some_bytes(30)
+    first = some_bytes(30)
+    second = some_bytes(30)
     start, _ = device.copy([(slot[:3], first[:3]), (slot[3:], first[3:])], used)
     _, end = device.copy([(slot, second)], device.event())
     device.wait(end)

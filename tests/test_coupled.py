@@ -1,4 +1,6 @@
-"""Coupled sampling: the noise, what is drawn by it, and that a text is a function of prompt, model and seed alone."""
+"""Coupled sampling: the noise, what is drawn by it, and that a text is a function of prompt, model
+and seed alone.
+"""
 
 import itertools
 import math
@@ -7,7 +9,17 @@ import numpy as np
 import pytest
 import torch
 from texts import small_model
-from tiny import DRAFTERS, chi_square_p, drafter_of, engine_of, logits_of, open_llm, prompt_of, save_pair, sequence_of
+from tiny import (
+    DRAFTERS,
+    chi_square_p,
+    drafter_of,
+    engine_of,
+    logits_of,
+    open_llm,
+    prompt_of,
+    save_pair,
+    sequence_of,
+)
 
 from offload_rt import SamplingParams
 from offload_rt.executor.sequence import Sequence
@@ -33,11 +45,17 @@ ffffffff ffffffff ffffffff ffffffff  ffffffff ffffffff  408f276d 41c83b0e a20bc7
 
 def plain_philox(counter, key):
     """One block, as the paper has it, in numbers of any size."""
-    (a, b, c, d), (low, high) = counter, key
+    a, b, c, d = counter
+    low, high = key
     for _ in range(10):
-        first, second = a * 0xD2511F53, c * 0xCD9E8D57
-        a, b, c, d = (second >> 32) ^ b ^ low, second % 2**32, (first >> 32) ^ d ^ high, first % 2**32
-        low, high = (low + 0x9E3779B9) % 2**32, (high + 0xBB67AE85) % 2**32
+        first = a * 0xD2511F53
+        second = c * 0xCD9E8D57
+        a = (second >> 32) ^ b ^ low
+        b = second % 2**32
+        c = (first >> 32) ^ d ^ high
+        d = first % 2**32
+        low = (low + 0x9E3779B9) % 2**32
+        high = (high + 0xBB67AE85) % 2**32
     return [a, b, c, d]
 
 
@@ -64,7 +82,9 @@ def test_noise_is_a_function_of_seed_position_and_token(monkeypatch, seed):
 
 
 def test_the_logarithm_is_right_to_the_ends_of_the_range():
-    words = torch.cat([torch.arange(5000), torch.randint(2**32, (5000,)), 2**32 - 1 - torch.arange(5000)])
+    words = torch.cat(
+        [torch.arange(5000), torch.randint(2**32, (5000,)), 2**32 - 1 - torch.arange(5000)]
+    )
     x = (words.double() + 0.5) / 2**32
     found = noise._minus_log(x)
     assert torch.equal(found.float(), -torch.where(x > 0.5, torch.log1p(x - 1), x.log()).float())
@@ -74,12 +94,18 @@ def test_the_logarithm_is_right_to_the_ends_of_the_range():
 def test_noise_is_spread_as_it_should_be():
     """Of fixed seeds: each value, and the next one's beside it, in position, token and seed."""
     first, other = (exponentials(seed, 0, 150, 150, CPU).double() for seed in (3, 4))
-    tenth = {name: (-(-noise).expm1() * 10).long() for name, noise in (("first", first), ("other", other))}
+    tenth = {
+        name: (-(-noise).expm1() * 10).long()
+        for name, noise in (("first", first), ("other", other))
+    }
     pairs = {
         "position": (tenth["first"][:-1], tenth["first"][1:]),
         "token": (tenth["first"][:, :-1], tenth["first"][:, 1:]),
         "seed": (tenth["first"], tenth["other"]),
-        "upper word of the seed": (tenth["first"], (-(-exponentials(3 + 2**32, 0, 150, 150, CPU)).expm1() * 10).long()),
+        "upper word of the seed": (
+            tenth["first"],
+            (-(-exponentials(3 + 2**32, 0, 150, 150, CPU)).expm1() * 10).long(),
+        ),
     }
     for name, (one, beside) in pairs.items():
         counts = torch.bincount((10 * one + beside).flatten(), minlength=100).numpy()
@@ -87,7 +113,8 @@ def test_noise_is_spread_as_it_should_be():
 
 
 def test_rows_are_made_once_and_forgotten_behind(monkeypatch):
-    made, plain = [], exponentials
+    made = []
+    plain = exponentials
 
     def counted(seed, first, n, *more):
         made.append(n)
@@ -108,7 +135,9 @@ def test_rows_are_made_once_and_forgotten_behind(monkeypatch):
 
 @pytest.mark.parametrize("p", [[0.7, 0.3], [0.02, 0.98], [0.5, 0.1, 0.4], [0.25, 0.0, 0.75]])
 def test_a_token_is_drawn_on_a_part_of_all_noise_that_is_its_probability(p):
-    """Every noise of a grid over the unit cube: the midpoints of its cells, as those of 2**32 are in use."""
+    """Every noise of a grid over the unit cube: the midpoints of its cells, as those of 2**32 are
+    in use.
+    """
     n = 150 if len(p) == 2 else 26
     cells = noise._minus_log((torch.arange(n).double() + 0.5) / n).float()
     counts = np.zeros(len(p))
@@ -120,7 +149,8 @@ def test_a_token_is_drawn_on_a_part_of_all_noise_that_is_its_probability(p):
 
 def test_what_is_impossible_is_never_drawn():
     """Nor what cannot be told from it, and at temperature 0 only the most probable token is."""
-    tiny, largest = torch.tensor([0.0, 1e-45, 1.0, 0.0]), float(noise._minus_log(torch.tensor([2.0**-33]).double()))
+    tiny = torch.tensor([0.0, 1e-45, 1.0, 0.0])
+    largest = float(noise._minus_log(torch.tensor([2.0**-33]).double()))
     for one in (torch.full((4,), largest), torch.tensor([2.0**-33, largest, largest, 2.0**-33])):
         assert coupled.draw(tiny, one) == 2
         assert coupled.draw(tiny.double(), one) == 2
@@ -130,7 +160,9 @@ def test_draws_of_many_positions_have_the_distribution():
     """Also two in a row together; of one seed, as in one text."""
     p = torch.tensor([0.45, 0.3, 0.15, 0.1])
     tokens = [coupled.draw(p, row) for row in exponentials(11, 0, 6000, 4, CPU)]
-    pairs = np.bincount([4 * one + after for one, after in itertools.pairwise(tokens)], minlength=16)
+    pairs = np.bincount(
+        [4 * one + after for one, after in itertools.pairwise(tokens)], minlength=16
+    )
     assert chi_square_p(pairs, pairs.sum() * np.outer(p, p).ravel()) > 1e-6
 
 
@@ -147,7 +179,9 @@ N_NEW = 20
 
 
 def params_of(seed):
-    return [SamplingParams(max_new_tokens=N_NEW, seed=seed + i, **one) for i, one in enumerate(PARAMS)]
+    return [
+        SamplingParams(max_new_tokens=N_NEW, seed=seed + i, **one) for i, one in enumerate(PARAMS)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +201,9 @@ def plain_texts(pair):
 
 
 def test_plain_decoding_draws_by_the_noise(pair, plain_texts):
-    """By transformers' logits and the noise of each place; another seed, another text, but for temperature 0."""
+    """By transformers' logits and the noise of each place; another seed, another text, but for
+    temperature 0.
+    """
     for prompt, params, text in zip(PROMPTS, params_of(1), plain_texts[1], strict=True):
         tokens = list(prompt)
         for _ in range(N_NEW):
@@ -180,9 +216,12 @@ def test_plain_decoding_draws_by_the_noise(pair, plain_texts):
 
 
 @pytest.mark.parametrize(
-    ("drafter", "tree_size"), [*((name, 24) for name in DRAFTERS), ("recycle", 3), ("static_tree", 3)]
+    ("drafter", "tree_size"),
+    [*((name, 24) for name in DRAFTERS), ("recycle", 3), ("static_tree", 3)],
 )
-def test_texts_are_those_of_plain_decoding_whatever_drafts_them(pair, plain_texts, drafter, tree_size):
+def test_texts_are_those_of_plain_decoding_whatever_drafts_them(
+    pair, plain_texts, drafter, tree_size
+):
     """Token for token; together and alone."""
     settings = {"max_model_len": 64, "tree_size": tree_size, **pair.settings(drafter, "coupled")}
     with open_llm(pair.target, **settings) as llm:
@@ -197,7 +236,9 @@ def test_texts_are_those_of_plain_decoding_whatever_drafts_them(pair, plain_text
 
 def test_without_a_seed_every_text_is_another(pair):
     with open_llm(pair.target, max_model_len=64, rule="coupled") as llm:
-        outputs = llm.generate([PROMPTS[0]] * 3, SamplingParams(max_new_tokens=N_NEW, temperature=1.0))
+        outputs = llm.generate(
+            [PROMPTS[0]] * 3, SamplingParams(max_new_tokens=N_NEW, temperature=1.0)
+        )
     assert len({tuple(one.token_ids) for one in outputs}) == 3
 
 
@@ -213,12 +254,18 @@ def twin(tmp_path_factory):
 
 @pytest.mark.parametrize("drafter", ["static_tree", "dynamic_tree"])
 def test_a_draft_that_is_the_target_knows_what_will_be_drawn(twin, drafter):
-    """The most probable path after the noise is the text, to the last level, at any temperature and place."""
+    """The most probable path after the noise is the text, to the last level, at any temperature and
+    place.
+    """
     with open_llm(twin.target, draft_model=str(twin.draft), max_model_len=128) as llm:
         shape = Topology.chain(5) if drafter == "static_tree" else None
-        built = drafter_of(llm, drafter, "coupled", DraftLimits(40, 5, fixed_size=True), shape=shape)
+        built = drafter_of(
+            llm, drafter, "coupled", DraftLimits(40, 5, fixed_size=True), shape=shape
+        )
         engine = engine_of(llm, built, rule_of("coupled"), n_nodes=80)
-        several = [SamplingParams(40, temperature=temperature, seed=7) for temperature in (0.5, 1.4)]
+        several = [
+            SamplingParams(40, temperature=temperature, seed=7) for temperature in (0.5, 1.4)
+        ]
         for prompt, params in zip(([1, 2, 3], [4]), several, strict=True):
             engine.add(Sequence(list(prompt), params, 128))
         found = [len(event.token_ids) for _ in range(8) for event in engine.step()]
@@ -228,19 +275,27 @@ def test_a_draft_that_is_the_target_knows_what_will_be_drawn(twin, drafter):
 
 def test_what_is_learned_of_perturbed_trees_is_kept_apart(pair):
     with open_llm(pair.target, draft_model=str(pair.draft), max_model_len=64) as llm:
-        for name, kinds in (("dynamic_tree", {"coupled-dynamic 0.8"}), ("static_tree", {"coupled-deterministic 0.8"})):
+        for name, kinds in (
+            ("dynamic_tree", {"coupled-dynamic 0.8"}),
+            ("static_tree", {"coupled-deterministic 0.8"}),
+        ):
             drafter = drafter_of(llm, name, "coupled", DraftLimits(17, 6))
-            (tree,) = drafter.propose([Sequence(PROMPTS[0], SamplingParams(20, temperature=0.8, seed=1), 64)], 17)
+            (tree,) = drafter.propose(
+                [Sequence(PROMPTS[0], SamplingParams(20, temperature=0.8, seed=1), 64)], 17
+            )
             assert set(drafter.pair_stats.estimates) == kinds
             assert tree.sampled is None and len(tree.topology) > 1
 
 
 def test_a_verdict_depends_on_the_place_in_the_text():
     """The noise of the tokens that are there already is not used again."""
-    target, tree = torch.full((1, 50), 0.02), Topology.chain(1)
+    target = torch.full((1, 50), 0.02)
+    tree = Topology.chain(1)
     sequence = sequence_of(3)
     drawn = []
     for _ in range(12):
-        drawn.append(coupled.RULE.verify(DraftTree(tree, torch.tensor([0])), target, sequence).bonus)
+        drawn.append(
+            coupled.RULE.verify(DraftTree(tree, torch.tensor([0])), target, sequence).bonus
+        )
         sequence.tokens.append(drawn[-1])
     assert len(set(drawn)) > 6

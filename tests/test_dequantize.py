@@ -1,4 +1,6 @@
-"""Dequantising: the CUDA kernels against the plain torch reference, bit for bit, and that against its formula."""
+"""Dequantising: the CUDA kernels against the plain torch reference, bit for bit, and that against
+its formula.
+"""
 
 import random
 
@@ -27,30 +29,53 @@ KINDS = (*ORDERS, "float8")
 WORDS = {"plain": torch.int8, "e2m1": torch.uint8, "nf4": torch.uint8, "float8": torch.uint8}
 
 
-def case(kind: str, seed: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Packing, tuple[int, int]]:
-    """Random codes, scales, zero points, groups, packing and shape; scales reach beyond float16 on both sides."""
-    draw, generator = random.Random(f"{kind}{seed}"), torch.Generator().manual_seed(seed)
+def case(
+    kind: str, seed: int
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Packing, tuple[int, int]]:
+    """Random codes, scales, zero points, groups, packing and shape; scales reach beyond float16 on
+    both sides.
+    """
+    draw = random.Random(f"{kind}{seed}")
+    generator = torch.Generator().manual_seed(seed)
     shape = draw.choice([(1, 8), (65, 99), (40, 64), (33, 7)])
     bits = (
-        draw.choice([2, 3, 4, 5, 6, 7, 8]) if kind in ("rows", "columns") else 8 if kind in ("plain", "float8") else 4
+        draw.choice([2, 3, 4, 5, 6, 7, 8])
+        if kind in ("rows", "columns")
+        else 8
+        if kind in ("plain", "float8")
+        else 4
     )
     by_rows = kind in ("columns", "awq")
     size = draw.choice([1, 8, 13, 32, 200])
-    block = (size, 1) if by_rows else (draw.choice([1, 1, 4, 300]) if kind in ("plain", "float8") else 1, size)
+    block = (
+        (size, 1)
+        if by_rows
+        else (draw.choice([1, 1, 4, 300]) if kind in ("plain", "float8") else 1, size)
+    )
     is_float = kind in ("e2m1", "nf4", "float8")
     packing = Packing(
-        "plain" if kind == "float8" else kind, bits, block, 0 if is_float or kind == "plain" else 1 << bits - 1
+        "plain" if kind == "float8" else kind,
+        bits,
+        block,
+        0 if is_float or kind == "plain" else 1 << bits - 1,
     )
     grid = tuple(-(-n // one) for n, one in zip(shape, block, strict=True))
     dtype = WORDS.get(kind, torch.int32)
     codes = torch.randint(
-        torch.iinfo(dtype).min, torch.iinfo(dtype).max + 1, packing.words(*shape), generator=generator
+        torch.iinfo(dtype).min,
+        torch.iinfo(dtype).max + 1,
+        packing.words(*shape),
+        generator=generator,
     )
     codes = codes.to(dtype).view(torch.float8_e4m3fn) if kind == "float8" else codes.to(dtype)
-    scales = torch.randn(grid, generator=generator) * torch.exp(5 * torch.randn(grid, generator=generator))
+    scales = torch.randn(grid, generator=generator) * torch.exp(
+        5 * torch.randn(grid, generator=generator)
+    )
     low, high = (-128, 128) if kind == "plain" else (0, 1 << bits)
     zeros = (
-        torch.randint(low, high, grid, generator=generator, dtype=torch.int32) if not is_float and seed % 2 else None
+        torch.randint(low, high, grid, generator=generator, dtype=torch.int32)
+        if not is_float and seed % 2
+        else None
     )
     groups = None
     if kind != "float8" and seed % 3 == 0:
@@ -61,7 +86,9 @@ def case(kind: str, seed: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | 
 
 
 def bits_of(x: Tensor) -> Tensor:
-    return torch.where(x.isnan(), torch.zeros_like(x), x).view(torch.int16 if x.itemsize == 2 else torch.int32)
+    return torch.where(x.isnan(), torch.zeros_like(x), x).view(
+        torch.int16 if x.itemsize == 2 else torch.int32
+    )
 
 
 def assert_equal(mine: Tensor, expected: Tensor) -> None:
@@ -94,7 +121,8 @@ def test_the_kernel_gives_the_bits_of_the_reference(library: tuple[str, str], ki
     for seed in range(24):
         *args, packing, shape = case(kind, seed)
         for dtype in FLOATS:
-            given, expected = arguments(kind, seed, dtype, library[1]), torch.empty(shape, dtype=dtype)
+            given = arguments(kind, seed, dtype, library[1])
+            expected = torch.empty(shape, dtype=dtype)
             op(*given)
             reference_dequantize(*args, packing, expected)
             assert_equal(given[-1].cpu(), expected)
@@ -103,7 +131,9 @@ def test_the_kernel_gives_the_bits_of_the_reference(library: tuple[str, str], ki
 def test_what_torch_knows_of_the_op(library: tuple[str, str]) -> None:
     args = arguments("columns", 3, torch.bfloat16, library[1])
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(getattr(torch.ops, library[0]).dequantize.default, args, test_utils=checks)
+    torch.library.opcheck(
+        getattr(torch.ops, library[0]).dequantize.default, args, test_utils=checks
+    )
 
 
 @pytest.mark.parametrize(
@@ -122,7 +152,9 @@ def test_what_torch_knows_of_the_op(library: tuple[str, str]) -> None:
         (9, lambda x: x.T, "out must be contiguous"),
     ],
 )
-def test_wrong_arguments_are_refused_with_a_reason(library: tuple[str, str], place, change, message) -> None:
+def test_wrong_arguments_are_refused_with_a_reason(
+    library: tuple[str, str], place, change, message
+) -> None:
     args = arguments("columns", 3, torch.bfloat16, library[1])
     args[place] = change(args[place])
     with pytest.raises(RuntimeError, match=message):
@@ -145,7 +177,9 @@ def test_the_reference_is_the_formula(kind: str, dtype: torch.dtype) -> None:
         else:
             value = int.from_bytes(raw[row].tobytes(), "little")
             value >>= (
-                4 * (column // 8 * 8 + (0, 4, 1, 5, 2, 6, 3, 7)[column % 8]) if kind == "awq" else column * packing.bits
+                4 * (column // 8 * 8 + (0, 4, 1, 5, 2, 6, 3, 7)[column % 8])
+                if kind == "awq"
+                else column * packing.bits
             )
         if kind == "nf4":
             value = int(raw[row, column // 2]) >> (4 - 4 * (column % 2))
@@ -160,20 +194,30 @@ def test_the_reference_is_the_formula(kind: str, dtype: torch.dtype) -> None:
             value = float(torch.tensor(value, dtype=torch.uint8).view(torch.float8_e4m3fn))
         at = [row // packing.block[0], column // packing.block[1]]
         if groups is not None:
-            at[0 if packing.groups_rows else 1] = int(groups[row if packing.groups_rows else column])
+            at[0 if packing.groups_rows else 1] = int(
+                groups[row if packing.groups_rows else column]
+            )
         zero = packing.offset if zeros is None else int(zeros[tuple(at)])
         expected = torch.tensor(value - zero, dtype=torch.float64) * scales[tuple(at)].double()
-        torch.testing.assert_close(out[row, column], expected.to(scales.dtype).double(), rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(
+            out[row, column], expected.to(scales.dtype).double(), rtol=0, atol=0, equal_nan=True
+        )
 
 
 # The blocks of GGUF
 
 
 def random_blocks(name: str, seed: int) -> tuple[Tensor, tuple[int, int]]:
-    """Blocks of any bytes, so also of infinite scales and scales that are no numbers, and the shape of their matrix."""
-    block, n_rows, n_blocks = BLOCKS[name], 3 + 4 * seed, 1 + seed % 3
+    """Blocks of any bytes, so also of infinite scales and scales that are no numbers, and the shape
+    of their matrix.
+    """
+    block = BLOCKS[name]
+    n_rows = 3 + 4 * seed
+    n_blocks = 1 + seed % 3
     generator = torch.Generator().manual_seed(seed)
-    blocks = torch.randint(256, (n_rows, n_blocks * block.size), generator=generator, dtype=torch.uint8)
+    blocks = torch.randint(
+        256, (n_rows, n_blocks * block.size), generator=generator, dtype=torch.uint8
+    )
     return blocks, (n_rows, n_blocks * block.n)
 
 
@@ -184,8 +228,11 @@ def test_the_types_are_those_that_transformers_reads() -> None:
 
 
 @pytest.mark.parametrize("name", KERNEL_BLOCKS)
-def test_the_kernel_gives_the_bits_of_the_reference_for_blocks(library: tuple[str, str], name: str) -> None:
-    op, kind = getattr(torch.ops, library[0]).dequantize_blocks, list(KERNEL_BLOCKS).index(name)
+def test_the_kernel_gives_the_bits_of_the_reference_for_blocks(
+    library: tuple[str, str], name: str
+) -> None:
+    op = getattr(torch.ops, library[0]).dequantize_blocks
+    kind = list(KERNEL_BLOCKS).index(name)
     for seed in range(4):
         blocks, shape = random_blocks(name, seed)
         for dtype in FLOATS:
@@ -209,9 +256,15 @@ def test_the_kernel_gives_the_bits_of_the_reference_for_blocks(library: tuple[st
         (2, lambda x: x.double(), "out must be float32"),
     ],
 )
-def test_wrong_blocks_are_refused_with_a_reason(library: tuple[str, str], place, change, message) -> None:
+def test_wrong_blocks_are_refused_with_a_reason(
+    library: tuple[str, str], place, change, message
+) -> None:
     blocks, shape = random_blocks("Q4_K", 1)
-    args = [blocks.to(library[1]), list(KERNEL_BLOCKS).index("Q4_K"), torch.empty(shape, device=library[1])]
+    args = [
+        blocks.to(library[1]),
+        list(KERNEL_BLOCKS).index("Q4_K"),
+        torch.empty(shape, device=library[1]),
+    ]
     args[place] = change(args[place])
     with pytest.raises(RuntimeError, match=message):
         getattr(torch.ops, library[0]).dequantize_blocks(*args)
@@ -229,16 +282,28 @@ def test_types_without_a_kernel_are_what_transformers_makes_of_them() -> None:
 
 @pytest.mark.parametrize("name", ["Q5_0", "Q5_1"])
 def test_five_bits_are_those_of_the_formula(name: str) -> None:
-    """y[i] = (x[i] - 16) * d, or x[i] * d + m; the fifth bit of x[i] is bit i of 32, its others are nibbles i % 16."""
+    """y[i] = (x[i] - 16) * d, or x[i] * d + m; the fifth bit of x[i] is bit i of 32, its others are
+    nibbles i % 16.
+    """
     blocks, shape = random_blocks(name, 4)
-    out, n_head = torch.empty(shape), 2 if name == "Q5_0" else 4
+    out = torch.empty(shape)
+    n_head = 2 if name == "Q5_0" else 4
     reference_dequantize_blocks(blocks, name, out)
-    for block, row in zip(blocks.view(-1, BLOCKS[name].size).numpy(), out.view(-1, 32), strict=True):
-        head, fifth = block[:n_head].view(np.float16).astype(np.float32), block[n_head : n_head + 4].view(np.uint32)[0]
+    for block, row in zip(
+        blocks.view(-1, BLOCKS[name].size).numpy(), out.view(-1, 32), strict=True
+    ):
+        head = block[:n_head].view(np.float16).astype(np.float32)
+        fifth = block[n_head : n_head + 4].view(np.uint32)[0]
         for i, value in enumerate(row.tolist()):
-            code = int(block[n_head + 4 + i % 16]) >> 4 * (i // 16) & 15 | (int(fifth) >> i & 1) << 4
+            code = (
+                int(block[n_head + 4 + i % 16]) >> 4 * (i // 16) & 15 | (int(fifth) >> i & 1) << 4
+            )
             with np.errstate(invalid="ignore"):
-                exact = head[0] * np.float32(code - 16) if name == "Q5_0" else head[0] * np.float32(code) + head[1]
+                exact = (
+                    head[0] * np.float32(code - 16)
+                    if name == "Q5_0"
+                    else head[0] * np.float32(code) + head[1]
+                )
             assert value == exact or np.isnan(exact)
 
 

@@ -1,4 +1,6 @@
-"""The parts of drafting: what is copied, what is drawn, what is grown, what is planned, learned, kept and refused."""
+"""The parts of drafting: what is copied, what is drawn, what is grown, what is planned, learned,
+kept and refused.
+"""
 
 import heapq
 import itertools
@@ -45,7 +47,8 @@ few_tokens = st.lists(st.integers(0, 2), min_size=1, max_size=24)
 @given(few_tokens, st.integers(0, 6))
 def test_matches_are_the_longest_places_before(tokens, n_next):
     """Compared with looking at every place."""
-    n, places = len(tokens), []
+    n = len(tokens)
+    places = []
     for end in range(n - 1):
         n_equal = next(k for k in range(n + 1) if k > end or tokens[end - k] != tokens[n - 1 - k])
         if n_equal:
@@ -70,20 +73,31 @@ def paths_of(tree):
     return {tuple(tree.path_to(node)) for node in range(1, len(tree.topology))}
 
 
-@given(st.integers(1, 9), st.integers(0, 1000), st.lists(st.integers(0, 2), max_size=6), st.integers(1, 14))
+@given(
+    st.integers(1, 9),
+    st.integers(0, 1000),
+    st.lists(st.integers(0, 2), max_size=6),
+    st.integers(1, 14),
+)
 def test_a_copied_continuation_adds_exactly_what_is_not_there(n, seed, copied, n_nodes):
     generator = np.random.default_rng(seed)
-    parents, tokens = [-1], [0]
+    parents = [-1]
+    tokens = [0]
     for _ in range(n - 1):
         parent = int(generator.integers(len(parents)))
-        free = sorted({0, 1, 2} - {token for token, above in zip(tokens, parents, strict=True) if above == parent})
+        free = sorted(
+            {0, 1, 2}
+            - {token for token, above in zip(tokens, parents, strict=True) if above == parent}
+        )
         if free:
             parents.append(parent)
             tokens.append(int(generator.choice(free)))
     tree = DraftTree(Topology(np.array(parents)), torch.tensor(tokens), expected=1.5)
     appended = append_ngram(tree, tuple(copied), n_nodes)
     n = len(tree.topology)
-    assert appended.topology.parents[:n].tolist() == parents and appended.tokens[:n].tolist() == tokens
+    assert (
+        appended.topology.parents[:n].tolist() == parents and appended.tokens[:n].tolist() == tokens
+    )
     assert len(appended.topology) <= max(n, n_nodes)
     whole = paths_of(tree) | {tuple(copied[: k + 1]) for k in range(len(copied))}
     assert paths_of(appended) <= whole and len(paths_of(appended)) == len(appended.topology) - 1
@@ -91,7 +105,9 @@ def test_a_copied_continuation_adds_exactly_what_is_not_there(n, seed, copied, n
 
 
 def test_a_copied_continuation_beside_sampled_children_is_deterministic():
-    sampled = SampledNodes(np.array([False, True, True]), torch.full((1, 4), 0.25), np.array([0, -1, -1]))
+    sampled = SampledNodes(
+        np.array([False, True, True]), torch.full((1, 4), 0.25), np.array([0, -1, -1])
+    )
     tree = DraftTree(Topology(np.array([-1, 0, 0])), torch.tensor([0, 1, 2]), sampled)
     appended = append_ngram(tree, (3, 1), 9)
     assert appended.topology.parents.tolist() == [-1, 0, 0, 0, 3]
@@ -107,12 +123,17 @@ N_DRAWS = 20_000
 
 
 def in_order(probs, n, struck=()):
-    """The distribution of n tokens drawn without replacement: what is used up gives way to all that is left alike."""
+    """The distribution of n tokens drawn without replacement: what is used up gives way to all that
+    is left alike.
+    """
     found = {}
     for tokens in itertools.permutations(set(range(len(probs))) - set(struck), n):
-        p, left = 1.0, {token: float(probs[token]) for token in range(len(probs)) if token not in struck}
+        p = 1.0
+        left = {token: float(probs[token]) for token in range(len(probs)) if token not in struck}
         for token in tokens:
-            n_left, total, q = len(left), sum(left.values()), left.pop(token)
+            n_left = len(left)
+            total = sum(left.values())
+            q = left.pop(token)
             p *= q / total if total > 0 else 1 / n_left
         found[tokens] = p
     return found
@@ -141,7 +162,9 @@ def generator():
 def test_children_without_replacement(probs, n, struck):
     mask = torch.zeros(N_DRAWS, 6, dtype=torch.bool)
     mask[:, list(struck)] = True
-    children = child_sampling.without_replacement(probs.expand(N_DRAWS, -1), n, generator(), mask if struck else None)
+    children = child_sampling.without_replacement(
+        probs.expand(N_DRAWS, -1), n, generator(), mask if struck else None
+    )
     assert_drawn(children, in_order(probs, n, struck))
 
 
@@ -149,8 +172,11 @@ def test_children_without_replacement(probs, n, struck):
 
 
 def best_nodes(model, tokens, n, n_levels, temperature):
-    """The n paths of the highest cumulative probability below the last token, by transformers; brute force."""
-    paths, heap = [], [(-1.0, ())]
+    """The n paths of the highest cumulative probability below the last token, by transformers;
+    brute force.
+    """
+    paths = []
+    heap = [(-1.0, ())]
     while heap and len(paths) < n + 1:
         chance, path = heapq.heappop(heap)
         paths.append(path)
@@ -166,7 +192,9 @@ def test_a_grown_tree_is_the_most_probable_one(zoo, temperature, n_levels):
     """Its nodes are those of the highest chances, the most probable first; of no random numbers."""
     pair = zoo.pair("llama", 0)
     with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
-        drafter = drafter_of(llm, "dynamic_tree", "match", DraftLimits(12, n_levels, fixed_size=True), level_s=0.0)
+        drafter = drafter_of(
+            llm, "dynamic_tree", "match", DraftLimits(12, n_levels, fixed_size=True), level_s=0.0
+        )
         for seed in range(3):
             prompt = prompt_of(seed, 12)
             several = [SamplingParams(40, temperature=temperature, seed=seed) for seed in (1, 2)]
@@ -202,7 +230,9 @@ def test_what_was_learned_of_a_pair_is_there_again(zoo, cache, drafter):
     pair = zoo.pair("llama", 0)
     with open_llm(pair.target, **pair.settings(drafter)) as llm:
         for temperature in (0.0, 0.8):
-            llm.generate(prompt_of(0), SamplingParams(max_new_tokens=20, temperature=temperature, seed=1))
+            llm.generate(
+                prompt_of(0), SamplingParams(max_new_tokens=20, temperature=temperature, seed=1)
+            )
         learned = counts_of(llm.engine.drafter.pair_stats)
         pair_ids = llm.engine_plan.checkpoint.identity, llm.engine_plan.drafting.draft.identity
         assert not (cache / "pairs.json").exists()
@@ -230,14 +260,19 @@ def test_checkpoints_of_the_same_shapes_share_no_statistics(zoo, cache, tmp_path
         assert llm.engine.drafter.pair_stats.estimates
 
 
-ACCEPTANCE, CALIBRATION, BIAS = Acceptance().counts(), Calibration().counts(), ([0.0], [0.0])
+ACCEPTANCE = Acceptance().counts()
+CALIBRATION = Calibration().counts()
+BIAS = ([0.0], [0.0])
 NONSENSE = [
     None, 7, "text", [], [1], {}, {"dynamic 0.0": None}, {"dynamic 0.0": [ACCEPTANCE, CALIBRATION]},
     *({"dynamic 0.0": [acceptance, CALIBRATION, BIAS]} for acceptance in (
-        [ACCEPTANCE[0]], [["a"] * 32, [1.0] * 32], [[-1.0] * 32, [1.0] * 32], [[float("nan")] * 32, [1.0] * 32],
+        [ACCEPTANCE[0]], [["a"] * 32, [1.0] * 32], [[-1.0] * 32, [1.0] * 32],
+        [[float("nan")] * 32, [1.0] * 32],
         [None, None], [[[1.0]] * 32, [1.0] * 32], [[10**400] * 32, [1.0] * 32],
     )),
-    {"dynamic 0.0": [ACCEPTANCE, [[1.0], [1.0]], BIAS]}, {"dynamic 0.0": [ACCEPTANCE, CALIBRATION, [[], [1.0]]]},
+    {"dynamic "
+     "0.0": [ACCEPTANCE, [[1.0], [1.0]], BIAS]}, {"dynamic "
+                                                  "0.0": [ACCEPTANCE, CALIBRATION, [[], [1.0]]]},
 ]  # fmt: skip
 
 
@@ -280,7 +315,9 @@ def test_nonsense_about_passes_is_measured_anew(zoo, cache, monkeypatch):
     monkeypatch.setattr(profile, "_still_holds", lambda runner, compute: True)
     pair = zoo.pair("llama", 0)
     with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
-        runner, moved, rows = llm.engine.runner, llm.plan.pass_bytes, (16, 128)
+        runner = llm.engine.runner
+        moved = llm.plan.pass_bytes
+        rows = (16, 128)
         first = pass_profile(runner, moved, rows)
         assert pass_profile(runner, moved, rows).compute == first.compute
         spoil(cache / "passes.json", TIMES)
@@ -328,7 +365,9 @@ def test_acceptance_of_nodes_counts_what_became_of_them(zoo):
 
 
 def engine_plan(pair, **settings):
-    with LLM.open(EngineConfig(str(pair.target), device="cpu", max_model_len=64, **settings)) as llm:
+    with LLM.open(
+        EngineConfig(str(pair.target), device="cpu", max_model_len=64, **settings)
+    ) as llm:
         return llm.engine_plan
 
 
@@ -338,7 +377,9 @@ def test_the_draft_is_part_of_the_plan(zoo):
     copying = engine_plan(pair, tree_size=32)
     drafted = engine_plan(pair, draft_model=str(pair.draft), tree_size=32)
     assert (plain.plan.reserved.draft, plain.limits) == (0, DraftLimits(1, 1))
-    assert copying.plan.reserved.draft == 0 < copying.plan.reserved.cache - plain.plan.reserved.cache
+    assert (
+        copying.plan.reserved.draft == 0 < copying.plan.reserved.cache - plain.plan.reserved.cache
+    )
     weights = sum(path.stat().st_size for path in pair.draft.glob("*.safetensors"))
     assert drafted.plan.reserved.draft > weights * 0.9
     assert drafted.plan.reserved.cache == copying.plan.reserved.cache
@@ -388,19 +429,28 @@ def copy_of(directory, folder, tokenizer):
 
 
 def first_difference(one, other):
-    ours, theirs = ({i: text for text, i in tokenizer.get_vocab().items()} for tokenizer in (one, other))
+    ours, theirs = (
+        {i: text for text, i in tokenizer.get_vocab().items()} for tokenizer in (one, other)
+    )
     return next(i for i in range(999) if ours.get(i) != theirs.get(i))
 
 
 def test_another_tokenizer_is_refused_naming_the_first_token(zoo, tmp_path):
-    pair, ours = zoo.pair("llama", 0), byte_level()
+    pair = zoo.pair("llama", 0)
+    ours = byte_level()
     target = copy_of(pair.target, tmp_path / "target", ours)
     for name, theirs in (("longer", byte_level(330)), ("other", metaspace())):
         draft = copy_of(pair.draft, tmp_path / name, theirs)
-        with pytest.raises(SettingsError, match=rf"token {first_difference(ours, theirs)}\b") as caught:
+        with pytest.raises(
+            SettingsError, match=rf"token {first_difference(ours, theirs)}\b"
+        ) as caught:
             LLM(str(target), draft_model=str(draft), device="cpu")
         assert "tokenizer" in str(caught.value)
-    LLM.open(EngineConfig(str(target), str(copy_of(pair.draft, tmp_path / "same", byte_level())), device="cpu")).close()
+    LLM.open(
+        EngineConfig(
+            str(target), str(copy_of(pair.draft, tmp_path / "same", byte_level())), device="cpu"
+        )
+    ).close()
 
 
 def test_without_tokenizers_the_vocabularies_have_to_be_as_large(zoo, tmp_path):

@@ -23,12 +23,15 @@ from offload_rt.weights.checkpoint import open_checkpoint
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "models" / "demo-target"
 TINY = {
-    "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 8, "intermediate_size": 48, "tie_word_embeddings": True, "max_position_embeddings": 128,
+    "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8, "intermediate_size": 48, "tie_word_embeddings": True,
+    "max_position_embeddings": 128,
     "rms_norm_eps": 1e-3, "eos_token_id": None,
 }  # fmt: skip
 DEMO_LIKE = TINY | {
-    "vocab_size": 4096, "hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "vocab_size": 4096, "hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8,
+    "num_key_value_heads": 4,
     "head_dim": 32, "intermediate_size": 640, "rms_norm_eps": 1e-5, "model_type": "llama",
 }  # fmt: skip
 Sizes = namedtuple("Sizes", "hidden layers heads kv head_dim neurons")
@@ -55,7 +58,9 @@ def expand():
     del sys.modules["expand"]
 
 
-def make_source(directory, dtype=torch.float32, model=LlamaForCausalLM, config=LlamaConfig, **changes):
+def make_source(
+    directory, dtype=torch.float32, model=LlamaForCausalLM, config=LlamaConfig, **changes
+):
     """A random model of no small weights, norms included, so that every misplaced one shows."""
     torch.manual_seed(1)
     net = model(config(**TINY | changes))
@@ -72,7 +77,14 @@ def source(tmp_path):
 
 
 def flags_of(sizes):
-    names = ("--hidden-size", "--layers", "--heads", "--kv-heads", "--head-dim", "--intermediate-size")
+    names = (
+        "--hidden-size",
+        "--layers",
+        "--heads",
+        "--kv-heads",
+        "--head-dim",
+        "--intermediate-size",
+    )
     return [text for name, value in zip(names, sizes, strict=True) for text in (name, str(value))]
 
 
@@ -82,7 +94,9 @@ def run(expand, source, out, *flags, rc=0):
 
 
 def written(out):
-    """What a write to a folder or its files would change; a read may change the time of the last access."""
+    """What a write to a folder or its files would change; a read may change the time of the last
+    access.
+    """
     stats = {path.name: path.stat() for path in (out, *out.iterdir())}
     return {
         name: (stat.st_ino, stat.st_size, stat.st_mode, stat.st_mtime_ns, stat.st_ctime_ns)
@@ -91,7 +105,11 @@ def written(out):
 
 
 def weights_of(directory):
-    return {name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    return {
+        name: tensor
+        for path in directory.glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
 
 
 def load(directory):
@@ -100,8 +118,11 @@ def load(directory):
 
 @torch.no_grad()
 def assert_same_function(small, large, atol=1e-4):
-    ids = torch.randint(small.config.vocab_size, (2, 24), generator=torch.Generator().manual_seed(2))
-    expected, got = small(ids).logits, large(ids).logits
+    ids = torch.randint(
+        small.config.vocab_size, (2, 24), generator=torch.Generator().manual_seed(2)
+    )
+    expected = small(ids).logits
+    got = large(ids).logits
     assert expected.std() > 0.1
     torch.testing.assert_close(got, expected, atol=atol, rtol=0)
     options = {"max_new_tokens": 32, "min_new_tokens": 32, "do_sample": False, "pad_token_id": 0}
@@ -113,12 +134,17 @@ def test_logits_and_greedy_text_are_the_sources(expand, source, tmp_path, sizes,
     out = run(expand, source, tmp_path / "out", *flags_of(sizes))
     assert ("powers of two only" in capsys.readouterr().err) == (sizes in EXACT.values())
     large = load(out)
-    assert (large.config.hidden_size, large.config.num_hidden_layers) == (sizes.hidden, sizes.layers)
+    assert (large.config.hidden_size, large.config.num_hidden_layers) == (
+        sizes.hidden,
+        sizes.layers,
+    )
     assert_same_function(load(source), large)
 
 
 def test_groups_that_do_not_divide_and_an_untied_head(expand, tmp_path):
-    source = make_source(tmp_path / "source", hidden_size=48, num_attention_heads=6, tie_word_embeddings=False)
+    source = make_source(
+        tmp_path / "source", hidden_size=48, num_attention_heads=6, tie_word_embeddings=False
+    )
     out = run(expand, source, tmp_path / "out", *flags_of(Sizes(96, 4, 8, 4, 8, 64)))
     assert_same_function(load(source), load(out))
 
@@ -127,19 +153,36 @@ def test_groups_that_do_not_divide_and_an_untied_head(expand, tmp_path):
 def test_scaled_rope_and_more_positions(expand, tmp_path, rope):
     parameters = {"rope_type": rope, "rope_theta": 500.0, "factor": 4.0}
     if rope == "llama3":
-        parameters |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+        parameters |= {
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        }
     source = make_source(tmp_path / "source", rope_parameters=parameters)
-    out = run(expand, source, tmp_path / "out", *flags_of(EXACT["2 D, 4 head_dim"]), "--max-position-embeddings", "512")
+    out = run(
+        expand,
+        source,
+        tmp_path / "out",
+        *flags_of(EXACT["2 D, 4 head_dim"]),
+        "--max-position-embeddings",
+        "512",
+    )
     assert json.loads((out / "config.json").read_text())["max_position_embeddings"] == 512
     assert_same_function(load(source), load(out))
 
 
 def test_bfloat16_weights_are_copied_or_scaled_by_powers_of_two(expand, tmp_path):
-    """Brute force: each source value at the place where the large layer must have it, to the bit."""
+    """Brute force: each source value at the place where the large layer must have it, to the
+    bit.
+    """
     source = make_source(tmp_path / "source", torch.bfloat16)
     out = run(expand, source, tmp_path / "out", *flags_of(Sizes(160, 3, 4, 2, 32, 64)))
-    small, large = weights_of(source), weights_of(out)
-    layer, head_dim, wide, width = "model.layers.1.", 8, 32, 32
+    small = weights_of(source)
+    large = weights_of(out)
+    layer = "model.layers.1."
+    head_dim = 8
+    wide = 32
+    width = 32
     for name in ("input_layernorm.weight", "post_attention_layernorm.weight"):
         assert torch.equal(large[layer + name][:width], small[layer + name] / 2)
     assert json.loads((out / "config.json").read_text())["rms_norm_eps"] == 1e-3 / 4
@@ -149,7 +192,9 @@ def test_bfloat16_weights_are_copied_or_scaled_by_powers_of_two(expand, tmp_path
         query = large[layer + "self_attn.q_proj.weight"][turned, :width]
         assert torch.equal(query, 2 * small[layer + "self_attn.q_proj.weight"][row])
         for scale, start in ((1, 0), (0.5, width)):
-            column = large[layer + "self_attn.o_proj.weight"][start : start + width, head * wide + dim]
+            column = large[layer + "self_attn.o_proj.weight"][
+                start : start + width, head * wide + dim
+            ]
             assert torch.equal(column, scale * small[layer + "self_attn.o_proj.weight"][:, row])
     for start, factor in ((0, 1), (width, 0.5)):
         columns = large["model.embed_tokens.weight"][:, start : start + width]
@@ -171,7 +216,9 @@ def test_added_layers_lie_among_the_real_ones_and_add_exactly_zero(expand, sourc
 
 
 def test_values_that_cannot_matter_look_like_weights(expand, tmp_path):
-    """Few zeros but in the embedding, deviation like the source's, and no stretch of eight values twice."""
+    """Few zeros but in the embedding, deviation like the source's, and no stretch of eight values
+    twice.
+    """
     source = make_source(tmp_path / "source", torch.bfloat16)
     out = run(expand, source, tmp_path / "out", *flags_of(Sizes(512, 3, 16, 8, 32, 2600)))
     spread = weights_of(source)["model.layers.0.mlp.gate_proj.weight"].float().std()
@@ -182,7 +229,12 @@ def test_values_that_cannot_matter_look_like_weights(expand, tmp_path):
             assert 0.85 < tensor.float().std() / spread < 1.15, name
             values.append(tensor.flatten())
     bits = torch.cat(values).view(torch.int16).long()
-    factors = torch.randint(2**62, (8,), generator=torch.Generator().manual_seed(0)).mul(2).add(1).tolist()
+    factors = (
+        torch.randint(2**62, (8,), generator=torch.Generator().manual_seed(0))
+        .mul(2)
+        .add(1)
+        .tolist()
+    )
     windows = sum(bits[i : len(bits) - 8 + i] * factor for i, factor in enumerate(factors))
     has_zero = torch.nn.functional.max_pool1d((bits == 0)[None].float(), 8, 1)[0, :-1] > 0
     windows = windows[~has_zero]
@@ -192,7 +244,14 @@ def test_values_that_cannot_matter_look_like_weights(expand, tmp_path):
 
 @pytest.mark.parametrize("limit", [40_000, 400_000, 10**9])
 def test_shards_keep_their_size_and_their_layers_together(expand, source, tmp_path, limit):
-    out = run(expand, source, tmp_path / "out", *flags_of(EXACT["2 D, 4 head_dim"]), "--shard-size", str(limit))
+    out = run(
+        expand,
+        source,
+        tmp_path / "out",
+        *flags_of(EXACT["2 D, 4 head_dim"]),
+        "--shard-size",
+        str(limit),
+    )
     shards = sorted(out.glob("model-*.safetensors"))
     assert all(path.stat().st_size <= limit for path in shards)
     checkpoint = open_checkpoint(out)
@@ -208,7 +267,9 @@ def test_shards_keep_their_size_and_their_layers_together(expand, source, tmp_pa
 
 
 def test_never_more_than_a_shard_is_held(expand, source, tmp_path, monkeypatch):
-    made, held, make = [], [], expand.Expansion.tensor
+    made = []
+    held = []
+    make = expand.Expansion.tensor
 
     def weigh(self, piece):
         tensor = make(self, piece)
@@ -223,7 +284,8 @@ def test_never_more_than_a_shard_is_held(expand, source, tmp_path, monkeypatch):
 
 
 def test_a_second_call_changes_nothing(expand, source, tmp_path, capsys):
-    out, flags = tmp_path / "out", flags_of(EXACT["4 D"])
+    out = tmp_path / "out"
+    flags = flags_of(EXACT["4 D"])
     run(expand, source, out, *flags)
     before = written(out)
     assert {"tokenizer_config.json", "generation_config.json", "expansion.json"} <= set(before)
@@ -234,7 +296,8 @@ def test_a_second_call_changes_nothing(expand, source, tmp_path, capsys):
 
 @pytest.mark.parametrize("spoiled", ["retrained", "cut short", "tokenizer gone"])
 def test_a_stale_or_damaged_expansion_is_rebuilt(expand, source, tmp_path, spoiled):
-    out, flags = tmp_path / "out", flags_of(EXACT["4 D"])
+    out = tmp_path / "out"
+    flags = flags_of(EXACT["4 D"])
     run(expand, source, out, *flags)
     shard = next(out.glob("model-*.safetensors"))
     if spoiled == "retrained":
@@ -252,7 +315,10 @@ def test_a_stale_or_damaged_expansion_is_rebuilt(expand, source, tmp_path, spoil
 
 def test_the_same_seed_gives_the_same_bytes(expand, source, tmp_path):
     flags = flags_of(EXACT["4 D"])
-    outs = [run(expand, source, tmp_path / f"{i}", *flags, "--seed", seed) for i, seed in enumerate("001")]
+    outs = [
+        run(expand, source, tmp_path / f"{i}", *flags, "--seed", seed)
+        for i, seed in enumerate("001")
+    ]
     one, two, other = map(weights_of, outs)
     assert all(torch.equal(one[name], two[name]) for name in one)
     key = "model.layers.0.mlp.gate_proj.weight"
@@ -271,10 +337,15 @@ def test_anything_else_at_out_is_refused(expand, source, tmp_path, capsys):
     run(expand, source, tmp_path / "empty", *flags_of(EXACT["4 D"]))
 
 
-@pytest.mark.parametrize(("failure", "rc"), [(KeyboardInterrupt(), 130), (OSError(28, "disk full", "shard"), 3)])
+@pytest.mark.parametrize(
+    ("failure", "rc"), [(KeyboardInterrupt(), 130), (OSError(28, "disk full", "shard"), 3)]
+)
 @pytest.mark.parametrize("is_rebuild", [False, True])
-def test_an_interrupted_writing_leaves_nothing(expand, source, tmp_path, monkeypatch, failure, rc, is_rebuild):
-    out, flags = tmp_path / "out", [*flags_of(EXACT["4 D"]), "--shard-size", "500K"]
+def test_an_interrupted_writing_leaves_nothing(
+    expand, source, tmp_path, monkeypatch, failure, rc, is_rebuild
+):
+    out = tmp_path / "out"
+    flags = [*flags_of(EXACT["4 D"]), "--shard-size", "500K"]
     if is_rebuild:
         run(expand, source, out, *flags)
         (out / "tokenizer_config.json").unlink()
@@ -320,7 +391,8 @@ def test_what_cannot_hold_the_source_is_refused(expand, source, tmp_path, capsys
 @pytest.mark.parametrize(("changes", "words"), [
     ({"attention_bias": True}, "without biases"),
     ({"mlp_bias": True}, "without biases"),
-    ({"model": MistralForCausalLM, "config": MistralConfig, "sliding_window": None}, "has a mistral"),
+    ({"model": MistralForCausalLM, "config": MistralConfig, "sliding_window": None}, "has a "
+                                                                                     "mistral"),
     ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rotary"),
 ])  # fmt: skip
 def test_sources_that_cannot_be_expanded_are_refused(expand, tmp_path, capsys, changes, words):
@@ -350,7 +422,9 @@ def test_every_named_llama_holds_the_demo_target_exactly(expand):
         assert math.log2(expand.residual_of(source, target).mean_square) % 2 == 0
 
 
-@pytest.mark.skipif(not (DEMO / "config.json").exists(), reason="models/demo-target has not been trained")
+@pytest.mark.skipif(
+    not (DEMO / "config.json").exists(), reason="models/demo-target has not been trained"
+)
 def test_the_demo_targets_text(expand, tmp_path):
     out = run(expand, DEMO, tmp_path / "out", "--size", "50MB")
     assert abs(open_checkpoint(out).nbytes / 50e6 - 1) < 0.05

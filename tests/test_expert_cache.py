@@ -1,4 +1,6 @@
-"""Experts of mixtures that come as rows need them: none is left out, none is read that is there, the output is the same."""
+"""Experts of mixtures that come as rows need them: none is left out, none is read that is there,
+the output is the same.
+"""
 
 import random
 import threading
@@ -11,7 +13,13 @@ import pytest
 import torch
 from checkpoints import pack
 from pretended_card import pretended_card
-from test_contracts_stream import Host, PretendedGPU, Watched, _layers, content, files, wanted  # noqa: F401
+from test_contracts_stream import (
+    Host,
+    PretendedGPU,
+    Watched,
+    _layers,
+    wanted,
+)
 from tiny import feed, generate, keep_steady, prompt_of, runner_of
 
 from bench.models import config_of, random_model
@@ -49,9 +57,12 @@ DEVICES = pytest.mark.parametrize("make", [Host, PretendedGPU, FarGPU])
 
 
 @contextmanager
-def cache_on(make, files, n_slots, n_on_host=2, **how):  # noqa: F811
-    """A cache of experts that are the six layers of the streamers' tests; its tier, and its device."""
-    before, device = {*threading.enumerate()}, make()
+def cache_on(make, files, n_slots, n_on_host=2, **how):
+    """A cache of experts that are the six layers of the streamers' tests; its tier, and its
+    device.
+    """
+    before = {*threading.enumerate()}
+    device = make()
     streamer = device.stream("threads", LayerSources(MemoryTier(), (), 0))
     if make is not PretendedGPU:
         tier = Watched(DiskTier(files, ReadSettings(4096, 2), packed=make is FarGPU), **how)
@@ -59,7 +70,8 @@ def cache_on(make, files, n_slots, n_on_host=2, **how):  # noqa: F811
         tier = MemoryTier()
         for i, layer in enumerate(_layers()):
             tier.put(i, pack(layer))
-    sizes, number = ExpertSizes(MIXTURE, max(tier.layout(i).nbytes for i in range(6)), n_on_host), iter(range(1 << 30))
+    sizes = ExpertSizes(MIXTURE, max(tier.layout(i).nbytes for i in range(6)), n_on_host)
+    number = iter(range(1 << 30))
 
     def view(layout, block):
         return LayerView(next(number), layout, block)
@@ -83,8 +95,11 @@ def cache_on(make, files, n_slots, n_on_host=2, **how):  # noqa: F811
 
 
 def visit(cache, device, k, experts):
-    """Ask for experts of the k-th layer, and hold each against its bytes when it comes and before the next one comes."""
-    came, asked = [], dict.fromkeys(experts, 1)
+    """Ask for experts of the k-th layer, and hold each against its bytes when it comes and before
+    the next one comes.
+    """
+    came = []
+    asked = dict.fromkeys(experts, 1)
     for expert, view in cache.arrive(k, asked):
         device.look(view)
         device.look(view)
@@ -97,7 +112,7 @@ def visit(cache, device, k, experts):
 @DEVICES
 @pytest.mark.parametrize("n_slots", [2, 3, 5, 6])
 @pytest.mark.parametrize("late_s", [0.0, 0.002])
-def test_every_expert_comes_with_its_own_bytes(make, files, n_slots, late_s):  # noqa: F811
+def test_every_expert_comes_with_its_own_bytes(make, files, n_slots, late_s):
     """Whatever is asked for and expected, in whatever time it is read, computed and copied."""
     chance = random.Random(n_slots)
     with cache_on(make, files, n_slots, late_s=late_s, seed=n_slots) as (cache, _, device):
@@ -115,9 +130,10 @@ def n_reads(tier):
     }
 
 
-def test_what_is_there_is_not_read_and_the_most_used_stay(files):  # noqa: F811
+def test_what_is_there_is_not_read_and_the_most_used_stay(files):
     with cache_on(Host, files, 3) as (cache, tier, device):
-        for _ in range(6):  # experts 0 of both layers are always needed, of the others one after the other
+        # experts 0 of both layers are always needed, of the others one after the other
+        for _ in range(6):
             for k in range(2):
                 visit(cache, device, k, [0])
         for other in (1, 2, 1, 2):
@@ -126,17 +142,21 @@ def test_what_is_there_is_not_read_and_the_most_used_stay(files):  # noqa: F811
     assert n_reads(tier) == {0: 1, 3: 1, 1: 2, 2: 2, 4: 2, 5: 2}
 
 
-def test_what_was_used_long_ago_makes_room(files):  # noqa: F811
+def test_what_was_used_long_ago_makes_room(files):
     with cache_on(Host, files, 2) as (cache, tier, device):
         for one in [0] * 60 + [1] * 30 + [2] + [1]:
             visit(cache, device, 0, [one])
     assert n_reads(tier) == {0: 1, 1: 1, 2: 1}
 
 
-def test_expected_experts_are_read_while_others_are_computed(files, monkeypatch):  # noqa: F811
+def test_expected_experts_are_read_while_others_are_computed(files, monkeypatch):
     """Behind those that are needed, and what is unlikely by now is given up if it has not begun."""
     order = []
-    with cache_on(Host, files, 4, n_parallel=1, trap=lambda i, n: order.append(i)) as (cache, tier, device):
+    with cache_on(Host, files, 4, n_parallel=1, trap=lambda i, n: order.append(i)) as (
+        cache,
+        tier,
+        device,
+    ):
         monkeypatch.setattr(expert_cache, "_AHEAD", 1.0)
         cache.expect(1, [2, 0])
         for _, view in cache.arrive(0, {1: 1, 2: 1}):
@@ -150,7 +170,7 @@ def test_expected_experts_are_read_while_others_are_computed(files, monkeypatch)
 
 
 @READING
-def test_a_read_that_fails_raises_in_the_caller_and_leaves_nothing_behind(make, files):  # noqa: F811
+def test_a_read_that_fails_raises_in_the_caller_and_leaves_nothing_behind(make, files):
     def fail(i, n):
         if i == 2 and n == 1:
             raise LinkError("the disk is gone")
@@ -160,18 +180,28 @@ def test_a_read_that_fails_raises_in_the_caller_and_leaves_nothing_behind(make, 
         visit(cache, device, 0, [0])
         with pytest.raises(LinkError, match="gone"):
             visit(cache, device, 0, [0, 1, 2])
-        assert not reads._n_reading and not reads._coming and not cache._taken.any() and not reads._taken.any()
+        assert (
+            not reads._n_reading
+            and not reads._coming
+            and not cache._taken.any()
+            and not reads._taken.any()
+        )
         device.seen()
         visit(cache, device, 0, [0, 1, 2])
         assert n_reads(tier)[0] == 1
         ahead = cache.arrive(1, {0: 1, 1: 1, 2: 1})
         next(ahead)
         ahead.close()  # whoever computed has failed
-        assert not reads._n_reading and not reads._coming and not cache._taken.any() and not reads._taken.any()
+        assert (
+            not reads._n_reading
+            and not reads._coming
+            and not cache._taken.any()
+            and not reads._taken.any()
+        )
         visit(cache, device, 1, [0, 1, 2])
 
 
-def test_what_is_on_the_host_is_read_once(files):  # noqa: F811
+def test_what_is_on_the_host_is_read_once(files):
     """Beside a card that has room for two."""
     with cache_on(FarGPU, files, 2, n_on_host=6) as (cache, tier, device):
         for _ in range(5):
@@ -181,7 +211,7 @@ def test_what_is_on_the_host_is_read_once(files):  # noqa: F811
 
 
 @READING
-def test_closing_wakes_who_waits(make, files):  # noqa: F811
+def test_closing_wakes_who_waits(make, files):
     waiting = threading.Event()
     with cache_on(make, files, 2, trap=lambda *_: waiting.wait(0.2)) as (cache, _, device):
         closing_it = threading.Timer(0.02, cache.close)
@@ -192,13 +222,16 @@ def test_closing_wakes_who_waits(make, files):  # noqa: F811
         closing_it.join()
 
 
-# Whole models. One by one; with shared experts; dense first, with shared experts; in one tensor, transposed, with biases.
+# Whole models. One by one; with shared experts; dense first, with shared experts; in one tensor,
+# transposed, with biases.
 KINDS = ["mixtral", "qwen3_moe", "qwen2_moe", "deepseek_v3", "gpt_oss"]
 
 
 @pytest.fixture(scope="module")
 def model_of(tmp_path_factory):
-    """Of a type, with eight experts of which a row takes two: the model in transformers, and its checkpoint."""
+    """Of a type, with eight experts of which a row takes two: the model in transformers, and its
+    checkpoint.
+    """
     made = {}
 
     def get(kind):
@@ -207,7 +240,8 @@ def model_of(tmp_path_factory):
             for name in ("num_local_experts", "num_experts", "n_routed_experts"):
                 if hasattr(config, name):
                     setattr(config, name, 8)
-            model, folder = random_model(config), tmp_path_factory.mktemp(kind)
+            model = random_model(config)
+            folder = tmp_path_factory.mktemp(kind)
             model.save_pretrained(folder)
             made[kind] = model, folder
         return made[kind]
@@ -227,7 +261,8 @@ def open_touched(folder, n_slots, watch=False, device="cpu", **settings):
     ):
         reserved += sum(layers.layout(i).nbytes for i in range(len(rest.layers)))
         slot = max(tier.layout(i).nbytes for i in range(len(experts)))
-        reserved += len(rest.layers) * 8192 if device == "cuda" else 0  # blocks of a card end at pages
+        # blocks of a card end at pages
+        reserved += len(rest.layers) * 8192 if device == "cuda" else 0
     llm = LLM.open(EngineConfig(str(folder), device_memory=reserved + n_slots * slot, **settings))
     if watch:
         files = llm.engine_plan.experts
@@ -239,13 +274,19 @@ def open_touched(folder, n_slots, watch=False, device="cpu", **settings):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_texts_are_those_of_transformers(model_of, kind, monkeypatch):
-    """Plainly and by trees, one and several, prompts longer than a chunk: with three slots, and with a third of all."""
+    """Plainly and by trees, one and several, prompts longer than a chunk: with three slots, and
+    with a third of all.
+    """
     keep_steady(monkeypatch)
     model, folder = model_of(kind)
     prompts = [prompt_of(seed, n, 150) for seed, n in enumerate((15, 70, 3))]
     texts = [generate(model, one, 12) for one in prompts]
     params = SamplingParams(max_new_tokens=12, temperature=0.0)
-    for n_slots, more in ((3, {}), (11, {"drafter": "recycle", "tree_size": 16}), (3, {"max_num_seqs": 3})):
+    for n_slots, more in (
+        (3, {}),
+        (11, {"drafter": "recycle", "tree_size": 16}),
+        (3, {"max_num_seqs": 3}),
+    ):
         with open_touched(folder, n_slots, **more) as llm:
             runner_of(llm)._chunk_rows = 32
             together = (
@@ -257,20 +298,30 @@ def test_texts_are_those_of_transformers(model_of, kind, monkeypatch):
 
 
 def test_a_pass_reads_the_experts_that_it_touches_and_no_others(model_of, monkeypatch):
-    """By transformers' routers, less what was there; expected ones, which are read besides, are left out here."""
+    """By transformers' routers, less what was there; expected ones, which are read besides, are
+    left out here.
+    """
     model, folder = model_of("qwen3_moe")
     monkeypatch.setattr(ExpertCache, "expect", lambda *_: None)
-    chosen, prompt = [], prompt_of(4, 9, 150)
+    chosen = []
+    prompt = prompt_of(4, 9, 150)
     text = [*prompt, *generate(model, prompt, 8)]
-    hooks = [one.mlp.gate.register_forward_hook(lambda *io: chosen.append(io[2][2])) for one in model.model.layers]
+    hooks = [
+        one.mlp.gate.register_forward_hook(lambda *io: chosen.append(io[2][2]))
+        for one in model.model.layers
+    ]
     model(torch.tensor([text]), use_cache=False)
     for hook in hooks:
         hook.remove()
     with open_touched(folder, 7, watch=True) as llm:
-        runner, cache = runner_of(llm), runner_of(llm).experts
-        tier, rows = cache.tier, runner_of(llm).new_cache(len(text))
+        runner = runner_of(llm)
+        cache = runner_of(llm).experts
+        tier = cache.tier
+        rows = runner_of(llm).new_cache(len(text))
         of_block = Counter({i: tier._source.nbytes(i) for i in range(32)})
-        arrive, missing, n_before = cache.arrive, [], 0
+        arrive = cache.arrive
+        missing = []
+        n_before = 0
 
         def watched(k, n_rows, work):
             missing.extend(8 * k + one for one in n_rows if 8 * k + one not in cache._slot_of)
@@ -279,27 +330,35 @@ def test_a_pass_reads_the_experts_that_it_touches_and_no_others(model_of, monkey
 
         monkeypatch.setattr(cache, "arrive", watched)
         for start, stop in ((0, 9), *((at, at + 1) for at in range(9, 17))):
-            touched, before = [], runner.streamer.meter.read()[0]
+            touched = []
+            before = runner.streamer.meter.read()[0]
             missing.clear()
             feed(runner, rows, text[start:stop], Topology.chain(stop - start))
             runner.commit(rows, range(stop - start))
             assert touched == [set(one[start:stop].flatten().tolist()) for one in chosen]
             assert runner.streamer.meter.read()[0] - before == sum(of_block[one] for one in missing)
-            n_brought, n_before = cache.n_brought - n_before, cache.n_brought
+            n_brought = cache.n_brought - n_before
+            n_before = cache.n_brought
             assert n_brought == len(missing)
 
 
 def test_the_next_router_says_what_is_likely(model_of, monkeypatch):
-    """What is expected is what the router of the next layer makes of what the experts of this one get."""
+    """What is expected is what the router of the next layer makes of what the experts of this one
+    get.
+    """
     model, folder = model_of("deepseek_v3")
-    expected, given, mix = [], [], Touched.mix
+    expected = []
+    given = []
+    mix = Touched.mix
 
     def watched(self, module, hidden, *choice):
         given.append(hidden.clone())
         return mix(self, module, hidden, *choice)
 
     monkeypatch.setattr(Touched, "mix", watched)
-    monkeypatch.setattr(ExpertCache, "expect", lambda self, k, experts: expected.append((k, set(experts))))
+    monkeypatch.setattr(
+        ExpertCache, "expect", lambda self, k, experts: expected.append((k, set(experts)))
+    )
     with open_touched(folder, 6) as llm, torch.no_grad():
         feed(runner_of(llm), runner_of(llm).new_cache(5), prompt_of(1, 5, 150), Topology.chain(5))
         gates = [model.model.layers[i].mlp.gate for i in (2, 3)]
@@ -321,25 +380,35 @@ def test_a_card_waits_once_for_each_layer(model_of, monkeypatch):
         assert counts.n_waits - before == 3  # of four layers the first is dense
         with torch.no_grad():
             expected = model(torch.tensor([prompt]), use_cache=False).logits[0]
-        torch.testing.assert_close(got.cpu(), expected, atol=2e-4 * float(expected.abs().max()), rtol=0)
+        torch.testing.assert_close(
+            got.cpu(), expected, atol=2e-4 * float(expected.abs().max()), rtol=0
+        )
         text = llm.generate(prompt, SamplingParams(max_new_tokens=8, temperature=0.0))[0].token_ids
     assert text == generate(model, prompt, 8)
 
 
-@pytest.mark.parametrize(("pins", "more"), [(True, {"drafter": "recycle", "tree_size": 8}), (False, {})])
+@pytest.mark.parametrize(
+    ("pins", "more"), [(True, {"drafter": "recycle", "tree_size": 8}), (False, {})]
+)
 def test_a_card_computes_with_more_experts_than_its_host_holds(model_of, monkeypatch, pins, more):
     """Of 24 it holds four and the host some eight; a disk brings the others."""
     monkeypatch.setattr(profile, "upload_gbps", lambda _: 1.0)  # the pretended card has no clock
     model, folder = model_of("deepseek_v3")
-    prompts, params = [prompt_of(seed, 15, 150) for seed in range(2)], SamplingParams(max_new_tokens=8, temperature=0.0)
-    with LLM.open(EngineConfig(str(folder), device="cpu", max_model_len=128, drafter="none")) as whole:
+    prompts = [prompt_of(seed, 15, 150) for seed in range(2)]
+    params = SamplingParams(max_new_tokens=8, temperature=0.0)
+    with LLM.open(
+        EngineConfig(str(folder), device="cpu", max_model_len=128, drafter="none")
+    ) as whole:
         layer = max(whole.plan.layer_nbytes)
     with (
         pretended_card(monkeypatch, pins=pins),
         open_touched(folder, 4, device="cuda", host_memory=READ_BUFFERS + 2 * layer, **more) as llm,
     ):
-        experts, far = llm.plan.experts, llm.plan.pass_bytes.far
-        assert 2 < experts.n_on_host < 20 and far.n_resident == pytest.approx((4 + experts.n_on_host) / 3)
+        experts = llm.plan.experts
+        far = llm.plan.pass_bytes.far
+        assert 2 < experts.n_on_host < 20 and far.n_resident == pytest.approx(
+            (4 + experts.n_on_host) / 3
+        )
         assert isinstance(runner_of(llm).experts, FarExperts)
         texts = [llm.generate(one, params)[0].token_ids for one in prompts]
     assert texts == [generate(model, one, 8) for one in prompts]
@@ -356,7 +425,9 @@ def test_placement_takes_whole_layers_where_they_fit_and_experts_where_they_move
         plan = llm.plan
         touched = plan.pass_bytes.experts
         assert plan.experts and not plan.is_resident and plan.device_nbytes <= least
-        assert touched == TouchedExperts("disk", 4, 8, 2, plan.experts.nbytes, plan.n_expert_slots / 4)
+        assert touched == TouchedExperts(
+            "disk", 4, 8, 2, plan.experts.nbytes, plan.n_expert_slots / 4
+        )
         assert plan.pass_bytes.at(0, 1)["disk"] < sum(whole.layer_nbytes) - plan.reserved.experts
     # Less than two whole layers: rests are streamed as well, and three experts are the least.
     with pytest.raises(CapacityError, match="set --device-memory to"):
@@ -373,18 +444,28 @@ def test_trees_are_small_where_breadth_costs_bytes():
     machine = MachineProfile("some", True, (("disk", 1.0),), 100.0)
     fine = PassBytes((), 10**8, experts=TouchedExperts("disk", 48, 128, 8, 10**7))
     whole = PassBytes((("disk", 48 * 128 * 10**7),), 10**8)
-    chances, rows = 0.7 ** np.arange(1, 65), np.arange(1, 66)
-    n_fine, n_whole = (best_prefix(chances, CostEstimator(machine, one).seconds(rows, 100)) for one in (fine, whole))
+    chances = 0.7 ** np.arange(1, 65)
+    rows = np.arange(1, 66)
+    n_fine, n_whole = (
+        best_prefix(chances, CostEstimator(machine, one).seconds(rows, 100))
+        for one in (fine, whole)
+    )
     assert n_fine <= 2 and n_whole >= 8
 
 
 def test_what_passes_really_bring_is_learned_by_their_rows_and_kept():
-    """Routers that take the same for all rows of a pass; by formula one of 16 rows brings ten times as much as one of 1."""
-    machine, n = MachineProfile("some", True, (("disk", 1.0),), 100.0), np.array([1, 2, 16, 64])
+    """Routers that take the same for all rows of a pass; by formula one of 16 rows brings ten times
+    as much as one of 1.
+    """
+    machine = MachineProfile("some", True, (("disk", 1.0),), 100.0)
+    n = np.array([1, 2, 16, 64])
     formula = TouchedExperts("disk", 48, 128, 8, 10**6, 32.0)
-    same, closes = 48 * 6 * 10**6 / 1e9, ExitStack()
+    same = 48 * 6 * 10**6 / 1e9
+    closes = ExitStack()
     cost = CostEstimator(
-        machine, PassBytes((), 10**6, experts=formula), experts=profile.experts_bias("one", 99, closes)
+        machine,
+        PassBytes((), 10**6, experts=formula),
+        experts=profile.experts_bias("one", 99, closes),
     )
 
     def seconds(one):
@@ -393,18 +474,22 @@ def test_what_passes_really_bring_is_learned_by_their_rows_and_kept():
     before = seconds(cost)
     np.testing.assert_allclose(before, formula.of_pass(n) / 1e9, rtol=0.01)
     cost.passed(16, 100, 0.0, 1.0, 0.0, n_experts=48 * 6)
-    assert 0.5 < seconds(cost)[2] / before[2] < 0.6 and seconds(cost)[0] > 0.85 * before[0]  # one pass says little
+    # one pass says little
+    assert 0.5 < seconds(cost)[2] / before[2] < 0.6 and seconds(cost)[0] > 0.85 * before[0]
     for _ in range(200):
         for n_rows in (1, 16):
             cost.passed(n_rows, 100, 0.0, 1.0, 0.0, n_experts=48 * 6)
     np.testing.assert_allclose(seconds(cost)[[0, 2]], same, rtol=0.15)
-    assert seconds(cost)[3] < 0.3 * before[3]  # of rows that were not seen, as of those next to them
+    # of rows that were not seen, as of those next to them
+    assert seconds(cost)[3] < 0.3 * before[3]
     closes.close()
     with ExitStack() as later:
         kept = profile.experts_bias("one", 99, later)
         again = CostEstimator(machine, PassBytes((), 10**6, experts=formula), experts=kept)
         other = CostEstimator(
-            machine, PassBytes((), 10**6, experts=formula), experts=profile.experts_bias("one", 9, later)
+            machine,
+            PassBytes((), 10**6, experts=formula),
+            experts=profile.experts_bias("one", 9, later),
         )
         np.testing.assert_allclose(seconds(again), seconds(cost))
         np.testing.assert_allclose(seconds(other), before)
@@ -412,14 +497,22 @@ def test_what_passes_really_bring_is_learned_by_their_rows_and_kept():
 
 def test_layers_of_each_kind_are_timed(model_of, monkeypatch):
     """The first one of deepseek is dense; the others have experts."""
-    monkeypatch.setattr(profile, "_seconds_of_parts", lambda runner, block, step: [10.0 if block.i else 1.0, 0.5])
+    monkeypatch.setattr(
+        profile, "_seconds_of_parts", lambda runner, block, step: [10.0 if block.i else 1.0, 0.5]
+    )
     with open_touched(model_of("deepseek_v3")[1], 4) as llm:
-        assert set(profile.compute_times(runner_of(llm), 8, 64).seconds[0]) == {1.0 + 3 * 10.0 + 0.5}
+        assert set(profile.compute_times(runner_of(llm), 8, 64).seconds[0]) == {
+            1.0 + 3 * 10.0 + 0.5
+        }
 
 
 def test_operations_are_of_the_experts_that_a_row_takes():
     """Also where the config calls their number otherwise."""
-    raw = config_of("gemma4_text").to_dict() | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
+    raw = config_of("gemma4_text").to_dict() | {
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+    }
     few, many = (spec_of(raw | {"num_experts": n, "moe_intermediate_size": 32}) for n in (4, 64))
     more = 2 * 60 * (few.hidden_size + 1)  # of the router and its scales, for a row
     assert many.flops(0, 1, 0) - few.flops(0, 1, 0) == more

@@ -1,4 +1,6 @@
-"""The scripts for the first runs on a GPU, with stand-ins for the GPU, the interpreter and the clock."""
+"""The scripts for the first runs on a GPU, with stand-ins for the GPU, the interpreter and the
+clock.
+"""
 
 import os
 import subprocess
@@ -30,9 +32,14 @@ case "$*" in *test_kernels*) echo 7 passed so far; exit 124 ;; *) exec "$@" ;; e
 """
 
 
-def run(folder: Path, script: str, *arguments: str, n_cards: int = 1) -> tuple[int, dict[str, str], Path]:
+def run(
+    folder: Path, script: str, *arguments: str, n_cards: int = 1
+) -> tuple[int, dict[str, str], Path]:
     """The exit code of a script, the results by step, and the folder of logs."""
-    for name, text in (("python", PYTHON.format(n_cards=n_cards, code=int(n_cards == 0))), ("timeout", TIMEOUT)):
+    for name, text in (
+        ("python", PYTHON.format(n_cards=n_cards, code=int(n_cards == 0))),
+        ("timeout", TIMEOUT),
+    ):
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
     surroundings = {
@@ -41,7 +48,9 @@ def run(folder: Path, script: str, *arguments: str, n_cards: int = 1) -> tuple[i
         "PATH": f"{folder}:{os.environ['PATH']}",
     }
     command = ["bash", f"bench/gpu/{script}.sh", *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | surroundings, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | surroundings, capture_output=True, text=True
+    )
     text = (folder / "out" / f"{script}.txt").read_text()
     assert done.stdout.endswith(text) and not done.stderr
     rows = [line.split(maxsplit=2) for line in text.splitlines()[1:]]
@@ -51,10 +60,17 @@ def run(folder: Path, script: str, *arguments: str, n_cards: int = 1) -> tuple[i
 def test_a_step_that_fails_does_not_stop_the_next(tmp_path: Path) -> None:
     code, found, logs = run(tmp_path, "first")
     assert code == 1
-    assert found.pop("kernels").startswith("over after") and "7 passed so far" in (logs / "kernels.log").read_text()
+    assert (
+        found.pop("kernels").startswith("over after")
+        and "7 passed so far" in (logs / "kernels.log").read_text()
+    )
     assert found == {
-        "environment": "ok: ran bench/gpu/requirements.py", "build": "ok: ran -c", "streams": "failed with 1: 2 failed",
-        "card": "ok: ran -m", "ceilings": "ok: ceilings: done, 5 s", "streamed": "ok: streamed: done, 5 s",
+        "environment": "ok: ran "
+                       "bench/gpu/requirements.py", "build": "ok: ran "
+                                                             "-c", "streams": "failed with 1: 2 "
+                                                                              "failed",
+        "card": "ok: ran "
+                "-m", "ceilings": "ok: ceilings: done, 5 s", "streamed": "ok: streamed: done, 5 s",
     }  # fmt: skip
     assert '{"section": 1}' in (logs / "streamed.log").read_text()
     assert len(list(logs.iterdir())) == 8
@@ -71,7 +87,9 @@ def test_the_second_run_makes_the_named_steps(tmp_path: Path) -> None:
     """A section that prints nothing has failed; ranks need two cards."""
     code, found, _ = run(tmp_path, "second", "", "attention", "peers", "ranks")
     assert code == 1 and list(found) == ["environment", "attention", "peers", "ranks"]
-    assert found["attention"].startswith("failed with 1") and found["peers"] == "ok: peers: done, 5 s"
+    assert (
+        found["attention"].startswith("failed with 1") and found["peers"] == "ok: peers: done, 5 s"
+    )
     assert found["ranks"] == "left out: there is one GPU"
 
 
@@ -83,11 +101,17 @@ def test_carried_wheels_replace_packages_that_are_too_old(
         with zipfile.ZipFile(tmp_path / f"{name}-5.99.0-py3-none-any.whl", "w") as wheel:
             about = f"{name}-5.99.0.dist-info"
             wheel.writestr(f"{name}_carried.py", "")
-            wheel.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 5.99.0\n")
-            wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            wheel.writestr(
+                f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 5.99.0\n"
+            )
+            wheel.writestr(
+                f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+            )
             wheel.writestr(f"{about}/RECORD", "")
     version = requirements.version
-    monkeypatch.setattr(requirements, "version", lambda name: "5.20.0" if name == "transformers" else version(name))
+    monkeypatch.setattr(
+        requirements, "version", lambda name: "5.20.0" if name == "transformers" else version(name)
+    )
     monkeypatch.setattr(sys, "argv", ["requirements.py", str(tmp_path / "site")])
     assert requirements.main() == 1
     assert "unmet, give a folder of wheels: transformers<6,>=5.21" in capsys.readouterr().out

@@ -55,16 +55,24 @@ def imported(path: Path) -> Iterator[tuple[int, str]]:
 
 def violations(path: Path) -> list[str]:
     """The imports of a file that go up, or across a floor."""
-    here, found = part_of(path), []
+    here = part_of(path)
+    found = []
     for line, name in imported(path):
         parts = name.split(".")
         if parts[0] != "offload_rt":
             continue
         there = parts[1] if len(parts) > 1 else ""
         if there not in FLOOR_OF:
-            found.append(f"{path.name}:{line} imports {name}: what the package shows belongs to its users")
-        elif there != here and FLOOR_OF[there] >= FLOOR_OF[here] and (here, there) not in NEIGHBOURS:
-            found.append(f"{path.name}:{line} on floor {FLOOR_OF[here]} imports {name} of floor {FLOOR_OF[there]}")
+            found.append(
+                f"{path.name}:{line} imports {name}: what the package shows belongs to its users"
+            )
+        elif (
+            there != here and FLOOR_OF[there] >= FLOOR_OF[here] and (here, there) not in NEIGHBOURS
+        ):
+            found.append(
+                f"{path.name}:{line} on floor {FLOOR_OF[here]} imports {name} of floor"
+                f" {FLOOR_OF[there]}"
+            )
     return found
 
 
@@ -104,17 +112,34 @@ def test_the_reader_of_imports_sees_them(
 
 def test_the_top_imports_only_what_it_shows() -> None:
     names = {name for _, name in imported(ROOT / "__init__.py") if name.startswith("offload_rt")}
-    assert {".".join(name.split(".")[:2]) for name in names} == {"offload_rt.llm", "offload_rt.config"}
+    assert {".".join(name.split(".")[:2]) for name in names} == {
+        "offload_rt.llm",
+        "offload_rt.config",
+    }
 
 
 # Modules that unpickle or run what they read, and calls that do.
 _DANGEROUS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
-_DANGEROUS_CALLS = {"torch.load", "torch.save", "torch.jit.load", "numpy.load", "np.load", "eval", "exec"}
+_DANGEROUS_CALLS = {
+    "torch.load",
+    "torch.save",
+    "torch.jit.load",
+    "numpy.load",
+    "np.load",
+    "eval",
+    "exec",
+}
 
 
 def dangers(path: Path) -> list[str]:
-    found = [f"{path.name}:{line} {name}" for line, name in imported(path) if name.split(".")[0] in _DANGEROUS]
-    found += [f"{path.name}:{line} {name}" for line, name in imported(path) if name in _DANGEROUS_CALLS]
+    found = [
+        f"{path.name}:{line} {name}"
+        for line, name in imported(path)
+        if name.split(".")[0] in _DANGEROUS
+    ]
+    found += [
+        f"{path.name}:{line} {name}" for line, name in imported(path) if name in _DANGEROUS_CALLS
+    ]
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Call):
             if ast.unparse(node.func) in _DANGEROUS_CALLS:
@@ -137,7 +162,9 @@ def test_nothing_is_unpickled_and_no_code_of_a_checkpoint_runs(path: Path) -> No
 @pytest.mark.parametrize(
     "line",
     [
-        "import pickle", "from pickle import loads", "import torch\ntorch.load('x')", "from torch import load", "eval('1')",
+        "import "
+        "pickle", "from pickle import "
+                  "loads", "import torch\ntorch.load('x')", "from torch import load", "eval('1')",
         "AutoConfig.from_pretrained(x, trust_remote_code=True)", "try:\n    f()\nexcept:\n    pass",
     ],
 )  # fmt: skip

@@ -1,4 +1,6 @@
-"""Quantised checkpoints: every weight is what the format's own reference makes of it, and so are the tokens."""
+"""Quantised checkpoints: every weight is what the format's own reference makes of it, and so are
+the tokens.
+"""
 
 import json
 import sys
@@ -55,11 +57,13 @@ CHOICES = [
     Choice("nf4", symmetric=True),
 ]
 ONE_OF_EACH = [
-    Choice("pack-quantized", desc_act=True), Choice("int-quantized"), Choice("float-quantized"), Choice("mxfp4-pack-quantized"),
+    Choice("pack-quantized", desc_act=True), Choice("int-quantized"), Choice("float-quantized"),
+    Choice("mxfp4-pack-quantized"),
     Choice("fp8"), Choice("awq"), Choice("gptq", desc_act=True), Choice("gptq_v2", 3),
     Choice("nf4"),
 ]  # fmt: skip
-MODULE, SHAPE = "mlp.down_proj", (72, 96)
+MODULE = "mlp.down_proj"
+SHAPE = (72, 96)
 
 
 def id_of(choice: object) -> str | None:
@@ -69,7 +73,9 @@ def id_of(choice: object) -> str | None:
     return f"{choice.format}-{choice.bits}-{choice.group_size}{flags}"
 
 
-def one_matrix(folder: Path, choice: Choice, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor, Source]:
+def one_matrix(
+    folder: Path, choice: Choice, dtype: torch.dtype
+) -> tuple[dict[str, Tensor], Tensor, Source]:
     """Its stored tensors, what they stand for, and the file of them."""
     weight = torch.randn(SHAPE, generator=torch.Generator().manual_seed(choice.bits)).to(dtype) / 10
     stored, exact = quantized({f"{MODULE}.weight": weight}, choice)
@@ -77,15 +83,21 @@ def one_matrix(folder: Path, choice: Choice, dtype: torch.dtype) -> tuple[dict[s
     return stored, exact[f"{MODULE}.weight"], Source(read_header(folder / "model.safetensors"))
 
 
-def view_of(fmt: WeightFormat, source: Source, stored: dict[str, Tensor], dtype: torch.dtype) -> Any:
+def view_of(
+    fmt: WeightFormat, source: Source, stored: dict[str, Tensor], dtype: torch.dtype
+) -> Any:
     """The view of a block that holds one matrix."""
-    packed = pack_block({one.key: stored[one.name] for one in fmt.stored(f"{MODULE}.weight", SHAPE, None, source)})
+    packed = pack_block(
+        {one.key: stored[one.name] for one in fmt.stored(f"{MODULE}.weight", SHAPE, None, source)}
+    )
     return fmt.view(packed.layout, packed.block, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("choice", CHOICES, ids=id_of)
-def test_weights_are_dequantised_exactly(choice: Choice, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_weights_are_dequantised_exactly(
+    choice: Choice, dtype: torch.dtype, tmp_path: Path
+) -> None:
     """Product in the dtype of the scales, one rounding, then the dtype of the computation."""
     stored, exact, source = one_matrix(tmp_path, choice, dtype)
     for computed_in in (torch.float32, torch.bfloat16, torch.float16):
@@ -99,7 +111,8 @@ def test_weights_are_dequantised_exactly(choice: Choice, dtype: torch.dtype, tmp
         error = (view.linear(x, MODULE).double() - x.double() @ exact.double().T).abs()
         size = x.double().abs() @ exact.double().abs().T
         assert (
-            float((error / size).max()) < {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}[computed_in]
+            float((error / size).max())
+            < {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}[computed_in]
         )
 
 
@@ -128,14 +141,18 @@ def test_compressed_tensors_decompresses_to_the_same(choice: Choice, tmp_path: P
     stored, _, source = one_matrix(tmp_path, choice, torch.bfloat16)
     state = {name.removeprefix(f"{MODULE}."): tensor for name, tensor in stored.items()}
     scheme = QuantizationScheme(**config_of(choice)["config_groups"]["group_0"])
-    expected = BaseCompressor.get_value_from_registry(choice.format).decompress(state, scheme)["weight"]
+    expected = BaseCompressor.get_value_from_registry(choice.format).decompress(state, scheme)[
+        "weight"
+    ]
     view = view_of(format_of(config_of(choice)), source, stored, torch.bfloat16)
     assert torch.equal(view.rows(torch.arange(SHAPE[0]), MODULE), expected)
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize(("bits", "size"), [(4, 32), (8, -1), (3, 32), (4, -1)])
-def test_what_compressed_tensors_packs_is_read(bits: int, size: int, symmetric: bool, tmp_path: Path) -> None:
+def test_what_compressed_tensors_packs_is_read(
+    bits: int, size: int, symmetric: bool, tmp_path: Path
+) -> None:
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationScheme
@@ -144,16 +161,24 @@ def test_what_compressed_tensors_packs_is_read(bits: int, size: int, symmetric: 
     config = config_of(Choice("pack-quantized", bits, size, symmetric))
     scheme = QuantizationScheme(**config["config_groups"]["group_0"])
     n_groups = SHAPE[1] // size if size > 0 else 1
-    weight, scale = torch.randn(SHAPE).bfloat16(), torch.rand(SHAPE[0], n_groups).bfloat16() / 4
+    weight = torch.randn(SHAPE).bfloat16()
+    scale = torch.rand(SHAPE[0], n_groups).bfloat16() / 4
     zero = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), scale.shape).to(torch.int8)
     zero = None if symmetric else zero
-    state = {"weight": weight, "weight_scale": scale} | ({} if zero is None else {"weight_zero_point": zero})
+    state = {"weight": weight, "weight_scale": scale} | (
+        {} if zero is None else {"weight_zero_point": zero}
+    )
     packed = BaseCompressor.get_value_from_registry("pack-quantized").compress(state, scheme)
     codes = quantize(weight, scale, zero, scheme.weights, torch.int8)
     expected = dequantize(codes, scale, zero, scheme.weights)
     stored = {f"{MODULE}.{name}": tensor.contiguous() for name, tensor in packed.items()}
     save_file(stored, tmp_path / "model.safetensors")
-    view = view_of(format_of(config), Source(read_header(tmp_path / "model.safetensors")), stored, torch.bfloat16)
+    view = view_of(
+        format_of(config),
+        Source(read_header(tmp_path / "model.safetensors")),
+        stored,
+        torch.bfloat16,
+    )
     assert torch.equal(view.rows(torch.arange(SHAPE[0]), MODULE), expected)
 
 
@@ -166,9 +191,14 @@ def test_awq_is_what_its_conversion_to_compressed_tensors_is(size: int, tmp_path
     choice = Choice("awq", group_size=size)
     stored, _, source = one_matrix(tmp_path, choice, torch.float16)
     converter = AutoAWQConverter.from_autoawq_config(config_of(choice))
-    converted = {name.removeprefix(f"{MODULE}."): tensor for name, tensor in converter.process(dict(stored)).items()}
+    converted = {
+        name.removeprefix(f"{MODULE}."): tensor
+        for name, tensor in converter.process(dict(stored)).items()
+    }
     scheme = converter._build_quant_config().config_groups["config_group_0"]
-    expected = BaseCompressor.get_value_from_registry("pack-quantized").decompress(converted, scheme)["weight"]
+    expected = BaseCompressor.get_value_from_registry("pack-quantized").decompress(
+        converted, scheme
+    )["weight"]
     view = view_of(format_of(config_of(choice)), source, stored, torch.float16)
     assert torch.equal(view.rows(torch.arange(SHAPE[0]), MODULE), expected)
 
@@ -185,7 +215,8 @@ def test_transformers_dequantises_float8_to_the_same(tmp_path: Path) -> None:
 def test_three_bits_are_packed_as_autogptq_packs_them() -> None:
     """Its loop over the words of a column, which cuts the 11th and the 22nd of 32 codes."""
     codes = torch.randint(8, (64, 5), generator=torch.Generator().manual_seed(0))
-    words, i = [torch.zeros(5, dtype=torch.int64) for _ in range(6)], 0
+    words = [torch.zeros(5, dtype=torch.int64) for _ in range(6)]
+    i = 0
     for row in range(0, 6, 3):
         for part, (n, first) in enumerate([(10, 0), (10, 1), (10, 2)]):
             for j in range(n):
@@ -232,14 +263,17 @@ def tiny_model(folder: Path, choice: Choice) -> tuple[Path, dict[str, Any], dict
         max_position_embeddings=256,
         eos_token_id=None,
     )
-    tensors = {name: 3 * tensor for name, tensor in llama_tensors(config).items()}  # wide, so that texts vary
+    # wide, so that texts vary
+    tensors = {name: 3 * tensor for name, tensor in llama_tensors(config).items()}
     write_checkpoint(folder / "plain", config, tensors)
     write(folder / "plain", folder / "quantized", choice)
     return folder / "quantized", config, quantized(tensors, choice)[1]
 
 
 @pytest.mark.parametrize("choice", ONE_OF_EACH, ids=id_of)
-def test_tokens_are_those_of_transformers_with_the_dequantised_weights(choice: Choice, tmp_path: Path) -> None:
+def test_tokens_are_those_of_transformers_with_the_dequantised_weights(
+    choice: Choice, tmp_path: Path
+) -> None:
     directory, config, exact = tiny_model(tmp_path, choice)
     model = LlamaForCausalLM(LlamaConfig(**config, eos_token_id=None))
     model.load_state_dict({name: tensor.float() for name, tensor in exact.items()})
@@ -258,13 +292,19 @@ def test_tokens_are_those_of_transformers_with_the_dequantised_weights(choice: C
 def test_passes_over_resident_quantised_weights_are_captured(
     choice: Choice, has_kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A capture refuses copies of unpinned memory; in passes over streamed weights nothing waits for such copies either."""
+    """A capture refuses copies of unpinned memory; in passes over streamed weights nothing waits
+    for such copies either.
+    """
     directory, *_ = tiny_model(tmp_path, choice)
     settings = {"dtype": "bfloat16", "drafter": "none", "max_model_len": 64}
-    prompt, params = prompt_of(0, vocab_size=40), SamplingParams(4)
+    prompt = prompt_of(0, vocab_size=40)
+    params = SamplingParams(4)
     with open_llm(directory, **settings) as llm:
         expected = llm.generate(prompt, params).pop().token_ids
-    with pretended_card(monkeypatch, has_kernels=has_kernels), LLM(str(directory), device="cuda", **settings) as llm:
+    with (
+        pretended_card(monkeypatch, has_kernels=has_kernels),
+        LLM(str(directory), device="cuda", **settings) as llm,
+    ):
         assert llm.generate(prompt, params).pop().token_ids == expected
         passes = llm.engine.runner._graphs._passes.values()
         assert any(one._captured._replay for kept in passes for one in kept.values())
@@ -313,16 +353,22 @@ def noted(x: Tensor, **changes: Any) -> Tensor:
 @pytest.mark.parametrize(
     ("choice", "name", "change", "message"),
     [
-        (Choice("gptq", desc_act=True), "g_idx", lambda x: x + 1, "groups that are not there: needs 0 to 1"),
+        (Choice("gptq", desc_act=True), "g_idx", lambda x: x + 1, "groups that are not there: "
+                                                                  "needs 0 to 1"),
         (Choice("gptq", desc_act=True), "g_idx", lambda x: x - 1, "groups that are not there"),
-        (Choice("pack-quantized", desc_act=True), "weight_g_idx", lambda x: 9 * x, "groups that are not there"),
+        (Choice("pack-quantized", desc_act=True), "weight_g_idx", lambda x: 9 * x, "groups that "
+                                                                                   "are not there"),
         (Choice("pack-quantized"), "weight_shape", lambda x: x.flip(0), "another matrix"),
         (Choice("nf4"), "weight.quant_map", lambda x: -x, "not the table of nf4"),
         (Choice("nf4"), "weight.quant_state.bitsandbytes__nf4", lambda x: x.flip(0), "not JSON"),
-        (Choice("nf4"), "weight.quant_state.bitsandbytes__nf4", lambda x: noted(x, shape=[96, 64, 1]), "another matrix"),
-        (Choice("nf4"), "weight.quant_state.bitsandbytes__nf4", lambda x: noted(x, blocksize=0), "blocksize is 0"),
-        (Choice("nf4"), "weight.quant_state.bitsandbytes__nf4", lambda x: noted(x, nested_blocksize="x"), "nested_blocksize"),
-        (Choice("nf4"), "weight.quant_state.bitsandbytes__nf4", lambda x: noted(x, nested_offset=None), "offset"),
+        (Choice("nf4"), "weight.quant_state.bitsandbytes__nf4",
+            lambda x: noted(x, shape=[96, 64, 1]), "another matrix"),
+        (Choice("nf4"), "weight.quant_state.bitsandbytes__nf4", lambda x: noted(x, blocksize=0),
+            "blocksize is 0"),
+        (Choice("nf4"), "weight.quant_state.bitsandbytes__nf4",
+            lambda x: noted(x, nested_blocksize="x"), "nested_blocksize"),
+        (Choice("nf4"), "weight.quant_state.bitsandbytes__nf4",
+            lambda x: noted(x, nested_offset=None), "offset"),
     ],
 )  # fmt: skip
 def test_tensors_that_contradict_the_others_are_refused(
@@ -341,7 +387,10 @@ PACKED = config_of(Choice("pack-quantized"))
 def group(**changes: Any) -> dict[str, Any]:
     """PACKED with other weights in its group."""
     one = PACKED["config_groups"]["group_0"]
-    return {**PACKED, "config_groups": {"group_0": {**one, "weights": {**one["weights"], **changes}}}}
+    return {
+        **PACKED,
+        "config_groups": {"group_0": {**one, "weights": {**one["weights"], **changes}}},
+    }
 
 
 @pytest.mark.parametrize(
@@ -383,14 +432,32 @@ def group(**changes: Any) -> dict[str, Any]:
         ({"quant_method": "exl3"}, "'exl3' is not understood"),
     ],
 )
-def test_layouts_that_are_not_understood_are_refused_by_name(config: dict[str, Any], message: str) -> None:
+def test_layouts_that_are_not_understood_are_refused_by_name(
+    config: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         format_of(config)
 
 
-@pytest.mark.parametrize("config", [GPTQ, AWQ, FP8, NF4, PACKED], ids=lambda config: config["quant_method"])
+@pytest.mark.parametrize(
+    "config", [GPTQ, AWQ, FP8, NF4, PACKED], ids=lambda config: config["quant_method"]
+)
 def test_any_value_of_a_config_is_understood_or_refused(config: dict[str, Any]) -> None:
-    odd: list[Any] = [None, True, -1, 0, 2**70, 1.5, "", "x", [], {}, [[]], {"a": None}, {"a": {"weights": 1}}]
+    odd: list[Any] = [
+        None,
+        True,
+        -1,
+        0,
+        2**70,
+        1.5,
+        "",
+        "x",
+        [],
+        {},
+        [[]],
+        {"a": None},
+        {"a": {"weights": 1}},
+    ]
     for key in config:
         for value in odd:
             try:
@@ -405,14 +472,23 @@ def test_any_value_of_a_config_is_understood_or_refused(config: dict[str, Any]) 
 def test_matrices_in_floats_are_used_as_they_are(tmp_path: Path) -> None:
     """Whatever list of ignored modules says so, or none."""
     directory, config, exact = tiny_model(tmp_path, Choice("awq"))
-    plain, name = load_file(tmp_path / "plain" / "model.safetensors"), "model.layers.1.mlp.up_proj"
-    tensors = {one: tensor for one, tensor in load_file(directory / "model.safetensors").items() if name not in one}
-    save_file({**tensors, f"{name}.weight": plain[f"{name}.weight"]}, directory / "model.safetensors")
+    plain = load_file(tmp_path / "plain" / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj"
+    tensors = {
+        one: tensor
+        for one, tensor in load_file(directory / "model.safetensors").items()
+        if name not in one
+    }
+    save_file(
+        {**tensors, f"{name}.weight": plain[f"{name}.weight"]}, directory / "model.safetensors"
+    )
     layers = open_checkpoint(directory).layers
     assert [[one.key for one in layer if "up_proj" in one.key] for layer in layers[:2]] == [
         [f"mlp.up_proj.{part}" for part in ("qweight", "scales", "qzeros")], ["mlp.up_proj.weight"],
     ]  # fmt: skip
-    dense = write_checkpoint(tmp_path / "dense", config, {**exact, f"{name}.weight": plain[f"{name}.weight"]})
+    dense = write_checkpoint(
+        tmp_path / "dense", config, {**exact, f"{name}.weight": plain[f"{name}.weight"]}
+    )
     prompt = prompt_of(0, vocab_size=40)
     texts = []
     for one in (directory, dense):
@@ -429,8 +505,12 @@ def test_trivial_groups_are_not_loaded(tmp_path: Path) -> None:
 
 def test_one_layer_may_have_groups_where_another_has_none(tmp_path: Path) -> None:
     """Of the same module; the view of a block takes what lies in it."""
-    stored = {act: one_matrix(tmp_path, Choice("gptq", desc_act=act), torch.float16) for act in (True, False)}
-    fmt, files = format_of(GPTQ), {}
+    stored = {
+        act: one_matrix(tmp_path, Choice("gptq", desc_act=act), torch.float16)
+        for act in (True, False)
+    }
+    fmt = format_of(GPTQ)
+    files = {}
     for act, (tensors, _, _) in stored.items():
         files[act] = tmp_path / f"{act}.safetensors"
         save_file(tensors, files[act])
@@ -442,7 +522,8 @@ def test_one_layer_may_have_groups_where_another_has_none(tmp_path: Path) -> Non
 
 def test_biases_of_zeros_are_left_out_and_others_refused(tmp_path: Path) -> None:
     directory, _, _ = tiny_model(tmp_path, Choice("gptq"))
-    tensors, name = load_file(directory / "model.safetensors"), "model.layers.0.self_attn.q_proj.bias"
+    tensors = load_file(directory / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.bias"
     for value in (0.0, 1.0):
         save_file({**tensors, name: torch.full((64,), value)}, directory / "model.safetensors")
         if value:
@@ -454,25 +535,37 @@ def test_biases_of_zeros_are_left_out_and_others_refused(tmp_path: Path) -> None
 
 def test_modules_may_differ_in_bits(tmp_path: Path) -> None:
     """compressed-tensors by groups, the narrower target first; GPTQ by its overrides."""
-    wide, narrow = Choice("pack-quantized", 8), Choice("pack-quantized", 3)
+    wide = Choice("pack-quantized", 8)
+    narrow = Choice("pack-quantized", 3)
     one, other = (config_of(choice)["config_groups"]["group_0"] for choice in (wide, narrow))
     config = {**PACKED, "config_groups": {"a": one, "b": {**other, "targets": ["re:.*down_proj"]}}}
     stored, exact, source = one_matrix(tmp_path, narrow, torch.float16)
     view = view_of(format_of(config), source, stored, torch.float16)
     assert torch.equal(view.rows(torch.arange(SHAPE[0]), MODULE), exact)
     stored, exact, source = one_matrix(tmp_path, Choice("gptq", 8), torch.float16)
-    config = {**GPTQ, "dynamic": {"-:.*": {}, "+:.*gate": {"bits": 2}, r".*\.down_proj": {"bits": 8}}}
+    config = {
+        **GPTQ,
+        "dynamic": {"-:.*": {}, "+:.*gate": {"bits": 2}, r".*\.down_proj": {"bits": 8}},
+    }
     view = view_of(format_of(config), source, stored, torch.float16)
     assert torch.equal(view.rows(torch.arange(SHAPE[0]), MODULE), exact)
 
 
 @pytest.mark.parametrize("shape", [(), (1,)])
 def test_one_scale_for_a_whole_matrix(shape: tuple[int, ...], tmp_path: Path) -> None:
-    codes, scale = torch.randn(SHAPE).to(torch.float8_e4m3fn), torch.full(shape, 0.3)
+    codes = torch.randn(SHAPE).to(torch.float8_e4m3fn)
+    scale = torch.full(shape, 0.3)
     weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor"}
     tensors = group()["config_groups"]["group_0"]
-    by_group = {**PACKED, "format": "float-quantized", "config_groups": {"a": {**tensors, "weights": weights}}}
-    for config, name in (({**FP8, "weight_block_size": None}, "weight_scale_inv"), (by_group, "weight_scale")):
+    by_group = {
+        **PACKED,
+        "format": "float-quantized",
+        "config_groups": {"a": {**tensors, "weights": weights}},
+    }
+    for config, name in (
+        ({**FP8, "weight_block_size": None}, "weight_scale_inv"),
+        (by_group, "weight_scale"),
+    ):
         stored = {f"{MODULE}.weight": codes, f"{MODULE}.{name}": scale}
         save_file(stored, tmp_path / "model.safetensors")
         source = Source(read_header(tmp_path / "model.safetensors"))
@@ -505,12 +598,20 @@ def test_memory_is_planned_by_packed_bytes_and_one_matrix_in_its_own_place(tmp_p
 # scripts/quantize.py
 
 
-def test_the_script_quantises_the_demonstration_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_script_quantises_the_demonstration_pair(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = Path(__file__).parent.parent
     options = ["--format", "gptq", "--bits", "8", "--group-size", "32"]
-    monkeypatch.setattr(sys, "argv", ["quantize", str(root / "models" / "demo-draft"), str(tmp_path / "q"), *options])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["quantize", str(root / "models" / "demo-draft"), str(tmp_path / "q"), *options],
+    )
     assert [quantize.main(), quantize.main()] == [0, 2]
-    assert json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]["bits"] == 8
+    assert (
+        json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]["bits"] == 8
+    )
     texts = []
     for one in (tmp_path / "q", root / "models" / "demo-draft"):
         with LLM(str(one), device="cpu", dtype="float32") as llm:
@@ -519,7 +620,9 @@ def test_the_script_quantises_the_demonstration_pair(tmp_path: Path, monkeypatch
 
 
 def test_a_checkpoint_in_several_files_is_quantised_and_written_plain(tmp_path: Path) -> None:
-    config = llama_config(hidden_size=64, intermediate_size=96, head_dim=16, max_position_embeddings=256)
+    config = llama_config(
+        hidden_size=64, intermediate_size=96, head_dim=16, max_position_embeddings=256
+    )
     tensors = {name: 3 * tensor for name, tensor in llama_tensors(config).items()}
     source = write_checkpoint(tmp_path / "source", config, tensors)
     (source / "model.safetensors").unlink()
@@ -531,6 +634,8 @@ def test_a_checkpoint_in_several_files_is_quantised_and_written_plain(tmp_path: 
     texts = []
     for one in (tmp_path / "q", tmp_path / "exact"):
         with open_llm(one, dtype="float32") as llm:
-            texts.append(llm.generate(prompt_of(0, vocab_size=40), SamplingParams(12)).pop().token_ids)
+            texts.append(
+                llm.generate(prompt_of(0, vocab_size=40), SamplingParams(12)).pop().token_ids
+            )
     assert texts[0] == texts[1]
     assert open_checkpoint(tmp_path / "q").nbytes < 0.7 * open_checkpoint(tmp_path / "exact").nbytes

@@ -1,4 +1,6 @@
-"""Whole generations: transformers' greedy tokens, batches as their rows alone, ends, and the distribution of sampled texts."""
+"""Whole generations: transformers' greedy tokens, batches as their rows alone, ends, and the
+distribution of sampled texts.
+"""
 
 import traceback
 from itertools import groupby, pairwise
@@ -34,13 +36,21 @@ from offload_rt.tree.topology import DraftTree, Topology
 
 ROOT = Path(offload_rt.__file__).parent
 SAMPLED = SamplingParams(
-    max_new_tokens=24, temperature=0.9, top_p=0.95, top_k=50, min_p=0.01, repetition_penalty=1.1, seed=5
+    max_new_tokens=24,
+    temperature=0.9,
+    top_p=0.95,
+    top_k=50,
+    min_p=0.01,
+    repetition_penalty=1.1,
+    seed=5,
 )
 
 
 # Every model in one place, and a second one of its kind in the next.
 CASES_IN_PLACES = [
-    (name, seed, list(PLACES)[(i + seed) % len(PLACES)]) for seed in range(2) for i, name in enumerate(CASES)
+    (name, seed, list(PLACES)[(i + seed) % len(PLACES)])
+    for seed in range(2)
+    for i, name in enumerate(CASES)
 ]
 
 
@@ -58,7 +68,8 @@ def test_greedy_tokens_are_transformers(zoo, name, seed, place):
 
 def test_few_frames_lie_between_the_call_and_the_matrix_product(zoo, monkeypatch):
     """At most eight of this package, and no file is come back to once it was left."""
-    deepest, linear = [], torch.nn.functional.linear
+    deepest = []
+    linear = torch.nn.functional.linear
 
     def seen(*args):
         frames = [Path(one.filename) for one in traceback.extract_stack()]
@@ -133,10 +144,13 @@ def test_each_row_of_a_batch_is_its_solo_run(speaking, place):
 def test_a_batch_that_does_not_fit_runs_as_there_is_room(zoo):
     """Rows of keys and values are never more than planned; who waits joins as others end."""
     prompts = [prompt_of(seed, 10 + seed) for seed in range(7)]
-    params = [SamplingParams(max_new_tokens=5 + 5 * n, temperature=float(n % 2), seed=n) for n in range(7)]
+    params = [
+        SamplingParams(max_new_tokens=5 + 5 * n, temperature=float(n % 2), seed=n) for n in range(7)
+    ]
     with open_llm(zoo.directory("qwen3", 0), "mixed", max_model_len=64) as llm:
         solo = alone(llm, prompts, params)
-        running, forward = [], llm.engine.runner.forward
+        running = []
+        forward = llm.engine.runner.forward
 
         def counted(steps):
             running.append({step.cache for step in steps})
@@ -162,16 +176,21 @@ def measured(sequence):
 
 @pytest.mark.parametrize("drafter", ["none", "adaptive_tree"])
 def test_sequences_join_and_leave_a_running_batch(llama_pair, drafter):
-    """Each that ends has the tokens of its solo run, whoever joined or was aborted meanwhile; nothing is left of any."""
+    """Each that ends has the tokens of its solo run, whoever joined or was aborted meanwhile;
+    nothing is left of any.
+    """
     prompts = [prompt_of(seed, n) for seed, n in enumerate((4, 21, 9, 15, 7))]
     params = [SamplingParams(max_new_tokens=n) for n in (30, 12, 25, 40, 18)]
     if drafter == "none":  # with trees, other numbers of nodes spend the random numbers differently
         params[2] = SamplingParams(max_new_tokens=25, temperature=1.0, seed=3)
     with open_llm(llama_pair.target, max_model_len=256, **llama_pair.settings(drafter)) as llm:
         solo = alone(llm, prompts, params)
-        engine, caches = llm.engine, llm.engine.runner._caches
+        engine = llm.engine
+        caches = llm.engine.runner._caches
         joins = {0: [0], 3: [1, 2], 5: [3], 14: [4]}
-        sequences, ids, got = {}, {}, {}
+        sequences = {}
+        ids = {}
+        got = {}
         for n_step in range(100):
             for i in joins.get(n_step, ()):
                 sequences[i] = llm._sequence(prompts[i], params[i])
@@ -180,23 +199,30 @@ def test_sequences_join_and_leave_a_running_batch(llama_pair, drafter):
                 engine.abort(next(id for id, i in ids.items() if i == 3))
             for event in engine.step():
                 got.setdefault(ids[event.id], []).extend(event.token_ids)
-                assert (event.finish_reason is not None) == (got[ids[event.id]] == solo[ids[event.id]][0])
+                assert (event.finish_reason is not None) == (
+                    got[ids[event.id]] == solo[ids[event.id]][0]
+                )
         assert not llm.engine.step()
         llm.engine.reset_prefix_cache()
         assert not caches
-    assert {i: tokens for i, tokens in got.items() if i != 3} == {i: solo[i][0] for i in (0, 1, 2, 4)}
+    assert {i: tokens for i, tokens in got.items() if i != 3} == {
+        i: solo[i][0] for i in (0, 1, 2, 4)
+    }
     assert 0 < len(got[3]) < 40 and got[3] == solo[3][0][: len(got[3])]
     assert all(measured(sequences[i]) for i in range(5))
     assert sequences[1].stats.n_passes <= 12
 
 
 def test_a_prompt_teaches_the_cost_model_nothing(zoo):
-    """Passes that compute a prompt, of whichever sequence, are neither predicted nor learned from."""
+    """Passes that compute a prompt, of whichever sequence, are neither predicted nor learned
+    from.
+    """
     with open_llm(zoo.directory("llama", 0), max_model_len=256) as llm:
         learned = []
         llm.engine.cost.passed = lambda n_rows, *_: learned.append(n_rows)
         first, second = (
-            llm._sequence(prompt_of(seed), SamplingParams(max_new_tokens=n)) for seed, n in ((0, 9), (1, 4))
+            llm._sequence(prompt_of(seed), SamplingParams(max_new_tokens=n))
+            for seed, n in ((0, 9), (1, 4))
         )
         llm.engine.add(first)
         for n_step in range(9):
@@ -210,7 +236,9 @@ def test_a_prompt_teaches_the_cost_model_nothing(zoo):
 
 def test_same_seed_same_tokens_other_seed_other_tokens(zoo):
     def run(llm, seed):
-        return llm.generate(prompt_of(0), SamplingParams(max_new_tokens=24, temperature=1.0, seed=seed))[0].token_ids
+        return llm.generate(
+            prompt_of(0), SamplingParams(max_new_tokens=24, temperature=1.0, seed=seed)
+        )[0].token_ids
 
     with open_llm(zoo.directory("llama", 0)) as llm:
         texts = [run(llm, seed) for seed in (1, 2, 3, 1, None, None)]
@@ -226,7 +254,8 @@ class Unlearning(Drafter):
 
 
 class TreeDrafter(Unlearning):
-    """Random trees whose tokens are the true continuation here and there, so that some of each tree is accepted.
+    """Random trees whose tokens are the true continuation here and there, so that some of each tree
+    is accepted.
 
     true  the continuation of each prompt, by its first token
     """
@@ -234,7 +263,9 @@ class TreeDrafter(Unlearning):
     limits = DraftLimits(12, 12)
 
     def __init__(self, true, vocab_size):
-        self._true, self._vocab_size, self._n = true, vocab_size, 0
+        self._true = true
+        self._vocab_size = vocab_size
+        self._n = 0
 
     def propose(self, sequences, n_nodes):
         return [self._tree(one) for one in sequences]
@@ -260,15 +291,21 @@ def poison(cache):
 
 
 def run_with_trees(llm, drafter, prompts, params):
-    """Steps with another drafter, uncommitted rows poisoned in between; returns the answers and the passes each took."""
+    """Steps with another drafter, uncommitted rows poisoned in between; returns the answers and the
+    passes each took.
+    """
     engine = engine_of(llm, drafter)
-    sequences = [Sequence(list(prompt), one, 160) for prompt, one in zip(prompts, params, strict=True)]
+    sequences = [
+        Sequence(list(prompt), one, 160) for prompt, one in zip(prompts, params, strict=True)
+    ]
     for sequence in sequences:
         engine.add(sequence)
     while engine.step():
         for cache in engine.runner._caches.values():
             poison(cache)
-    return [one.tokens[one.n_prompt :] for one in sequences], [one.stats.n_passes for one in sequences]
+    return [one.tokens[one.n_prompt :] for one in sequences], [
+        one.stats.n_passes for one in sequences
+    ]
 
 
 @pytest.mark.parametrize("name", ["llama-dynamic", "mistral", "qwen2-window", "qwen3"])
@@ -277,24 +314,34 @@ def test_trees_do_not_change_greedy_tokens(zoo, name):
     model = zoo.model(name, 0)
     prompts = [prompt_of(seed, n) for seed, n in enumerate((21, 5, 40))]
     params = [SamplingParams(max_new_tokens=n) for n in (64, 30, 41)]
-    texts = [generate(model, prompt, one.max_new_tokens) for prompt, one in zip(prompts, params, strict=True)]
+    texts = [
+        generate(model, prompt, one.max_new_tokens)
+        for prompt, one in zip(prompts, params, strict=True)
+    ]
     drafter = TreeDrafter(dict(zip(map(tuple, prompts), texts, strict=True)), 128)
     with open_llm(zoo.directory(name, 0), "mixed") as llm:
         got, n_passes = run_with_trees(llm, drafter, prompts, params)
     assert got == texts
-    assert all(n < len(text) for n, text in zip(n_passes, texts, strict=True)), "nothing was accepted"
+    assert all(n < len(text) for n, text in zip(n_passes, texts, strict=True)), (
+        "nothing was accepted"
+    )
 
 
 def test_dynamic_rope_grows_past_the_limit(tmp_path):
-    """The frequencies change with every token there, in trees as well; compared with transformers' own growth."""
+    """The frequencies change with every token there, in trees as well; compared with transformers'
+    own growth.
+    """
     model = CASES["llama"].build(0, **DYNAMIC | {"max_position_embeddings": 40})
     model.save_pretrained(tmp_path)
     for n_prompt in (30, 50):
         prompt = prompt_of(2, n_prompt)
-        model = LlamaForCausalLM.from_pretrained(tmp_path).eval()  # afresh: it remembers how far it has grown
+        # afresh: it remembers how far it has grown
+        model = LlamaForCausalLM.from_pretrained(tmp_path).eval()
         expected = generate(model, prompt, 50)
         with open_llm(tmp_path, max_model_len=40) as llm:
-            got, _ = run_with_trees(llm, TreeDrafter({tuple(prompt): expected}, 128), [prompt], [SamplingParams(50)])
+            got, _ = run_with_trees(
+                llm, TreeDrafter({tuple(prompt): expected}, 128), [prompt], [SamplingParams(50)]
+            )
         assert got == [expected]
 
 
@@ -302,14 +349,17 @@ def test_dynamic_rope_grows_past_the_limit(tmp_path):
 
 
 def end_at(zoo, name, place):
-    """(token, n): a token of the reference text that first occurs at place n, n as near as may be to `place`."""
+    """(token, n): a token of the reference text that first occurs at place n, n as near as may be
+    to `place`.
+    """
     text = zoo.greedy(name, 0)
     n = next(n for n in range(place, 64) if text.index(text[n]) == n)
     return text[n], n
 
 
 def test_limits_end_with_length(zoo):
-    prompt, text = prompt_of(0), zoo.greedy("llama", 0)
+    prompt = prompt_of(0)
+    text = zoo.greedy("llama", 0)
     with open_llm(zoo.directory("llama", 0), max_model_len=40) as llm:
         few = llm.generate(prompt, SamplingParams(max_new_tokens=3)).pop()
         full = llm.generate(prompt, SamplingParams(max_new_tokens=64)).pop()
@@ -363,7 +413,8 @@ def test_a_prompt_that_cannot_be_continued_is_refused_before_anything_runs(zoo, 
 
 # The distribution of sampled texts
 
-VOCABULARY, N_DRAWS = 5, 500
+VOCABULARY = 5
+N_DRAWS = 500
 
 
 @pytest.fixture(scope="module")
@@ -375,22 +426,32 @@ def small(tmp_path_factory):
     return model, path
 
 
-ALL_AT_ONCE = {"temperature": 0.8, "top_k": 4, "top_p": 0.93, "min_p": 0.04, "repetition_penalty": 3.0}
+ALL_AT_ONCE = {
+    "temperature": 0.8,
+    "top_k": 4,
+    "top_p": 0.93,
+    "min_p": 0.04,
+    "repetition_penalty": 3.0,
+}
 # The last two keep a token from coming within the texts that are drawn.
 COUNTED = {
-    "temperature": 0.8, "presence_penalty": 0.7, "frequency_penalty": 0.9, "logit_bias": {0: 0.8, 3: -0.6},
+    "temperature": 0.8, "presence_penalty": 0.7, "frequency_penalty": 0.9,
+    "logit_bias": {0: 0.8, 3: -0.6},
     "min_tokens": N_NEW, "stop_token_ids": (2,),
 }  # fmt: skip
 
 
 class FullTrees(Unlearning):
-    """Trees with every token below every node, of no, one or two levels: whatever is drawn is found in them."""
+    """Trees with every token below every node, of no, one or two levels: whatever is drawn is found
+    in them.
+    """
 
     limits = DraftLimits(1 + VOCABULARY + VOCABULARY**2, 3)
 
     def __init__(self):
         parents = [-1, *(node for node in range(1 + VOCABULARY) for _ in range(VOCABULARY))]
-        self._parents, self._n = np.array(parents), 0
+        self._parents = np.array(parents)
+        self._n = 0
 
     def propose(self, sequences, n_nodes):
         return [self._tree(one) for one in sequences]
@@ -405,16 +466,23 @@ class FullTrees(Unlearning):
 
 @pytest.mark.parametrize("trees", [False, True])
 def test_the_joint_distribution_of_sampled_tokens(small, trees):
-    """Two prompts side by side in batches, each row with a seed of its own, against exact enumeration."""
+    """Two prompts side by side in batches, each row with a seed of its own, against exact
+    enumeration.
+    """
     model, path = small
     prompts = [[1], [2, 2]]
     settings = (ALL_AT_ONCE, COUNTED)  # of the one prompt and of the other
-    params = [SamplingParams(max_new_tokens=N_NEW, seed=seed, **settings[seed % 2]) for seed in range(2 * N_DRAWS)]
+    params = [
+        SamplingParams(max_new_tokens=N_NEW, seed=seed, **settings[seed % 2])
+        for seed in range(2 * N_DRAWS)
+    ]
     texts = []
     with open_llm(path, max_model_len=64) as llm:
         drafter = FullTrees() if trees else llm.engine.drafter
         for start in range(0, 2 * N_DRAWS, 500):
-            batch = [Sequence(list(prompts[i % 2]), params[i], 17) for i in range(start, start + 500)]
+            batch = [
+                Sequence(list(prompts[i % 2]), params[i], 17) for i in range(start, start + 500)
+            ]
             texts += run_together(runner_of(llm), drafter, MatchRule(), batch, 31)
     for n, prompt in enumerate(prompts):
         assert_distribution(texts[n::2], exact_distribution(model, prompt, params[n]))
@@ -425,15 +493,21 @@ def test_the_check_of_the_distribution_finds_a_wrong_one(small):
     model, _ = small
     probs = exact_distribution(model, [3, 1], SamplingParams(temperature=1.0))
     is_sampled = np.random.default_rng(0).choice(probs.size, N_DRAWS, p=probs.ravel() / probs.sum())
-    texts = list(zip(*map(np.ndarray.tolist, np.unravel_index(is_sampled, probs.shape)), strict=True))
+    texts = list(
+        zip(*map(np.ndarray.tolist, np.unravel_index(is_sampled, probs.shape)), strict=True)
+    )
     assert_distribution(texts, probs)
     for prompt, temperature in (([3, 1], 1.5), ([0, 2, 2, 4], 1.0)):
         with pytest.raises(AssertionError):
-            assert_distribution(texts, exact_distribution(model, prompt, SamplingParams(temperature=temperature)))
+            assert_distribution(
+                texts, exact_distribution(model, prompt, SamplingParams(temperature=temperature))
+            )
 
 
 def test_loading_tells_all_of_its_bytes(zoo) -> None:
-    """The bar reaches its end, wherever the alignment of a block makes it longer than what is read."""
+    """The bar reaches its end, wherever the alignment of a block makes it longer than what is
+    read.
+    """
     told: list[tuple[int, int]] = []
     config = EngineConfig(str(zoo.directory(next(iter(CASES)), 0)))
     LLM.from_config(config, progress=lambda done, total: told.append((done, total))).close()

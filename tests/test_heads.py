@@ -1,4 +1,6 @@
-"""Heads that draft by the target's hidden states: what they compute, what becomes of it, and which of them are taken."""
+"""Heads that draft by the target's hidden states: what they compute, what becomes of it, and which
+of them are taken.
+"""
 
 import json
 from collections.abc import Callable, Sequence
@@ -12,7 +14,14 @@ import torch.nn.functional as F
 from pretended_card import pretended_card
 from recorded import record
 from safetensors.torch import load_file, save_file
-from texts import SMALL, VOCABULARY, assert_distribution, exact_distributions, sampled_texts, small_model
+from texts import (
+    SMALL,
+    VOCABULARY,
+    assert_distribution,
+    exact_distributions,
+    sampled_texts,
+    small_model,
+)
 from tiny import (
     CASES,
     SPREAD,
@@ -32,7 +41,13 @@ from transformers import LlamaConfig, PreTrainedModel
 from offload_rt import LLM, SamplingParams
 from offload_rt.cli import plan
 from offload_rt.config import EngineConfig
-from offload_rt.errors import CapacityError, CheckpointError, OffloadError, SettingsError, UnsupportedModelError
+from offload_rt.errors import (
+    CapacityError,
+    CheckpointError,
+    OffloadError,
+    SettingsError,
+    UnsupportedModelError,
+)
 from offload_rt.executor.cuda_graphs import GraphShape
 from offload_rt.executor.sequence import Sequence as TokenSequence
 from offload_rt.speculate import head_model
@@ -40,16 +55,20 @@ from offload_rt.speculate.draft_model import TreeState
 from offload_rt.speculate.protocols import DraftLimits
 from offload_rt.speculate.select import rule_of
 
-VOCAB, N_HEADS = 8, 3
+VOCAB = 8
+N_HEADS = 3
 # Tokens that the vocabulary of an EAGLE-3 head stands for: token i of it is i + d2t[i].
 KEPT = [0, 2, 3, 5, 6]
 MTP = {
-    "nextn": ("model.layers.{n}.", "{layer}enorm", "{layer}hnorm", "{layer}eh_proj", "{layer}shared_head.norm"),
+    "nextn": ("model.layers.{n}.", "{layer}enorm", "{layer}hnorm", "{layer}eh_proj",
+        "{layer}shared_head.norm"),
     "mimo": (
-        "model.mtp_layers.0.", "{layer}token_layernorm", "{layer}hidden_layernorm", "{layer}input_proj",
+        "model.mtp_layers.0.", "{layer}token_layernorm", "{layer}hidden_layernorm",
+        "{layer}input_proj",
         "{layer}final_layernorm",
     ),
-    "qwen": ("mtp.layers.0.", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"),
+    "qwen": ("mtp.layers.0.", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc",
+        "mtp.norm"),
 }  # fmt: skip
 KINDS = ("eagle", "medusa", *MTP)
 Weights = dict[str, Tensor]
@@ -63,22 +82,37 @@ def mtp_names(kind: str, model: PreTrainedModel) -> list[str]:
 
 def shapes_of(kind: str, model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
     """The published names and shapes of a head's tensors."""
-    d, vocab = model.config.hidden_size, model.config.vocab_size
+    d = model.config.hidden_size
+    vocab = model.config.vocab_size
     if kind == "medusa":
         shapes = {f"{i}.0.linear.weight": (d, d) for i in range(N_HEADS)}
         shapes |= {f"{i}.0.linear.bias": (d,) for i in range(N_HEADS)}
         return shapes | {f"{i}.1.weight": (vocab, d) for i in range(N_HEADS)}
     first = "model.layers.0."
-    layer = {name.removeprefix(first): tuple(one.shape) for name, one in model.state_dict().items() if first in name}
+    layer = {
+        name.removeprefix(first): tuple(one.shape)
+        for name, one in model.state_dict().items()
+        if first in name
+    }
     if kind == "eagle":
         wide = {f"self_attn.{name}_proj.weight" for name in "qkv"}
         layer = {
-            name: (shape[0], 2 * d) if name in wide else shape for name, shape in layer.items() if "_norm" not in name
+            name: (shape[0], 2 * d) if name in wide else shape
+            for name, shape in layer.items()
+            if "_norm" not in name
         }
-        shapes = {f"midlayer.{name}": shape for name, shape in layer.items()} | {"midlayer.hidden_norm.weight": (d,)}
-        return shapes | {"fc.weight": (d, 3 * d), "norm.weight": (d,), "lm_head.weight": (len(KEPT), d)}
+        shapes = {f"midlayer.{name}": shape for name, shape in layer.items()} | {
+            "midlayer.hidden_norm.weight": (d,)
+        }
+        return shapes | {
+            "fc.weight": (d, 3 * d),
+            "norm.weight": (d,),
+            "lm_head.weight": (len(KEPT), d),
+        }
     prefix, *norms, project, last = mtp_names(kind, model)
-    shapes = {f"{prefix}{name}": shape for name, shape in layer.items()} | {f"{project}.weight": (d, 2 * d)}
+    shapes = {f"{prefix}{name}": shape for name, shape in layer.items()} | {
+        f"{project}.weight": (d, 2 * d)
+    }
     return shapes | {f"{name}.weight": (d,) for name in (*norms, last)}
 
 
@@ -86,7 +120,10 @@ def random_weights(kind: str, model: PreTrainedModel, seed: int = 5) -> Weights:
     """A head that knows nothing; every misplaced weight shows."""
     generator = torch.Generator().manual_seed(seed)
     weights = {
-        name: SPREAD * torch.randn(shape, generator=generator) + float(len(shape) == 1 and not name.endswith("bias"))
+        name: (
+            SPREAD * torch.randn(shape, generator=generator)
+            + float(len(shape) == 1 and not name.endswith("bias"))
+        )
         for name, shape in shapes_of(kind, model).items()
     }
     if kind == "eagle":
@@ -96,29 +133,48 @@ def random_weights(kind: str, model: PreTrainedModel, seed: int = 5) -> Weights:
     return weights
 
 
-def write_head(folder: Path, kind: str, model: PreTrainedModel, weights: Weights, **changes: Any) -> dict[str, Any]:
+def write_head(
+    folder: Path, kind: str, model: PreTrainedModel, weights: Weights, **changes: Any
+) -> dict[str, Any]:
     """A target below a folder, with the head; returns the settings that choose both."""
-    target, head = folder / "target", folder / "head"
+    target = folder / "target"
+    head = folder / "head"
     model.save_pretrained(target)
     if kind in MTP:
-        save_file({**load_file(target / "model.safetensors"), **weights}, target / "model.safetensors")
+        save_file(
+            {**load_file(target / "model.safetensors"), **weights}, target / "model.safetensors"
+        )
         config = json.loads((target / "config.json").read_text())
-        (target / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1} | changes))
+        (target / "config.json").write_text(
+            json.dumps(config | {"num_nextn_predict_layers": 1} | changes)
+        )
         return {"directory": target, "drafter": "mtp"}
     head.mkdir()
     if kind == "medusa":
-        config = {"medusa_num_heads": 2, "medusa_num_layers": 1, "base_model_name_or_path": "somewhere"}
+        config = {
+            "medusa_num_heads": 2,
+            "medusa_num_layers": 1,
+            "base_model_name_or_path": "somewhere",
+        }
         save_file(weights, head / "medusa_lm_head.safetensors")
     else:
         d = model.config
         sizes = {
-            key: getattr(d, key) for key in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
+            key: getattr(d, key)
+            for key in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
         }
         plain = LlamaConfig(
-            **sizes, num_key_value_heads=d.num_key_value_heads, num_hidden_layers=1, head_dim=d.head_dim
+            **sizes,
+            num_key_value_heads=d.num_key_value_heads,
+            num_hidden_layers=1,
+            head_dim=d.head_dim,
         )
-        config = plain.to_dict() | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": len(KEPT)}
-        config |= {"max_position_embeddings": 8}  # published ones are for much shorter texts than their target's
+        config = plain.to_dict() | {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "draft_vocab_size": len(KEPT),
+        }
+        # published ones are for much shorter texts than their target's
+        config |= {"max_position_embeddings": 8}
         save_file(weights, head / "model.safetensors")
     (head / "config.json").write_text(json.dumps(config | changes))
     return {"directory": target, "drafter": kind, "draft_model": str(head)}
@@ -148,9 +204,14 @@ def decoder_layer(w: Weights, prefix: str, model: PreTrainedModel, x: Tensor, h:
         return F.linear(x, w[f"{prefix}{name}.weight"], w.get(f"{prefix}{name}.bias"))
 
     dim = model.config.head_dim
-    q, k, v = (linear(f"self_attn.{name}_proj", h).view(len(h), -1, dim).transpose(0, 1) for name in "qkv")
+    q, k, v = (
+        linear(f"self_attn.{name}_proj", h).view(len(h), -1, dim).transpose(0, 1) for name in "qkv"
+    )
     if f"{prefix}self_attn.q_norm.weight" in w:
-        q, k = (rms(one, w[f"{prefix}self_attn.{name}_norm.weight"]) for one, name in ((q, "q"), (k, "k")))
+        q, k = (
+            rms(one, w[f"{prefix}self_attn.{name}_norm.weight"])
+            for one, name in ((q, "q"), (k, "k"))
+        )
     angles = torch.arange(len(h))[:, None] * 10000.0 ** (-torch.arange(0, dim, 2) / dim)
     turns = torch.polar(torch.ones_like(angles), angles)
 
@@ -161,7 +222,9 @@ def decoder_layer(w: Weights, prefix: str, model: PreTrainedModel, x: Tensor, h:
     out = F.scaled_dot_product_attention(turned(q), turned(k), v, is_causal=True, enable_gqa=True)
     x = x + linear("self_attn.o_proj", out.transpose(0, 1).flatten(1))
     h = rms(x, w[f"{prefix}post_attention_layernorm.weight"])
-    return x + linear("mlp.down_proj", F.silu(linear("mlp.gate_proj", h)) * linear("mlp.up_proj", h))
+    return x + linear(
+        "mlp.down_proj", F.silu(linear("mlp.gate_proj", h)) * linear("mlp.up_proj", h)
+    )
 
 
 @torch.no_grad()
@@ -169,28 +232,45 @@ def states_of(model: PreTrainedModel, tokens: Sequence[int]) -> list[Tensor]:
     """(n, d) behind 0, 1, ... all layers, the last norm not applied; and with it."""
     last: list[Tensor] = []
     handle = model.model.norm.register_forward_pre_hook(lambda _, given: last.append(given[0][0]))
-    found = model(torch.tensor([list(tokens)]), use_cache=False, output_hidden_states=True).hidden_states
+    found = model(
+        torch.tensor([list(tokens)]), use_cache=False, output_hidden_states=True
+    ).hidden_states
     handle.remove()
     return [*(one[0] for one in found[:-1]), last[0], found[-1][0]]
 
 
 @torch.no_grad()
 def expected_logits(
-    kind: str, w: Weights, model: PreTrainedModel, tokens: list[int], path: list[int], norm_before: bool = False
+    kind: str,
+    w: Weights,
+    model: PreTrainedModel,
+    tokens: list[int],
+    path: list[int],
+    norm_before: bool = False,
 ) -> Tensor:
-    """What a head says behind the last token and behind each token of a path below it: (1 + len(path), vocabulary)."""
-    states, embedding, head = states_of(model, tokens[:-1]), model.model.embed_tokens.weight, model.lm_head.weight
+    """What a head says behind the last token and behind each token of a path below it: (1 +
+    len(path), vocabulary).
+    """
+    states = states_of(model, tokens[:-1])
+    embedding = model.model.embed_tokens.weight
+    head = model.lm_head.weight
     if kind == "medusa":
         x = states[-1][-1:]
-        blocks = [x + F.silu(F.linear(x, w[f"{i}.0.linear.weight"], w[f"{i}.0.linear.bias"])) for i in range(N_HEADS)]
-        return torch.cat([F.linear(one, w[f"{i}.1.weight"]) for i, one in enumerate(blocks)])[: 1 + len(path)]
+        blocks = [
+            x + F.silu(F.linear(x, w[f"{i}.0.linear.weight"], w[f"{i}.0.linear.bias"]))
+            for i in range(N_HEADS)
+        ]
+        return torch.cat([F.linear(one, w[f"{i}.1.weight"]) for i, one in enumerate(blocks)])[
+            : 1 + len(path)
+        ]
     if kind == "eagle":
         n = model.config.num_hidden_layers
         hidden = F.linear(torch.cat([states[i] for i in (2, n // 2, n - 3)], 1), w["fc.weight"])
     else:
         prefix, of_embedding, of_hidden, project, last = mtp_names(kind, model)
         hidden = states[-2] if kind == "mimo" else states[-1]
-    inputs, found = tokens[1:], []
+    inputs = tokens[1:]
+    found = []
     for token in [*path, None]:
         embedded = embedding[torch.tensor(inputs)]
         if kind == "eagle":
@@ -198,14 +278,22 @@ def expected_logits(
             both = torch.cat((rms(embedded, w["midlayer.input_layernorm.weight"]), normed), 1)
             given = decoder_layer(w, "midlayer.", model, normed if norm_before else hidden, both)
             some = F.linear(rms(given, w["norm.weight"]), w["lm_head.weight"])[-1]
-            found.append(torch.full((len(embedding),), -torch.inf).index_copy(0, torch.tensor(KEPT), some))
+            found.append(
+                torch.full((len(embedding),), -torch.inf).index_copy(0, torch.tensor(KEPT), some)
+            )
         else:
-            parts = rms(embedded, w[f"{of_embedding}.weight"]), rms(hidden, w[f"{of_hidden}.weight"])
-            x = F.linear(torch.cat(parts[::-1] if kind == "mimo" else parts, 1), w[f"{project}.weight"])
+            parts = (
+                rms(embedded, w[f"{of_embedding}.weight"]),
+                rms(hidden, w[f"{of_hidden}.weight"]),
+            )
+            x = F.linear(
+                torch.cat(parts[::-1] if kind == "mimo" else parts, 1), w[f"{project}.weight"]
+            )
             out = decoder_layer(w, prefix, model, x, rms(x, w[f"{prefix}input_layernorm.weight"]))
             given = rms(out, w[f"{last}.weight"])
             found.append(F.linear(given, head)[-1])
-        hidden, inputs = torch.cat((hidden, given[-1:])), [*inputs, token]
+        hidden = torch.cat((hidden, given[-1:]))
+        inputs = [*inputs, token]
     return torch.stack(found)
 
 
@@ -236,12 +324,16 @@ PATHS = [[], [4], [6], [4, 1], [6, 1], [4, 7]]
 @pytest.mark.parametrize(
     ("kind", "name", "changes"),
     [
-        ("eagle", "llama", {}), ("eagle", "qwen3", {"norm_before_residual": True}), ("medusa", "llama", {}),
-        ("nextn", "llama", {}), ("nextn", "qwen3", {}), ("mimo", "qwen2-window", {}), ("qwen", "mistral-full", {}),
+        ("eagle", "llama", {}), ("eagle", "qwen3", {"norm_before_residual": True}),
+        ("medusa", "llama", {}),
+        ("nextn", "llama", {}), ("nextn", "qwen3", {}), ("mimo", "qwen2-window", {}),
+        ("qwen", "mistral-full", {}),
     ],
 )  # fmt: skip
 def test_a_head_computes_what_its_definition_says(tmp_path, monkeypatch, kind, name, changes):
-    """After prompts that are fed part by part, and after trees of which some nodes were accepted and most were not."""
+    """After prompts that are fed part by part, and after trees of which some nodes were accepted
+    and most were not.
+    """
     monkeypatch.setattr(head_model, "CHUNK_ROWS", 4)
     model = few_tokens(name)
     model.config.head_dim = getattr(model.config, "head_dim", None) or 8
@@ -250,12 +342,16 @@ def test_a_head_computes_what_its_definition_says(tmp_path, monkeypatch, kind, n
     with open_llm(**settings) as llm:
         drafter = drafter_of(llm, settings["drafter"], "match", DraftLimits(24, 5, fixed_size=True))
         engine = engine_of(llm, drafter, n_nodes=72)
-        several = [TokenSequence(prompt_of(n, n, VOCAB), SamplingParams(60), 128) for n in (9, 1, 30)]
+        several = [
+            TokenSequence(prompt_of(n, n, VOCAB), SamplingParams(60), 128) for n in (9, 1, 30)
+        ]
         for sequence in several:
             engine.add(sequence)
             for _ in range(2):
                 engine.step()
-        assert sum(one.n_new - one.stats.n_passes for one in several) > 2, "hardly anything was accepted"
+        assert sum(one.n_new - one.stats.n_passes for one in several) > 2, (
+            "hardly anything was accepted"
+        )
         states = [drafter._model.start(one, 24, is_alone=False) for one in several]
         probes = [Probe(state, [([0, 0], [4, 6]), ([1, 2, 1], [1, 1, 7])]) for state in states]
         assert drafter._model.grow(probes) == 3
@@ -268,7 +364,9 @@ def test_a_head_computes_what_its_definition_says(tmp_path, monkeypatch, kind, n
 @pytest.mark.parametrize("n", [3, 14, 21])
 @pytest.mark.parametrize("kind", ["eagle", "qwen"])
 def test_a_head_goes_on_in_the_cache_of_a_text_that_begins_alike(tmp_path, kind, n):
-    """From within its prompt, or behind it, or behind the last rows of the head: no row and no state is of the old text."""
+    """From within its prompt, or behind it, or behind the last rows of the head: no row and no
+    state is of the old text.
+    """
     model = few_tokens()
     weights = random_weights(kind, model)
     settings = write_head(tmp_path, kind, model, weights)
@@ -313,7 +411,9 @@ def test_greedy_tokens_are_transformers(tmp_path, kind, place):
         outputs = llm.generate(prompts, SamplingParams(max_new_tokens=24))
         alone = llm.generate(prompts[2], SamplingParams(max_new_tokens=24))[0]
         llm.engine.reset_prefix_cache()
-        assert not llm.engine.drafter._model._inputs and not llm.engine.draft._caches, "ended sequences are released"
+        assert not llm.engine.drafter._model._inputs and not llm.engine.draft._caches, (
+            "ended sequences are released"
+        )
     assert [one.token_ids for one in outputs] == [generate(model, prompt, 24) for prompt in prompts]
     assert alone.token_ids == outputs[2].token_ids
     assert all(one.stats.nodes_per_tree > 1 for one in outputs)
@@ -322,8 +422,9 @@ def test_greedy_tokens_are_transformers(tmp_path, kind, place):
 def counting(folder: Path, kind: str) -> dict[str, Any]:
     """A target that counts, token after token, and a head that was made to know it.
 
-    No layer adds anything to the embeddings, which are orthogonal. A head for the next token but one either shifts them in its
-    MLP (EAGLE-3), has them (MTP), or tells them from the last but one (Medusa).
+    No layer adds anything to the embeddings, which are orthogonal. A head for the next token but
+    one either shifts them in its MLP (EAGLE-3), has them (MTP), or tells them from the last but one
+    (Medusa).
     """
     d = 64
     model = CASES["llama"].build(0, vocab_size=d, num_hidden_layers=3)
@@ -335,20 +436,32 @@ def counting(folder: Path, kind: str) -> dict[str, Any]:
     model.model.norm.weight.data.fill_(1.0)
     model.lm_head.weight.data = 2 * eye.roll(1, 0)
     weights = {name: torch.zeros(shape) for name, shape in shapes_of(kind, model).items()}
-    weights |= {name: torch.ones(one.shape) for name, one in weights.items() if one.dim() == 1 and "bias" not in name}
+    weights |= {
+        name: torch.ones(one.shape)
+        for name, one in weights.items()
+        if one.dim() == 1 and "bias" not in name
+    }
     if kind == "medusa":
         weights |= {f"{i}.1.weight": 2 * eye.roll(i + 2, 0) for i in range(N_HEADS)}
     elif kind == "eagle":
         scale = d**0.5  # of a norm
         shift = F.pad((eye.roll(1, 0) - eye) / (F.silu(torch.tensor(scale)) * scale), (0, 96 - d))
         into = F.pad(eye, (0, 0, 0, 96 - d))
-        weights |= {"midlayer.mlp.gate_proj.weight": into, "midlayer.mlp.up_proj.weight": into.clone()}
-        weights |= {"midlayer.mlp.down_proj.weight": shift, "fc.weight": torch.cat((eye, 0 * eye, 0 * eye), 1)}
+        weights |= {
+            "midlayer.mlp.gate_proj.weight": into,
+            "midlayer.mlp.up_proj.weight": into.clone(),
+        }
+        weights |= {
+            "midlayer.mlp.down_proj.weight": shift,
+            "fc.weight": torch.cat((eye, 0 * eye, 0 * eye), 1),
+        }
         weights |= {"lm_head.weight": 2 * eye.roll(1, 0)}
         return write_head(folder, kind, model, weights, draft_vocab_size=d)
     else:
         project = mtp_names(kind, model)[3]
-        weights[f"{project}.weight"] = torch.cat((0 * eye, eye) if kind == "mimo" else (eye, 0 * eye), 1)
+        weights[f"{project}.weight"] = torch.cat(
+            (0 * eye, eye) if kind == "mimo" else (eye, 0 * eye), 1
+        )
     return write_head(folder, kind, model, weights)
 
 
@@ -357,13 +470,18 @@ def counting(folder: Path, kind: str) -> dict[str, Any]:
 def test_a_head_that_is_right_gives_a_path_to_the_end_of_its_reach(tmp_path, kind, temperature):
     settings = counting(tmp_path, kind)
     with open_llm(**settings) as llm:
-        drafter = drafter_of(llm, settings["drafter"], "coupled", DraftLimits(8, 5, fixed_size=True))
+        drafter = drafter_of(
+            llm, settings["drafter"], "coupled", DraftLimits(8, 5, fixed_size=True)
+        )
         engine = engine_of(llm, drafter, rule_of("coupled"))
-        sequence = TokenSequence([3, 4, 5], SamplingParams(20, temperature=temperature, seed=0), 128)
+        sequence = TokenSequence(
+            [3, 4, 5], SamplingParams(20, temperature=temperature, seed=0), 128
+        )
         engine.add(sequence)
         found = [len(event.token_ids) for _ in range(4) for event in engine.step()]
     assert sequence.tokens == list(range(3, 3 + len(sequence.tokens)))
-    # The first pass has no hidden states to draft from; then as many levels as there may be, or heads.
+    # The first pass has no hidden states to draft from; then as many levels as there may be, or
+    # heads.
     assert found == [1, *([4] * 3 if kind == "medusa" else [5] * 3)]
 
 
@@ -389,7 +507,9 @@ def test_sequences_join_and_leave(tmp_path, kind):
     with open_llm(**settings) as llm:
         drafter = drafter_of(llm, settings["drafter"], "match", DraftLimits(8, 4))
         engine = engine_of(llm, drafter, n_nodes=24)
-        several = [TokenSequence(prompt_of(n, n, VOCAB), SamplingParams(20), 128) for n in (9, 1, 30, 14)]
+        several = [
+            TokenSequence(prompt_of(n, n, VOCAB), SamplingParams(20), 128) for n in (9, 1, 30, 14)
+        ]
         for sequence in several:
             id = engine.add(sequence)
             engine.step()
@@ -405,8 +525,11 @@ def test_sequences_join_and_leave(tmp_path, kind):
 
 
 def test_memory_that_runs_out_leaves_texts_as_they_are(tmp_path, monkeypatch):
-    """Wherever it runs out: hidden states that were handed over twice, or not yet, are as if it had not."""
-    model, n_failed = few_tokens(), 0
+    """Wherever it runs out: hidden states that were handed over twice, or not yet, are as if it had
+    not.
+    """
+    model = few_tokens()
+    n_failed = 0
     settings = random_head(tmp_path, "eagle", model)
     with open_llm(**settings) as llm:
         model_type = type(llm.engine.drafter._model)
@@ -426,7 +549,9 @@ def test_memory_that_runs_out_leaves_texts_as_they_are(tmp_path, monkeypatch):
                 patch.setattr(model_type, name, failing)
                 prompts = [prompt_of(0, 9, VOCAB), prompt_of(1, 20, VOCAB)]
                 outputs = llm.generate(prompts, SamplingParams(max_new_tokens=20))
-            assert [one.token_ids for one in outputs] == [generate(model, prompt, 20) for prompt in prompts]
+            assert [one.token_ids for one in outputs] == [
+                generate(model, prompt, 20) for prompt in prompts
+            ]
             assert all(one.stats.nodes_per_tree > 1.5 for one in outputs), "it drafts no more"
     assert n_failed == 6
 
@@ -454,14 +579,24 @@ def test_hidden_states_of_captured_passes_are_those_of_ordinary_ones(tmp_path):
 def test_heads_draft_on_a_card(tmp_path, monkeypatch, kind):
     model = few_tokens()
     settings = random_head(tmp_path, kind, model)
-    directory, prompts = str(settings.pop("directory")), [prompt_of(0, 9, VOCAB), prompt_of(1, 20, VOCAB)]
-    with pretended_card(monkeypatch), LLM(directory, device="cuda", max_model_len=64, tree_size=16, **settings) as llm:
+    directory = str(settings.pop("directory"))
+    prompts = [prompt_of(0, 9, VOCAB), prompt_of(1, 20, VOCAB)]
+    with (
+        pretended_card(monkeypatch),
+        LLM(directory, device="cuda", max_model_len=64, tree_size=16, **settings) as llm,
+    ):
         alone = llm.generate(prompts[0], SamplingParams(max_new_tokens=6))[0]
-        several = [SamplingParams(max_new_tokens=6), SamplingParams(max_new_tokens=6, temperature=0.8, seed=1)]
+        several = [
+            SamplingParams(max_new_tokens=6),
+            SamplingParams(max_new_tokens=6, temperature=0.8, seed=1),
+        ]
         found = llm.generate(prompts, several)
     wanted = generate(model, prompts[0], 6)
     assert alone.token_ids == found[0].token_ids == wanted
-    assert len(found[1].token_ids) == 6 and min(one.stats.nodes_per_tree for one in (alone, *found)) > 1
+    assert (
+        len(found[1].token_ids) == 6
+        and min(one.stats.nodes_per_tree for one in (alone, *found)) > 1
+    )
 
 
 # Which are taken
@@ -477,10 +612,15 @@ def test_heads_pick_their_drafter_and_memory_is_planned_for_them(tmp_path):
         settings = random_head(tmp_path / kind, kind, model)
         name = settings.pop("drafter")
         with opened(**settings) as llm, opened(settings["directory"], drafter="recycle") as without:
-            drafting, reserved = llm.engine_plan.drafting, llm.plan.reserved
+            drafting = llm.engine_plan.drafting
+            reserved = llm.plan.reserved
             assert (drafting.name, drafting.rule) == (name, rule_of("coupled"))
             assert without.engine_plan.drafting.draft is None
-            nbytes = sum(one.nbytes for one in random_weights(kind, model).values() if one.is_floating_point())
+            nbytes = sum(
+                one.nbytes
+                for one in random_weights(kind, model).values()
+                if one.is_floating_point()
+            )
             assert drafting.draft is not None and drafting.draft.nbytes == nbytes < reserved.draft
             assert drafting.draft.identity != llm.engine_plan.checkpoint.identity
             n_taps = 3 if kind == "eagle" else 1
@@ -495,9 +635,18 @@ def test_layers_that_only_draft_are_ignored_by_other_drafters_and_found_beside_t
     model.save_pretrained(tmp_path / "without")
     with opened(with_mtp, drafter="none") as llm:
         assert llm.engine_plan.checkpoint.spec.n_layers == 5
-    with opened(with_mtp, tree_size=2) as llm, opened(with_mtp, drafter="recycle", tree_size=2) as plain:
-        assert (llm.engine_plan.drafting.name, plain.engine_plan.drafting.name) == ("mtp", "recycle")
-        too_little = {"device_memory": plain.plan.reserved.total + 2 * max(plain.plan.layer_nbytes), "tree_size": 2}
+    with (
+        opened(with_mtp, tree_size=2) as llm,
+        opened(with_mtp, drafter="recycle", tree_size=2) as plain,
+    ):
+        assert (llm.engine_plan.drafting.name, plain.engine_plan.drafting.name) == (
+            "mtp",
+            "recycle",
+        )
+        too_little = {
+            "device_memory": plain.plan.reserved.total + 2 * max(plain.plan.layer_nbytes),
+            "tree_size": 2,
+        }
     with opened(with_mtp, **too_little) as llm:
         assert llm.engine_plan.drafting.name == "recycle"
     with pytest.raises(CapacityError):
@@ -513,27 +662,37 @@ def test_layers_that_only_draft_are_ignored_by_other_drafters_and_found_beside_t
 @pytest.mark.parametrize(
     ("kind", "changes", "settings", "error", "words"),
     [
-        ("eagle", {"hidden_size": 32, "head_dim": 16}, {}, SettingsError, ["hidden size", "16", "32"]),
+        ("eagle", {"hidden_size": 32, "head_dim": 16}, {}, SettingsError, ["hidden "
+                                                                           "size", "16", "32"]),
         ("eagle", {"target_hidden_size": 32}, {}, SettingsError, ["hidden size", "16", "32"]),
         ("eagle", {"vocab_size": 9}, {}, SettingsError, ["vocabulary", "8", "9"]),
-        ("eagle", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 40]}}, {}, SettingsError, ["41", "5"]),
+        ("eagle", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 40]}}, {},
+            SettingsError, ["41", "5"]),
         ("eagle", {"num_hidden_layers": 2}, {}, UnsupportedModelError, ["1 Llama layer"]),
         ("eagle", {"surprise": 1}, {}, UnsupportedModelError, ["surprise"]),
         ("eagle", {"draft_vocab_size": 4}, {}, CheckpointError, ["d2t"]),
-        ("eagle", {}, {"drafter": "adaptive_tree"}, SettingsError, ["--drafter adaptive_tree", "--drafter eagle"]),
+        ("eagle", {}, {"drafter": "adaptive_tree"}, SettingsError, ["--drafter "
+                                                                    "adaptive_tree", "--drafter "
+                                                                                     "eagle"]),
         ("eagle", {}, {"rule": "sequoia"}, SettingsError, ["--rule sequoia", "eagle"]),
-        ("medusa", {}, {"drafter": "eagle"}, SettingsError, ["--drafter eagle", "--drafter medusa"]),
-        ("medusa", {"medusa_num_layers": "many"}, {}, UnsupportedModelError, ["medusa_num_layers", "many"]),
+        ("medusa", {}, {"drafter": "eagle"}, SettingsError, ["--drafter "
+                                                             "eagle", "--drafter medusa"]),
+        ("medusa", {"medusa_num_layers": "many"}, {}, UnsupportedModelError,
+            ["medusa_num_layers", "many"]),
         ("nextn", {}, {"drafter": "eagle"}, SettingsError, ["--drafter eagle", "--draft-model"]),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused_in_a_sentence(tmp_path, kind, changes, settings, error, words):
+def test_what_does_not_fit_is_refused_in_a_sentence(
+    tmp_path, kind, changes, settings, error, words
+):
     chosen = random_head(tmp_path, kind, few_tokens(), **changes)
     chosen.pop("drafter")
     with pytest.raises(OffloadError) as caught:
         opened(**chosen, **settings)
     assert type(caught.value) is error
-    assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value), str(caught.value)
+    assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value), str(
+        caught.value
+    )
 
 
 def test_a_head_of_another_model_is_refused(tmp_path):
@@ -555,7 +714,16 @@ def test_a_head_of_another_model_is_refused(tmp_path):
 def test_a_head_is_planned_for_by_its_config(tmp_path, capsys, kind):
     settings = random_head(tmp_path, kind, few_tokens())
     more = ["--draft-model", settings["draft_model"]] if "draft_model" in settings else []
-    arguments = ["--model", str(settings["directory"]), *more, "--gpu", "rtx4090", "--offline", "--context", "32"]
+    arguments = [
+        "--model",
+        str(settings["directory"]),
+        *more,
+        "--gpu",
+        "rtx4090",
+        "--offline",
+        "--context",
+        "32",
+    ]
     assert plan.main([*arguments, "--max-new-tokens", "16", "--tree-size", "8", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["tree_nodes"] == 8 and found["plan"]["reserved"]["draft"] > 0

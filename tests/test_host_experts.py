@@ -1,4 +1,6 @@
-"""Experts that the host computes beside a device: the same text, no more waits, and as much at once as can be."""
+"""Experts that the host computes beside a device: the same text, no more waits, and as much at once
+as can be.
+"""
 
 import itertools
 import threading
@@ -23,7 +25,13 @@ from offload_rt.executor.cost import CostEstimator
 from offload_rt.models.architecture import HostWork
 from offload_rt.offload.host_experts import HostExperts
 from offload_rt.offload.memory import MemoryTier
-from offload_rt.system.machine import HostTimes, MachineProfile, PassBytes, TouchedExperts, pass_times
+from offload_rt.system.machine import (
+    HostTimes,
+    MachineProfile,
+    PassBytes,
+    TouchedExperts,
+    pass_times,
+)
 from offload_rt.tree.choose import best_prefix
 from offload_rt.tree.topology import Topology
 
@@ -38,7 +46,8 @@ def set_rates(host, seconds):
 @pytest.fixture
 def computed(monkeypatch):
     """The blocks that hosts compute, by threads of their own."""
-    found, compute = [], HostExperts._compute
+    found = []
+    compute = HostExperts._compute
 
     def watched(self, work, first, blocks, rows):
         assert threading.current_thread() is not threading.main_thread()
@@ -54,11 +63,17 @@ def check_texts(model, folder, monkeypatch, computed, ways, **settings):
     prompt = prompt_of(0, 15, 150)
     text = generate(model, prompt, 6)
     for seconds, more in ways:
-        with pretended_card(monkeypatch), open_touched(folder, 4, device="cuda", **settings | more) as llm:
+        with (
+            pretended_card(monkeypatch),
+            open_touched(folder, 4, device="cuda", **settings | more) as llm,
+        ):
             runner = runner_of(llm)
             set_rates(runner.experts.host, seconds)
             before = runner.streamer.meter.read()[0]
-            assert llm.generate(prompt, SamplingParams(max_new_tokens=6, temperature=0.0))[0].token_ids == text
+            assert (
+                llm.generate(prompt, SamplingParams(max_new_tokens=6, temperature=0.0))[0].token_ids
+                == text
+            )
             assert len(computed) > 8 and runner.streamer.meter.read()[0] > before
         computed.clear()
 
@@ -70,7 +85,9 @@ def test_texts_on_a_card_are_those_of_transformers(model_of, kind, monkeypatch, 
     check_texts(*model_of(kind), monkeypatch, computed, ways)
 
 
-def test_quantised_experts_are_computed_from_what_the_card_would_get(published, monkeypatch, computed):  # noqa: F811
+def test_quantised_experts_are_computed_from_what_the_card_would_get(
+    published, monkeypatch, computed
+):
     options = {"quantization_config": Mxfp4Config(dequantize=True), "dtype": torch.float32}
     model = GptOssForCausalLM.from_pretrained(published, **options).eval()
     check_texts(model, published, monkeypatch, computed, [(0.3, {})], dtype="float32")
@@ -79,10 +96,15 @@ def test_quantised_experts_are_computed_from_what_the_card_would_get(published, 
 def test_a_card_waits_no_more_for_what_the_host_computes(model_of, monkeypatch, computed):  # noqa: F811
     """Rows come with the router's choice; four layers have experts."""
     prompt = prompt_of(0, 15, 150)
-    with pretended_card(monkeypatch) as counts, open_touched(model_of("qwen3_moe")[1], 4, device="cuda") as llm:
+    with (
+        pretended_card(monkeypatch) as counts,
+        open_touched(model_of("qwen3_moe")[1], 4, device="cuda") as llm,
+    ):
         runner = runner_of(llm)
         feed(runner, runner.new_cache(40), prompt, Topology.chain(15))  # times experts
-        assert runner.experts.host.is_on and all(one > 0 for one in runner.experts.host.times.seconds)
+        assert runner.experts.host.is_on and all(
+            one > 0 for one in runner.experts.host.times.seconds
+        )
         set_rates(runner.experts.host, 0.5)
         computed.clear()
         before = counts.n_waits
@@ -98,14 +120,19 @@ def test_passes_are_timed_without_the_host_and_trees_chosen_with_it(model_of, mo
 
     monkeypatch.setattr(profile, "pass_profile", profile_passes)
     folder = model_of("qwen3_moe")[1]
-    with pretended_card(monkeypatch), open_touched(folder, 4, device="cuda", drafter="recycle", tree_size=4) as llm:
+    with (
+        pretended_card(monkeypatch),
+        open_touched(folder, 4, device="cuda", drafter="recycle", tree_size=4) as llm,
+    ):
         host = runner_of(llm).experts.host
         assert host.is_on and host.times and llm.engine.cost._moved.experts.host == host.times
 
 
 @contextmanager
 def beside(seconds, n_slots):
-    """Slots of a pretended card, whose host computes experts in so many copies' time; and the device."""
+    """Slots of a pretended card, whose host computes experts in so many copies' time; and the
+    device.
+    """
     with cache_on(PretendedGPU, None, n_slots) as (cache, tier, device):
         cache.host = HostExperts(tier, lambda layout, block: block, 1.0, CPU, 1)
         set_rates(cache.host, seconds)
@@ -124,7 +151,9 @@ def visit(cache, k, experts, compute):
 
 
 def test_host_and_card_compute_at_the_same_time():
-    """What the host computes ends when something that was copied is computed, and is waited for last."""
+    """What the host computes ends when something that was copied is computed, and is waited for
+    last.
+    """
     go = threading.Event()
 
     def compute(x, expert, weights):
@@ -156,7 +185,8 @@ def test_what_is_used_often_comes_although_the_host_has_computed_it():
 
 def test_the_host_does_not_wait_for_a_copy_that_has_begun(files):  # noqa: F811
     """Where a product ends before it; the copy goes on, and is there for the next pass."""
-    go, images = threading.Event(), MemoryTier()
+    go = threading.Event()
+    images = MemoryTier()
     for i, layer in enumerate(_layers()):
         images.put(i, pack(layer))
     trap = lambda i, n: i == 3 and (go.wait(PATIENCE_S), go.set())  # noqa: E731
@@ -185,8 +215,11 @@ def test_what_fails_on_the_host_raises_in_the_caller():
 
 
 def test_host_and_link_end_as_early_as_any_division_lets_them():
-    """Over all divisions of up to seven experts; of those with as many rows the most used are copied."""
-    rng, host = np.random.default_rng(0), HostExperts(None, None, 1.0, CPU, 1)
+    """Over all divisions of up to seven experts; of those with as many rows the most used are
+    copied.
+    """
+    rng = np.random.default_rng(0)
+    host = HostExperts(None, None, 1.0, CPU, 1)
     for n in [*range(8)] * 8:
         rows = rng.integers(1, 90, n)
         set_rates(host, 0.5)
@@ -203,7 +236,8 @@ def test_host_and_link_end_as_early_as_any_division_lets_them():
         1,
     ]  # the second copy would end after the second product
     set_rates(host, 0.9)
-    assert host.select({0: 1, 1: 1}, np.array([0.9, 0.1]), {1}) == [0]  # the copy of the other one has begun
+    # the copy of the other one has begun
+    assert host.select({0: 1, 1: 1}, np.array([0.9, 0.1]), {1}) == [0]
     set_rates(host, 1.0)
     assert host.select(dict.fromkeys(range(4), 3), np.array([0.1, 0.4, 0.2, 0.3])) == [0, 2]
     host.is_on = False
@@ -212,7 +246,9 @@ def test_host_and_link_end_as_early_as_any_division_lets_them():
 
 
 def test_experts_are_timed_by_rows_with_what_these_take_on_the_link():
-    images, seen, n_threads = MemoryTier(), [], torch.get_num_threads()
+    images = MemoryTier()
+    seen = []
+    n_threads = torch.get_num_threads()
     for i in range(6):
         images.put(i, pack({"w": torch.full((64,), float(i))}))
 
@@ -232,8 +268,11 @@ def test_experts_are_timed_by_rows_with_what_these_take_on_the_link():
 
 
 def test_the_cost_model_divides_experts_as_they_are_divided():
-    """A layer takes as long as it is foretold, or longer by less than the faster side needs for one expert."""
-    host, link_s = HostExperts(None, None, 1.0, CPU, 1), 0.001
+    """A layer takes as long as it is foretold, or longer by less than the faster side needs for one
+    expert.
+    """
+    host = HostExperts(None, None, 1.0, CPU, 1)
+    link_s = 0.001
     for n_used, seconds in itertools.product((1, 2, 3, 8), (0.1, 0.4, 1.0, 2.5, 1e9)):
         set_rates(host, seconds)
         here = host.select(dict.fromkeys(range(n_used), 1), np.zeros(n_used))
@@ -241,7 +280,11 @@ def test_the_cost_model_divides_experts_as_they_are_divided():
         of_host = HostTimes((1,), (seconds * link_s,))
         experts = TouchedExperts("host", 5, 64, n_used, 10**6, host=of_host)
         machine = MachineProfile("some", True, (("host", 1.0),), 1.0)
-        foretold = float(pass_times(machine, PassBytes((), 0, experts=experts), np.array([1]), 0)[0]) / 5 / link_s
+        foretold = (
+            float(pass_times(machine, PassBytes((), 0, experts=experts), np.array([1]), 0)[0])
+            / 5
+            / link_s
+        )
         assert foretold - 1e-6 <= ends <= foretold + min(seconds, 1.0)
         assert n_used > 1 or foretold == pytest.approx(ends)
     host.close()
@@ -250,7 +293,8 @@ def test_the_cost_model_divides_experts_as_they_are_divided():
 def test_breadth_costs_less_where_the_host_computes():
     machine = MachineProfile("some", True, (("host", 1.0),), 100.0)
     alone = TouchedExperts("host", 48, 128, 8, 10**7)
-    chances, rows = 0.85 ** np.arange(1, 65), np.arange(1, 66)
+    chances = 0.85 ** np.arange(1, 65)
+    rows = np.arange(1, 66)
 
     def nodes(seconds):
         host = None if seconds is None else HostTimes((1, 64), (seconds, 2 * seconds))

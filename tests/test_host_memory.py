@@ -1,4 +1,6 @@
-"""Memory of the host beside a card: never more than its budget, loading included, whatever the driver pins."""
+"""Memory of the host beside a card: never more than its budget, loading included, whatever the
+driver pins.
+"""
 
 import mmap
 import sys
@@ -22,11 +24,15 @@ N_NEW = 6
 
 
 class CountingHost:
-    """Bytes of blocks of the host, in use and at most: those of layers, and the buffers of threads that read."""
+    """Bytes of blocks of the host, in use and at most: those of layers, and the buffers of threads
+    that read.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now, self.most = {"layers": 0, "buffers": 0}, {"layers": 0, "buffers": 0}
-        self._lock, host = threading.RLock(), self
+        self.now = {"layers": 0, "buffers": 0}
+        self.most = {"layers": 0, "buffers": 0}
+        self._lock = threading.RLock()
+        host = self
 
         class Counted(mmap.mmap):
             def __new__(cls, fileno: int, length: int, **how: int) -> "Counted":
@@ -59,23 +65,34 @@ def pin_at_most(monkeypatch: pytest.MonkeyPatch, n_blocks: int) -> None:
 
 
 def test_the_host_never_holds_more_than_its_budget(tmp_path, monkeypatch):
-    """From one layer on its way to room for all of them, pinned or not; the draft model is loaded when they are there."""
+    """From one layer on its way to room for all of them, pinned or not; the draft model is loaded
+    when they are there.
+    """
     keep_steady(monkeypatch)
     model, draft = (CASES["llama"].build(0, num_hidden_layers=n) for n in (7, 2))
     pair = save_pair(tmp_path, model, draft)
-    wanted, mixes = generate(model, prompt_of(0), N_NEW), set()
-    settings = {"device": "cuda", "max_model_len": 128, "tree_size": 8, **pair.settings("static_tree", "match")}
+    wanted = generate(model, prompt_of(0), N_NEW)
+    mixes = set()
+    settings = {
+        "device": "cuda",
+        "max_model_len": 128,
+        "tree_size": 8,
+        **pair.settings("static_tree", "match"),
+    }
     with pretended_card(monkeypatch):
         with LLM.open(EngineConfig(str(pair.target), **settings)) as unloaded:
             nbytes = unloaded.plan.slot_nbytes
-            settings["device_memory"] = unloaded.plan.reserved.total + 4 * nbytes  # three slots and a layer
+            # three slots and a layer
+            settings["device_memory"] = unloaded.plan.reserved.total + 4 * nbytes
         for n_blocks, n_pinned in ((1, 100), (5, 100), (9, 100), (5, 0), (9, 2), (9, 0)):
             pin_at_most(monkeypatch, n_pinned)
             with monkeypatch.context() as patch:
                 host = CountingHost(patch)
                 budget = READ_BUFFERS + n_blocks * nbytes + nbytes // 2
                 with LLM(str(pair.target), host_memory=budget, **settings) as llm:
-                    tokens = llm.generate(prompt_of(0), SamplingParams(max_new_tokens=N_NEW))[0].token_ids
+                    tokens = llm.generate(prompt_of(0), SamplingParams(max_new_tokens=N_NEW))[
+                        0
+                    ].token_ids
                     mixes.add(tuple(sorted(set(llm.plan.tiers))))
                     assert llm.plan.host_nbytes <= budget
                 assert tokens == wanted

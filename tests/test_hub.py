@@ -12,7 +12,14 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-from checkpoints import add_tokenizer, llama_config, llama_tensors, speaking_checkpoint, write_checkpoint, write_sharded
+from checkpoints import (
+    add_tokenizer,
+    llama_config,
+    llama_tensors,
+    speaking_checkpoint,
+    write_checkpoint,
+    write_sharded,
+)
 from quantize import Choice, write
 from tiny import measure_little
 
@@ -24,15 +31,29 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 NAME = "someone/model"
 # What repositories have beside what is read: the same weights again, and what was made of them.
 DECOYS = (
-    "consolidated.00.safetensors", "original/model.safetensors", "original/consolidated.00.pth", "original/tokenizer.model",
-    "pytorch_model.bin", "onnx/model.onnx", "model-Q4_K_M.gguf", "model-00001-of-00009.safetensors", "README.md",
+    "consolidated.00.safetensors", "original/model.safetensors", "original/consolidated.00.pth",
+    "original/tokenizer.model",
+    "pytorch_model.bin", "onnx/model.onnx", "model-Q4_K_M.gguf", "model-00001-of-00009.safetensors",
+    "README.md",
 )  # fmt: skip
-SMALL = ["--device", "cpu", "--max-model-len", "64", "--quiet", "--prompt", "the", "--max-new-tokens", "3"]
+SMALL = [
+    "--device",
+    "cpu",
+    "--max-model-len",
+    "64",
+    "--quiet",
+    "--prompt",
+    "the",
+    "--max-new-tokens",
+    "3",
+]
 
 
 @dataclass
 class Hub:
-    """What the server has, by name, and what was asked of it: the bytes of each file that were sent, by its path."""
+    """What the server has, by name, and what was asked of it: the bytes of each file that were
+    sent, by its path.
+    """
 
     repositories: dict[str, Path] = field(default_factory=dict)
     n_requests: int = 0
@@ -40,10 +61,15 @@ class Hub:
     is_down: bool = False
 
     def forget(self) -> None:
-        self.n_requests, self.sent = 0, {}
+        self.n_requests = 0
+        self.sent = {}
 
     def sent_weights(self) -> dict[str, int]:
-        return {path: n for path, n in self.sent.items() if path.endswith((".safetensors", ".bin", ".pth", ".gguf"))}
+        return {
+            path: n
+            for path, n in self.sent.items()
+            if path.endswith((".safetensors", ".bin", ".pth", ".gguf"))
+        }
 
     def reply(self, path: str, wanted: str | None) -> tuple[int, dict[str, str], bytes]:
         """Status, headers and body for a path; wanted: its range."""
@@ -59,7 +85,11 @@ class Hub:
                 {"type": "file", "path": n, "size": f.stat().st_size, "oid": n}
                 for n, f in zip(names, files, strict=True)
             ]
-            about = {"id": found[1], "sha": COMMIT, "siblings": [{"rfilename": name} for name in names]}
+            about = {
+                "id": found[1],
+                "sha": COMMIT,
+                "siblings": [{"rfilename": name} for name in names],
+            }
             told = tree if (found[2] or "").startswith("/tree") else about
             return 200, {"Content-Type": "application/json"}, json.dumps(told).encode()
         found = re.fullmatch(r"/(\w+/\w+)/resolve/\w+/(.+)", path)
@@ -68,13 +98,18 @@ class Hub:
         file = self.repositories[found[1]] / found[2]
         if not file.is_file():
             return 404, {"X-Error-Code": "EntryNotFound"}, b""
-        content, headers = file.read_bytes(), {"X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        content = file.read_bytes()
+        headers = {"X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
         headers["ETag"] = f'"{hashlib.sha256(content).hexdigest()}"'
         if wanted is None:
             return 200, headers, content
         first, last = (int(one) for one in wanted.removeprefix("bytes=").split("-"))
         part = content[first : last + 1]
-        return 206, {**headers, "Content-Range": f"bytes {first}-{first + len(part) - 1}/{len(content)}"}, part
+        return (
+            206,
+            {**headers, "Content-Range": f"bytes {first}-{first + len(part) - 1}/{len(content)}"},
+            part,
+        )
 
 
 def handler_of(hub: Hub) -> type[BaseHTTPRequestHandler]:
@@ -110,9 +145,14 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler_of(hub))
     thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
-    constants, address = huggingface_hub.constants, f"http://127.0.0.1:{server.server_port}"
+    constants = huggingface_hub.constants
+    address = f"http://127.0.0.1:{server.server_port}"
     monkeypatch.setattr(constants, "ENDPOINT", address)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(
+        constants,
+        "HUGGINGFACE_CO_URL_TEMPLATE",
+        address + "/{repo_id}/resolve/{revision}/{filename}",
+    )
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub_cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     yield hub
@@ -145,13 +185,17 @@ def sharded(directory: Path, **changes: Any) -> Path:
     return directory
 
 
-def test_of_a_repository_only_what_is_read_is_fetched_and_once(hub: Hub, tmp_path: Path, line: Any) -> None:
+def test_of_a_repository_only_what_is_read_is_fetched_and_once(
+    hub: Hub, tmp_path: Path, line: Any
+) -> None:
     hub.repositories[NAME] = sharded(tmp_path / "model")
     code, out, _ = line(run.main, "--model", NAME, *SMALL)
     assert code == 0 and out
     names = (
-        "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
-        "model.safetensors.index.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
+        "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+        "chat_template.jinja",
+        "model.safetensors.index.json", "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
     )  # fmt: skip
     assert hub.sent == {name: (hub.repositories[NAME] / name).stat().st_size for name in names}
     hub.forget()
@@ -179,15 +223,21 @@ def test_a_config_is_refused_before_a_weight_comes(
     assert "config.json" in hub.sent and not hub.sent_weights()
 
 
-def test_a_drafts_config_is_refused_before_the_targets_weights_come(hub: Hub, tmp_path: Path, line: Any) -> None:
+def test_a_drafts_config_is_refused_before_the_targets_weights_come(
+    hub: Hub, tmp_path: Path, line: Any
+) -> None:
     hub.repositories[NAME] = sharded(tmp_path / "model")
-    hub.repositories["someone/draft"] = sharded(tmp_path / "draft", model_type="telepathy", architectures=None)
+    hub.repositories["someone/draft"] = sharded(
+        tmp_path / "draft", model_type="telepathy", architectures=None
+    )
     code, _, err = line(run.main, "--model", NAME, "--draft-model", "someone/draft", *SMALL)
     assert code == 2 and "telepathy" in err.splitlines()[-1]
     assert not hub.sent_weights()
 
 
-def test_a_plan_fetches_configs_alone(hub: Hub, tmp_path: Path, line: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_fetches_configs_alone(
+    hub: Hub, tmp_path: Path, line: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     measure_little(monkeypatch)
     monkeypatch.setattr(profile, "disk_gbps", lambda folder: 2.5)
     hub.repositories[NAME] = sharded(tmp_path / "model", max_position_embeddings=512)
@@ -208,12 +258,26 @@ def test_a_plan_fetches_configs_alone(hub: Hub, tmp_path: Path, line: Any, monke
 
 
 @pytest.mark.parametrize("kind", ["fp8", "gptq", "pack-quantized"])
-def test_a_quantised_model_is_planned_by_its_headers(kind: str, hub: Hub, tmp_path: Path, line: Any) -> None:
-    config = llama_config(hidden_size=512, intermediate_size=768, head_dim=128, torch_dtype="bfloat16")
+def test_a_quantised_model_is_planned_by_its_headers(
+    kind: str, hub: Hub, tmp_path: Path, line: Any
+) -> None:
+    config = llama_config(
+        hidden_size=512, intermediate_size=768, head_dim=128, torch_dtype="bfloat16"
+    )
     source = write_checkpoint(tmp_path / "source", config, llama_tensors(config))
     write(source, tmp_path / "model", Choice(kind))
     hub.repositories[NAME] = tmp_path / "model"
-    flags = ["--gpu", "rtx4090", "--ram", "8GB", "--context", "16", "--max-new-tokens", "16", "--json"]
+    flags = [
+        "--gpu",
+        "rtx4090",
+        "--ram",
+        "8GB",
+        "--context",
+        "16",
+        "--max-new-tokens",
+        "16",
+        "--json",
+    ]
     code, out, err = line(plan.main, "--model", NAME, *flags)
     assert code == 0, err
     whole = (tmp_path / "model" / "model.safetensors").stat().st_size
@@ -226,14 +290,20 @@ def test_a_format_that_keeps_sizes_among_the_weights_is_not_planned_from_afar(
     hub: Hub, tmp_path: Path, line: Any
 ) -> None:
     config = llama_config(hidden_size=64, intermediate_size=128, head_dim=16)
-    write(write_checkpoint(tmp_path / "source", config, llama_tensors(config)), tmp_path / "model", Choice("nf4"))
+    write(
+        write_checkpoint(tmp_path / "source", config, llama_tensors(config)),
+        tmp_path / "model",
+        Choice("nf4"),
+    )
     hub.repositories[NAME] = tmp_path / "model"
     code, _, err = line(plan.main, "--model", NAME, "--gpu", "rtx4090", "--ram", "8GB")
     assert code == 2 and "download the checkpoint first" in err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("main", [run.main, plan.main])
-def test_offline_asks_nothing_and_says_so_in_one_sentence(main: Any, hub: Hub, tmp_path: Path, line: Any) -> None:
+def test_offline_asks_nothing_and_says_so_in_one_sentence(
+    main: Any, hub: Hub, tmp_path: Path, line: Any
+) -> None:
     hub.repositories[NAME] = sharded(tmp_path / "model")
     more = SMALL if main is run.main else ["--gpu", "rtx4090"]
     code, out, err = line(main, "--model", NAME, "--offline", *more)
@@ -241,9 +311,24 @@ def test_offline_asks_nothing_and_says_so_in_one_sentence(main: Any, hub: Hub, t
     assert hub.n_requests == 0
 
 
-def test_weights_that_a_plan_left_on_the_hub_are_missed_offline(hub: Hub, tmp_path: Path, line: Any) -> None:
+def test_weights_that_a_plan_left_on_the_hub_are_missed_offline(
+    hub: Hub, tmp_path: Path, line: Any
+) -> None:
     hub.repositories[NAME] = sharded(tmp_path / "model")
-    assert line(plan.main, "--model", NAME, "--gpu", "rtx4090", "--context", "8", "--max-new-tokens", "8")[0] == 0
+    assert (
+        line(
+            plan.main,
+            "--model",
+            NAME,
+            "--gpu",
+            "rtx4090",
+            "--context",
+            "8",
+            "--max-new-tokens",
+            "8",
+        )[0]
+        == 0
+    )
     code, _, err = line(run.main, "--model", NAME, "--offline", *SMALL)
     assert code == 2 and "not in the hub cache" in err
 

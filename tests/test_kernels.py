@@ -1,4 +1,6 @@
-"""The kernels against their plain torch references: emulated on a CPU thread by thread, and on a card where there is one."""
+"""The kernels against their plain torch references: emulated on a CPU thread by thread, and on a
+card where there is one.
+"""
 
 import random
 from dataclasses import dataclass, replace
@@ -72,17 +74,23 @@ class Case:
 
 
 def inputs(case, device):
-    """q, k, v as views into larger stores in which everything else is NaN, and the parents of the tree.
+    """q, k, v as views into larger stores in which everything else is NaN, and the parents of the
+    tree.
 
     k and v have n_spare columns for keys that are not there; NaN too.
     """
     generator = torch.Generator().manual_seed(case.seed)
-    n_rows, heads = case.first + case.n, case.kv_heads * case.group
+    n_rows = case.first + case.n
+    heads = case.kv_heads * case.group
     n_keys = case.n_before + n_rows
 
     def random_view(rows, columns, spare, n_spare=0):
-        store = torch.full((rows + spare[0], columns + spare[1] + n_spare, case.dim), torch.nan, dtype=case.dtype)
-        store[:rows, :columns] = torch.randn(rows, columns, case.dim, generator=generator).to(case.dtype)
+        store = torch.full(
+            (rows + spare[0], columns + spare[1] + n_spare, case.dim), torch.nan, dtype=case.dtype
+        )
+        store[:rows, :columns] = torch.randn(rows, columns, case.dim, generator=generator).to(
+            case.dtype
+        )
         return store.to(device)[:rows, : columns + n_spare]
 
     q = random_view(case.n, heads, (1, 3))
@@ -94,14 +102,22 @@ def inputs(case, device):
 
 
 def mask_of(case, parents, n_most=0):
-    """What the kernel takes of a tree that might have `n_most` keys: masks, depths, those of the keys, extent."""
+    """What the kernel takes of a tree that might have `n_most` keys: masks, depths, those of the
+    keys, extent.
+    """
     bits, depths = map(torch.from_numpy, packed_ancestors(parents.numpy()))
-    rows, n_most = slice(case.first, case.first + case.n), n_most or case.first + case.n + case.n_spare
+    rows = slice(case.first, case.first + case.n)
+    n_most = n_most or case.first + case.n + case.n_spare
     wide = torch.zeros(case.n, max(bits.shape[1], (n_most + 31) // 32), dtype=torch.int32)
     wide[:, : bits.shape[1]] = bits[rows]
     key_depths = torch.full((n_most,), 1 << 20, dtype=torch.int32)
     key_depths[: case.first + case.n] = depths[: case.first + case.n]
-    return wide, depths[rows], key_depths, torch.tensor([case.n_before, case.first + case.n], dtype=torch.int32)
+    return (
+        wide,
+        depths[rows],
+        key_depths,
+        torch.tensor([case.n_before, case.first + case.n], dtype=torch.int32),
+    )
 
 
 def visible(case, parents):
@@ -111,7 +127,9 @@ def visible(case, parents):
         : case.n_before + case.first + case.n
     ]
     rows = slice(case.first, case.first + case.n)
-    mask = torch.cat((torch.ones(case.n, case.n_before, dtype=torch.bool), seen[rows, : case.first + case.n]), 1)
+    mask = torch.cat(
+        (torch.ones(case.n, case.n_before, dtype=torch.bool), seen[rows, : case.first + case.n]), 1
+    )
     if case.window:
         mask &= positions > positions[case.n_before + case.first :, None] - case.window
     return mask
@@ -147,7 +165,9 @@ CASES = [random_case(seed) for seed in range(48)] + SPLIT
 
 
 @pytest.mark.parametrize(
-    "case", CASES, ids=lambda case: f"{case.n}x{case.group}-{case.n_before}-{case.dim}-{case.window}"
+    "case",
+    CASES,
+    ids=lambda case: f"{case.n}x{case.group}-{case.n_before}-{case.dim}-{case.window}",
 )
 def test_tree_attention(kernels, case):
     q, k, v, parents = inputs(case, kernels.device)
@@ -156,10 +176,13 @@ def test_tree_attention(kernels, case):
     assert_attention(found, q, k, v, visible(case, parents))
 
 
-# Multiprocessors with 228, 164 and 100 KB hold other tiles of many rows; see tests/cuda_on_cpu/cuda_runtime.h.
+# Multiprocessors with 228, 164 and 100 KB hold other tiles of many rows; see
+# tests/cuda_on_cpu/cuda_runtime.h.
 @pytest.mark.parametrize("card", [0, 1, 2])
 @pytest.mark.parametrize("dim", [64, 96, 128])
-def test_tree_attention_of_many_rows_on_cards_with_more_and_less_shared_memory(kernels, monkeypatch, dim, card):
+def test_tree_attention_of_many_rows_on_cards_with_more_and_less_shared_memory(
+    kernels, monkeypatch, dim, card
+):
     if kernels.device != "cpu":
         pytest.skip("a card has the shared memory it has")
     monkeypatch.setenv("CUDA_ON_CPU_CARD", str(card))
@@ -171,7 +194,9 @@ def test_tree_attention_of_many_rows_on_cards_with_more_and_less_shared_memory(k
 
 
 def assert_attention(found, q, k, v, mask):
-    """Output and log-sum-exp are close to the reference's for the keys that are there; mask (n, n_keys) bool."""
+    """Output and log-sum-exp are close to the reference's for the keys that are there; mask (n,
+    n_keys) bool.
+    """
     (out, lse), mask, n_keys = found, mask.to(q.device), mask.shape[1]
     k, v = (x[:, :n_keys].double() for x in (k, v))
     exact, exact_lse = reference.partial_attention(q.double(), k, v, mask, q.shape[2] ** -0.5)
@@ -184,13 +209,16 @@ def assert_attention(found, q, k, v, mask):
 
 @pytest.mark.parametrize("seed", range(24))
 def test_tree_attention_where_more_keys_and_rows_might_be(kernels, seed):
-    """As in a captured pass: the device knows how many keys there are; rows left over look at the prefix, or nowhere."""
+    """As in a captured pass: the device knows how many keys there are; rows left over look at the
+    prefix, or nowhere.
+    """
     draw = random.Random(seed)
     case = replace(random_case(100 + seed), n_spare=draw.choice([1, 40, 600, 1500]))
     q, k, v, parents = inputs(case, kernels.device)
     masks, depths, *others = mask_of(case, parents)
     n_left = draw.randrange(case.n)
-    masks[case.n - n_left :], depths[case.n - n_left :] = 0, 0
+    masks[case.n - n_left :] = 0
+    depths[case.n - n_left :] = 0
     given = [one.to(kernels.device) for one in (masks, depths, *others)]
     found = kernels.tree_attention(q, k, v, *given, case.window, case.dim**-0.5)
     mask = visible(case, parents)
@@ -233,8 +261,12 @@ def test_two_parts_of_the_keys_join_to_the_whole(kernels, seed):
     whole = TreeMask(*given, k.shape[1], window=case.window or None)
     n = draw.choice([1, 33, case.n_before])
     parts = [
-        kernels.tree_attention(q, keys, values, one.bits, one.depths, one.key_depths, one.extent, case.window, 0.1)
-        for one, keys, values in zip(whole.split(n), (k[:, :n], k[:, n:]), (v[:, :n], v[:, n:]), strict=True)
+        kernels.tree_attention(
+            q, keys, values, one.bits, one.depths, one.key_depths, one.extent, case.window, 0.1
+        )
+        for one, keys, values in zip(
+            whole.split(n), (k[:, :n], k[:, n:]), (v[:, :n], v[:, n:]), strict=True
+        )
     ]
     out, lse = ops.merge(*parts[0], *parts[1])
     expected, expected_lse = kernels.tree_attention(q, k, v, *given, case.window, 0.1)
@@ -259,10 +291,12 @@ def test_the_dense_mask(seed):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("seed", range(4))
 def test_commit_rows(kernels, dtype, seed):
-    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    draw = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
     shape = (draw.choice([1, 3]), draw.choice([1, 2, 5]), 50, draw.choice([8, 64, 96]))
     stores = [torch.randn(shape, generator=generator).to(dtype) for _ in range(2)]
-    first, n = draw.choice([0, 3]), draw.choice([1, 7, 8, 9, 30])
+    first = draw.choice([0, 3])
+    n = draw.choice([1, 7, 8, 9, 30])
     rows = torch.randperm(40, generator=generator)[:n].sort().values
     mine = [store.clone().to(kernels.device) for store in stores]
     kernels.commit_rows(*mine, rows, first)
@@ -274,23 +308,33 @@ def test_commit_rows(kernels, dtype, seed):
 def test_transfer(kernels, seed):
     """To the card and back, aligned to vectors and not; nothing around it is touched."""
     draw = random.Random(seed)
-    n, starts = draw.choice([1, 15, 16, 500, 70_000]), [draw.choice([0, 16, 3]) for _ in range(3)]
+    n = draw.choice([1, 15, 16, 500, 70_000])
+    starts = [draw.choice([0, 16, 3]) for _ in range(3)]
     source = torch.randint(1, 256, (n + 64,), dtype=torch.uint8)
-    there, back = torch.zeros(n + 64, dtype=torch.uint8, device=kernels.device), torch.zeros(n + 64, dtype=torch.uint8)
+    there = torch.zeros(n + 64, dtype=torch.uint8, device=kernels.device)
+    back = torch.zeros(n + 64, dtype=torch.uint8)
     if kernels.device == "cuda":
-        source, back = source.pin_memory(), back.pin_memory()
-    parts = [block[start : start + n] for block, start in zip((source, there, back), starts, strict=True)]
+        source = source.pin_memory()
+        back = back.pin_memory()
+    parts = [
+        block[start : start + n] for block, start in zip((source, there, back), starts, strict=True)
+    ]
     kernels.transfer(parts[1], parts[0])
     kernels.transfer(parts[2], parts[1])
-    assert torch.equal(there[starts[1] : starts[1] + n].cpu(), parts[0])  # a copy back waits for both
+    # a copy back waits for both
+    assert torch.equal(there[starts[1] : starts[1] + n].cpu(), parts[0])
     assert torch.equal(parts[2], parts[0])
     assert back.count_nonzero() == there.count_nonzero() == n
 
 
 def drafted(seed):
-    """A random drafted tree with deterministic and sampled children and ties, and the target's distributions."""
-    draw, rng = random.Random(seed), np.random.default_rng(seed)
-    n, vocabulary = draw.choice([1, 2, 6, 20, 60]), draw.choice([5, 37, 1000, 3001])
+    """A random drafted tree with deterministic and sampled children and ties, and the target's
+    distributions.
+    """
+    draw = random.Random(seed)
+    rng = np.random.default_rng(seed)
+    n = draw.choice([1, 2, 6, 20, 60])
+    vocabulary = draw.choice([5, 37, 1000, 3001])
     topology = random_tree(n, seed, reach=draw.choice([2, 8, 1000]))
     while max(map(len, topology.children)) > vocabulary:
         seed += 1000
@@ -303,9 +347,14 @@ def drafted(seed):
     sharpness = draw.choice([0.5, 3.0, 10.0])
     target = rng.standard_normal((n, vocabulary)) * sharpness
     draft = target + rng.standard_normal((n, vocabulary)) * draw.choice([0.0, 0.3, 2.0])
-    target, draft = (torch.softmax(torch.from_numpy(logits), 1).float() for logits in (target, draft))
+    target, draft = (
+        torch.softmax(torch.from_numpy(logits), 1).float() for logits in (target, draft)
+    )
     # Impossible tokens; and distributions with fewer tokens than were sampled.
-    for possible, share in ((target, draw.choice([0.0, 0.5])), (draft, draw.choice([0.0, 0.5, 0.9]))):
+    for possible, share in (
+        (target, draw.choice([0.0, 0.5])),
+        (draft, draw.choice([0.0, 0.5, 0.9])),
+    ):
         impossible = torch.from_numpy(rng.random(possible.shape) < share)
         impossible[:, 0] = False
         possible[impossible] = 0
@@ -322,34 +371,59 @@ def drafted(seed):
                 tokens[child] = rng.choice(vocabulary, p=probs / probs.sum())
             else:
                 tokens[child] = (
-                    rng.choice(np.flatnonzero(untaken)) if rng.random() < 0.3 else (probs * untaken).argmax()
+                    rng.choice(np.flatnonzero(untaken))
+                    if rng.random() < 0.3
+                    else (probs * untaken).argmax()
                 )
             if not independent:
-                left[tokens[child]], untaken[tokens[child]] = 0, False
+                left[tokens[child]] = 0
+                untaken[tokens[child]] = False
     row_of = np.arange(n)
-    return DraftTree(topology, torch.from_numpy(tokens), SampledNodes(is_sampled, draft, row_of, independent)), target
+    return (
+        DraftTree(
+            topology, torch.from_numpy(tokens), SampledNodes(is_sampled, draft, row_of, independent)
+        ),
+        target,
+    )
 
 
 def verdicts(kernels, kernel, tree, target, noise):
-    """End node and bonus by csrc/; and by the rules' own kernels, with the distribution of the bonus."""
-    decision = residual.ResidualRule(kernel is verify_bottom_up, "").decide(tree, target, noise[:-1])
+    """End node and bonus by csrc/; and by the rules' own kernels, with the distribution of the
+    bonus.
+    """
+    decision = residual.ResidualRule(kernel is verify_bottom_up, "").decide(
+        tree, target, noise[:-1]
+    )
     cumulative = decision.probs.double().cumsum(0)
     bonus = int(torch.searchsorted(cumulative, noise[-1] * cumulative[-1], right=True))
     candidates = residual.candidates(tree)
     arrays, there = arguments(candidates, noise, torch.device(kernels.device))
-    draft_probs, target = tree.sampled.draft_probs.to(kernels.device), target.to(kernels.device)
+    draft_probs = tree.sampled.draft_probs.to(kernels.device)
+    target = target.to(kernels.device)
     verdict = kernels.verify(
-        *arrays, draft_probs, target, there, candidates.n_levels, candidates.independent, kernel is verify_bottom_up
+        *arrays,
+        draft_probs,
+        target,
+        there,
+        candidates.n_levels,
+        candidates.independent,
+        kernel is verify_bottom_up,
     )
     return verdict.tolist(), [decision.end, min(bonus, int(decision.probs.nonzero()[-1]))]
 
 
-@pytest.mark.parametrize("kernel", [verify_top_down, verify_bottom_up], ids=["top_down", "bottom_up"])
+@pytest.mark.parametrize(
+    "kernel", [verify_top_down, verify_bottom_up], ids=["top_down", "bottom_up"]
+)
 def test_verify(kernels, kernel):
     kinds = set()
     for seed in range(60):
         tree, target = drafted(seed)
-        noise = torch.rand(len(tree.topology) + 1, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        noise = torch.rand(
+            len(tree.topology) + 1,
+            dtype=torch.float64,
+            generator=torch.Generator().manual_seed(seed),
+        )
         mine, plain = verdicts(kernels, kernel, tree, target, noise)
         assert mine == plain, f"seed {seed}"
         kinds.add((plain[0] > 0, bool(tree.topology.children[plain[0]])))
@@ -357,9 +431,13 @@ def test_verify(kernels, kernel):
 
 
 @pytest.mark.parametrize("is_sampled", [True, False])
-@pytest.mark.parametrize("kernel", [verify_top_down, verify_bottom_up], ids=["top_down", "bottom_up"])
+@pytest.mark.parametrize(
+    "kernel", [verify_top_down, verify_bottom_up], ids=["top_down", "bottom_up"]
+)
 def test_verify_where_next_to_nothing_is_left(kernels, kernel, is_sampled):
-    """Of the draft without its first child's token, or of the target where that is rejected: less than float32 tells from 0."""
+    """Of the draft without its first child's token, or of the target where that is rejected: less
+    than float32 tells from 0.
+    """
     probs, target = torch.zeros(2, 1, 3001)
     if is_sampled:
         # One thread adds these up, to 1.
@@ -386,12 +464,15 @@ def spread(likely, vocabulary=3001):
     return probs
 
 
-# Kernel, tree, tokens, deterministic nodes, the target's and the draft's likely tokens by node, noise, the last node accepted.
+# Kernel, tree, tokens, deterministic nodes, the target's and the draft's likely tokens by node,
+# noise, the last node accepted.
 IN_PARTS = {
-    # A node is left while its residual is still read, and the first pass of the next follows without another before it.
+    # A node is left while its residual is still read, and the first pass of the next follows
+    # without another before it.
     "top_down": (
         verify_top_down, [-1, 0, 0, 2], [0, 10, 2000, 500], [0],
-        {0: {2000: 0.9, 10: 1e-6}, 2: {2000: 1e-9, 500: 1e-3}}, {0: {10: 0.9, 2000: 0.05}, 2: {500: 0.9}},
+        {0: {2000: 0.9, 10: 1e-6}, 2: {2000: 1e-9, 500: 1e-3}},
+        {0: {10: 0.9, 2000: 0.05}, 2: {500: 0.9}},
         [0, 0.5, 0.5, 0.5, 0.4], 2,
     ),
     "bottom_up": (
@@ -402,7 +483,8 @@ IN_PARTS = {
     # Two sampled children are rejected, and the token of a deterministic one loses nothing.
     "hybrid": (
         verify_top_down, [-1, 0, 0, 0], [0, 10, 2000, 500], [0, 3],
-        {0: {10: 1e-6, 2000: 1e-6, 500: 0.5}}, {0: {10: 0.4, 2000: 0.3, 500: 0.2}}, [0, 0.5, 0.5, 0.5, 0.4], 3,
+        {0: {10: 1e-6, 2000: 1e-6, 500: 0.5}}, {0: {10: 0.4, 2000: 0.3, 500: 0.2}},
+        [0, 0.5, 0.5, 0.5, 0.4], 3,
     ),
 }  # fmt: skip
 
@@ -411,15 +493,22 @@ IN_PARTS = {
 def test_verify_by_blocks_of_which_one_is_ahead(kernels, case):
     kernel, parents, tokens, deterministic, likely, drafted_likely, noise, end = case
     nodes = range(len(parents))
-    target, draft = (torch.stack([spread(known.get(node, {})) for node in nodes]) for known in (likely, drafted_likely))
+    target, draft = (
+        torch.stack([spread(known.get(node, {})) for node in nodes])
+        for known in (likely, drafted_likely)
+    )
     sampled = SampledNodes(~np.isin(nodes, deterministic), draft, np.array(nodes))
     tree = DraftTree(Topology(np.array(parents)), torch.tensor(tokens), sampled)
     for _ in range(8):  # which block is ahead changes
-        mine, plain = verdicts(kernels, kernel, tree, target, torch.tensor(noise, dtype=torch.float64))
+        mine, plain = verdicts(
+            kernels, kernel, tree, target, torch.tensor(noise, dtype=torch.float64)
+        )
         assert mine == plain and plain[0] == end
 
 
-@pytest.mark.parametrize("kernel", [verify_top_down, verify_bottom_up], ids=["top_down", "bottom_up"])
+@pytest.mark.parametrize(
+    "kernel", [verify_top_down, verify_bottom_up], ids=["top_down", "bottom_up"]
+)
 def test_verify_accepts_the_second_of_two_equal_deterministic_siblings_never(kernels, kernel):
     target = torch.full((3, 2000), 0.5 / 1999)
     target[:, 7] = 0.5
@@ -449,14 +538,18 @@ def test_the_bonus_at_the_ends_of_the_distribution(kernels):
 
 
 def strided(generator, dtype, *shape, device="cpu"):
-    """Random numbers as a view into a larger store of NaN, its rows further apart than they are long."""
+    """Random numbers as a view into a larger store of NaN, its rows further apart than they are
+    long.
+    """
     store = torch.full((*shape[:-1], shape[-1] + 24), torch.nan, dtype=dtype)
     store[..., 8:-16] = torch.randn(shape, generator=generator).to(dtype)
     return store.to(device)[..., 8:-16]
 
 
 def assert_rounds_alike(found, expected):
-    """Within one step of the dtype, which another order of a float32 sum may decide, and seldom that."""
+    """Within one step of the dtype, which another order of a float32 sum may decide, and seldom
+    that.
+    """
     assert found.dtype == expected.dtype and found.shape == expected.shape
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1.01 * torch.finfo(found.dtype).eps)
     assert (found == expected).float().mean() > 0.9
@@ -465,8 +558,10 @@ def assert_rounds_alike(found, expected):
 @pytest.mark.parametrize("seed", range(16))
 def test_rms_norm(kernels, seed):
     """Of rows and of heads, with a residual and without."""
-    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    dtype, width = draw.choice([torch.float16, torch.bfloat16]), draw.choice([8, 64, 128, 520, 1032, 4096, 16384])
+    draw = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    dtype = draw.choice([torch.float16, torch.bfloat16])
+    width = draw.choice([8, 64, 128, 520, 1032, 4096, 16384])
     n = draw.choice([1, 3, 9, 17]) if width < 4096 else 2
     weight = strided(generator, dtype, width, device=kernels.device)
     if seed % 2:
@@ -482,18 +577,36 @@ def test_rms_norm(kernels, seed):
 
 @pytest.mark.parametrize("seed", range(16))
 def test_rotate_and_store(kernels, seed):
-    """q, k and v as parts of one product; rows in any order, or one behind the other. Bit for bit."""
-    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    dtype, dim = draw.choice([torch.float16, torch.bfloat16]), draw.choice([16, 64, 80, 96, 128])
-    n, kv_heads, group, capacity = draw.choice([1, 2, 7, 33]), draw.choice([1, 2, 3]), draw.choice([1, 4]), 40
+    """q, k and v as parts of one product; rows in any order, or one behind the other. Bit for
+    bit.
+    """
+    draw = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    dtype = draw.choice([torch.float16, torch.bfloat16])
+    dim = draw.choice([16, 64, 80, 96, 128])
+    n = draw.choice([1, 2, 7, 33])
+    kv_heads = draw.choice([1, 2, 3])
+    group = draw.choice([1, 4])
+    capacity = 40
     heads = kv_heads * group
     product = strided(generator, dtype, n, (heads + 2 * kv_heads) * dim, device=kernels.device)
-    qkv = [one.view(n, -1, dim) for one in product.split([heads * dim, kv_heads * dim, kv_heads * dim], dim=1)]
+    qkv = [
+        one.view(n, -1, dim)
+        for one in product.split([heads * dim, kv_heads * dim, kv_heads * dim], dim=1)
+    ]
     rotary = [strided(generator, dtype, n, dim, device=kernels.device) for _ in range(2)]
-    stores = [torch.randn(kv_heads, capacity, dim, generator=generator).to(dtype).to(kernels.device) for _ in range(2)]
-    plain, first = [store.clone() for store in stores], draw.randrange(capacity - n)
-    rows = torch.randperm(capacity, generator=generator)[:n].to(kernels.device) if seed % 2 else None
-    expected = reference.rotate_and_store(*qkv, rotary, *plain, slice(first, first + n) if rows is None else rows)
+    stores = [
+        torch.randn(kv_heads, capacity, dim, generator=generator).to(dtype).to(kernels.device)
+        for _ in range(2)
+    ]
+    plain = [store.clone() for store in stores]
+    first = draw.randrange(capacity - n)
+    rows = (
+        torch.randperm(capacity, generator=generator)[:n].to(kernels.device) if seed % 2 else None
+    )
+    expected = reference.rotate_and_store(
+        *qkv, rotary, *plain, slice(first, first + n) if rows is None else rows
+    )
     assert torch.equal(kernels.rotate_and_store(*qkv, *rotary, *stores, rows, first), expected)
     assert all(torch.equal(*pair) for pair in zip(stores, plain, strict=True))
 
@@ -502,7 +615,9 @@ def test_rotate_and_store(kernels, seed):
 @pytest.mark.parametrize("shape", [(1, 8), (3, 2056), (9, 96)])
 def test_silu_mul(kernels, shape, dtype):
     """Of two parts of one product; far from zero as well."""
-    product = 4 * strided(torch.Generator().manual_seed(0), dtype, shape[0], 2 * shape[1], device=kernels.device)
+    product = 4 * strided(
+        torch.Generator().manual_seed(0), dtype, shape[0], 2 * shape[1], device=kernels.device
+    )
     product[0, :8] = torch.tensor([-200, -90, -20, -0.0, 0.0, 20, 90, 200])
     gate, up = product.split(shape[1], dim=1)
     assert_rounds_alike(kernels.silu_mul(gate, up), reference.silu_mul(gate, up))
@@ -519,13 +634,29 @@ def samples(device):
     candidates = residual.candidates(tree)
     noise = torch.rand(len(tree.topology) + 1, dtype=torch.float64)
     arrays, noise = arguments(candidates, noise, torch.device(device))
-    verification = (*arrays, tree.sampled.draft_probs.to(device), target.to(device), noise, candidates.n_levels)
+    verification = (
+        *arrays,
+        tree.sampled.draft_probs.to(device),
+        target.to(device),
+        noise,
+        candidates.n_levels,
+    )
     x, delta, weight, rotary = (torch.randn(n, 64, device=device).half() for n in (3, 3, 1, 3))
-    heads, stores = torch.randn(3, 2, 64, device=device).half(), torch.randn(2, 2, 9, 64, device=device).half()
+    heads = torch.randn(3, 2, 64, device=device).half()
+    stores = torch.randn(2, 2, 9, 64, device=device).half()
     return {
         "rms_norm": (x, weight[0], 1e-5),
         "add_rms_norm": (x, delta, weight[0], 1e-5),
-        "rotate_and_store": (heads, heads, heads, rotary, rotary, *stores, torch.tensor([1, 8, 4], device=device), 7),
+        "rotate_and_store": (
+            heads,
+            heads,
+            heads,
+            rotary,
+            rotary,
+            *stores,
+            torch.tensor([1, 8, 4], device=device),
+            7,
+        ),
         "silu_mul": (x, delta),
         "tree_attention": attention,
         "transfer": (store, store.cpu().pin_memory() if device == "cuda" else store.clone()),
@@ -548,10 +679,13 @@ OPS = (
 
 @pytest.mark.parametrize("name", OPS)
 def test_what_torch_knows_of_an_op(kernels, name):
-    # The schema's check clones pinned memory into unpinned memory, of which a kernel on a card cannot read.
+    # The schema's check clones pinned memory into unpinned memory, of which a kernel on a card
+    # cannot read.
     is_pinned = name == "transfer" and kernels.device == "cuda"
     checks = ("test_faketensor",) if is_pinned else ("test_schema", "test_faketensor")
-    torch.library.opcheck(getattr(kernels, name).default, samples(kernels.device)[name], test_utils=checks)
+    torch.library.opcheck(
+        getattr(kernels, name).default, samples(kernels.device)[name], test_utils=checks
+    )
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,17 @@ from languages import target_probs
 from pretended_card import CardTensor, pretended_card
 from recorded import record
 from test_exactness import RECIPES, languages
-from tiny import CASES, feed, least_streaming, open_llm, prefill, prompt_of, random_tree, runner_of, sequence_of
+from tiny import (
+    CASES,
+    feed,
+    least_streaming,
+    open_llm,
+    prefill,
+    prompt_of,
+    random_tree,
+    runner_of,
+    sequence_of,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -65,14 +75,17 @@ def logits_of_passes(runner):
 
 def assert_close(mine, plain):
     for own, other in zip(mine, plain, strict=True):
-        # Rounded to bfloat16 in every layer, twice differently; a row that is missed or added moves logits by their spread.
+        # Rounded to bfloat16 in every layer, twice differently; a row that is missed or added moves
+        # logits by their spread.
         assert float((own.float() - other.float()).abs().mean()) < 0.03 * float(other.float().std())
 
 
 @pytest.fixture(params=["llama", "mistral", "qwen3-window"])
 def bfloat16_model(request, tmp_path):
     """With windows shorter than the paths too; with heads of 64."""
-    CASES[request.param].build(0, torch.bfloat16, head_dim=64, num_hidden_layers=3).save_pretrained(tmp_path)
+    CASES[request.param].build(0, torch.bfloat16, head_dim=64, num_hidden_layers=3).save_pretrained(
+        tmp_path
+    )
     return tmp_path
 
 
@@ -102,7 +115,9 @@ def test_a_captured_pass_computes_the_same(served, monkeypatch, bfloat16_model):
 
 
 class Launches(TorchDispatchMode):
-    """Counts the kernels of torch that a card is given: calls but for views, new memory, and copies of a tensor to itself."""
+    """Counts the kernels of torch that a card is given: calls but for views, new memory, and copies
+    of a tensor to itself.
+    """
 
     def __init__(self):
         super().__init__()
@@ -111,9 +126,13 @@ class Launches(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        on_card = [one.inner for one in tree_leaves((args, kwargs, out)) if isinstance(one, CardTensor)]
+        on_card = [
+            one.inner for one in tree_leaves((args, kwargs, out)) if isinstance(one, CardTensor)
+        ]
         is_no_copy = name == "copy_" and len({one.data_ptr() for one in on_card}) == 1
-        if on_card and not (func.is_view or is_no_copy or name in ("_unsafe_view", "empty", "new_empty", "detach")):
+        if on_card and not (
+            func.is_view or is_no_copy or name in ("_unsafe_view", "empty", "new_empty", "detach")
+        ):
             self.n += 1
         return out
 
@@ -144,7 +163,9 @@ def test_launches_of_a_layer(card, tmp_path, name, n, place):
     for n_layers in (3, 6):
         sizes = {"head_dim": 64, "intermediate_size": 128, "num_hidden_layers": n_layers}
         CASES[name].build(0, torch.bfloat16, **sizes).save_pretrained(tmp_path)
-        prompt, tokens, tree = prompt_of(0, 20), prompt_of(1, 7), random_tree(7, 1)
+        prompt = prompt_of(0, 20)
+        tokens = prompt_of(1, 7)
+        tree = random_tree(7, 1)
         with on_card(tmp_path, place) as llm, open_llm(tmp_path) as plain:
             cache = prefill(runner_of(llm), prompt, 96)
             before = card.n_kernels
@@ -157,7 +178,9 @@ def test_launches_of_a_layer(card, tmp_path, name, n, place):
 
 
 def decided_trees(independent):
-    """Trees of three tokens, in which distributions run out and tie, and the target's distributions after their nodes."""
+    """Trees of three tokens, in which distributions run out and tie, and the target's distributions
+    after their nodes.
+    """
     for name, recipe in RECIPES.items():
         if recipe.independent == independent:
             target, draft = languages(name)
@@ -170,7 +193,8 @@ def decided_trees(independent):
 @pytest.mark.parametrize("rule", ["sequoia", "specinfer", "traversal"])
 def test_a_rule_decides_the_same(served, monkeypatch, rule):
     """By the same noise, with the same bonus."""
-    rule, verdicts = rule_of(rule), []
+    rule = rule_of(rule)
+    verdicts = []
     trees = list(decided_trees(rule.child_sampling == "independent"))
     for _ in range(2):
         sequence = sequence_of(0)

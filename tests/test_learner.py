@@ -1,4 +1,6 @@
-"""A draft that learns what the target says: what it minimises, what it changes and when, and that texts stay exact."""
+"""A draft that learns what the target says: what it minimises, what it changes and when, and that
+texts stay exact.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -67,7 +69,9 @@ def read(one: Learner, passages: list[Passage], waited_s: float = 1e9) -> None:
     """Let it learn from passages, where the link is waited for so long behind every layer."""
     for passage in passages:
         n = len(passage.labels.tokens)
-        sequence = Sequence(passage.tokens[: len(passage.tokens) - n + 1].tolist(), SamplingParams(1000), 1000)
+        sequence = Sequence(
+            passage.tokens[: len(passage.tokens) - n + 1].tolist(), SamplingParams(1000), 1000
+        )
         one.add(sequence, passage.labels)
         sequence.extend([*passage.tokens[-n + 1 :].tolist(), 0])
         one.end(sequence)
@@ -107,15 +111,22 @@ def adapted(one: Learner, model: PreTrainedModel) -> Iterator[tuple[Tensor, Tens
 def cross_entropy(model: PreTrainedModel, passage: Passage) -> Tensor:
     """(m,) in float64, of the target's best tokens and of all others as one class."""
     tokens, probs = passage.labels
-    q = torch.softmax(model(passage.tokens[None]).logits[0, -len(tokens) :].double(), -1).gather(1, tokens)
+    q = torch.softmax(model(passage.tokens[None]).logits[0, -len(tokens) :].double(), -1).gather(
+        1, tokens
+    )
     return -(probs * q.log()).sum(-1) - (1 - probs.sum(-1)) * (1 - q.sum(-1)).log()
 
 
 @pytest.mark.parametrize("name", ["llama-biases", "qwen3", "qwen2-window", "llama-tied"])
-def test_it_minimises_the_cross_entropy_of_classes_that_transformers_gives(zoo: Zoo, name: str) -> None:
-    """With a change and without, whatever is served; the gradient of b is that of b @ a by the whole matrix."""
+def test_it_minimises_the_cross_entropy_of_classes_that_transformers_gives(
+    zoo: Zoo, name: str
+) -> None:
+    """With a change and without, whatever is served; the gradient of b is that of b @ a by the
+    whole matrix.
+    """
     pair = zoo.pair(name, 0)
-    passage, model = passage_of(pair.model, 7), nearly(pair.draft_model, 0.0)
+    passage = passage_of(pair.model, 7)
+    model = nearly(pair.draft_model, 0.0)
     with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
         one = Learner(llm.engine.draft, LinkMeter())
         change(one)
@@ -126,7 +137,9 @@ def test_it_minimises_the_cross_entropy_of_classes_that_transformers_gives(zoo: 
         for is_served in (False, True):
             one._serve(is_served)
             for share, wanted in ((0.0, without), (1.0, changed.detach())):
-                torch.testing.assert_close(one.loss(passage, share).double(), wanted, rtol=2e-4, atol=2e-4)
+                torch.testing.assert_close(
+                    one.loss(passage, share).double(), wanted, rtol=2e-4, atol=2e-4
+                )
         changed.sum().backward()
         one.loss(passage, 1.0).sum().backward()
         for weight, a, b in adapted(one, model):
@@ -137,9 +150,11 @@ def test_it_minimises_the_cross_entropy_of_classes_that_transformers_gives(zoo: 
 def test_what_is_served_is_what_drafts_are_computed_with(zoo: Zoo) -> None:
     """Matrix and change, and the matrix again bit for bit."""
     pair = zoo.pair("llama", 0)
-    prompt, model = prompt_of(3, 12), nearly(pair.draft_model, 0.0)
+    prompt = prompt_of(3, 12)
+    model = nearly(pair.draft_model, 0.0)
     with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
-        one, before = Learner(llm.engine.draft, LinkMeter()), weights_of(llm)
+        one = Learner(llm.engine.draft, LinkMeter())
+        before = weights_of(llm)
         change(one)
         for weight, a, b in adapted(one, model):
             weight.data += (b @ a).detach()
@@ -152,9 +167,13 @@ def test_what_is_served_is_what_drafts_are_computed_with(zoo: Zoo) -> None:
 
 
 def test_learning_lowers_the_loss_on_texts_that_were_not_seen(zoo: Zoo, tmp_path: Path) -> None:
-    """Of a target that is the draft with a change of rank two, by as much each time; what gains is served."""
-    draft, found = zoo.pair("llama", 0).model, []
-    target, generator = nearly(draft, 0.0), torch.Generator().manual_seed(0)
+    """Of a target that is the draft with a change of rank two, by as much each time; what gains is
+    served.
+    """
+    draft = zoo.pair("llama", 0).model
+    found = []
+    target = nearly(draft, 0.0)
+    generator = torch.Generator().manual_seed(0)
     for layer in target.model.layers:
         weight = layer.mlp.down_proj.weight
         weight.data += torch.randn(len(weight), 2, generator=generator) @ torch.randn(
@@ -164,11 +183,15 @@ def test_learning_lowers_the_loss_on_texts_that_were_not_seen(zoo: Zoo, tmp_path
     passages = [passage_of(pair.model, seed) for seed in range(20)]
     for _ in range(2):
         with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
-            one, before = Learner(llm.engine.draft, LinkMeter()), weights_of(llm)
+            one = Learner(llm.engine.draft, LinkMeter())
+            before = weights_of(llm)
             read(one, passages)
             unseen = [passage_of(pair.model, seed) for seed in range(100, 110)]
             with torch.no_grad():
-                losses = [torch.cat([one.loss(text, share) for text in unseen]).mean() for share in (0.0, 1.0)]
+                losses = [
+                    torch.cat([one.loss(text, share) for text in unseen]).mean()
+                    for share in (0.0, 1.0)
+                ]
             found.append([float(loss) for loss in losses])
             assert one.n_predicted and not torch.equal(weights_of(llm), before)
     assert found[0] == found[1]
@@ -181,12 +204,16 @@ def test_a_passage_is_what_was_accepted_with_what_the_target_predicts_there(zoo:
     text = prompt_of(1, 120)
     predicted = TopTokens(torch.arange(120 * 8).view(120, 8) % 128, torch.full((120, 8), 0.1))
     with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
-        one, sequence = Learner(llm.engine.draft, LinkMeter()), Sequence(text[:50], SamplingParams(1000), 118)
+        one = Learner(llm.engine.draft, LinkMeter())
+        sequence = Sequence(text[:50], SamplingParams(1000), 118)
         for first in range(49, 119, 10):
             one.add(sequence, TopTokens(*(part[first : first + 10] for part in predicted)))
             sequence.extend(text[first + 1 : first + 11])
         one.end(sequence)
-    assert [(len(passage.tokens), len(passage.labels.tokens)) for passage in one._new] == [(89, 40), (118, 29)]
+    assert [(len(passage.tokens), len(passage.labels.tokens)) for passage in one._new] == [
+        (89, 40),
+        (118, 29),
+    ]
     for passage, last in zip(one._new, (89, 118), strict=True):
         assert passage.tokens.tolist() == text[max(last - len(passage.tokens), 0) : last]
         for found, all_of_it in zip(passage.labels, predicted, strict=True):
@@ -194,11 +221,14 @@ def test_a_passage_is_what_was_accepted_with_what_the_target_predicts_there(zoo:
 
 
 def test_it_ends_where_nothing_can_be_gained(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The draft is the target: nothing is ever served for long, its weights stay, the target is no longer asked."""
+    """The draft is the target: nothing is ever served for long, its weights stay, the target is no
+    longer asked.
+    """
     pair = zoo.pair("llama", 0)
     monkeypatch.setattr(learner, "_PATIENCE", 12)
     with open_llm(pair.target, draft_model=str(pair.target)) as llm:
-        one, before = Learner(llm.engine.draft, LinkMeter()), weights_of(llm)
+        one = Learner(llm.engine.draft, LinkMeter())
+        before = weights_of(llm)
         drafter = drafter_of(llm, "adaptive_tree", "match", DraftLimits(8, 4), learner=one)
         assert drafter.n_predicted == 8
         read(one, [passage_of(pair.model, seed) for seed in range(40)])
@@ -214,7 +244,9 @@ def test_it_ends_where_nothing_can_be_gained(zoo: Zoo, monkeypatch: pytest.Monke
 
 
 def test_it_uses_time_that_the_link_leaves_and_no_other(zoo: Zoo) -> None:
-    """Nothing is learned where no layer is waited for, nor where a slice takes longer than that; in the end it tries again."""
+    """Nothing is learned where no layer is waited for, nor where a slice takes longer than that; in
+    the end it tries again.
+    """
     pair = zoo.pair("llama", 0)
     passages = [passage_of(pair.model, seed) for seed in range(3)]
     with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
@@ -234,7 +266,8 @@ def test_it_ends_where_there_is_no_memory_for_it(zoo: Zoo, monkeypatch: pytest.M
 
     pair = zoo.pair("llama", 0)
     with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
-        one, before = Learner(llm.engine.draft, LinkMeter()), weights_of(llm)
+        one = Learner(llm.engine.draft, LinkMeter())
+        before = weights_of(llm)
         change(one)
         one._serve(True)
         monkeypatch.setattr(one, "loss", no_memory)
@@ -242,21 +275,31 @@ def test_it_ends_where_there_is_no_memory_for_it(zoo: Zoo, monkeypatch: pytest.M
         assert one.n_predicted == 0 and torch.equal(weights_of(llm), before)
 
 
-@pytest.mark.parametrize(("drafter", "place"), [("adaptive_tree", "disk"), ("static_tree", "resident")])
+@pytest.mark.parametrize(
+    ("drafter", "place"), [("adaptive_tree", "disk"), ("static_tree", "resident")]
+)
 def test_greedy_tokens_are_transformers_while_the_draft_learns(
     zoo: Zoo, monkeypatch: pytest.MonkeyPatch, drafter: str, place: str
 ) -> None:
     keep_steady(monkeypatch)
     monkeypatch.setattr(learner, "_RATE", CHANGED)
-    pair, prompts = zoo.pair("llama", 0), [prompt_of(seed, 9) for seed in range(2)]
-    with open_llm(pair.target, place, draft_model=str(pair.draft), drafter=drafter, learn_draft="on") as llm:
-        before, one = weights_of(llm), learns_at_every_layer(llm)
+    pair = zoo.pair("llama", 0)
+    prompts = [prompt_of(seed, 9) for seed in range(2)]
+    with open_llm(
+        pair.target, place, draft_model=str(pair.draft), drafter=drafter, learn_draft="on"
+    ) as llm:
+        before = weights_of(llm)
+        one = learns_at_every_layer(llm)
         found = llm.generate(prompts, SamplingParams(max_new_tokens=60))
         assert one._n_slices > 16 and not torch.equal(weights_of(llm), before)
-    assert [output.token_ids for output in found] == [generate(pair.model, prompt, 60) for prompt in prompts]
+    assert [output.token_ids for output in found] == [
+        generate(pair.model, prompt, 60) for prompt in prompts
+    ]
 
 
-@pytest.mark.parametrize(("name", "rule"), [("static_tree", "traversal"), ("adaptive_tree", "coupled")])
+@pytest.mark.parametrize(
+    ("name", "rule"), [("static_tree", "traversal"), ("adaptive_tree", "coupled")]
+)
 def test_the_joint_distribution_while_the_draft_learns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, rule: str
 ) -> None:
@@ -264,8 +307,11 @@ def test_the_joint_distribution_while_the_draft_learns(
     monkeypatch.setattr(learner, "_RATE", CHANGED)
     monkeypatch.setattr(learner, "_N_USES", 1)
     pair = small_pair(tmp_path)
-    with open_llm(pair.target, draft_model=str(pair.draft), max_model_len=64, learn_draft="on") as llm:
-        one, before = learns_at_every_layer(llm), weights_of(llm)
+    with open_llm(
+        pair.target, draft_model=str(pair.draft), max_model_len=64, learn_draft="on"
+    ) as llm:
+        one = learns_at_every_layer(llm)
+        before = weights_of(llm)
         drafter = drafter_of(llm, name, rule, DraftLimits(10, 4), learner=one)
         texts = sampled_texts(llm.engine.runner, drafter, rule_of(rule), 10)
         assert one._n_slices > 10 and not torch.equal(weights_of(llm), before)
@@ -274,11 +320,15 @@ def test_the_joint_distribution_while_the_draft_learns(
 
 
 def test_what_gains_is_kept_for_the_pair(zoo: Zoo, tmp_path: Path) -> None:
-    """It is served from the first draft of the next run on, until it gains no more; another draft does not get it."""
-    pair, other = zoo.pair("llama", 0), zoo.pair("llama", 1)
+    """It is served from the first draft of the next run on, until it gains no more; another draft
+    does not get it.
+    """
+    pair = zoo.pair("llama", 0)
+    other = zoo.pair("llama", 1)
     settings = {"draft_model": str(pair.draft), "learn_draft": "keep"}
     with open_llm(pair.target, **settings) as llm:
-        one, original = learner_of(llm), weights_of(llm)
+        one = learner_of(llm)
+        original = weights_of(llm)
         change(one)
         one._serve(True)
         served = weights_of(llm)
@@ -287,12 +337,17 @@ def test_what_gains_is_kept_for_the_pair(zoo: Zoo, tmp_path: Path) -> None:
     content = path.read_bytes()
     with open_llm(pair.target, **settings) as llm:
         assert torch.equal(weights_of(llm), served)
-    for wanted in ({"draft_model": str(pair.draft), "learn_draft": "on"}, {"draft_model": str(pair.draft)}):
+    for wanted in (
+        {"draft_model": str(pair.draft), "learn_draft": "on"},
+        {"draft_model": str(pair.draft)},
+    ):
         with open_llm(pair.target, **wanted) as llm:
             assert torch.equal(weights_of(llm), original)
     with open_llm(pair.target, draft_model=str(other.draft), learn_draft="keep") as llm:
         assert not learner_of(llm)._serves
-    assert [one.name for one in cache_directory().glob("*draft-*")] == [path.name] and path.read_bytes() == content
+    assert [one.name for one in cache_directory().glob("*draft-*")] == [
+        path.name
+    ] and path.read_bytes() == content
     for damaged in (content[: len(content) // 2], b"", content[:-4] + b"\xff\xff\xff\xff"):
         path.write_bytes(damaged)
         with open_llm(pair.target, **settings) as llm:
@@ -301,7 +356,8 @@ def test_what_gains_is_kept_for_the_pair(zoo: Zoo, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"drafter": "recycle"}, {"drafter": "self"}, {"drafter": "triforce", "draft_model": ""}]
+    "settings",
+    [{"drafter": "recycle"}, {"drafter": "self"}, {"drafter": "triforce", "draft_model": ""}],
 )
 def test_what_cannot_learn_is_refused(zoo: Zoo, settings: dict[str, str]) -> None:
     pair = zoo.pair("llama", 0)
@@ -318,5 +374,7 @@ def test_memory_is_planned_for(zoo: Zoo) -> None:
         with open_llm(pair.target, draft_model=str(pair.draft), learn_draft=learn) as llm:
             reserved.append(llm.plan.reserved.draft)
             if learn == "on":
-                held = 6 * sum(parameter.nbytes for parameter in learner_of(llm)._parameters().values())
+                held = 6 * sum(
+                    parameter.nbytes for parameter in learner_of(llm)._parameters().values()
+                )
     assert reserved[1] - reserved[0] > held

@@ -1,4 +1,6 @@
-"""The CPU library's products: values of every format, the order of sums, and every instruction set that this machine has."""
+"""The CPU library's products: values of every format, the order of sums, and every instruction set
+that this machine has.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -44,7 +46,9 @@ def coded(kind: str, seed: int) -> tuple[CodedMatrix, Tensor]:
     codes, scales, zeros, groups, packing, shape = case(kind, seed)
     if kind == "float8":
         codes = (codes.view(torch.uint8) & 0xBF).view(torch.float8_e4m3fn)  # finite
-    scales = torch.randn(scales.shape, generator=torch.Generator().manual_seed(seed)).to(scales.dtype)
+    scales = torch.randn(scales.shape, generator=torch.Generator().manual_seed(seed)).to(
+        scales.dtype
+    )
     stored = torch.empty(shape)
     reference_dequantize(codes, scales, zeros, groups, packing, stored)
     # Zero points as codes of 8 bits, which every order of codes but `plain` may have.
@@ -52,7 +56,9 @@ def coded(kind: str, seed: int) -> tuple[CodedMatrix, Tensor]:
     if zeros is not None:
         zero_codes = ZeroCodes(zeros.to(torch.int8), "plain")
     values = stored.T if packing.groups_rows else stored
-    matrix = CodedMatrix(tuple(values.shape), packing, codes, scales, zero_codes, groups, scales.dtype)
+    matrix = CodedMatrix(
+        tuple(values.shape), packing, codes, scales, zero_codes, groups, scales.dtype
+    )
     return matrix, values
 
 
@@ -85,7 +91,9 @@ def test_unpacked_codes_equal_the_reference_bit_for_bit(level: int, kind: str) -
             expected = torch.empty(shape, dtype=dtype)
             reference_dequantize(codes, scales, zeros, groups, packing, expected)
             expected = expected.T if packing.groups_rows else expected
-            assert_equal(dequantize(matrix, torch.empty(matrix.shape, dtype=dtype)), expected.contiguous())
+            assert_equal(
+                dequantize(matrix, torch.empty(matrix.shape, dtype=dtype)), expected.contiguous()
+            )
             rows = torch.tensor([len(expected) - 1, 0])
             out = torch.empty(2, matrix.shape[1], dtype=dtype)
             assert_equal(dequantize(matrix, out, rows), expected[rows])
@@ -104,7 +112,9 @@ def test_unpacked_blocks_equal_the_reference_bit_for_bit(level: int, name: str) 
 
 @pytest.mark.parametrize("order", ["rows", "columns", "awq"])
 def test_packed_zero_points_equal_unpacked_zero_points(level: int, order: str) -> None:
-    """In the stored order of AWQ, GPTQ and compressed-tensors, with a number added modulo 2^bits."""
+    """In the stored order of AWQ, GPTQ and compressed-tensors, with a number added modulo
+    2^bits.
+    """
     generator = torch.Generator().manual_seed(3)
     matrix, _ = coded("rows" if order == "columns" else "awq", 3)
     grid = matrix.scales.shape
@@ -118,7 +128,9 @@ def test_packed_zero_points_equal_unpacked_zero_points(level: int, order: str) -
     codes = torch.randint(-(1 << 31), 1 << 31, packing.words(*stored), generator=generator).int()
     zeros = torch.randint(-(1 << 31), 1 << 31, words[order], generator=generator).int()
     for plus in (0, 1):
-        packed = replace(matrix, packing=packing, codes=codes, zeros=ZeroCodes(zeros, order, plus), groups=None)
+        packed = replace(
+            matrix, packing=packing, codes=codes, zeros=ZeroCodes(zeros, order, plus), groups=None
+        )
         unpacked = packed.int_zeros()
         assert unpacked is not None
         plain = replace(packed, zeros=ZeroCodes(unpacked.to(torch.int8), "plain"))
@@ -128,18 +140,35 @@ def test_packed_zero_points_equal_unpacked_zero_points(level: int, order: str) -
 
 def test_scales_that_are_powers_of_two_cover_all_exponents(level: int) -> None:
     matrix, _ = coded("e2m1", 4)
-    scales = torch.arange(matrix.scales.numel()).add(3).mul(37).remainder(256).to(torch.uint8).view(matrix.scales.shape)
+    scales = (
+        torch.arange(matrix.scales.numel())
+        .add(3)
+        .mul(37)
+        .remainder(256)
+        .to(torch.uint8)
+        .view(matrix.scales.shape)
+    )
     scales.view(-1)[0] = 0
-    powers = CodedMatrix(matrix.shape, matrix.packing, matrix.codes, scales, None, None, torch.float32)
-    floats = CodedMatrix(matrix.shape, matrix.packing, matrix.codes, powers.float_scales(), None, None, torch.float32)
-    assert_equal(dequantize(powers, torch.empty(matrix.shape)), dequantize(floats, torch.empty(matrix.shape)))
+    powers = CodedMatrix(
+        matrix.shape, matrix.packing, matrix.codes, scales, None, None, torch.float32
+    )
+    floats = CodedMatrix(
+        matrix.shape, matrix.packing, matrix.codes, powers.float_scales(), None, None, torch.float32
+    )
+    assert_equal(
+        dequantize(powers, torch.empty(matrix.shape)), dequantize(floats, torch.empty(matrix.shape))
+    )
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_products_of_codes_equal_products_of_their_values(level: int, dtype: torch.dtype) -> None:
     n_compared = 0
-    cases = [(coded, kind, seed) for kind in KINDS for seed in range(6) if unsigned_zeros_fit(kind, seed)]
-    for make, kind, seed in cases + [(block_matrix, name, seed) for name in KERNEL_BLOCKS for seed in range(3)]:
+    cases = [
+        (coded, kind, seed) for kind in KINDS for seed in range(6) if unsigned_zeros_fit(kind, seed)
+    ]
+    for make, kind, seed in cases + [
+        (block_matrix, name, seed) for name in KERNEL_BLOCKS for seed in range(3)
+    ]:
         matrix, values = make(kind, seed)
         x = torch.randn(5, matrix.shape[1]).to(dtype)
         bias = torch.randn(matrix.shape[0]).to(dtype)
@@ -156,9 +185,12 @@ def test_products_of_codes_equal_products_of_their_values(level: int, dtype: tor
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("stored", FLOATS)
-def test_dense_products_equal_float64_products(level: int, dtype: torch.dtype, stored: torch.dtype) -> None:
+def test_dense_products_equal_float64_products(
+    level: int, dtype: torch.dtype, stored: torch.dtype
+) -> None:
     for n_out, n_in in ((1, 1), (7, 3), (33, 1000), (100, 2048), (257, 1544)):
-        weight, x = torch.randn(n_out, n_in).to(stored), torch.randn(29, n_in).to(dtype)
+        weight = torch.randn(n_out, n_in).to(stored)
+        x = torch.randn(29, n_in).to(dtype)
         exact = x.double() @ weight.double().T
         size = x.double().abs() @ weight.double().abs().T
         assert float(((linear(x, weight).double() - exact).abs() / size).max()) < TOLERANCES[dtype]
@@ -166,8 +198,12 @@ def test_dense_products_equal_float64_products(level: int, dtype: torch.dtype, s
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_a_row_has_the_same_bits_in_any_company(level: int, dtype: torch.dtype) -> None:
-    """Whatever the number of rows before and after it, the threads, and the share of the outputs."""
-    weights: list = [torch.randn(n_out, n_in).to(dtype) for n_out, n_in in ((7, 3), (50, 1000), (300, 1536))]
+    """Whatever the number of rows before and after it, the threads, and the share of the
+    outputs.
+    """
+    weights: list = [
+        torch.randn(n_out, n_in).to(dtype) for n_out, n_in in ((7, 3), (50, 1000), (300, 1536))
+    ]
     weights += [coded("rows", 2)[0], coded("awq", 1)[0], block_matrix("Q4_K", 2)[0]]
     before = torch.get_num_threads()
     for weight in weights:
@@ -183,14 +219,16 @@ def test_a_row_has_the_same_bits_in_any_company(level: int, dtype: torch.dtype) 
 
 
 def test_inputs_may_be_strided_and_have_more_dimensions(level: int) -> None:
-    weight, x = torch.randn(10, 24), torch.randn(4, 6, 48)
+    weight = torch.randn(10, 24)
+    x = torch.randn(4, 6, 48)
     torch.testing.assert_close(linear(x[..., 24:], weight), x[..., 24:] @ weight.T)
     torch.testing.assert_close(linear(x[0, :, ::2], weight), x[0, :, ::2] @ weight.T)
     assert linear(x[:0, 0, :24], weight).shape == (0, 10)
 
 
 def test_gradients_flow_where_they_are_asked_for() -> None:
-    weight, x = torch.randn(10, 24), torch.randn(4, 24, requires_grad=True)
+    weight = torch.randn(10, 24)
+    x = torch.randn(4, 24, requires_grad=True)
     linear(x, weight).sum().backward()
     torch.testing.assert_close(x.grad, weight.sum(0).expand(4, -1))
 
@@ -203,8 +241,14 @@ def test_without_the_library_products_are_the_same_up_to_rounding(
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     tolerance = TOLERANCES.get(dtype, 1e-12)
     dense = torch.randn(600, 64).to(dtype)
-    for matrix, values in ((dense, dense), coded("rows", 5), coded("columns", 2), block_matrix("Q6_K", 1)):
-        x, bias = torch.randn(3, matrix.shape[1]).to(dtype), torch.randn(matrix.shape[0]).to(dtype)
+    for matrix, values in (
+        (dense, dense),
+        coded("rows", 5),
+        coded("columns", 2),
+        block_matrix("Q6_K", 1),
+    ):
+        x = torch.randn(3, matrix.shape[1]).to(dtype)
+        bias = torch.randn(matrix.shape[0]).to(dtype)
         exact = x.double() @ values.double().T + bias.double()
         size = x.double().abs() @ values.double().abs().T + bias.double().abs()
         assert float(((linear(x, matrix, bias).double() - exact).abs() / size).max()) < tolerance
@@ -227,10 +271,14 @@ def test_torch_multiplies_many_rows_where_it_is_faster(monkeypatch: pytest.Monke
     assert rows == [16, 300]
 
 
-def test_the_faster_product_is_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_faster_product_is_measured_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     measured: list[torch.dtype] = []
-    monkeypatch.setattr(linear_module, "_is_torch_faster", lambda dtype: bool(measured.append(dtype)) or True)
+    monkeypatch.setattr(
+        linear_module, "_is_torch_faster", lambda dtype: bool(measured.append(dtype)) or True
+    )
     for content in ("nothing", "kept", "damaged"):
         if content == "damaged":
             file = tmp_path / "offload_rt" / "products.json"

@@ -1,4 +1,6 @@
-"""Lookahead decoding: the trees and steps of the published algorithm, written down once more without a cache or a tree."""
+"""Lookahead decoding: the trees and steps of the published algorithm, written down once more
+without a cache or a tree.
+"""
 
 import random
 from pathlib import Path
@@ -15,7 +17,9 @@ from offload_rt.speculate.draft.lookahead import Lookahead, NgramPool
 from offload_rt.speculate.protocols import DraftLimits, DraftParts
 from offload_rt.tree.topology import DraftTree
 
-N_NEW, LENGTH, COLUMNS = 90, 5, 6
+N_NEW = 90
+LENGTH = 5
+COLUMNS = 6
 # Half of the rows for the window, half for as many n-grams.
 N_ROWS = 2 * COLUMNS * (LENGTH - 1)
 
@@ -23,17 +27,21 @@ N_ROWS = 2 * COLUMNS * (LENGTH - 1)
 Step = tuple[set[tuple[int, ...]], list[tuple[int, ...]]]
 
 
-def published(model: PreTrainedModel, prompt: list[int], waits: bool) -> tuple[list[int], list[Step]]:
+def published(
+    model: PreTrainedModel, prompt: list[int], waits: bool
+) -> tuple[list[int], list[Step]]:
     """Text and steps of lookahead decoding at temperature 0, with n-grams of the text in the pool.
 
     waits  nothing is verified until the window is full, as in the authors' code
     """
-    text, steps = list(prompt), []
+    text = list(prompt)
+    steps = []
     rows = [random.Random(0).choices(text, k=COLUMNS + LENGTH - 3)]
     pool: dict[int, list[tuple[int, ...]]] = {}
 
     def remember(ngram: list[int]) -> None:
-        known, rest = pool.setdefault(ngram[0], []), tuple(ngram[1:])
+        known = pool.setdefault(ngram[0], [])
+        rest = tuple(ngram[1:])
         if rest in known:
             known.remove(rest)
         elif len(known) == COLUMNS:
@@ -48,11 +56,13 @@ def published(model: PreTrainedModel, prompt: list[int], waits: bool) -> tuple[l
     for start in range(len(text) - LENGTH + 1):
         remember(text[start : start + LENGTH])
     while len(text) < len(prompt) + N_NEW:
-        first, is_full = [text[-1], *rows[0]], len(rows) == LENGTH - 1
+        first = [text[-1], *rows[0]]
+        is_full = len(rows) == LENGTH - 1
         guesses = pool.get(text[-1], []) if is_full or not waits else []
         paths = [(*first[1 : i + 1], *(row[i] for row in rows[1:])) for i in range(len(first))]
         steps.append((set(guesses), paths))
-        predicted, taken = [greedy(path)[-1] for path in paths], greedy(())
+        predicted = [greedy(path)[-1] for path in paths]
+        taken = greedy(())
         for guess in guesses:
             said = greedy(guess)
             n_right = next((i for i in range(len(guess)) if guess[i] != said[i]), len(guess))
@@ -74,14 +84,20 @@ def step_of(tree: DraftTree, n_columns: int) -> Step:
     """The leaves of the candidates, and the paths of the window's last row of so many entries."""
     n = len(tree.topology)
     candidates = tree.candidates()
-    leaves = [node for node, children in enumerate(candidates.topology.children) if node and not children]
+    leaves = [
+        node for node, children in enumerate(candidates.topology.children) if node and not children
+    ]
     last_row = [0, *range(n - tree.n_unverified, n)][-n_columns:]
-    return {tuple(tree.path_to(node)) for node in leaves}, [tuple(tree.path_to(node)) for node in last_row]
+    return {tuple(tree.path_to(node)) for node in leaves}, [
+        tuple(tree.path_to(node)) for node in last_row
+    ]
 
 
 @pytest.fixture(scope="module")
 def tame(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Path]:
-    """A model whose next token follows mostly from the last few, so that what was predicted elsewhere is often right."""
+    """A model whose next token follows mostly from the last few, so that what was predicted
+    elsewhere is often right.
+    """
     model = CASES["llama"].build(3, num_hidden_layers=2, vocab_size=64)
     for layer in model.model.layers:
         layer.self_attn.o_proj.weight.data *= 0.15
@@ -91,9 +107,12 @@ def tame(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Pat
     return model, folder
 
 
-def test_trees_and_steps_are_those_of_the_published_algorithm(tame: tuple[PreTrainedModel, Path]) -> None:
+def test_trees_and_steps_are_those_of_the_published_algorithm(
+    tame: tuple[PreTrainedModel, Path],
+) -> None:
     model, folder = tame
-    prompt, trees = prompt_of(0, 24, 64), []
+    prompt = prompt_of(0, 24, 64)
+    trees = []
 
     class Recorded(Lookahead):
         def propose(self, sequences: list[Sequence], n_nodes: int) -> list[DraftTree]:
@@ -102,7 +121,9 @@ def test_trees_and_steps_are_those_of_the_published_algorithm(tame: tuple[PreTra
 
     with open_llm(folder, max_model_len=256) as llm:
         limits = DraftLimits(N_ROWS, 64, fixed_size=True)
-        engine = engine_of(llm, Recorded(DraftParts(limits, Steady(), "without_replacement")), n_nodes=N_ROWS)
+        engine = engine_of(
+            llm, Recorded(DraftParts(limits, Steady(), "without_replacement")), n_nodes=N_ROWS
+        )
         # There is room behind the text, so that the window is never cut at its end.
         sequence = Sequence(list(prompt), SamplingParams(N_NEW + 64), 256)
         engine.add(sequence)
@@ -118,14 +139,20 @@ def test_trees_and_steps_are_those_of_the_published_algorithm(tame: tuple[PreTra
 
 def drafter_of_size(n_rows: int) -> Lookahead:
     """One whose trees have so many rows, whatever they cost."""
-    return Lookahead(DraftParts(DraftLimits(n_rows, 64, fixed_size=True), Steady(), "without_replacement"))
+    return Lookahead(
+        DraftParts(DraftLimits(n_rows, 64, fixed_size=True), Steady(), "without_replacement")
+    )
 
 
 def test_sequences_join_and_leave(tame: tuple[PreTrainedModel, Path]) -> None:
-    """Windows shrink and grow with the share of rows; each text is the one it is alone, and all is released."""
+    """Windows shrink and grow with the share of rows; each text is the one it is alone, and all is
+    released.
+    """
     model, folder = tame
-    drafter, prompts = drafter_of_size(N_ROWS), [prompt_of(seed, n, 64) for seed, n in enumerate((9, 1, 30, 14))]
-    sequences, n_columns = [Sequence(list(prompt), SamplingParams(30), 256) for prompt in prompts], set()
+    drafter = drafter_of_size(N_ROWS)
+    prompts = [prompt_of(seed, n, 64) for seed, n in enumerate((9, 1, 30, 14))]
+    sequences = [Sequence(list(prompt), SamplingParams(30), 256) for prompt in prompts]
+    n_columns = set()
     with open_llm(folder, max_model_len=256) as llm:
         engine = engine_of(llm, drafter, n_nodes=2 * N_ROWS)
         for sequence in sequences:

@@ -1,4 +1,6 @@
-"""Lossless weights: every bit comes back by every decoder, sidecars are whole or refused, and a run gives the same tokens."""
+"""Lossless weights: every bit comes back by every decoder, sidecars are whole or refused, and a run
+gives the same tokens.
+"""
 
 import ctypes
 import json
@@ -31,7 +33,13 @@ from offload_rt.engine.link_rates import LinkRates
 from offload_rt.errors import CapacityError, CheckpointError, LinkError, OffloadError, SettingsError
 from offload_rt.offload import sidecar as sidecars
 from offload_rt.offload.disk import ReadSettings
-from offload_rt.offload.placement import LinkSizes, MemoryBudget, ReservedMemory, least_budget, place_layers
+from offload_rt.offload.placement import (
+    LinkSizes,
+    MemoryBudget,
+    ReservedMemory,
+    least_budget,
+    place_layers,
+)
 from offload_rt.offload.sidecar import SidecarTier, open_sidecar, write_sidecar
 from offload_rt.offload.tier import read_parallel
 from offload_rt.ops import cpu, extension, lossless, lossless_kernels
@@ -58,10 +66,14 @@ N_NEW = 12
 
 
 def decoder_of(name: str) -> Decoder:
-    """Decodes a whole block to another; returns whether it was found sound, which a card does not ask."""
+    """Decodes a whole block to another; returns whether it was found sound, which a card does not
+    ask.
+    """
     if name == "kernel":
         ops = getattr(torch.ops, emulated.load())
-        return lambda image, out: ops.lossless_decode(image.block, len(image.encoded.chunks), out) is None
+        return lambda image, out: (
+            ops.lossless_decode(image.block, len(image.encoded.chunks), out) is None
+        )
     if name == "card":
         if extension.missing():
             pytest.skip("no card, or the kernels are not built for one")
@@ -72,7 +84,8 @@ def decoder_of(name: str) -> Decoder:
     def decode(image: EncodedImage, out: Tensor) -> bool:
         is_sound = True
         for source, target, n, nbytes, kind in image.encoded.chunks.tolist():
-            chunk, to = image.block.numpy()[source : source + nbytes], out.numpy()[target:]
+            chunk = image.block.numpy()[source : source + nbytes]
+            to = out.numpy()[target:]
             if kind == lossless.RAW:
                 is_sound &= lossless.decode(chunk, kind, n, to)
             elif name == "numba":
@@ -129,7 +142,11 @@ LAYER = {
     "long": normal(700, 800),  # more than a chunk
     "patterns": torch.cat((patterns(), normal(60, 12_000).view(-1), patterns().flip(0))),
     "half": torch.cat((normal(60_000).half(), patterns(torch.float16)[::16])),
-    "single": torch.cat((normal(200_001), patterns()[::32])).view(torch.int16).int().__lshift__(16).view(torch.float32),
+    "single": torch.cat((normal(200_001), patterns()[::32]))
+    .view(torch.int16)
+    .int()
+    .__lshift__(16)
+    .view(torch.float32),
     "norm": 1 + normal(2, 33),
     "real half": torch.randn(3000, generator=torch.Generator().manual_seed(1)).half(),
     "real single": torch.randn(3000, generator=torch.Generator().manual_seed(2)),
@@ -144,20 +161,28 @@ def test_every_bit_of_a_layer_comes_back(decoder: Decoder) -> None:
     kinds = kinds_of(image)
     assert kinds["long"] == kinds["patterns"] == lossless.BFLOAT16
     assert (kinds["half"], kinds["single"]) == (lossless.HALF, lossless.FLOAT)
-    assert {kinds[name] for name in ("real half", "real single", "integers", "long bytes", "one")} == {lossless.RAW}
+    assert {
+        kinds[name] for name in ("real half", "real single", "integers", "long bytes", "one")
+    } == {lossless.RAW}
     assert is_same(decoded(image, decoder), LAYER)
 
 
 @pytest.mark.parametrize("kind", [lossless.BFLOAT16, lossless.HALF, lossless.FLOAT])
 def test_every_pattern_comes_back_whatever_the_table(decoder: Decoder, kind: int) -> None:
-    """And tensors of every length, whose last weights share a group with none. The repeated words make the table."""
+    """And tensors of every length, whose last weights share a group with none. The repeated words
+    make the table.
+    """
     dtype = next(dtype.torch for dtype, found in lossless.KIND_OF.items() if found == kind)
     words = patterns(torch.uint16).numpy()
     for seed, n in enumerate((65_536, 65_536, 65_536, *COUNTS)):
         part = np.roll(words, 7 * n)[:n].copy()
-        part[len(part) // 2 :] = np.random.default_rng(seed).choice(words, 9)[np.arange(len(part) - len(part) // 2) % 9]
+        part[len(part) // 2 :] = np.random.default_rng(seed).choice(words, 9)[
+            np.arange(len(part) - len(part) // 2) % 9
+        ]
         part = words if seed == 0 else part
-        bits = torch.from_numpy(part.copy() if kind != lossless.FLOAT else part.astype(np.uint32) << 16)
+        bits = torch.from_numpy(
+            part.copy() if kind != lossless.FLOAT else part.astype(np.uint32) << 16
+        )
         layout = pack({"x": bits.view(dtype)}).layout
         nbytes = lossless.chunk_nbytes(n, lossless.n_escapes(lossless.count_others(part, kind)))
         encoded = EncodedLayer.of(layout, [Coding(kind, (nbytes,))])
@@ -180,7 +205,9 @@ def test_trained_weights_shrink_to_seven_tenths() -> None:
 
 def test_weights_of_one_exponent_or_of_none_in_common_are_not_made_longer() -> None:
     """Noise stays as it is."""
-    noise = torch.randint(0, 1 << 16, (9000,), generator=torch.Generator().manual_seed(0)).to(torch.uint16)
+    noise = torch.randint(0, 1 << 16, (9000,), generator=torch.Generator().manual_seed(0)).to(
+        torch.uint16
+    )
     tensors = {
         "zeros": torch.zeros(9000).bfloat16(),
         "ones": torch.ones(9000).bfloat16(),
@@ -188,7 +215,11 @@ def test_weights_of_one_exponent_or_of_none_in_common_are_not_made_longer() -> N
     }
     image = encode_layer(pack(tensors), 1)
     kinds = kinds_of(image)
-    assert (kinds["zeros"], kinds["noise"], kinds["ones"]) == (lossless.BFLOAT16, lossless.RAW, lossless.BFLOAT16)
+    assert (kinds["zeros"], kinds["noise"], kinds["ones"]) == (
+        lossless.BFLOAT16,
+        lossless.RAW,
+        lossless.BFLOAT16,
+    )
     assert is_same(decoded(image, decoder_of("numba")), tensors)
 
 
@@ -220,7 +251,8 @@ def before_a_wall(nbytes: int) -> np.ndarray:
 
 def test_a_hostile_chunk_is_read_and_written_within_its_bounds(decoder: Decoder) -> None:
     """Planes that name more escapes than there are, and starts that lead anywhere."""
-    draw, images = np.random.default_rng(0), (encode_layer(pack({"x": normal(n)}), 1) for n in range(5000, 5100))
+    draw = np.random.default_rng(0)
+    images = (encode_layer(pack({"x": normal(n)}), 1) for n in range(5000, 5100))
     image = next(
         one for one in images if one.encoded.payload_nbytes % 16 == 0
     )  # then a block before the wall is aligned
@@ -239,10 +271,17 @@ def test_a_hostile_chunk_is_read_and_written_within_its_bounds(decoder: Decoder)
 
 def test_what_torch_knows_of_the_op() -> None:
     image = encode_layer(pack({"x": normal(5000)}), 1)
-    args = image.block, len(image.encoded.chunks), torch.zeros(image.encoded.layout.nbytes, dtype=torch.uint8)
+    args = (
+        image.block,
+        len(image.encoded.chunks),
+        torch.zeros(image.encoded.layout.nbytes, dtype=torch.uint8),
+    )
     op = getattr(torch.ops, emulated.load()).lossless_decode
     torch.library.opcheck(op.default, args, test_utils=("test_schema", "test_faketensor"))
-    for bad, message in (((*args[:1], 10_000, *args[2:]), "chunks"), ((args[0][1:], *args[1:]), "multiples of 16")):
+    for bad, message in (
+        ((*args[:1], 10_000, *args[2:]), "chunks"),
+        ((args[0][1:], *args[1:]), "multiples of 16"),
+    ):
         with pytest.raises(RuntimeError, match=message):
             op(*bad)
 
@@ -250,8 +289,11 @@ def test_what_torch_knows_of_the_op() -> None:
 @pytest.mark.parametrize("name", DECODERS[:3])
 def test_a_chunk_that_contradicts_itself_is_noticed(name: str) -> None:
     image = encode_layer(pack({"x": normal(5000)}), 1)
-    decode, out, whole = decoder_of(name), host_block(image.encoded.layout.nbytes), image.block.clone()
-    start, stop = image.encoded.table_nbytes, image.encoded.table_nbytes + image.encoded.payload_nbytes
+    decode = decoder_of(name)
+    out = host_block(image.encoded.layout.nbytes)
+    whole = image.block.clone()
+    start = image.encoded.table_nbytes
+    stop = image.encoded.table_nbytes + image.encoded.payload_nbytes
     for first, last in (
         (start + 12, start + 13),
         (start + 16, start + 17),
@@ -295,7 +337,10 @@ def blocks_of(model: Path, directory: Path) -> list[bytes]:
 def test_a_sidecar_gives_the_bytes_of_the_checkpoint(model: Path, converted: Path) -> None:
     checkpoint = open_checkpoint(model)
     for records, layer, block in zip(
-        checkpoint.layers, open_sidecar(checkpoint, converted), blocks_of(model, converted), strict=True
+        checkpoint.layers,
+        open_sidecar(checkpoint, converted),
+        blocks_of(model, converted),
+        strict=True,
     ):
         assert layer.encoded.payload_nbytes < 0.8 * sum(one.stop - one.start for one in records)
         assert layer.encoded.nbytes <= estimate(records)
@@ -305,10 +350,15 @@ def test_a_sidecar_gives_the_bytes_of_the_checkpoint(model: Path, converted: Pat
 
 
 def test_convert_goes_on_where_it_was_and_mends_what_is_damaged(
-    model: Path, converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    model: Path,
+    converted: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     arguments = ["--model", str(model), "--sidecar", str(tmp_path)]
-    write, written = sidecars.write_layer, []
+    write = sidecars.write_layer
+    written = []
 
     def interrupted(path: Path, *rest: object) -> None:
         if len(written) == 2:
@@ -328,12 +378,16 @@ def test_convert_goes_on_where_it_was_and_mends_what_is_damaged(
     before = layer_path(tmp_path, 0).stat().st_mtime_ns
     assert convert.main(arguments) == 0
     assert layer_path(tmp_path, 0).stat().st_mtime_ns == before
-    assert all(path.read_bytes() == (converted / path.name).read_bytes() for path in tmp_path.iterdir())
+    assert all(
+        path.read_bytes() == (converted / path.name).read_bytes() for path in tmp_path.iterdir()
+    )
     out, err = capfd.readouterr()
     assert "%" in out and "encoded" in err and "loaded" not in err
 
 
-def test_a_sidecar_belongs_to_its_checkpoint_and_its_layer(model: Path, converted: Path, tmp_path: Path) -> None:
+def test_a_sidecar_belongs_to_its_checkpoint_and_its_layer(
+    model: Path, converted: Path, tmp_path: Path
+) -> None:
     shutil.copytree(model, tmp_path / "other")
     weights = next((tmp_path / "other").glob("model-00001*"))
     record = next(iter(read_header(weights).values()))
@@ -350,7 +404,9 @@ def test_a_sidecar_belongs_to_its_checkpoint_and_its_layer(model: Path, converte
 
 def spoiled(content: bytes, chance: random.Random) -> bytes:
     """A file with some bits or a stretch of it changed, cut off or made longer."""
-    made, at, n = bytearray(content), chance.randrange(len(content)), chance.choice((1, 8, 64, 5000))
+    made = bytearray(content)
+    at = chance.randrange(len(content))
+    n = chance.choice((1, 8, 64, 5000))
     if chance.random() < 0.3:
         at = chance.randrange(8 + struct.unpack("<Q", content[:8])[0])
     match chance.randrange(5):
@@ -367,15 +423,21 @@ def spoiled(content: bytes, chance: random.Random) -> bytes:
 
 
 def with_lies(content: bytes, chance: random.Random) -> bytes:
-    """A file in whose index one number is another, or that names another checkpoint, or has rows more or less."""
+    """A file in whose index one number is another, or that names another checkpoint, or has rows
+    more or less.
+    """
     header = json.loads(content[8 : 8 + struct.unpack("<Q", content[:8])[0]])
-    metadata, tensors = header["__metadata__"], safetensors.numpy.load(content)
+    metadata = header["__metadata__"]
+    tensors = safetensors.numpy.load(content)
     odd = (0, 1, 3, 8, 255, 1 << 31, 1 << 63, (1 << 64) - 1)
     index = tensors["index"].copy()
-    row, column = chance.randrange(len(index)), chance.randrange(3)
+    row = chance.randrange(len(index))
+    column = chance.randrange(3)
     match chance.randrange(5):
         case 0 | 1:
-            index[row, column] = chance.choice((*odd, index[row, column] ^ 24, index[row, column] ^ 8))
+            index[row, column] = chance.choice(
+                (*odd, index[row, column] ^ 24, index[row, column] ^ 8)
+            )
         case 2:
             metadata[chance.choice(list(metadata))] = chance.choice(("", "1", "x"))
         case 3:
@@ -385,11 +447,16 @@ def with_lies(content: bytes, chance: random.Random) -> bytes:
     return safetensors.numpy.save(tensors | {"index": np.ascontiguousarray(index)}, metadata)
 
 
-def test_hostile_sidecars_give_the_weights_or_one_sentence(model: Path, converted: Path, tmp_path: Path) -> None:
+def test_hostile_sidecars_give_the_weights_or_one_sentence(
+    model: Path, converted: Path, tmp_path: Path
+) -> None:
     """Never other weights, never another error; those that lie in their index included."""
     shutil.copytree(converted, tmp_path, dirs_exist_ok=True)
-    checkpoint, layout = open_checkpoint(model), open_sidecar(open_checkpoint(model), converted)[2].encoded.layout
-    whole, path, n_refused = layer_path(converted, 2).read_bytes(), layer_path(tmp_path, 2), 0
+    checkpoint = open_checkpoint(model)
+    layout = open_sidecar(open_checkpoint(model), converted)[2].encoded.layout
+    whole = layer_path(converted, 2).read_bytes()
+    path = layer_path(tmp_path, 2)
+    n_refused = 0
     wanted = blocks_of(model, converted)[2]
     for seed in range(400):
         chance = random.Random(seed)
@@ -418,7 +485,8 @@ def test_a_chunk_that_is_said_to_be_of_another_kind_is_refused(tmp_path: Path) -
     write_layer(layer_path(tmp_path, 0), "x", 0, EncodedImage(block, encoded.block_layout, encoded))
     for kind in (lossless.BFLOAT16, lossless.RAW):
         content = layer_path(tmp_path, 0).read_bytes()
-        tensors, size = safetensors.numpy.load(content), struct.unpack("<Q", content[:8])[0]
+        tensors = safetensors.numpy.load(content)
+        size = struct.unpack("<Q", content[:8])[0]
         tensors["index"][0, 0] = kind
         metadata = json.loads(content[8 : 8 + size])["__metadata__"]
         layer_path(tmp_path, 0).write_bytes(safetensors.numpy.save(tensors, metadata))
@@ -470,8 +538,17 @@ def budget(model: Path, **settings: object) -> int:
 def test_tokens_from_the_disk_are_the_same_for_fewer_bytes(model: Path, converted: Path) -> None:
     place = {"device": "cpu", "sidecar": str(converted)}
     encoded = run(model, **place, device_memory=budget(model, **place))
-    raw = run(model, **place, link_format="raw", device_memory=budget(model, link_format="raw", device="cpu"))
-    assert encoded[0] == raw[0] == generate(CASES["mistral"].build(0, torch.bfloat16).float(), prompt_of(0), N_NEW)
+    raw = run(
+        model,
+        **place,
+        link_format="raw",
+        device_memory=budget(model, link_format="raw", device="cpu"),
+    )
+    assert (
+        encoded[0]
+        == raw[0]
+        == generate(CASES["mistral"].build(0, torch.bfloat16).float(), prompt_of(0), N_NEW)
+    )
     assert encoded[1] < 0.78 * raw[1]  # chunks this small are padded
 
 
@@ -485,7 +562,10 @@ def test_a_sidecar_beside_the_checkpoint_is_found_and_a_damaged_one_is_told(
         assert unloaded.engine_plan.link.sidecar and "read encoded" in unloaded.engine_plan.notice
     layer_path(tmp_path / "m" / "lossless", 3).write_bytes(b"x" * 100)
     with LLM.open(EngineConfig(str(tmp_path / "m"), **settings)) as unloaded:
-        assert unloaded.engine_plan.link.sidecar is None and "layer-00003" in unloaded.engine_plan.notice
+        assert (
+            unloaded.engine_plan.link.sidecar is None
+            and "layer-00003" in unloaded.engine_plan.notice
+        )
     with pytest.raises(CheckpointError, match="layer-00003"):
         LLM.open(EngineConfig(str(tmp_path / "m"), link_format="lossless", **settings))
     with pytest.raises(CheckpointError, match="offload-rt convert"):
@@ -496,13 +576,30 @@ def test_a_sidecar_beside_the_checkpoint_is_found_and_a_damaged_one_is_told(
     ("rates", "is_encoded", "figures"),
     [
         (LinkRates(0.5, 5.0), True, "on a link of 0.50 GB/s and 0.20 s to decode, as it is 2.00 s"),
-        (LinkRates(2.0, 2.0), False, "on a link of 2.00 GB/s and 0.50 s to decode, as it is 0.50 s"),
-        (LinkRates(25.0, 300.0), True, "on a link of 25.00 GB/s and 0.00 s to decode, as it is 0.04 s"),
-        (LinkRates(1.0, 3.0), False, "on a link of 1.00 GB/s and 0.33 s to decode, as it is 1.00 s"),
+        (
+            LinkRates(2.0, 2.0),
+            False,
+            "on a link of 2.00 GB/s and 0.50 s to decode, as it is 0.50 s",
+        ),
+        (
+            LinkRates(25.0, 300.0),
+            True,
+            "on a link of 25.00 GB/s and 0.00 s to decode, as it is 0.04 s",
+        ),
+        (
+            LinkRates(1.0, 3.0),
+            False,
+            "on a link of 1.00 GB/s and 0.33 s to decode, as it is 1.00 s",
+        ),
     ],
 )
 def test_auto_reads_a_sidecar_where_that_is_faster_by_measured_rates(
-    rates: LinkRates, is_encoded: bool, figures: str, model: Path, converted: Path, monkeypatch: pytest.MonkeyPatch
+    rates: LinkRates,
+    is_encoded: bool,
+    figures: str,
+    model: Path,
+    converted: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     measure(monkeypatch, rates)
     settings = {"device": "cpu", "max_model_len": 64, "drafter": "none", "sidecar": str(converted)}
@@ -522,7 +619,13 @@ def test_auto_reads_weights_as_they_are_where_decoding_takes_too_much_memory(
     """On a CPU the buffers of the threads that read come on top."""
     monkeypatch.setattr("offload_rt.engine.link._BUFFERS", 1 << 16)
     raw = budget(model, link_format="raw", device="cpu")
-    place = {"device": "cpu", "device_memory": raw, "max_model_len": 64, "drafter": "none", "dtype": "float32"}
+    place = {
+        "device": "cpu",
+        "device_memory": raw,
+        "max_model_len": 64,
+        "drafter": "none",
+        "dtype": "float32",
+    }
     assert raw < budget(model, link_format="lossless", device="cpu", sidecar=str(converted))
     with pytest.raises(CapacityError):
         LLM.open(EngineConfig(str(model), link_format="lossless", sidecar=str(converted), **place))
@@ -531,7 +634,9 @@ def test_auto_reads_weights_as_they_are_where_decoding_takes_too_much_memory(
         assert plan.link.sidecar is None and plan.plan.streamed_nbytes
         assert "not from the sidecar: the device memory budget is too small" in plan.notice
     with pytest.raises(CapacityError):
-        LLM.open(EngineConfig(str(model), sidecar=str(converted), **place | {"device_memory": raw - 1}))
+        LLM.open(
+            EngineConfig(str(model), sidecar=str(converted), **place | {"device_memory": raw - 1})
+        )
 
 
 def test_rates_are_measured_once_and_again_where_the_cache_is_damaged(
@@ -539,8 +644,11 @@ def test_rates_are_measured_once_and_again_where_the_cache_is_damaged(
 ) -> None:
     """The decoder's rate is that of decoded bytes, of chunks that were all sound."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    checkpoint, measured, found = open_checkpoint(model), [], []
-    layers, decode = open_sidecar(checkpoint, converted), lossless.decode
+    checkpoint = open_checkpoint(model)
+    measured = []
+    found = []
+    layers = open_sidecar(checkpoint, converted)
+    decode = lossless.decode
 
     def sound(*parts: Any) -> bool:
         found.append(decode(*parts))
@@ -575,9 +683,13 @@ def test_rates_are_measured_once_and_again_where_the_cache_is_damaged(
 def test_a_card_is_measured_by_its_own_link_and_kernel(
     model: Path, converted: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The kernel decodes the layer that is timed; neither rate is that of the disk or of the processor."""
+    """The kernel decodes the layer that is timed; neither rate is that of the disk or of the
+    processor.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    layers, outputs, decode = open_sidecar(open_checkpoint(model), converted), [], lossless.decode_block
+    layers = open_sidecar(open_checkpoint(model), converted)
+    outputs = []
+    decode = lossless.decode_block
 
     def kept(block: Tensor, n_chunks: int, out: Tensor) -> None:
         decode(block, n_chunks, out)
@@ -606,7 +718,9 @@ def test_a_card_is_measured_by_its_own_link_and_kernel(
         assert raw_bytes(entry.view(outputs[0].cpu())) == raw_bytes(entry.view(expected))
 
 
-def test_weights_damaged_on_the_disk_end_the_run(model: Path, converted: Path, tmp_path: Path) -> None:
+def test_weights_damaged_on_the_disk_end_the_run(
+    model: Path, converted: Path, tmp_path: Path
+) -> None:
     shutil.copytree(converted, tmp_path, dirs_exist_ok=True)
     content = bytearray(layer_path(tmp_path, 4).read_bytes())
     content[len(content) // 2] ^= 1
@@ -625,24 +739,37 @@ def test_a_card_decodes_what_the_link_brings(
     if (way, where) == ("at load", "disk"):
         pytest.skip("what stays on the disk is not encoded at load")
     with pretended_card(monkeypatch, has_kernels=True):
-        raw = run(model, device="cuda", device_memory=budget(model, device="cuda"), link_format="raw")
-    place = {"device": "cuda", "link_format": "lossless"} | ({"sidecar": str(converted)} if way == "sidecar" else {})
+        raw = run(
+            model, device="cuda", device_memory=budget(model, device="cuda"), link_format="raw"
+        )
+    place = {"device": "cuda", "link_format": "lossless"} | (
+        {"sidecar": str(converted)} if way == "sidecar" else {}
+    )
     with pretended_card(monkeypatch, has_kernels=True, pins=where != "unpinned"):
         place["device_memory"] = budget(model, **place)
         if where == "disk":
-            with LLM.open(EngineConfig(str(model), max_model_len=64, drafter="none", **place)) as unloaded:
+            with LLM.open(
+                EngineConfig(str(model), max_model_len=64, drafter="none", **place)
+            ) as unloaded:
                 place["host_memory"] = unloaded.plan.budget.buffers + unloaded.plan.host_slot_nbytes
         encoded = run(model, **place)
     assert encoded[0] == raw[0]
     assert encoded[1] < 0.85 * raw[1]  # with their tables
 
 
-def test_what_lossless_cannot_do_is_told(model: Path, converted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the kernel a card gets raw weights unless they were asked for; what stays on the disk is not encoded at load."""
+def test_what_lossless_cannot_do_is_told(
+    model: Path, converted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the kernel a card gets raw weights unless they were asked for; what stays on the disk
+    is not encoded at load.
+    """
     settings = {"device": "cuda", "max_model_len": 64, "drafter": "none"}
     with pretended_card(monkeypatch):
         with LLM.open(EngineConfig(str(model), sidecar=str(converted), **settings)) as unloaded:
-            assert unloaded.engine_plan.link.sidecar is None and "card is pretended" in unloaded.engine_plan.notice
+            assert (
+                unloaded.engine_plan.link.sidecar is None
+                and "card is pretended" in unloaded.engine_plan.notice
+            )
         with pytest.raises(OffloadError, match="card is pretended"):
             LLM.open(EngineConfig(str(model), link_format="lossless", **settings))
     with pretended_card(monkeypatch, has_kernels=True):
@@ -651,15 +778,21 @@ def test_what_lossless_cannot_do_is_told(model: Path, converted: Path, monkeypat
         with pytest.raises(OffloadError, match="stay on the disk"):
             LLM.open(EngineConfig(str(model), host_memory="18MB", **place))
     quantised = SimpleNamespace(name="awq", notice="")
-    monkeypatch.setattr("offload_rt.llm.open_checkpoint", lambda path: replace(open_checkpoint(path), format=quantised))
+    monkeypatch.setattr(
+        "offload_rt.llm.open_checkpoint",
+        lambda path: replace(open_checkpoint(path), format=quantised),
+    )
     with pytest.raises(SettingsError, match="awq"):
         LLM.open(EngineConfig(str(model), device="cpu", link_format="lossless"))
 
 
 @pytest.mark.parametrize("has_card", [False, True])
 def test_encoded_layers_make_room_for_more(has_card: bool) -> None:
-    """On the host by what they shrink; on the device slots and the buffer fit whatever the budget is."""
-    sizes, need = [100] * 20, ReservedMemory(10, 0, 0)
+    """On the host by what they shrink; on the device slots and the buffer fit whatever the budget
+    is.
+    """
+    sizes = [100] * 20
+    need = ReservedMemory(10, 0, 0)
     link = LinkSizes((70,) * 20, 70 if has_card else 100, 100 if has_card else 5)
     for device in range(least_budget(sizes, need, link), 2100, 7):
         beside = MemoryBudget(device, 700 if has_card else 0, has_card=has_card)

@@ -1,4 +1,6 @@
-"""What this process may use: the machine's memory, its container's, its own limits; and the cost of a pass."""
+"""What this process may use: the machine's memory, its container's, its own limits; and the cost of
+a pass.
+"""
 
 import resource
 from collections.abc import Iterator
@@ -28,7 +30,9 @@ from offload_rt.system.machine import (
 )
 
 GIB = 2**30
-TOTAL, AVAILABLE, RSS = 64 * GIB, 40 * GIB, 2 * GIB
+TOTAL = 64 * GIB
+AVAILABLE = 40 * GIB
+RSS = 2 * GIB
 UNLIMITED = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
 
 
@@ -36,7 +40,9 @@ class Cgroups:
     """A pretended machine of 64 GiB whose control groups are folders of a test."""
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.v2, self.v1, self._list = root / "unified", root / "memory", root / "cgroup"
+        self.v2 = root / "unified"
+        self.v1 = root / "memory"
+        self._list = root / "cgroup"
         self._list.write_text("")
         self.limits = {resource.RLIMIT_AS: UNLIMITED, resource.RLIMIT_DATA: UNLIMITED}
         lines = machine._lines
@@ -44,7 +50,9 @@ class Cgroups:
         groups = {key: (roots[key], *names) for key, (_, *names) in machine._CGROUPS.items()}
         monkeypatch.setattr(machine, "_CGROUPS", groups)
         monkeypatch.setattr(
-            machine, "_lines", lambda path: lines(self._list if path == Path("/proc/self/cgroup") else path)
+            machine,
+            "_lines",
+            lambda path: lines(self._list if path == Path("/proc/self/cgroup") else path),
         )
         memory = SimpleNamespace(total=TOTAL, available=AVAILABLE)
         process = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=RSS, vms=3 * RSS))
@@ -73,7 +81,12 @@ def test_without_any_limit_the_machine_is_the_limit(cgroups: Cgroups) -> None:
 
 def test_a_v2_group_limits_and_its_page_cache_is_free(cgroups: Cgroups) -> None:
     cgroups.belong_to("0::/box")
-    cgroups.write(cgroups.v2 / "box", memory__max=8 * GIB, memory__current=5 * GIB, memory__stat=_stat(GIB, 2 * GIB))
+    cgroups.write(
+        cgroups.v2 / "box",
+        memory__max=8 * GIB,
+        memory__current=5 * GIB,
+        memory__stat=_stat(GIB, 2 * GIB),
+    )
     assert memory_limit() == 8 * GIB
     assert memory_free() == min(8 * GIB - RSS, 8 * GIB - 5 * GIB + 3 * GIB)
 
@@ -85,7 +98,11 @@ def _stat(inactive: int, active: int) -> str:
 @pytest.mark.parametrize("tight", ["outer", "inner", "root"])
 def test_the_tightest_group_above_this_process_counts(tight: str, cgroups: Cgroups) -> None:
     cgroups.belong_to("0::/outer/inner")
-    folders = {"root": cgroups.v2, "outer": cgroups.v2 / "outer", "inner": cgroups.v2 / "outer" / "inner"}
+    folders = {
+        "root": cgroups.v2,
+        "outer": cgroups.v2 / "outer",
+        "inner": cgroups.v2 / "outer" / "inner",
+    }
     for name, folder in folders.items():
         limit = 4 * GIB if name == tight else 9 * GIB
         cgroups.write(folder, memory__max=limit, memory__current=3 * GIB, memory__stat=_stat(0, 0))
@@ -113,14 +130,18 @@ def test_a_group_seen_from_inside_its_container_limits_at_the_root(cgroups: Cgro
 @pytest.mark.parametrize("text", ["max", "", "garbage"])
 def test_a_group_without_a_limit_does_not_limit(text: str, cgroups: Cgroups) -> None:
     cgroups.belong_to("0::/box")
-    cgroups.write(cgroups.v2 / "box", memory__max=text, memory__current=GIB, memory__stat=_stat(0, 0))
+    cgroups.write(
+        cgroups.v2 / "box", memory__max=text, memory__current=GIB, memory__stat=_stat(0, 0)
+    )
     assert memory_limit() == TOTAL
     assert memory_free() == AVAILABLE
 
 
 def test_a_v1_group_without_a_limit_says_so_by_a_huge_number(cgroups: Cgroups) -> None:
     cgroups.belong_to("9:memory:/")
-    cgroups.write(cgroups.v1, memory__limit_in_bytes=9223372036854771712, memory__usage_in_bytes=GIB)
+    cgroups.write(
+        cgroups.v1, memory__limit_in_bytes=9223372036854771712, memory__usage_in_bytes=GIB
+    )
     assert memory_limit() == TOTAL
     assert memory_free() == AVAILABLE
 
@@ -134,7 +155,9 @@ def test_a_limit_of_the_process_counts(kind: int, cgroups: Cgroups) -> None:
 
 def test_free_memory_is_never_less_than_none(cgroups: Cgroups) -> None:
     cgroups.belong_to("0::/box")
-    cgroups.write(cgroups.v2 / "box", memory__max=GIB, memory__current=2 * GIB, memory__stat=_stat(0, 0))
+    cgroups.write(
+        cgroups.v2 / "box", memory__max=GIB, memory__current=2 * GIB, memory__stat=_stat(0, 0)
+    )
     assert memory_free() == 0
 
 
@@ -158,9 +181,12 @@ def test_a_pass_takes_as_long_as_its_slowest_part(
     rates: tuple[float, float, float], moved: tuple[int, int, int], fixed: float
 ) -> None:
     disk, host, computed = moved
-    seconds = pass_time(_profile(*rates, fixed), PassBytes((("disk", disk), ("host", host)), computed))
+    seconds = pass_time(
+        _profile(*rates, fixed), PassBytes((("disk", disk), ("host", host)), computed)
+    )
     parts = [nbytes / (rate * 1e9) for nbytes, rate in zip(moved, rates, strict=True)]
-    # A little more where link and compute are about equal, and nothing more where one is half the other.
+    # A little more where link and compute are about equal, and nothing more where one is half the
+    # other.
     assert seconds == pytest.approx(max(parts) + fixed, rel=0.1)
     assert seconds >= (max(parts) + fixed) * (1 - 1e-9)
     if min(max(parts[:2]), parts[2]) < max(parts) / 2:
@@ -174,7 +200,9 @@ def test_link_and_compute_of_equal_length_are_not_hidden_wholly() -> None:
 
 def test_a_tier_that_moves_nothing_need_not_have_a_rate() -> None:
     profile = MachineProfile("simulated", False, (("disk", 2.0),), 10.0)
-    assert pass_time(profile, PassBytes((("host", 0), ("disk", 4 * 10**9)), 10**9)) == pytest.approx(2.0)
+    assert pass_time(
+        profile, PassBytes((("host", 0), ("disk", 4 * 10**9)), 10**9)
+    ) == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize(
@@ -187,14 +215,19 @@ def test_a_tier_that_moves_nothing_need_not_have_a_rate() -> None:
         (10**10, 9.0, 9.5),  # and with slots for all of it, only the device counts
     ],
 )
-def test_drafting_hides_behind_the_link_as_far_as_the_slots_go(ahead: int, between: float, seconds: float) -> None:
+def test_drafting_hides_behind_the_link_as_far_as_the_slots_go(
+    ahead: int, between: float, seconds: float
+) -> None:
     moved = PassBytes((("disk", 4 * 10**9),), 10**9, ahead)
-    assert pass_time(_profile(1.0, 1.0, 2.0), moved, between_s=between) == pytest.approx(seconds, rel=1e-3)
+    assert pass_time(_profile(1.0, 1.0, 2.0), moved, between_s=between) == pytest.approx(
+        seconds, rel=1e-3
+    )
 
 
 def test_every_depth_is_weighed_with_every_width() -> None:
     compute = ComputeTimes((1, 101), (0, 1), ((1.0, 2.0),) * 2)
-    profile, moved = MachineProfile("simulated", False, (), 1.0, 0.0, compute), PassBytes((), 10**9)
+    profile = MachineProfile("simulated", False, (), 1.0, 0.0, compute)
+    moved = PassBytes((), 10**9)
     seconds = pass_times(profile, moved, np.array([[1], [51]]), 0, np.array([0.0, 0.25, 0.5]))
     assert seconds == pytest.approx(np.array([[1.0, 1.25, 1.5], [1.5, 1.75, 2.0]]))
 
@@ -203,8 +236,11 @@ def test_every_depth_is_weighed_with_every_width() -> None:
 
 
 def test_memory_is_timed_by_more_than_the_caches_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    linear, read = profile.linear, []
-    monkeypatch.setattr(profile, "linear", lambda x, matrix: read.append(matrix.nbytes) or linear(x, matrix))
+    linear = profile.linear
+    read = []
+    monkeypatch.setattr(
+        profile, "linear", lambda x, matrix: read.append(matrix.nbytes) or linear(x, matrix)
+    )
     monkeypatch.setattr(profile, "cache_nbytes", lambda: 100 << 20)
     assert profile.memory_gbps(torch.bfloat16, torch.device("cpu")) > 0 and set(read) == {400 << 20}
     monkeypatch.setattr(profile, "memory_free", lambda: 64 << 20)
@@ -251,11 +287,19 @@ def test_experts_cross_the_link_as_the_rows_of_a_pass_need_them():
         assert pass_time(profile, moved, n_rows) == pytest.approx(0.5 + share, rel=1e-3)
         assert moved.at(0, n_rows) == {"disk": pytest.approx(10**9 + share * 2 * 10**9, rel=1e-6)}
     alone = replace(moved, streamed=())
-    assert pass_times(profile, alone, np.array([1, 2]), 0) == pytest.approx([1 / 4, 7 / 16], rel=1e-3)
+    assert pass_times(profile, alone, np.array([1, 2]), 0) == pytest.approx(
+        [1 / 4, 7 / 16], rel=1e-3
+    )
 
 
 def test_no_extrapolated_pass_is_faster_than_the_fastest_measured_pass() -> None:
-    """Times measured on a busy machine may fall with the width; a line through them reaches zero."""
+    """Times measured on a busy machine may fall with the width; a line through them reaches
+    zero.
+    """
     falling = ComputeTimes((1, 8), (64, 128), ((2.0, 1.0), (2.5, 1.5)))
-    assert falling.at(np.array([4, 100, 10_000]), 64).tolist() == [pytest.approx(2 - 3 / 7), 1.0, 1.0]
+    assert falling.at(np.array([4, 100, 10_000]), 64).tolist() == [
+        pytest.approx(2 - 3 / 7),
+        1.0,
+        1.0,
+    ]
     assert (falling.at(np.array([100, 10_000]), 1000) > 0).all()

@@ -56,7 +56,9 @@ def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TwoSockets:
         (None, set()),  # no sysfs
     ],
 )
-def test_the_processors_near_a_card(sockets: TwoSockets, local: str | None, expected: set[int]) -> None:
+def test_the_processors_near_a_card(
+    sockets: TwoSockets, local: str | None, expected: set[int]
+) -> None:
     if local is not None:
         sockets.local(local)
     assert cpus_near(CARD) == expected
@@ -73,7 +75,9 @@ def test_readers_stay_near_the_card_and_slots_are_touched_there(
     assert sockets.seen == near
     sockets.seen.clear()
     monkeypatch.setattr(stream_threads, "pin", lambda block: sockets.seen.append("pinned"))
-    streamer = ThreadStreamer(LayerSources(MemoryTier(), (tier, tier), 1, cpus=cpus), Trace(on=False), pinned=True)
+    streamer = ThreadStreamer(
+        LayerSources(MemoryTier(), (tier, tier), 1, cpus=cpus), Trace(on=False), pinned=True
+    )
     list(streamer.sweep())
     streamer.close()
     tier.close()
@@ -86,7 +90,9 @@ def test_the_rate_of_the_link_is_measured_from_memory_near_the_card(
 ) -> None:
     sockets.local("8-11")
     empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *sizes, **how: empty(*sizes, **how | {"device": "cpu"}))
+    monkeypatch.setattr(
+        torch, "empty", lambda *sizes, **how: empty(*sizes, **how | {"device": "cpu"})
+    )
     monkeypatch.setattr(profile, "timed", lambda device, work: [1.0])
     monkeypatch.setattr(profile, "pin", lambda block: sockets.seen.append("pinned"))
     assert profile.upload_gbps(CARD, 1 << 20) > 0

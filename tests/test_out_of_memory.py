@@ -1,4 +1,6 @@
-"""Where the device's memory runs out, trees and chunks shrink, and nothing that was produced is lost."""
+"""Where the device's memory runs out, trees and chunks shrink, and nothing that was produced is
+lost.
+"""
 
 import pytest
 import torch
@@ -11,10 +13,13 @@ from offload_rt.errors import DeviceError
 
 @pytest.fixture
 def full(monkeypatch):
-    """Makes the memory of an LLM run out: at passes of more than so many rows a chunk, or in what follows a pass."""
+    """Makes the memory of an LLM run out: at passes of more than so many rows a chunk, or in what
+    follows a pass.
+    """
 
     def fill(llm, most_rows=10**9, most_probs=10**9):
-        runner, seen = llm.engine.runner, []
+        runner = llm.engine.runner
+        seen = []
 
         def layer(block, hidden, chunks):
             seen.append(max(chunk.rows.stop - chunk.rows.start for chunk in chunks))
@@ -54,7 +59,9 @@ def test_a_batch_goes_on_where_one_sequence_had_been_verified(zoo, full):
     with open_llm(pair.target, draft_model=str(pair.draft), tree_size=96, max_model_len=120) as llm:
         full(llm, most_probs=7)
         outputs = llm.generate(prompts, SamplingParams(max_new_tokens=30))
-    assert [one.token_ids for one in outputs] == [generate(pair.model, prompt, 30) for prompt in prompts]
+    assert [one.token_ids for one in outputs] == [
+        generate(pair.model, prompt, 30) for prompt in prompts
+    ]
 
 
 def test_a_long_prompt_goes_through_in_smaller_chunks(zoo, full):
@@ -67,7 +74,8 @@ def test_a_long_prompt_goes_through_in_smaller_chunks(zoo, full):
 
 def test_the_newest_sequence_waits_where_there_is_room_for_one(zoo, monkeypatch):
     with open_llm(zoo.directory("llama", 0)) as llm:
-        forward, seen = llm.engine.runner.forward, []
+        forward = llm.engine.runner.forward
+        seen = []
 
         def alone(steps):
             seen.append(llm.engine.is_short)

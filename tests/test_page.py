@@ -1,4 +1,6 @@
-"""The page in a real browser, where one is installed: what a person does with it, and what it looks like."""
+"""The page in a real browser, where one is installed: what a person does with it, and what it looks
+like.
+"""
 
 import os
 import shutil
@@ -38,7 +40,9 @@ def page(served: Served) -> Iterator[Chrome]:
     with Chrome(options, ChromeService(shutil.which("chromedriver"))) as driver:
         driver.get(f"http://127.0.0.1:{served.port}/")
         yield driver
-        assert [one for one in driver.get_log("browser") if one["level"] in ("SEVERE", "WARNING")] == []
+        assert [
+            one for one in driver.get_log("browser") if one["level"] in ("SEVERE", "WARNING")
+        ] == []
 
 
 def text_of(driver: Chrome, name: str) -> str:
@@ -68,7 +72,12 @@ def answers(driver: Chrome) -> list[str]:
 
 
 def wait_for_end(driver: Chrome, n_answers: int) -> list[str]:
-    wait(driver, lambda: driver.find_element(By.ID, "send").is_displayed() and len(answers(driver)) == n_answers)
+    wait(
+        driver,
+        lambda: (
+            driver.find_element(By.ID, "send").is_displayed() and len(answers(driver)) == n_answers
+        ),
+    )
     return answers(driver)
 
 
@@ -84,7 +93,9 @@ def test_a_conversation(page: Chrome, served: Served) -> None:
     say(page, text)
     (first,) = wait_for_end(page, 1)
     conversation = [{"role": "user", "content": text}]
-    expected = served.client.chat.completions.create(model="demo", messages=conversation, max_tokens=48, temperature=0)
+    expected = served.client.chat.completions.create(
+        model="demo", messages=conversation, max_tokens=48, temperature=0
+    )
     assert first == expected.choices[0].message.content
     n_passes = int(text_of(page, "passes"))
     spans = page.find_elements(By.CSS_SELECTOR, "article.assistant .pass")
@@ -99,7 +110,8 @@ def test_a_conversation(page: Chrome, served: Served) -> None:
     page.refresh()  # conversations are the browser's own
     assert wait_for_end(page, 2) == again
     page.execute_cdp_cmd(
-        "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
+        "Emulation.setEmulatedMedia",
+        {"features": [{"name": "prefers-color-scheme", "value": "dark"}]},
     )
     picture(page, "dark.png")
     page.find_element(By.CSS_SELECTOR, "#chats li button:last-child").click()
@@ -144,7 +156,8 @@ return [...document.querySelectorAll("h1, h2, h3, label, dt, dd, button, .note, 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_texts_stand_out_from_their_ground(page: Chrome, scheme: str) -> None:
     page.execute_cdp_cmd(
-        "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+        "Emulation.setEmulatedMedia",
+        {"features": [{"name": "prefers-color-scheme", "value": scheme}]},
     )
     set_limit(page, 8)
     say(page, "import os")

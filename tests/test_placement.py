@@ -30,19 +30,26 @@ LAYERS = st.one_of(
     st.builds(lambda n, nbytes: [nbytes] * n, st.integers(1, 90), st.integers(1, 10**9)),
 )
 NEED = st.builds(
-    ReservedMemory, non_layer=st.integers(0, 5000), cache=st.integers(0, 5000), scratch=st.integers(0, 5000)
+    ReservedMemory,
+    non_layer=st.integers(0, 5000),
+    cache=st.integers(0, 5000),
+    scratch=st.integers(0, 5000),
 )
 
 
 def used(plan: Plan) -> int:
     """Bytes on the device, added up anew."""
-    resident = sum(n for tier, n in zip(plan.tiers, plan.layer_nbytes, strict=True) if tier == "device")
+    resident = sum(
+        n for tier, n in zip(plan.tiers, plan.layer_nbytes, strict=True) if tier == "device"
+    )
     reserved = plan.reserved.non_layer + plan.reserved.cache + plan.reserved.scratch
     return reserved + resident + plan.n_slots * max(plan.layer_nbytes)
 
 
 @given(layers=LAYERS, need=NEED, share=st.floats(0, 1.5), host=st.integers(0, 10**10))
-def test_a_plan_keeps_to_its_budgets(layers: list[int], need: ReservedMemory, share: float, host: int) -> None:
+def test_a_plan_keeps_to_its_budgets(
+    layers: list[int], need: ReservedMemory, share: float, host: int
+) -> None:
     budget = int((sum(layers) + need.total) * share)
     assume(budget >= least_budget(layers, need))
     plan = place_layers(layers, need, MemoryBudget(budget, host))
@@ -53,7 +60,13 @@ def test_a_plan_keeps_to_its_budgets(layers: list[int], need: ReservedMemory, sh
     assert plan.layer_nbytes == tuple(layers)
 
 
-@given(layers=LAYERS, need=NEED, share=st.floats(0, 1), host=st.floats(0, 1.2), buffers=st.integers(0, 1000))
+@given(
+    layers=LAYERS,
+    need=NEED,
+    share=st.floats(0, 1),
+    host=st.floats(0, 1.2),
+    buffers=st.integers(0, 1000),
+)
 def test_layers_on_the_host_and_slots_for_those_of_the_disk_are_within_its_budget(
     layers: list[int], need: ReservedMemory, share: float, host: float, buffers: int
 ) -> None:
@@ -69,7 +82,11 @@ def test_layers_on_the_host_and_slots_for_those_of_the_disk_are_within_its_budge
             place_layers(layers, need, replace(beside, host=least - 1))
     for now in (plan, with_host_slots(plan)) if "host" in plan.tiers else (plan,):
         assert now.host_nbytes + buffers <= now.budget.host or set(now.tiers) == {"device"}
-        assert 0 < now.n_host_slots <= now.n_slots if "disk" in now.tiers else now.n_host_slots <= now.n_slots
+        assert (
+            0 < now.n_host_slots <= now.n_slots
+            if "disk" in now.tiers
+            else now.n_host_slots <= now.n_slots
+        )
         # What gives way to slots goes to the disk.
         assert [("disk", "host").count(tier) for tier in now.tiers] == [
             ("disk", "host").count(tier) for tier in plan.tiers
@@ -77,7 +94,9 @@ def test_layers_on_the_host_and_slots_for_those_of_the_disk_are_within_its_budge
 
 
 @given(layers=LAYERS, need=NEED)
-def test_the_budget_that_an_error_names_is_the_smallest_that_will_do(layers: list[int], need: ReservedMemory) -> None:
+def test_the_budget_that_an_error_names_is_the_smallest_that_will_do(
+    layers: list[int], need: ReservedMemory
+) -> None:
     with pytest.raises(CapacityError) as caught:
         place_layers(layers, need, MemoryBudget(0 if need.total + max(layers) else -1))
     named = int(re.search(r"\((\d+) bytes\)", caught.value.need).group(1))
@@ -88,7 +107,9 @@ def test_the_budget_that_an_error_names_is_the_smallest_that_will_do(layers: lis
 
 
 @given(layers=LAYERS, need=NEED, more=st.integers(0, 1000), host=st.integers(0, 10**6))
-def test_all_layers_are_resident_where_they_fit(layers: list[int], need: ReservedMemory, more: int, host: int) -> None:
+def test_all_layers_are_resident_where_they_fit(
+    layers: list[int], need: ReservedMemory, more: int, host: int
+) -> None:
     plan = place_layers(layers, need, MemoryBudget(sum(layers) + need.total + more, host))
     assert plan.tiers == ("device",) * len(layers)
     assert plan.n_slots == 0
@@ -96,8 +117,12 @@ def test_all_layers_are_resident_where_they_fit(layers: list[int], need: Reserve
 
 
 @given(n=st.integers(3, 90), nbytes=st.integers(1, 10**6), need=NEED, fits=st.integers(2, 88))
-def test_what_is_not_needed_for_slots_holds_layers(n: int, nbytes: int, need: ReservedMemory, fits: int) -> None:
-    """Of equal layers, `fits` of which fit: two or three are slots, and every other one is resident."""
+def test_what_is_not_needed_for_slots_holds_layers(
+    n: int, nbytes: int, need: ReservedMemory, fits: int
+) -> None:
+    """Of equal layers, `fits` of which fit: two or three are slots, and every other one is
+    resident.
+    """
     assume(fits < n)
     plan = place_layers([nbytes] * n, need, MemoryBudget(need.total + fits * nbytes + nbytes // 2))
     assert plan.n_slots == min(3, fits)
@@ -110,8 +135,13 @@ def test_a_pass_moves_what_is_not_resident_and_computes_all(
 ) -> None:
     budget = least_budget(layers, need) + int(share * sum(layers))
     card = host > 0
-    plan = place_layers(layers, need, MemoryBudget(budget, card * max(layers) + int(host * sum(layers)), has_card=card))
-    disk, streamed = plan.on("disk"), sum(layers) - plan.on("device")
+    plan = place_layers(
+        layers,
+        need,
+        MemoryBudget(budget, card * max(layers) + int(host * sum(layers)), has_card=card),
+    )
+    disk = plan.on("disk")
+    streamed = sum(layers) - plan.on("device")
     assert plan.streamed_nbytes == streamed
     assert dict(plan.pass_bytes.streamed) == {"host": streamed if host else 0, "disk": disk}
     assert plan.pass_bytes.computed == sum(layers) + need.non_layer
@@ -126,16 +156,25 @@ def test_spread_numbers_are_as_even_as_they_can_be(n: int, k: int) -> None:
     # Passes follow each other, so the gap goes on over the end.
     gaps = [b - a for a, b in itertools.pairwise([*picked, *(i + n for i in picked[:1])])]
     assert not gaps or max(gaps) - min(gaps) <= 1
-    assert not picked or abs(picked[0] - (n - 1 - picked[-1])) <= 1, "each stands in the middle of its part"
+    assert not picked or abs(picked[0] - (n - 1 - picked[-1])) <= 1, (
+        "each stands in the middle of its part"
+    )
 
 
 @given(n=st.integers(3, 90), fits=st.integers(2, 88), hosted=st.integers(0, 90))
-def test_resident_layers_and_layers_of_the_host_are_spread_evenly(n: int, fits: int, hosted: int) -> None:
+def test_resident_layers_and_layers_of_the_host_are_spread_evenly(
+    n: int, fits: int, hosted: int
+) -> None:
     assume(fits < n)
     plan = place_layers([100] * n, ReservedMemory(0, 0, 0), MemoryBudget(fits * 100, hosted * 100))
-    for tiers, tier in ((plan.tiers, "device"), (tuple(one for one in plan.tiers if one != "device"), "host")):
+    for tiers, tier in (
+        (plan.tiers, "device"),
+        (tuple(one for one in plan.tiers if one != "device"), "host"),
+    ):
         picked = [i for i, one in enumerate(tiers) if one == tier]
-        gaps = [b - a for a, b in itertools.pairwise([*picked, *(i + len(tiers) for i in picked[:1])])]
+        gaps = [
+            b - a for a, b in itertools.pairwise([*picked, *(i + len(tiers) for i in picked[:1])])
+        ]
         assert not gaps or max(gaps) - min(gaps) <= 1
 
 
@@ -153,15 +192,28 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("plan"), config, llama_tensors(config))
 
 
-def _plan(capsys: pytest.CaptureFixture[str], checkpoint: Path, *flags: str) -> tuple[int, dict[str, Any], str]:
-    plain = ["--model", str(checkpoint), "--device", "cpu", "--drafter", "none", "--max-model-len", "32"]
+def _plan(
+    capsys: pytest.CaptureFixture[str], checkpoint: Path, *flags: str
+) -> tuple[int, dict[str, Any], str]:
+    plain = [
+        "--model",
+        str(checkpoint),
+        "--device",
+        "cpu",
+        "--drafter",
+        "none",
+        "--max-model-len",
+        "32",
+    ]
     code = run.main([*plain, "--plan", "--json", *flags])
     out, err = capsys.readouterr()
     return code, json.loads(out) if out else {}, err
 
 
 def _used(plan: dict[str, Any]) -> int:
-    resident = sum(n for tier, n in zip(plan["tiers"], plan["layer_nbytes"], strict=True) if tier == "device")
+    resident = sum(
+        n for tier, n in zip(plan["tiers"], plan["layer_nbytes"], strict=True) if tier == "device"
+    )
     return sum(plan["reserved"].values()) + resident + plan["n_slots"] * max(plan["layer_nbytes"])
 
 
@@ -189,9 +241,26 @@ def test_the_command_line_plans_within_the_budget_and_names_the_smallest(
     assert counts == [0, 1, 2, 3, 7]
 
 
-def test_a_plan_for_people_names_every_part(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plain = ["--model", str(checkpoint), "--device", "cpu", "--drafter", "none", "--max-model-len", "32"]
+def test_a_plan_for_people_names_every_part(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = [
+        "--model",
+        str(checkpoint),
+        "--device",
+        "cpu",
+        "--drafter",
+        "none",
+        "--max-model-len",
+        "32",
+    ]
     assert run.main([*plain, "--plan"]) == 0
     out = capsys.readouterr().out
-    parts = ("embedding, last norm, head", "cache of 32 tokens", "activations", "7 of 7 layers", "used of the budget")
+    parts = (
+        "embedding, last norm, head",
+        "cache of 32 tokens",
+        "activations",
+        "7 of 7 layers",
+        "used of the budget",
+    )
     assert all(part in out for part in parts), out

@@ -1,4 +1,6 @@
-"""Planning for weights in other formats, for the target's own copies as its draft, and for models of transformers."""
+"""Planning for weights in other formats, for the target's own copies as its draft, and for models
+of transformers.
+"""
 
 import json
 from dataclasses import replace
@@ -31,12 +33,15 @@ from offload_rt.weights.checkpoint import open_checkpoint
 
 CARD = ["--gpu", "rtx4090", "--ram", "160GiB"]
 WIDE = {
-    "num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 256,
+    "num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64,
+    "vocab_size": 256,
     "max_position_embeddings": 512,
 }  # fmt: skip
 MIXTURE = {
-    "model_type": "mixtral", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2,
+    "model_type": "mixtral", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 8,
+    "num_experts_per_tok": 2,
     "max_position_embeddings": 64, "torch_dtype": "bfloat16",
 }  # fmt: skip
 
@@ -50,15 +55,21 @@ def sizes_of(name: str) -> Sizes:
     return find_models(EngineConfig(name))[0]
 
 
-def request(target: Sizes, draft: Sizes | None = None, drafter: str = "none", **settings: Any) -> PlanRequest:
+def request(
+    target: Sizes, draft: Sizes | None = None, drafter: str = "none", **settings: Any
+) -> PlanRequest:
     acceptance = assume("auto", ("", ""), ("", drafter), 0.0)
-    return PlanRequest(EngineConfig("m", drafter=drafter, **settings), (target, draft), acceptance, 128, 16)
+    return PlanRequest(
+        EngineConfig("m", drafter=drafter, **settings), (target, draft), acceptance, 128, 16
+    )
 
 
 # Models of transformers
 
 
-def test_a_mixture_is_planned_by_all_its_weights_and_computed_by_those_that_rows_meet(tmp_path: Path) -> None:
+def test_a_mixture_is_planned_by_all_its_weights_and_computed_by_those_that_rows_meet(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(MIXTURE), encoding="utf-8")
     target = sizes_of(str(path))
@@ -70,28 +81,38 @@ def test_a_mixture_is_planned_by_all_its_weights_and_computed_by_those_that_rows
         2 * layer <= nbytes <= 2 * layer + 30 * 256 for nbytes in target.layer_nbytes
     )  # tensors begin at 256 bytes
     assert target.spec.kv_nbytes(2) == 3 * 2 * 2 * 16 * 2
-    # Reading alone, from a memory of a byte a second: each expert is met by some of n rows with 1 - (3/4)^n.
+    # Reading alone, from a memory of a byte a second: each expert is met by some of n rows with 1 -
+    # (3/4)^n.
     reads = Roof(flops=1e18, bandwidth=1.0)
     for n in (1, 4, 64):
         met = 1 - (1 - 2 / 8) ** n
         by_hand = 2 * (layer - experts + experts * met)
-        products = reads.layer_s(target.spec, n, 0, 2) - reads.layer_s(target.spec, n, 0, 2, share=0.0)
+        products = reads.layer_s(target.spec, n, 0, 2) - reads.layer_s(
+            target.spec, n, 0, 2, share=0.0
+        )
         assert products == pytest.approx(by_hand, rel=0.1)
-    # Multiplying alone: a row has two experts of eight, and four heads of 16 + 16 numbers that meet a hundred keys.
-    multiplies, by_hand = Roof(flops=1.0, bandwidth=1e30), 200 * (layer - experts * 6 / 8 + 100 * 4 * 32)
+    # Multiplying alone: a row has two experts of eight, and four heads of 16 + 16 numbers that meet
+    # a hundred keys.
+    multiplies = Roof(flops=1.0, bandwidth=1e30)
+    by_hand = 200 * (layer - experts * 6 / 8 + 100 * 4 * 32)
     assert multiplies.layer_s(target.spec, 100, 0, 2) == pytest.approx(by_hand, rel=0.01)
 
 
 def test_a_draft_of_its_own_is_not_for_models_of_transformers() -> None:
     target = Sizes.of_spec(spec_of(MIXTURE), DType.BFLOAT16)
     with pytest.raises(UnsupportedModelError, match="draft for itself"):
-        predict(request(target, copies(target, True), "self"), Machine.with_card(find_card("l40"), 10**10, 7.0))
+        predict(
+            request(target, copies(target, True), "self"),
+            Machine.with_card(find_card("l40"), 10**10, 7.0),
+        )
 
 
 # Files that lie here
 
 
-@pytest.mark.parametrize("choice", [Choice("fp8"), Choice("pack-quantized", symmetric=True), Choice("awq")], ids=str)
+@pytest.mark.parametrize(
+    "choice", [Choice("fp8"), Choice("pack-quantized", symmetric=True), Choice("awq")], ids=str
+)
 def test_a_quantised_checkpoint_is_planned_by_its_headers(
     choice: Choice, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -101,10 +122,15 @@ def test_a_quantised_checkpoint_is_planned_by_its_headers(
     found = planned(["--model", str(tmp_path / "quantised"), *CARD], capsys)
     with LLM.open(EngineConfig(str(tmp_path / "quantised"), device="cpu", drafter="none")) as llm:
         loaded = llm.plan
-    assert found["plan"]["reserved"]["non_layer"] == loaded.reserved.non_layer and found["formats"] == {}
+    assert (
+        found["plan"]["reserved"]["non_layer"] == loaded.reserved.non_layer
+        and found["formats"] == {}
+    )
     for n, packed in zip(loaded.layer_nbytes, found["plan"]["layer_nbytes"], strict=True):
         assert n == pytest.approx(packed, rel=0.08)  # on a CPU as they lie in files
-    assert 2 * sum(found["plan"]["layer_nbytes"]) < sum(Sizes.of_spec(spec_of(config), DType.FLOAT32).layer_nbytes)
+    assert 2 * sum(found["plan"]["layer_nbytes"]) < sum(
+        Sizes.of_spec(spec_of(config), DType.FLOAT32).layer_nbytes
+    )
 
 
 def test_a_config_alone_says_what_a_quantised_checkpoint_takes(tmp_path: Path) -> None:
@@ -119,7 +145,9 @@ def test_a_config_alone_says_what_a_quantised_checkpoint_takes(tmp_path: Path) -
         assert not is_plain(by_headers) and not is_plain(by_config)
 
 
-def test_a_gguf_file_is_planned_by_its_header(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gguf_file_is_planned_by_its_header(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = llama_config(**WIDE)
     metadata, stored, _ = write_gguf.model(config, llama_tensors(config), "Q4_0")
     path = tmp_path / "model.gguf"
@@ -127,7 +155,10 @@ def test_a_gguf_file_is_planned_by_its_header(tmp_path: Path, capsys: pytest.Cap
     found = planned(["--model", str(path), *CARD], capsys)
     n_weights = 256 * (2 * 256 + 2 * 128) + 3 * 256 * 512
     blocks = n_weights // 32 * 18
-    assert all(blocks <= nbytes <= blocks + 2 * 256 * 4 + 9 * 256 for nbytes in found["plan"]["layer_nbytes"])
+    assert all(
+        blocks <= nbytes <= blocks + 2 * 256 * 4 + 9 * 256
+        for nbytes in found["plan"]["layer_nbytes"]
+    )
 
 
 # Formats side by side
@@ -160,17 +191,28 @@ def test_the_table_lays_them_side_by_side(capsys: pytest.CaptureFixture[str]) ->
     seconds = [row["none"]["predicted_seconds_per_token"] for row in rows.values()]
     trees = [row["draft model"]["predicted_seconds_per_token"] for row in rows.values()]
     assert seconds == sorted(seconds, reverse=True) and trees == sorted(trees, reverse=True)
-    assert rows["fp16"]["draft model"]["predicted_seconds_per_token"] == found["predicted_seconds_per_token"]
+    assert (
+        rows["fp16"]["draft model"]["predicted_seconds_per_token"]
+        == found["predicted_seconds_per_token"]
+    )
     assert rows["fp16"]["self"] == {}  # 38 GB of copies
     assert plan.main([*pair, *CARD]) == 0
     out = capsys.readouterr().out
-    for told in ("bytes a pass", "int4, groups of 128", "both are assumed", "does not fit", "weights: draft model, "):
+    for told in (
+        "bytes a pass",
+        "int4, groups of 128",
+        "both are assumed",
+        "does not fit",
+        "weights: draft model, ",
+    ):
         assert told in out
 
 
 def test_lossless_layers_take_less_memory_of_the_host(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--model", "llama2-70b", "--gpu", "rtx4090", "--ram", "100GiB", "--disk", "1GB/s"]
-    raw, encoded = (planned([*arguments, "--link-format", one], capsys) for one in ("raw", "lossless"))
+    raw, encoded = (
+        planned([*arguments, "--link-format", one], capsys) for one in ("raw", "lossless")
+    )
     assert raw["plan"]["tiers"].count("disk") > 0 == encoded["plan"]["tiers"].count("disk")
     assert encoded["predicted_seconds_per_token"] < 0.5 * raw["predicted_seconds_per_token"]
 
@@ -182,10 +224,14 @@ def test_what_is_decoded_in_a_pass_takes_its_time() -> None:
     encoded = predict(request(lossless(target, True)), card)
     n_streamed = 32 - encoded.memory_plan.plan.tiers.count("device")
     n_bytes = 2 * (6.74e9 - 2 * 32000 * 4096) / 32
-    assert encoded.compute_s - plain.compute_s == pytest.approx(n_streamed * n_bytes / 1e9, rel=0.01)
+    assert encoded.compute_s - plain.compute_s == pytest.approx(
+        n_streamed * n_bytes / 1e9, rel=0.01
+    )
     # Quantised layers are decoded where they lie as well.
     int4 = predict(request(formats(target, True)["int4, groups of 128"]), card)
-    assert int4.memory_plan.plan.is_resident and int4.compute_s == pytest.approx(32 * n_bytes / 1e9, rel=0.01)
+    assert int4.memory_plan.plan.is_resident and int4.compute_s == pytest.approx(
+        32 * n_bytes / 1e9, rel=0.01
+    )
 
 
 # The target as its own draft
@@ -193,31 +239,54 @@ def test_what_is_decoded_in_a_pass_takes_its_time() -> None:
 
 def test_a_target_that_drafts_itself_is_planned_as_it_is_loaded(tmp_path: Path) -> None:
     config = llama_config(
-        num_hidden_layers=4, hidden_size=64, intermediate_size=96, head_dim=16, torch_dtype="bfloat16"
+        num_hidden_layers=4,
+        hidden_size=64,
+        intermediate_size=96,
+        head_dim=16,
+        torch_dtype="bfloat16",
     )
     write_checkpoint(tmp_path, config, llama_tensors(config, torch.bfloat16))
-    checkpoint, target = open_checkpoint(tmp_path), Sizes.of_spec(spec_of(config), DType.BFLOAT16)
-    with LLM.open(EngineConfig(str(tmp_path), device="cpu", drafter="self", device_memory=1_000_000)) as llm:
+    checkpoint = open_checkpoint(tmp_path)
+    target = Sizes.of_spec(spec_of(config), DType.BFLOAT16)
+    with LLM.open(
+        EngineConfig(str(tmp_path), device="cpu", drafter="self", device_memory=1_000_000)
+    ) as llm:
         drafting = llm.engine_plan.drafting
     loaded = _draft_sizes(checkpoint, drafting, torch.bfloat16, torch.device("cpu"))
     assert copies(target, on_card=False).stand_in == loaded.stand_in
 
 
 def test_the_target_drafts_itself_where_its_copies_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--model", "qwen3-32b", "--gpu", "rtx4090", "--ram", "64GiB", "--max-model-len", "1024"]
+    arguments = [
+        "--model",
+        "qwen3-32b",
+        "--gpu",
+        "rtx4090",
+        "--ram",
+        "64GiB",
+        "--max-model-len",
+        "1024",
+    ]
     found = planned([*arguments, "--drafter", "self"], capsys)
     tiers = found["plan"]["tiers"]
     copied = found["plan"]["reserved"]["stand_in"] * (64 - tiers.count("device"))
-    resident = sum(n for tier, n in zip(tiers, found["plan"]["layer_nbytes"], strict=True) if tier == "device")
+    resident = sum(
+        n for tier, n in zip(tiers, found["plan"]["layer_nbytes"], strict=True) if tier == "device"
+    )
     assert (
-        0.25 < copied / sum(n for t, n in zip(tiers, found["plan"]["layer_nbytes"], strict=True) if t != "device") < 0.3
+        0.25
+        < copied
+        / sum(n for t, n in zip(tiers, found["plan"]["layer_nbytes"], strict=True) if t != "device")
+        < 0.3
     )
     level = found["draft_level"]
     assert level["nbytes"] == resident + copied + 2 * 151936 * 5120
     assert 1 < level["ratio"] < 1.3
     assert "a guess" in found["acceptance"]["source"] and "SubSpec" in found["acceptance"]["source"]
     # SubSpec: 12.5 times as fast as plain decoding, of a 32B on 24 GB.
-    assert 6 < found["predicted_plain_seconds_per_token"] / found["predicted_seconds_per_token"] < 20
+    assert (
+        6 < found["predicted_plain_seconds_per_token"] / found["predicted_seconds_per_token"] < 20
+    )
     # Beside a draft model the faster of the two is named.
     assert plan.main([*arguments, "--draft-model", "qwen3-0.6b"]) == 0
     assert "expected to be the fastest with bf16 weights: self, " in capsys.readouterr().out
@@ -226,7 +295,9 @@ def test_the_target_drafts_itself_where_its_copies_fit(capsys: pytest.CaptureFix
 # A short context
 
 
-def test_a_short_context_is_told_with_what_would_widen_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_short_context_is_told_with_what_would_widen_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     arguments = ["--model", "llama2-13b", "--gpu", "rtx3060"]
 
     def told(*more: str) -> str:
@@ -235,12 +306,19 @@ def test_a_short_context_is_told_with_what_would_widen_it(capsys: pytest.Capture
         return next((line for line in lines if line.startswith("the context is short")), "")
 
     # 983 tokens fit into an eighth of 6 GiB, each with 40 layers of 20 KiB of keys and values.
-    assert "983 tokens: --max-model-len 2048 takes 832.03 MiB more" in told("--device-memory", "6GiB")
+    assert "983 tokens: --max-model-len 2048 takes 832.03 MiB more" in told(
+        "--device-memory", "6GiB"
+    )
     assert told("--device-memory", "6GiB", "--max-model-len", "1000") == ""
-    budget = told("--device-memory", "2500MiB").partition("set --device-memory to ")[2].partition(" ")[0]
+    budget = (
+        told("--device-memory", "2500MiB").partition("set --device-memory to ")[2].partition(" ")[0]
+    )
     assert int(budget) > parse_size("2500MiB")
     assert told("--device-memory", budget, "--max-model-len", "2048") == ""
-    assert plan.main(["--model", "llama3-8b", "--gpu", "l40"]) == 0 and "is short" not in capsys.readouterr().out
+    assert (
+        plan.main(["--model", "llama3-8b", "--gpu", "l40"]) == 0
+        and "is short" not in capsys.readouterr().out
+    )
 
 
 def test_every_shape_of_the_general_way_is_one_of_transformers() -> None:

@@ -1,4 +1,6 @@
-"""Planning for several cards: what each has and receives is counted by hand, and time follows from it."""
+"""Planning for several cards: what each has and receives is counted by hand, and time follows from
+it.
+"""
 
 import json
 from dataclasses import replace
@@ -21,7 +23,8 @@ from offload_rt.planning.ranks import Parallelism
 from offload_rt.planning.sizes import formats, lossless
 
 CARD = find_card("rtx4090")
-D, INNER, KV, VOCAB, LAYERS = 8192, 28672, 1024, 32000, 80  # of Llama2-70B; KV: columns of keys, and of values
+# of Llama2-70B; KV: columns of keys, and of values
+D, INNER, KV, VOCAB, LAYERS = 8192, 28672, 1024, 32000, 80
 FAST = Parallelism(2, gbps=1e9, via_link=False)
 
 
@@ -29,11 +32,16 @@ def sizes(name: str = "llama2-70b") -> Sizes:
     return Sizes.of_spec(spec_of(KNOWN[name]), DType.BFLOAT16)
 
 
-def forecast(ranks: Parallelism, draft: str | None = None, ram: int = 200 * 10**9, **settings: Any) -> Forecast:
-    target, drafts = ranks.part(sizes()), sizes(draft) if draft else None
+def forecast(
+    ranks: Parallelism, draft: str | None = None, ram: int = 200 * 10**9, **settings: Any
+) -> Forecast:
+    target = ranks.part(sizes())
+    drafts = sizes(draft) if draft else None
     if ranks.split_draft and drafts:
         drafts = ranks.part(drafts)
-    config = EngineConfig("llama2-70b", draft, drafter="static_tree" if draft else "none", **settings)
+    config = EngineConfig(
+        "llama2-70b", draft, drafter="static_tree" if draft else "none", **settings
+    )
     acceptance = assume("auto", ("", ""), ("llama2-70b", draft or ""), 0.0)
     machine = Machine.with_card(CARD, ram, 7.0).of_rank(ranks)
     return predict(PlanRequest(config, (target, drafts), acceptance, 128, 16), machine)
@@ -53,7 +61,8 @@ def test_a_rank_has_its_part_of_every_matrix_and_all_norms(n: int) -> None:
 
 
 def test_other_formats_are_divided_as_well() -> None:
-    whole, part = sizes(), FAST.part(sizes())
+    whole = sizes()
+    part = FAST.part(sizes())
     assert sum(lossless(part, True).link.layer_nbytes) == pytest.approx(
         sum(lossless(whole, True).link.layer_nbytes) / 2, rel=1e-4
     )
@@ -66,7 +75,9 @@ def test_other_formats_are_divided_as_well() -> None:
 @pytest.mark.parametrize("n", [2, 4, 8])
 def test_what_a_rank_receives_is_what_a_ring_of_ranks_sends_it(n: int) -> None:
     def summed(width: int) -> int:
-        """Numbers that rank 0 receives until all have the sum of vectors of this width, played through."""
+        """Numbers that rank 0 receives until all have the sum of vectors of this width, played
+        through.
+        """
         parts = [[{(rank, chunk)} for chunk in range(n)] for rank in range(n)]
         received = 0
         for step in range(2 * (n - 1)):
@@ -81,7 +92,8 @@ def test_what_a_rank_receives_is_what_a_ring_of_ranks_sends_it(n: int) -> None:
     def gathered(width: int) -> int:
         return width - width // n
 
-    part, head = Parallelism(n).part(sizes()).spec, 2 * gathered(VOCAB)
+    part = Parallelism(n).part(sizes()).spec
+    head = 2 * gathered(VOCAB)
     assert Parallelism(n).received(part, 2) == 4 * (2 * LAYERS + 1) * summed(D) + head
     exact = LAYERS * (gathered(D) + gathered(D) + gathered(INNER) + gathered(D))
     whole_sums = Parallelism(n, exact=True)
@@ -91,7 +103,8 @@ def test_what_a_rank_receives_is_what_a_ring_of_ranks_sends_it(n: int) -> None:
 
 
 def test_a_pass_of_two_ranks_brings_half_the_layers_over_each_link() -> None:
-    one, two = forecast(Parallelism(), max_model_len=512), forecast(FAST, max_model_len=512)
+    one = forecast(Parallelism(), max_model_len=512)
+    two = forecast(FAST, max_model_len=512)
     resident = [found.memory_plan.plan.tiers.count("device") for found in (one, two)]
     assert resident[1] > 2 * resident[0]
     for n, found, k in zip((1, 2), (one, two), resident, strict=True):
@@ -108,7 +121,10 @@ def test_ranks_of_a_machine_share_its_memory_its_disk_and_their_links() -> None:
     one = Machine.with_card(CARD, 160 * 10**9, 8.0)
     machine = one.of_rank(replace(FAST, n=4, shared_link=True))
     assert machine.budget == replace(one.budget, host=one.budget.host // 4)
-    assert dict(machine.links) == {"disk": 2.0, "host": 12.5} and dict(one.of_rank(FAST).links)["host"] == 25.0
+    assert (
+        dict(machine.links) == {"disk": 2.0, "host": 12.5}
+        and dict(one.of_rank(FAST).links)["host"] == 25.0
+    )
     assert one.of_rank(Parallelism()) is one
     pipeline = one.of_rank(Parallelism(4, pipeline=True))
     assert pipeline.links == one.links and pipeline.budget.host == one.budget.host
@@ -118,21 +134,33 @@ def test_ranks_of_a_machine_share_its_memory_its_disk_and_their_links() -> None:
 def test_the_memory_of_a_curve_is_that_of_all_ranks() -> None:
     for ranks, n_parts in ((FAST, 2), (Parallelism(2, pipeline=True), 1)):
         found = forecast(ranks, max_model_len=512)
-        budgets = [one.memory_plan.plan.budget.host for _, one in sweep("ram", found.request, found.machine).points]
+        budgets = [
+            one.memory_plan.plan.budget.host
+            for _, one in sweep("ram", found.request, found.machine).points
+        ]
         assert budgets[:2] == [less_margin(n << 30) // n_parts for n in (16, 32)]
 
 
 def test_a_draft_that_is_whole_exchanges_nothing() -> None:
     alone, slow = (
-        forecast(replace(ranks, gbps=0.1), "llama2-7b", tree_size=64, tree_depth=8) for ranks in (Parallelism(), FAST)
+        forecast(replace(ranks, gbps=0.1), "llama2-7b", tree_size=64, tree_depth=8)
+        for ranks in (Parallelism(), FAST)
     )
-    assert slow.level.seconds == pytest.approx(alone.level.seconds) and slow.exchange_s > 10 * alone.compute_s
-    divided = forecast(replace(FAST, gbps=0.1, split_draft=True), "llama2-7b", tree_size=64, tree_depth=8)
+    assert (
+        slow.level.seconds == pytest.approx(alone.level.seconds)
+        and slow.exchange_s > 10 * alone.compute_s
+    )
+    divided = forecast(
+        replace(FAST, gbps=0.1, split_draft=True), "llama2-7b", tree_size=64, tree_depth=8
+    )
     assert divided.level.seconds > 2 * alone.level.seconds
 
 
 def test_ranks_without_a_path_of_their_own_send_over_the_links_of_the_layers() -> None:
-    own, across = (forecast(Parallelism(2, 12.5, via_link), "llama2-7b", tree_size=512) for via_link in (False, True))
+    own, across = (
+        forecast(Parallelism(2, 12.5, via_link), "llama2-7b", tree_size=512)
+        for via_link in (False, True)
+    )
     received = 512 * Parallelism(2).received(across.request.models[0].spec, 2)
     assert across.moved["host"] - own.moved["host"] == received
     # A sum is made by all at once: what is computed besides waits, and the link goes on.
@@ -144,23 +172,29 @@ def test_ranks_without_a_path_of_their_own_send_over_the_links_of_the_layers() -
 
 
 def test_a_slower_network_makes_smaller_trees_and_slower_tokens() -> None:
-    found = [forecast(Parallelism(8, gbps, False, split_draft=True), "llama2-7b") for gbps in (300.0, 10.0, 1.0)]
-    seconds, nodes = [one.run.seconds_per_token for one in found], [len(one.topology) for one in found]
-    assert seconds == sorted(seconds) and nodes == sorted(nodes, reverse=True) and nodes[0] > nodes[2]
+    found = [
+        forecast(Parallelism(8, gbps, False, split_draft=True), "llama2-7b")
+        for gbps in (300.0, 10.0, 1.0)
+    ]
+    seconds = [one.run.seconds_per_token for one in found]
+    nodes = [len(one.topology) for one in found]
+    assert (
+        seconds == sorted(seconds) and nodes == sorted(nodes, reverse=True) and nodes[0] > nodes[2]
+    )
 
 
 def test_a_divided_draft_leaves_room_for_layers_and_is_drafted_faster() -> None:
-    whole, divided = (forecast(replace(FAST, split_draft=split), "llama2-7b") for split in (False, True))
+    whole, divided = (
+        forecast(replace(FAST, split_draft=split), "llama2-7b") for split in (False, True)
+    )
     on_device = [found.memory_plan.plan.tiers.count("device") for found in (whole, divided)]
     assert on_device[1] > on_device[0] and divided.level.seconds < 0.7 * whole.level.seconds
     assert divided.run.seconds_per_token < whole.run.seconds_per_token
 
 
 def test_cards_in_a_row_have_room_for_more_layers_and_one_link() -> None:
-    one, row = (
-        forecast(Parallelism(), max_model_len=512),
-        forecast(Parallelism(8, 12.5, True, pipeline=True), max_model_len=512),
-    )
+    one = forecast(Parallelism(), max_model_len=512)
+    row = forecast(Parallelism(8, 12.5, True, pipeline=True), max_model_len=512)
     assert one.bound.startswith("the host-to-card link") and row.moved == {}
     assert row.exchange_s == pytest.approx(7 * 20e-6 + 7 * 2 * D / 12.5e9)
     roof = row.machine.roof(DType.BFLOAT16)
@@ -170,15 +204,22 @@ def test_cards_in_a_row_have_room_for_more_layers_and_one_link() -> None:
 @pytest.mark.parametrize("exact", [False, True])
 def test_mixtures_and_models_without_a_plan_are_divided_by_their_experts(exact: bool) -> None:
     """By hand: of gpt-oss all matrices of attention are gathered, and a row takes four experts."""
-    whole, ranks = sizes("gpt-oss-20b"), Parallelism(4, exact=exact)
-    part, config = ranks.part(whole), KNOWN["gpt-oss-20b"]
-    d, n_layers, heads = config["hidden_size"], config["num_hidden_layers"], 64 * config["num_attention_heads"]
+    whole = sizes("gpt-oss-20b")
+    ranks = Parallelism(4, exact=exact)
+    part = ranks.part(whole)
+    config = KNOWN["gpt-oss-20b"]
+    d = config["hidden_size"]
+    n_layers = config["num_hidden_layers"]
+    heads = 64 * config["num_attention_heads"]
     assert sum(part.layer_nbytes) == pytest.approx(sum(whole.layer_nbytes) / 4, rel=0.01)
-    assert part.spec.mixture == (tuple(range(n_layers)), 8, 1) and part.spec.kv_nbytes(2) == whole.spec.kv_nbytes(2)
+    assert part.spec.mixture == (tuple(range(n_layers)), 8, 1) and part.spec.kv_nbytes(
+        2
+    ) == whole.spec.kv_nbytes(2)
     gathered = 2 * (heads + 2 * 64 * config["num_key_value_heads"] + d)
     mixed = 2 * 4 * d * (4 if exact else 1)
     assert (
-        ranks.received(part.spec, 2) == 3 * (n_layers * (gathered + mixed) + 2 * 4 * d + 2 * config["vocab_size"]) // 4
+        ranks.received(part.spec, 2)
+        == 3 * (n_layers * (gathered + mixed) + 2 * 4 * d + 2 * config["vocab_size"]) // 4
     )
 
 
@@ -205,12 +246,16 @@ PAIR = [
 ]
 
 
-def test_the_plan_of_two_ranks_says_what_each_has_and_receives(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_of_two_ranks_says_what_each_has_and_receives(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     asked = [*PAIR, "--ranks", "2", "--link-format", "lossless", "--max-new-tokens", "16"]
     assert plan.main([*asked, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     part = Parallelism(2).part(sizes())
-    assert found["plan"]["layer_nbytes"] == list(part.layer_nbytes) and found["ranks"]["gbps"] == 12.5
+    assert (
+        found["plan"]["layer_nbytes"] == list(part.layer_nbytes) and found["ranks"]["gbps"] == 12.5
+    )
     assert found["plan"]["reserved"]["non_layer"] == part.non_layer_nbytes
     assert 0 < found["exchange_seconds"] < found["compute_seconds"]
     assert (
@@ -231,11 +276,15 @@ def test_the_plan_of_two_ranks_says_what_each_has_and_receives(capsys: pytest.Ca
     ("more", "place"),
     [
         ([], "divided among all"),  # room for layers
-        (["--model", "llama2-7b", "--draft-model", "llama-68m"], "on the first card"),  # nothing to exchange
+        # nothing to exchange
+        (["--model", "llama2-7b", "--draft-model", "llama-68m"], "on the first card"),
     ],
 )
-def test_a_draft_is_planned_where_it_is_faster(more: list[str], place: str, capsys: pytest.CaptureFixture[str]) -> None:
-    asked, found = [*PAIR, "--ranks", "2", *more, "--max-new-tokens", "4", "--tree-size", "64"], {}
+def test_a_draft_is_planned_where_it_is_faster(
+    more: list[str], place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = [*PAIR, "--ranks", "2", *more, "--max-new-tokens", "4", "--tree-size", "64"]
+    found = {}
     for split in ("auto", "on", "off"):
         assert plan.main([*asked, "--split-draft", split, "--json"]) == 0
         found[split] = json.loads(capsys.readouterr().out)
@@ -243,9 +292,15 @@ def test_a_draft_is_planned_where_it_is_faster(more: list[str], place: str, caps
     assert seconds["auto"] == min(seconds.values())
     assert found["auto"]["ranks"]["split_draft"] == (place != "on the first card")
     assert plan.main(asked) == 0
-    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("with the draft model")]
+    told = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("with the draft model")
+    ]
     by_place = sorted((seconds["on"], seconds["off"]))
-    assert place in told[0] and [line.split(": ")[1] for line in told] == [f"{s:.3f} s per token" for s in by_place]
+    assert place in told[0] and [line.split(": ")[1] for line in told] == [
+        f"{s:.3f} s per token" for s in by_place
+    ]
 
 
 @pytest.mark.parametrize(
@@ -258,7 +313,9 @@ def test_a_draft_is_planned_where_it_is_faster(more: list[str], place: str, caps
         (["--ranks", "2", "--gpu", "this"], "name a card"),
     ],
 )
-def test_a_mistake_is_one_sentence(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_one_sentence(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert plan.main(["--model", "llama2-70b", "--gpu", "rtx4090", *arguments]) == 2
     out, error = capsys.readouterr()
     assert out == "" and error.count("\n") == 1 and told in error
@@ -268,7 +325,16 @@ def test_one_rank_is_planned_as_ever(capsys: pytest.CaptureFixture[str]) -> None
     texts = []
     for more in (
         [],
-        ["--ranks", "1", "--split-draft", "on", "--exact-parallel", "--network", "1GB/s", "--shared-link"],
+        [
+            "--ranks",
+            "1",
+            "--split-draft",
+            "on",
+            "--exact-parallel",
+            "--network",
+            "1GB/s",
+            "--shared-link",
+        ],
     ):
         assert plan.main([*PAIR, "--max-new-tokens", "16", *more]) == 0
         texts.append(capsys.readouterr().out)

@@ -1,4 +1,6 @@
-"""What is kept of sequences that have left: those that begin alike compute the rest alone, and no text depends on it."""
+"""What is kept of sequences that have left: those that begin alike compute the rest alone, and no
+text depends on it.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -52,7 +54,10 @@ def opened(zoo, steady, tmp_path, monkeypatch) -> Callable[..., tuple[LLM, Any]]
         if kind == "graphs":
             llm = open_llm(pair.target, draft_model=str(pair.draft), **settings)
             most = llm.engine_plan.cache_rows, llm.engine_plan.limits.n_nodes
-            for runner, n_rows in ((llm.engine.runner, most[0]), (llm.engine.draft, most[0] + most[1])):
+            for runner, n_rows in (
+                (llm.engine.runner, most[0]),
+                (llm.engine.draft, most[0] + most[1]),
+            ):
                 runner.use_graphs(GraphShape(16, n_rows, 32), record)
             return llm, pair.model
         return open_llm(pair.target, **pair.settings(kind), **settings), pair.model
@@ -61,13 +66,17 @@ def opened(zoo, steady, tmp_path, monkeypatch) -> Callable[..., tuple[LLM, Any]]
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, *runners: Runner) -> dict[Runner, list[tuple[int, int]]]:
-    """For each pass of each runner, the committed rows of its first sequence and the rows computed of all."""
+    """For each pass of each runner, the committed rows of its first sequence and the rows computed
+    of all.
+    """
     passes: dict[Runner, list[tuple[int, int]]] = {runner: [] for runner in runners}
     forward = Runner.forward
 
     def watched(runner: Runner, steps: Any) -> Any:
         if runner in passes:
-            passes[runner].append((runner.n_committed(steps[0].cache), sum(step.n_rows for step in steps)))
+            passes[runner].append(
+                (runner.n_committed(steps[0].cache), sum(step.n_rows for step in steps))
+            )
         return forward(runner, steps)
 
     monkeypatch.setattr(Runner, "forward", watched)
@@ -80,13 +89,17 @@ def say(llm: LLM, prompt: list[int], n: int) -> list[int]:
 
 @pytest.mark.parametrize("kind", [*KINDS, *HEADS])
 def test_the_next_turn_of_a_conversation_computes_its_new_tokens_alone(opened, monkeypatch, kind):
-    """Of target and draft; each cache is larger than the one before, and the last of them more than half of all rows."""
+    """Of target and draft; each cache is larger than the one before, and the last of them more than
+    half of all rows.
+    """
     monkeypatch.setattr(tree_drafter, "_NGRAM_RATE", 2.0)  # the draft has no row of a copied token
     llm, model = opened(kind)
     vocab_size = model.config.vocab_size
     with llm:
         passes = watch(monkeypatch, *filter(None, (llm.engine.runner, llm.engine.draft)))
-        text, n_new, n_before = prompt_of(0, 20, vocab_size), 12, 0
+        text = prompt_of(0, 20, vocab_size)
+        n_new = 12
+        n_before = 0
         for turn in range(3):
             for counted in passes.values():
                 counted.clear()
@@ -106,9 +119,13 @@ def test_the_next_turn_of_a_conversation_computes_its_new_tokens_alone(opened, m
 
 @pytest.mark.parametrize("kind", [*KINDS, *HEADS])
 def test_no_text_depends_on_what_is_kept(opened, kind):
-    """Batches of prompts that begin alike up to anywhere, some aborted, with room for few of them."""
+    """Batches of prompts that begin alike up to anywhere, some aborted, with room for few of
+    them.
+    """
     llm, model = opened(kind)
-    vocab_size, draw, texts = model.config.vocab_size, torch.Generator().manual_seed(1), [prompt_of(0, 40)]
+    vocab_size = model.config.vocab_size
+    draw = torch.Generator().manual_seed(1)
+    texts = [prompt_of(0, 40)]
     texts = [[token % vocab_size for token in texts[0]]]
     with llm:
         for n in range(5):
@@ -117,7 +134,9 @@ def test_no_text_depends_on_what_is_kept(opened, kind):
                 old = texts[int(torch.randint(len(texts), (), generator=draw))]
                 kept = old[: int(torch.randint(1, len(old) + 1, (), generator=draw))]
                 batch.append(kept[:60] + prompt_of(10 * n + i, 1 + n, vocab_size))
-            outputs = llm.generate(batch, [SamplingParams(max_new_tokens=6 + 5 * i) for i in range(len(batch))])
+            outputs = llm.generate(
+                batch, [SamplingParams(max_new_tokens=6 + 5 * i) for i in range(len(batch))]
+            )
             for i, (prompt, output) in enumerate(zip(batch, outputs, strict=True)):
                 assert output.token_ids == generate(model, prompt, 6 + 5 * i)
                 texts.append(prompt + output.token_ids)
@@ -135,13 +154,16 @@ def test_sampled_texts_do_not_depend_on_it_either(opened):
 
 
 def test_a_prefix_that_a_batch_shares_is_computed_once(opened, monkeypatch):
-    """Also where the pass is made again for want of memory, and by one that joins those that run."""
+    """Also where the pass is made again for want of memory, and by one that joins those that
+    run.
+    """
     llm, model = opened("plain")
     shared = prompt_of(0, 24)
     batch = [shared + prompt_of(seed, 3) for seed in (1, 2, 3)]
     expected = [generate(model, prompt, 8) for prompt in batch]
     with llm:
-        passes, forward = watch(monkeypatch, llm.engine.runner)[llm.engine.runner], Runner.forward
+        passes = watch(monkeypatch, llm.engine.runner)[llm.engine.runner]
+        forward = Runner.forward
         outputs = llm.generate(batch, SamplingParams(max_new_tokens=8))
         assert passes[0] == (0, 27 + 3 + 3) and [one.token_ids for one in outputs] == expected
         errors = [torch.OutOfMemoryError(), ValueError()]
@@ -160,14 +182,18 @@ def test_a_prefix_that_a_batch_shares_is_computed_once(opened, monkeypatch):
         assert [one.token_ids for one in outputs] == expected
         llm.engine.reset_prefix_cache()
         passes.clear()
-        several = [Sequence(list(prompt), SamplingParams(max_new_tokens=8), 128) for prompt in batch[:2]]
+        several = [
+            Sequence(list(prompt), SamplingParams(max_new_tokens=8), 128) for prompt in batch[:2]
+        ]
         for one in several:
             llm.engine.add(one)
             llm.engine.step()
         assert passes == [(0, 27), (27, 1 + 3)]
 
 
-def test_the_oldest_go_first_and_a_text_that_shares_little_leaves_what_there_is(opened, monkeypatch):
+def test_the_oldest_go_first_and_a_text_that_shares_little_leaves_what_there_is(
+    opened, monkeypatch
+):
     llm, _ = opened("plain")
     with llm:
         passes = watch(monkeypatch, llm.engine.runner)[llm.engine.runner]
@@ -181,4 +207,9 @@ def test_the_oldest_go_first_and_a_text_that_shares_little_leaves_what_there_is(
         for prompt in (first, second, first[:5] + third):  # of 128 rows each takes 38 or less
             n_known(prompt)
         # For the third there is no room: the second is the oldest then.
-        assert [n_known([*first, 1]), n_known(third, 20), n_known([*first, 1, 2]), n_known(second)] == [30, 0, 31, 0]
+        assert [
+            n_known([*first, 1]),
+            n_known(third, 20),
+            n_known([*first, 1, 2]),
+            n_known(second),
+        ] == [30, 0, 31, 0]

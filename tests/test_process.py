@@ -17,10 +17,14 @@ from offload_rt.errors import LinkError, PromptError
 
 @pytest.fixture(autouse=True)
 def _handlers() -> Iterator[None]:
-    """Handlers are put back, and no signal is ignored, as what a shell starts in the background does."""
+    """Handlers are put back, and no signal is ignored, as what a shell starts in the background
+    does.
+    """
     before = {number: signal.getsignal(number) for number in process._SIGNALS}
     for number in before:
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        signal.signal(
+            number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        )
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -39,7 +43,11 @@ def _raises(error: BaseException) -> Callable[[], None]:
     [
         (PromptError("the prompt", change="give one"), 2, "error: the prompt; give one\n"),
         (LinkError("the disk has gone"), 3, "error: the disk has gone\n"),
-        (OSError(28, "No space left on device"), 3, "error: the machine: No space left on device; "),
+        (
+            OSError(28, "No space left on device"),
+            3,
+            "error: the machine: No space left on device; ",
+        ),
         (KeyboardInterrupt(), INTERRUPTED, "interrupted\n"),
     ],
 )
@@ -75,24 +83,31 @@ def test_a_program_ends_though_nobody_reads_why(monkeypatch: pytest.MonkeyPatch)
 def test_the_first_signal_interrupts_and_a_later_one_ends_the_process(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    ended, now = [], [100.0]
+    ended = []
+    now = [100.0]
     monkeypatch.setattr(os, "_exit", ended.append)
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
 
     def tell_rest(code: int) -> None:
-        signal.raise_signal(number)  # `timeout` sends its signal twice, to the process and to its group
+        # `timeout` sends its signal twice, to the process and to its group
+        signal.raise_signal(number)
         assert not ended
         now[0] += 2
         signal.raise_signal(number)
 
-    assert run_program(lambda: exit_code(lambda: signal.raise_signal(number), tell_rest)) == INTERRUPTED
+    assert (
+        run_program(lambda: exit_code(lambda: signal.raise_signal(number), tell_rest))
+        == INTERRUPTED
+    )
     assert ended == [INTERRUPTED]
     assert capfd.readouterr() == ("", "interrupted\n")
     assert signal.getsignal(number) == signal.SIG_DFL
 
 
 def test_an_interrupt_that_was_handled_does_not_end_the_process() -> None:
-    """An interrupt that passes through C, as in a string that is executed, makes Python end by SIGINT."""
+    """An interrupt that passes through C, as in a string that is executed, makes Python end by
+    SIGINT.
+    """
     program = """
 import signal
 from offload_rt.cli.process import exit_code, run_program
@@ -100,7 +115,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 work = lambda: exec("signal.raise_signal(signal.SIGINT)")
 assert run_program(lambda: exit_code(work)) == 130
 """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
     assert (ended.returncode, ended.stderr) == (0, "interrupted\n")
 
 

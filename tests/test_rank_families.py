@@ -1,4 +1,6 @@
-"""Ranks divide every kind of model: mixtures, gated delta nets, models without a plan, experts that come as rows need them."""
+"""Ranks divide every kind of model: mixtures, gated delta nets, models without a plan, experts that
+come as rows need them.
+"""
 
 import math
 from collections.abc import Callable
@@ -27,9 +29,10 @@ from offload_rt.models.tensor_parallel import TensorParallelModel
 from offload_rt.weights.checkpoint import open_checkpoint
 from offload_rt.weights.divided import divide
 
-# What is new in each: states, and a mixture with a shared expert; experts one by one; norms of heads; experts in one tensor,
-# with biases, and no plan; attention that the plan leaves out; other projections; matrices that are no linear modules; tables
-# beside the embedding; only linear modules that no plan knows.
+# What is new in each: states, and a mixture with a shared expert; experts one by one; norms of
+# heads; experts in one tensor, with biases, and no plan; attention that the plan leaves out; other
+# projections; matrices that are no linear modules; tables beside the embedding; only linear modules
+# that no plan knows.
 MIXTURES = ["qwen3_next", "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"]
 KINDS = [*MIXTURES, "qwen3_5_text", "gpt2", "gemma3n_text", "stablelm"]
 
@@ -42,8 +45,12 @@ def threads_are_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Path, list[int]]]:
-    """Of a type: the model in transformers, its checkpoint, and what it makes of `prompt_of(0, 15, 150)`."""
+def model_of(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str], tuple[Any, Path, list[int]]]:
+    """Of a type: the model in transformers, its checkpoint, and what it makes of `prompt_of(0, 15,
+    150)`.
+    """
     made: dict[str, tuple[Any, Path, list[int]]] = {}
 
     def get(kind: str) -> tuple[Any, Path, list[int]]:
@@ -52,7 +59,8 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[
             with pytest.MonkeyPatch.context() as patch:
                 for name in ("num_experts", "num_local_experts", "n_routed_experts"):
                     patch.setitem(bench.models.SIZES, name, 8)
-                patch.setitem(bench.models.SIZES, "num_experts_per_tok", 4)  # whose sum has an order
+                # whose sum has an order
+                patch.setitem(bench.models.SIZES, "num_experts_per_tok", 4)
                 model = random_model(config_of(kind))
             model.save_pretrained(folder)
             made[kind] = model, folder, generate(model, prompt_of(0, 15, 150), 24)
@@ -61,11 +69,17 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[
     return get
 
 
-@pytest.mark.parametrize(("kind", "is_exact"), [*((kind, False) for kind in KINDS), ("qwen3_5_text", True)])
+@pytest.mark.parametrize(
+    ("kind", "is_exact"), [*((kind, False) for kind in KINDS), ("qwen3_5_text", True)]
+)
 def test_greedy_tokens_of_two_ranks_are_transformers(model_of, kind: str, is_exact: bool) -> None:
     """With layers in memory; and exactly, with layers of the disk."""
     _, folder, expected = model_of(kind)
-    settings = {"dtype": "float32", "place": "disk" if is_exact else "resident", "exact_parallel": is_exact}
+    settings = {
+        "dtype": "float32",
+        "place": "disk" if is_exact else "resident",
+        "exact_parallel": is_exact,
+    }
     assert divided_tokens(2, folder, prompt_of(0, 15, 150), 24, **settings) == expected
 
 
@@ -77,7 +91,8 @@ def test_so_do_trees_among_more_ranks(
     keep_steady(monkeypatch)
     _, folder, expected = model_of(kind)
     if size == 3:
-        model, folder = random_model(threefold(kind)), tmp_path / kind
+        model = random_model(threefold(kind))
+        folder = tmp_path / kind
         model.save_pretrained(folder)
         expected = generate(model, prompt_of(0, 15, 150), 24)
     settings = {"dtype": "float32", "place": "disk", "drafter": "recycle", "exact_parallel": True}
@@ -86,7 +101,9 @@ def test_so_do_trees_among_more_ranks(
 
 def threefold(kind: str) -> Any:
     config = config_of(kind)
-    config.hidden_size, config.num_attention_heads, config.num_key_value_heads = 48, 6, 3
+    config.hidden_size = 48
+    config.num_attention_heads = 6
+    config.num_key_value_heads = 3
     return config
 
 
@@ -112,13 +129,18 @@ def test_codes_of_all_experts_in_one_tensor_are_divided(published: Path) -> None
     settings = {"dtype": "float32", "place": "disk"}
     with open_llm(published, **settings) as llm:
         expected = tokens_of(llm, prompt_of(0, 15, 150), 24)
-    assert divided_tokens(2, published, prompt_of(0, 15, 150), 24, **settings, exact_parallel=True) == expected
+    assert (
+        divided_tokens(2, published, prompt_of(0, 15, 150), 24, **settings, exact_parallel=True)
+        == expected
+    )
 
 
 def test_a_rank_brings_its_own_experts_alone(model_of) -> None:
 
     def work() -> tuple[list[int], int]:
-        with open_llm(model_of("qwen3_moe")[1], "disk", dtype="float32", exact_parallel=True) as llm:
+        with open_llm(
+            model_of("qwen3_moe")[1], "disk", dtype="float32", exact_parallel=True
+        ) as llm:
             tokens = tokens_of(llm, prompt_of(0, 15, 150), 8)
             return tokens, llm.engine.runner.experts.mixture.n_experts
 
@@ -133,7 +155,8 @@ def test_grouped_products_of_some_experts_add_up_to_those_of_all(size: int, is_e
     """What a card computes, by the products of transformers on a CPU."""
     experts = random_model(config_of("qwen3_moe")).model.layers[0].mlp.experts
     generator = torch.Generator().manual_seed(0)
-    hidden, scores = torch.randn(9, 64, generator=generator), torch.rand(9, 2, generator=generator)
+    hidden = torch.randn(9, 64, generator=generator)
+    scores = torch.rand(9, 2, generator=generator)
     chosen = torch.rand(9, 4, generator=generator).argsort(1)[:, :2]
     whole = {name: one.data for name, one in experts.named_parameters()}
     expected = torch.zeros_like(hidden)
@@ -145,7 +168,9 @@ def test_grouped_products_of_some_experts_add_up_to_those_of_all(size: int, is_e
     parts = []
     for own in shares:
         for name, one in whole.items():
-            setattr(experts, name, torch.nn.Parameter(one[own.start : own.stop], requires_grad=False))
+            setattr(
+                experts, name, torch.nn.Parameter(one[own.start : own.stop], requires_grad=False)
+            )
         share = ExpertShare(own, is_exact, lambda x: x)
         grouped = lambda *given, own=own: stand_ins._grouped(own, experts, *given)  # noqa: E731
         parts.append(stand_ins.mix_of_all(share, grouped, hidden, chosen, scores))
@@ -162,11 +187,15 @@ PARTS = {
 BUDGETS = {"qwen3_next": 3_300_000, "gemma3n_text": 3_850_000, "qwen3_moe": 1_900_000}
 
 
-@pytest.mark.parametrize(("kind", "drafter"), [*((kind, "recycle") for kind in PARTS), ("qwen3_next", "none")])
+@pytest.mark.parametrize(
+    ("kind", "drafter"), [*((kind, "recycle") for kind in PARTS), ("qwen3_next", "none")]
+)
 def test_stages_give_what_one_rank_gives(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, drafter: str
 ) -> None:
-    """With states of their own layers, keys and values that others of them attend to, and experts that come."""
+    """With states of their own layers, keys and values that others of them attend to, and experts
+    that come.
+    """
     measure_little(monkeypatch)
     monkeypatch.setitem(bench.models.SIZES, "num_hidden_layers", PARTS[kind][-1].stop)
     monkeypatch.setitem(
@@ -191,7 +220,10 @@ def test_stages_give_what_one_rank_gives(
             found = llm.generate(prompts, SamplingParams(max_tokens=20, ignore_eos=True))
             assert drafter == "none" or not llm.plan.is_resident
             # The first goes back to a place before its end, and on from there.
-            again = llm.generate([prompts[0] + found[0].token_ids[:10]], SamplingParams(max_tokens=10, ignore_eos=True))
+            again = llm.generate(
+                [prompts[0] + found[0].token_ids[:10]],
+                SamplingParams(max_tokens=10, ignore_eos=True),
+            )
             return [one.token_ids for one in (*found, *again)]
 
     first, second = (generate(model, one, 20) for one in prompts)
@@ -201,10 +233,13 @@ def test_stages_give_what_one_rank_gives(
 # Shapes as they are published, with fewer layers.
 PUBLISHED = {
     "qwen3_moe": {
-        "hidden_size": 4096, "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_experts": 128,
-        "num_experts_per_tok": 8, "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936,
+        "hidden_size": 4096, "intermediate_size": 12288, "moe_intermediate_size": 1536,
+        "num_experts": 128,
+        "num_experts_per_tok": 8, "num_attention_heads": 64, "num_key_value_heads": 4,
+        "head_dim": 128, "vocab_size": 151936,
     },
-    "qwen3_next": {}, "gpt_oss": {}, "mixtral": {}, "deepseek_v3": {"first_k_dense_replace": 1}, "stablelm": {}, "gpt2": {},
+    "qwen3_next": {}, "gpt_oss": {}, "mixtral": {}, "deepseek_v3": {"first_k_dense_replace": 1},
+    "stablelm": {}, "gpt2": {},
     "qwen3_5_text": {}, "gemma3n_text": {},
 }  # fmt: skip
 
@@ -213,38 +248,67 @@ PUBLISHED = {
 def test_a_rank_has_its_share_of_the_bytes(kind: str) -> None:
     """At most 1.03 of them, by shapes alone."""
     spec = spec_of(
-        CONFIG_MAPPING[kind](num_hidden_layers=8 if kind != "gemma3n_text" else 30, **PUBLISHED[kind]).to_dict()
+        CONFIG_MAPPING[kind](
+            num_hidden_layers=8 if kind != "gemma3n_text" else 30, **PUBLISHED[kind]
+        ).to_dict()
     )
 
     def numbers(one: Any) -> int:
-        tensors = [*one.non_layer_tensors(), *(own for i in range(one.n_layers) for own in one.layer_tensors(i))]
+        tensors = [
+            *one.non_layer_tensors(),
+            *(own for i in range(one.n_layers) for own in one.layer_tensors(i)),
+        ]
         return sum(math.prod(shape) for _, shape in tensors)
 
     for size, is_exact in ((2, True), (4, False)):
-        ranks = [TensorParallelModel.of(spec, ThreadRanks(rank, Board(size)), is_exact) for rank in range(size)]
+        ranks = [
+            TensorParallelModel.of(spec, ThreadRanks(rank, Board(size)), is_exact)
+            for rank in range(size)
+        ]
         shares = [numbers(one) for one in ranks]
         assert max(shares) <= 1.03 * numbers(spec) / size, (kind, size)
 
 
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_ranks_have_every_expert_between_them_and_all_routers(model_of, kind: str) -> None:
-    """By the bytes of the checkpoint, each once. Routers are asked in their turn and ahead of it, without other ranks."""
+    """By the bytes of the checkpoint, each once. Routers are asked in their turn and ahead of it,
+    without other ranks.
+    """
     checkpoint = open_checkpoint(model_of(kind)[1])
     ranks = [
-        divide(checkpoint, TensorParallelModel.of(checkpoint.spec, ThreadRanks(rank, Board(4)), False))
+        divide(
+            checkpoint, TensorParallelModel.of(checkpoint.spec, ThreadRanks(rank, Board(4)), False)
+        )
         for rank in range(4)
     ]
     mixture = checkpoint.spec.mixture
     for i in mixture.layers:
         names = checkpoint.spec.expert_names(i)
-        whole = [one for one in checkpoint.layers[i] if one.key in names or one.key.rpartition(".")[0] in names]
+        whole = [
+            one
+            for one in checkpoint.layers[i]
+            if one.key in names or one.key.rpartition(".")[0] in names
+        ]
         spans = {(one.path, one.start, one.stop) for one in whole}
         own = [
-            [one for one in rank.layers[i] if one.key in names or one.key.rpartition(".")[0] in names] for rank in ranks
+            [
+                one
+                for one in rank.layers[i]
+                if one.key in names or one.key.rpartition(".")[0] in names
+            ]
+            for rank in ranks
         ]
-        assert sum(one.nbytes for part in own for one in part) == sum(stop - start for _, start, stop in spans)
+        assert sum(one.nbytes for part in own for one in part) == sum(
+            stop - start for _, start, stop in spans
+        )
         assert len({(one.start, one.stop) for part in own for one in part}) == sum(map(len, own))
         router = checkpoint.spec.model.mixtures[i].router
         tensors = {tuple(one.shape) for one in router.parameters()} if router else set()
-        of_router = [one for one in checkpoint.spec.layer_tensors(i) if one.name not in names and one.shape in tensors]
-        assert of_router and all(one in rank.spec.layer_tensors(i) for one in of_router for rank in ranks)
+        of_router = [
+            one
+            for one in checkpoint.spec.layer_tensors(i)
+            if one.name not in names and one.shape in tensors
+        ]
+        assert of_router and all(
+            one in rank.spec.layer_tensors(i) for one in of_router for rank in ranks
+        )

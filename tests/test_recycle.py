@@ -1,4 +1,6 @@
-"""Recycled distributions: what is kept of the target's predictions, and the trees that are grown of them."""
+"""Recycled distributions: what is kept of the target's predictions, and the trees that are grown of
+them.
+"""
 
 import heapq
 from collections import OrderedDict
@@ -22,13 +24,19 @@ N_NODES = 24
 PARTS = DraftParts(DraftLimits(N_NODES, 6), Steady(), "without_replacement")
 few_tokens = st.integers(0, 2)
 contexts = st.lists(few_tokens, min_size=1, max_size=3).map(tuple)
-predictions = st.lists(st.tuples(contexts, st.permutations(range(4)), st.integers(1, 4)), max_size=20)
+predictions = st.lists(
+    st.tuples(contexts, st.permutations(range(4)), st.integers(1, 4)), max_size=20
+)
 
 Prediction = tuple[tuple[int, ...], list[int], int]
 
 
-def kept(table: PredictionTable, several: list[Prediction]) -> OrderedDict[tuple[int, ...], dict[int, float]]:
-    """The predictions, kept in the table; what is to be found under each key, the one confirmed last at the end."""
+def kept(
+    table: PredictionTable, several: list[Prediction]
+) -> OrderedDict[tuple[int, ...], dict[int, float]]:
+    """The predictions, kept in the table; what is to be found under each key, the one confirmed
+    last at the end.
+    """
     wanted: OrderedDict[tuple[int, ...], dict[int, float]] = OrderedDict()
     for context, tokens, n in several:
         probs = [0.5**k for k in range(1, n + 1)]
@@ -50,7 +58,9 @@ def test_the_newest_prediction_of_the_longest_known_context_is_found(
 
 
 @given(predictions, st.integers(1, 8))
-def test_the_table_has_a_bound_and_keeps_what_was_confirmed_last(several: list[Prediction], n_most: int) -> None:
+def test_the_table_has_a_bound_and_keeps_what_was_confirmed_last(
+    several: list[Prediction], n_most: int
+) -> None:
     table = PredictionTable(n_most)
     wanted = list(kept(table, several).items())
     assert len(table) == min(len(wanted), n_most)
@@ -58,9 +68,12 @@ def test_the_table_has_a_bound_and_keeps_what_was_confirmed_last(several: list[P
         assert dict(table.find(key)) == found
 
 
-def best_paths(table: PredictionTable, tokens: list[int], n: int, n_levels: int) -> list[tuple[int, ...]]:
+def best_paths(
+    table: PredictionTable, tokens: list[int], n: int, n_levels: int
+) -> list[tuple[int, ...]]:
     """The n paths below the last token with the highest products of probabilities; brute force."""
-    found, waiting = [], [(-1.0, ())]
+    found = []
+    waiting = [(-1.0, ())]
     while waiting and len(found) <= n:
         chance, path = heapq.heappop(waiting)
         found.append(path)
@@ -72,10 +85,15 @@ def best_paths(table: PredictionTable, tokens: list[int], n: int, n_levels: int)
 
 @pytest.mark.parametrize("n_levels", [2, 4, 30])
 def test_a_tree_has_the_most_probable_nodes(n_levels: int) -> None:
-    table, random = PredictionTable(), np.random.default_rng(0)
+    table = PredictionTable()
+    random = np.random.default_rng(0)
     for _ in range(40):
         probs = -np.sort(-random.dirichlet(np.ones(5)))[:4]
-        table.keep(tuple(random.integers(5, size=3).tolist()), random.permutation(5)[:4].tolist(), probs.tolist())
+        table.keep(
+            tuple(random.integers(5, size=3).tolist()),
+            random.permutation(5)[:4].tolist(),
+            probs.tolist(),
+        )
     for _ in range(20):
         tokens = random.integers(5, size=4).tolist()
         tree = PredictedTree(table, tokens, {}, n_levels)
@@ -90,7 +108,9 @@ def test_a_tree_has_the_most_probable_nodes(n_levels: int) -> None:
 
 
 def test_a_copied_continuation_competes_with_predictions() -> None:
-    """Its chance counts below the node it goes on from, and the higher of two chances of a token holds."""
+    """Its chance counts below the node it goes on from, and the higher of two chances of a token
+    holds.
+    """
     table = PredictionTable()
     table.keep((7,), [1, 2], [0.6, 0.3])
     table.keep((1,), [4], [0.9])
@@ -110,7 +130,9 @@ def llm(zoo: Zoo) -> Iterator[LLM]:
 
 def test_it_reads_what_the_target_predicts_in_a_prompt(zoo: Zoo, llm: LLM) -> None:
     """Of the last rows, as many as there is room for the logits of beside the tree of one node."""
-    model, drafter, prompt = zoo.pair("llama", 0).model, Recycling(PARTS), prompt_of(0, 40)
+    model = zoo.pair("llama", 0).model
+    drafter = Recycling(PARTS)
+    prompt = prompt_of(0, 40)
     engine = engine_of(llm, drafter, n_nodes=N_NODES)
     engine.add(Sequence(list(prompt), SamplingParams(8), 128))
     engine.step()
@@ -125,8 +147,11 @@ def test_it_reads_what_the_target_predicts_in_a_prompt(zoo: Zoo, llm: LLM) -> No
 
 
 def test_sequences_join_and_leave(zoo: Zoo, llm: LLM) -> None:
-    """Each text is the one it is alone, although all share a table; nothing is held of those that have left."""
-    model, drafter = zoo.pair("llama", 0).model, Recycling(PARTS)
+    """Each text is the one it is alone, although all share a table; nothing is held of those that
+    have left.
+    """
+    model = zoo.pair("llama", 0).model
+    drafter = Recycling(PARTS)
     engine = engine_of(llm, drafter, n_nodes=3 * N_NODES)
     prompts = [prompt_of(seed, n) for seed, n in enumerate((9, 1, 30, 14))]
     several = [Sequence(list(prompt), SamplingParams(20), 128) for prompt in (*prompts, prompts[0])]
@@ -140,7 +165,9 @@ def test_sequences_join_and_leave(zoo: Zoo, llm: LLM) -> None:
     texts = [one.tokens[one.n_prompt :] for one in several]
     expected = [generate(model, prompt, 20) for prompt in prompts]
     assert texts[:3] == expected[:3] and texts[4] == expected[0]
-    assert several[4].stats.n_passes < several[0].stats.n_passes, "it learned nothing of the text it has seen before"
+    assert several[4].stats.n_passes < several[0].stats.n_passes, (
+        "it learned nothing of the text it has seen before"
+    )
     engine.reset_prefix_cache()
     assert not drafter._proposals
 
@@ -170,14 +197,27 @@ def test_nothing_is_drafted_where_rows_are_dear(llm: LLM, name: str) -> None:
 class Steep(Steady):
     """Rows beyond the tenth are dear."""
 
-    def seconds(self, n_rows: np.ndarray, context: int, draft_s: np.ndarray | float = 0.0) -> np.ndarray:
+    def seconds(
+        self, n_rows: np.ndarray, context: int, draft_s: np.ndarray | float = 0.0
+    ) -> np.ndarray:
         return 1.0 + np.maximum(n_rows - 10, 0)
 
 
 def test_the_rows_of_a_pass_go_to_the_sequence_that_is_predicted_best() -> None:
-    """One that is predicted badly does not take part of what is cheap only because there are two of them."""
+    """One that is predicted badly does not take part of what is cheap only because there are two of
+    them.
+    """
     drafter = Recycling(replace(PARTS, cost=Steep()))
-    for before, p in ((1, 0.9), (2, 0.9), (3, 0.9), (4, 0.9), (5, 0.9), (11, 0.5), (12, 0.5), (13, 0.5)):
+    for before, p in (
+        (1, 0.9),
+        (2, 0.9),
+        (3, 0.9),
+        (4, 0.9),
+        (5, 0.9),
+        (11, 0.5),
+        (12, 0.5),
+        (13, 0.5),
+    ):
         drafter._table.keep((before,), [before + 1], [p])
     sequences = [Sequence([start], SamplingParams(20), 128) for start in (1, 11)]
     assert [len(tree.topology) for tree in drafter.propose(sequences, N_NODES)] == [6, 4]

@@ -10,8 +10,12 @@ from offload_rt.ops import reference
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize(("heads", "groups", "n_keys"), [(8, 2, 1), (8, 2, 37), (8, 8, 37), (6, 1, 300)])
-def test_one_row_attends_as_many_do(dtype: torch.dtype, heads: int, groups: int, n_keys: int) -> None:
+@pytest.mark.parametrize(
+    ("heads", "groups", "n_keys"), [(8, 2, 1), (8, 2, 37), (8, 8, 37), (6, 1, 300)]
+)
+def test_one_row_attends_as_many_do(
+    dtype: torch.dtype, heads: int, groups: int, n_keys: int
+) -> None:
     generator = torch.Generator().manual_seed(n_keys)
     q = 3 * torch.randn(1, heads, 64, generator=generator).to(dtype)
     k, v = (torch.randn(groups, n_keys, 64, generator=generator).to(dtype) for _ in range(2))
@@ -32,7 +36,9 @@ def test_parts_of_the_keys_join_to_the_whole(dtype: torch.dtype, heads: int, gro
     q = 30 * torch.randn(5, heads, 64, generator=generator).to(dtype)
     k, v = (torch.randn(groups, 40, 64, generator=generator).to(dtype) for _ in range(2))
     visible = torch.rand(5, 40, generator=generator) < 0.5
-    visible[0, :10], visible[1, 10:], visible[2] = False, False, False
+    visible[0, :10] = False
+    visible[1, 10:] = False
+    visible[2] = False
     parts = []
     for at in (slice(0, 10), slice(10, 39), slice(39, 40)):
         parts.append(reference.partial_attention(q, k[:, at], v[:, at], visible[:, at], 0.125))
@@ -43,9 +49,16 @@ def test_parts_of_the_keys_join_to_the_whole(dtype: torch.dtype, heads: int, gro
         assert out.dtype == dtype and not out[~seen].any() and (lse[~seen] == -torch.inf).all()
         error = max(4 * torch.finfo(dtype).eps, 1e-5 if dtype != torch.float64 else 1e-12)
         torch.testing.assert_close(out[seen].double(), expected[seen], atol=error, rtol=error)
-        scores = torch.einsum("nhd,hkd->nhk", q.double(), k.double().repeat_interleave(heads // groups, 0)) * 0.125
+        scores = (
+            torch.einsum(
+                "nhd,hkd->nhk", q.double(), k.double().repeat_interleave(heads // groups, 0)
+            )
+            * 0.125
+        )
         scores = scores.masked_fill(~visible[:, None], -torch.inf)
-        torch.testing.assert_close(lse[seen].double(), scores.logsumexp(-1)[seen], atol=1e-4, rtol=1e-5)
+        torch.testing.assert_close(
+            lse[seen].double(), scores.logsumexp(-1)[seen], atol=1e-4, rtol=1e-5
+        )
 
 
 @pytest.mark.parametrize("groups", [1, 2, 8])
@@ -56,5 +69,6 @@ def test_heads_of_a_group_may_be_rows_of_one(groups: int) -> None:
     visible = torch.rand(5, 23, generator=generator) < 0.5
     visible[:, 0] = True
     torch.testing.assert_close(
-        reference.grouped_attention(q, k, v, visible, 0.125), reference.torch_attention(q, k, v, visible, 0.125)
+        reference.grouped_attention(q, k, v, visible, 0.125),
+        reference.torch_attention(q, k, v, visible, 0.125),
     )

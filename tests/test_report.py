@@ -1,4 +1,6 @@
-"""The timeline of a run and what is read from it: known shares of a hand-made one, a real run, and files that are none."""
+"""The timeline of a run and what is read from it: known shares of a hand-made one, a real run, and
+files that are none.
+"""
 
 import json
 import sys
@@ -25,7 +27,8 @@ from offload_rt.system.trace import (
     waits,
 )
 
-# A step of ten seconds: one of drafting with the link still, then the link works for seven, two of them without compute.
+# A step of ten seconds: one of drafting with the link still, then the link works for seven, two of
+# them without compute.
 STEP = (
     (slot_lane(LINK, 0), "layer 0", 1.0, 5.0),
     (slot_lane(LINK, 1), "layer 1", 4.0, 8.0),
@@ -67,8 +70,13 @@ def test_what_lies_before_the_first_draft_is_not_counted(tmp_path: Path) -> None
     )
     found = report.shares(report.read(written(tmp_path / "t.json", before + STEP)))
     alone = report.shares(report.read(written(tmp_path / "u.json")))
-    assert found.idle[SLOTS_FULL] == pytest.approx(alone.idle[SLOTS_FULL], abs=1e-6) and len(found.idle) == 1
-    numbers = [[value for name, value in vars(one).items() if name != "idle"] for one in (found, alone)]
+    assert (
+        found.idle[SLOTS_FULL] == pytest.approx(alone.idle[SLOTS_FULL], abs=1e-6)
+        and len(found.idle) == 1
+    )
+    numbers = [
+        [value for name, value in vars(one).items() if name != "idle"] for one in (found, alone)
+    ]
     assert numbers[0] == pytest.approx(numbers[1], abs=1e-6)
 
 
@@ -109,7 +117,9 @@ def test_a_trace_that_is_off_keeps_nothing(tmp_path: Path) -> None:
     assert report.read(tmp_path / "t.json") == []
 
 
-@pytest.mark.parametrize("spans", [(), STEP[:-1], STEP[5:7]], ids=["empty", "no verdict", "compute alone"])
+@pytest.mark.parametrize(
+    "spans", [(), STEP[:-1], STEP[5:7]], ids=["empty", "no verdict", "compute alone"]
+)
 def test_a_timeline_without_a_whole_pass_is_refused(spans: tuple, tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="no pass from draft to verdict"):
         report.shares(report.read(written(tmp_path / "t.json", spans)))
@@ -164,13 +174,17 @@ def test_a_file_that_cannot_be_read_is_exit_code_2(
     assert_one_sentence(capsys, str(tmp_path / name))
 
 
-def test_a_folder_that_is_not_there_is_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_not_there_is_exit_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = written(tmp_path / "t.json")
     assert report.main([str(path), "--out", str(tmp_path / "no" / "p.png")]) == 2
     assert_one_sentence(capsys, "--out")
 
 
-def test_a_hand_made_timeline_becomes_a_picture_and_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_hand_made_timeline_becomes_a_picture_and_a_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("matplotlib")
     path = written(tmp_path / "t.json")
     assert report.main([str(path)]) == 0
@@ -195,10 +209,21 @@ def test_the_text_needs_no_matplotlib(
 
 
 @pytest.mark.parametrize("drafted", [False, True], ids=["plain", "drafted"])
-def test_a_real_run_is_traced_and_read(drafted: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_real_run_is_traced_and_read(
+    drafted: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("matplotlib")
     model = speaking_checkpoint(tmp_path / "model")
-    flags = ["--model", str(model), "--device", "cpu", "--max-model-len", "64", "--prompt", "the quick brown"]
+    flags = [
+        "--model",
+        str(model),
+        "--device",
+        "cpu",
+        "--max-model-len",
+        "64",
+        "--prompt",
+        "the quick brown",
+    ]
     if drafted:
         speaking_checkpoint(tmp_path / "draft", num_hidden_layers=5)
         flags += ["--draft-model", str(tmp_path / "draft"), "--tree-size", "8", "--tree-depth", "3"]
@@ -214,14 +239,22 @@ def test_a_real_run_is_traced_and_read(drafted: bool, tmp_path: Path, capsys: py
     assert report.main([str(path), "--json", "--out", str(tmp_path / "p.png")]) == 0
     found = json.loads(capsys.readouterr().out)
     assert 0 < found["compute"] < 1 and 0 < found["verify"] < 1
-    assert 0.9 < found["compute"] + found["draft"] + found["verify"] + found["wait"] + found["rest"] < 1.001
+    assert (
+        0.9
+        < found["compute"] + found["draft"] + found["verify"] + found["wait"] + found["rest"]
+        < 1.001
+    )
     if drafted:
         assert any(span.lane == DRAFT and span.name == "level 1" for span in spans)
     else:
         assert found["n_steps"] == 12
         lanes = {span.lane for span in spans}
         assert {slot_lane(LINK, 0), slot_lane(LINK, 1), waits(LINK)} <= lanes
-        assert 0 < found["link"] + sum(sum(during.values()) for during in found["idle"].values()) < 1.02
+        assert (
+            0
+            < found["link"] + sum(sum(during.values()) for during in found["idle"].values())
+            < 1.02
+        )
         for slot in (0, 1):  # what is in a slot never overlaps
             mine = [span for span in spans if span.lane == slot_lane(LINK, slot)]
             assert all(a.end_s <= b.start_s + 1e-6 for a, b in pairwise(mine))

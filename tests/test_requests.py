@@ -1,4 +1,6 @@
-"""What users of vLLM ask for beside text: log-probabilities, several answers, defaults, all kinds of prompts, asyncio."""
+"""What users of vLLM ask for beside text: log-probabilities, several answers, defaults, all kinds
+of prompts, asyncio.
+"""
 
 import asyncio
 import json
@@ -10,7 +12,16 @@ from contextlib import aclosing
 import numpy as np
 import pytest
 import torch
-from tiny import CASES, add_tokenizer, byte_level, generate, keep_steady, logits_of, open_llm, prompt_of
+from tiny import (
+    CASES,
+    add_tokenizer,
+    byte_level,
+    generate,
+    keep_steady,
+    logits_of,
+    open_llm,
+    prompt_of,
+)
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.errors import CheckpointError, DeviceError, PromptError, SettingsError
@@ -38,7 +49,8 @@ def llm(pair):
 @pytest.fixture(scope="module")
 def speaking(tmp_path_factory):
     """A checkpoint with a tokenizer."""
-    path, tokenizer = tmp_path_factory.mktemp("speaking"), byte_level()
+    path = tmp_path_factory.mktemp("speaking")
+    tokenizer = byte_level()
     CASES["llama"].build(0, vocab_size=tokenizer.get_vocab_size()).save_pretrained(path)
     add_tokenizer(path, tokenizer)
     return path
@@ -60,11 +72,16 @@ def assert_logprobs(found, tokens, rows, k):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logprobs_are_of_each_token_that_was_taken(llm, pair, temperature):
     """Trees give several tokens at once, and the last pass more than are taken."""
-    several = [SamplingParams(max_tokens=11, temperature=temperature, top_k=9, seed=1, logprobs=k) for k in (0, 2, 5)]
+    several = [
+        SamplingParams(max_tokens=11, temperature=temperature, top_k=9, seed=1, logprobs=k)
+        for k in (0, 2, 5)
+    ]
     outputs = llm.generate(PROMPTS, several)
     assert any(one.stats.n_passes < 11 for one in outputs)
     for one, params in zip(outputs, several, strict=True):
-        logits = logits_of(pair.model, one.prompt_token_ids + one.token_ids)[len(one.prompt_token_ids) - 1 : -1]
+        logits = logits_of(pair.model, one.prompt_token_ids + one.token_ids)[
+            len(one.prompt_token_ids) - 1 : -1
+        ]
         assert_logprobs(one.logprobs, one.token_ids, logits, params.logprobs)
         assert one.prompt_logprobs is None
 
@@ -72,18 +89,21 @@ def test_logprobs_are_of_each_token_that_was_taken(llm, pair, temperature):
 @pytest.mark.parametrize("drafter", ["none", "recycle", "dynamic_tree"])
 def test_prompt_logprobs_come_with_the_prefill_a_few_rows_at_a_time(pair, drafter, monkeypatch):
     with open_llm(pair.target, max_model_len=256, **pair.settings(drafter)) as llm:
-        spec, widths = type(llm.engine.runner.spec), []
+        spec = type(llm.engine.runner.spec)
+        widths = []
         head = spec.head
-        monkeypatch.setattr(spec, "head", lambda self, weights, x: widths.append(len(x)) or head(self, weights, x))
-        asked, plain = (
-            llm.generate(PROMPTS, SamplingParams(max_tokens=3, prompt_logprobs=2)),
-            llm.generate(PROMPTS, SamplingParams(max_tokens=3)),
+        monkeypatch.setattr(
+            spec, "head", lambda self, weights, x: widths.append(len(x)) or head(self, weights, x)
         )
+        asked = llm.generate(PROMPTS, SamplingParams(max_tokens=3, prompt_logprobs=2))
+        plain = llm.generate(PROMPTS, SamplingParams(max_tokens=3))
     assert [one.token_ids for one in asked] == [one.token_ids for one in plain]
     for one in asked:
         first, *found = one.prompt_logprobs
         assert first is None
-        assert_logprobs(found, one.prompt_token_ids[1:], logits_of(pair.model, one.prompt_token_ids)[:-1], 2)
+        assert_logprobs(
+            found, one.prompt_token_ids[1:], logits_of(pair.model, one.prompt_token_ids)[:-1], 2
+        )
     assert {one.logprobs for one in asked} == {None} == {one.prompt_logprobs for one in plain}
     assert max(widths) <= 64 and sum(widths) >= sum(len(one) - 1 for one in PROMPTS)
 
@@ -91,7 +111,9 @@ def test_prompt_logprobs_come_with_the_prefill_a_few_rows_at_a_time(pair, drafte
 def test_pieces_have_the_logprobs_of_their_tokens(llm):
     params = SamplingParams(max_tokens=9, logprobs=1, prompt_logprobs=1)
     first, *others = pieces = list(llm.stream(PROMPTS[0], params))
-    assert first.prompt_logprobs == pieces[-1].output.prompt_logprobs and not any(one.prompt_logprobs for one in others)
+    assert first.prompt_logprobs == pieces[-1].output.prompt_logprobs and not any(
+        one.prompt_logprobs for one in others
+    )
     assert [found for one in pieces for found in one.logprobs] == pieces[-1].output.logprobs
     assert all(len(one.logprobs) == len(one.token_ids) for one in pieces)
 
@@ -99,15 +121,22 @@ def test_pieces_have_the_logprobs_of_their_tokens(llm):
 def test_logprobs_have_the_text_of_their_tokens(speaking):
     with open_llm(speaking) as llm:
         output = llm.generate("the fox", SamplingParams(max_tokens=3, logprobs=2))[0]
-    assert all(x.decoded_token == llm.tokenizer.decode([id]) for one in output.logprobs for id, x in one.items())
+    assert all(
+        x.decoded_token == llm.tokenizer.decode([id])
+        for one in output.logprobs
+        for id, x in one.items()
+    )
 
 
 # Ends
 
 
 def test_ends_of_the_sampling_and_of_the_model(zoo, tmp_path):
-    """A stop token ends a text as an end token does, which may be ignored, and neither comes before the least tokens."""
-    text, path = zoo.greedy("llama", 0), tmp_path / "ends"
+    """A stop token ends a text as an end token does, which may be ignored, and neither comes before
+    the least tokens.
+    """
+    text = zoo.greedy("llama", 0)
+    path = tmp_path / "ends"
     n_stop, n_end = (next(n for n in range(at, 64) if text.index(text[n]) == n) for at in (6, 15))
     shutil.copytree(zoo.directory("llama", 0), path)
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": text[n_end]}))
@@ -121,10 +150,14 @@ def test_ends_of_the_sampling_and_of_the_model(zoo, tmp_path):
         assert run(stop_token_ids=[text[n_stop]]) == (text[: n_stop + 1], "stop")
         assert run(ignore_eos=True) == (text, "length")
         assert run(max_tokens=None, ignore_eos=True)[0][:64] == text
-        assert len(run(max_tokens=None, ignore_eos=True)[0]) == llm.max_model_len - len(prompt_of(0))
+        assert len(run(max_tokens=None, ignore_eos=True)[0]) == llm.max_model_len - len(
+            prompt_of(0)
+        )
         assert run(min_tokens=n_end)[0] == text[: n_end + 1]
         later, _ = run(min_tokens=n_end + 1)
-        assert later[:n_end] == text[:n_end] and later[n_end] != text[n_end] and len(later) > n_end + 1
+        assert (
+            later[:n_end] == text[:n_end] and later[n_end] != text[n_end] and len(later) > n_end + 1
+        )
 
 
 def test_a_stop_string_counts_after_the_least_tokens(speaking):
@@ -133,9 +166,14 @@ def test_a_stop_string_counts_after_the_least_tokens(speaking):
         stop = plain.text[0]
         for n in (0, 5, 30):
             got = llm.generate("the fox", SamplingParams(max_tokens=30, stop=stop, min_tokens=n))[0]
-            texts = [llm.tokenizer.decode(plain.token_ids[:i], skip_special_tokens=True) for i in range(31)]
+            texts = [
+                llm.tokenizer.decode(plain.token_ids[:i], skip_special_tokens=True)
+                for i in range(31)
+            ]
             ends = [i for i in range(n + 1, 31) if stop in texts[i][len(texts[i - 1]) :]]
-            assert (len(got.token_ids), got.finish_reason) == ((ends[0], "stop") if ends else (30, "length"))
+            assert (len(got.token_ids), got.finish_reason) == (
+                (ends[0], "stop") if ends else (30, "length")
+            )
 
 
 # Several answers
@@ -149,7 +187,9 @@ def test_each_of_n_answers_is_that_of_its_own_seed(llm):
     assert [one.index for one in whole.outputs] == [0, 1, 2] and whole.outputs[0] is whole
     pieces = list(llm.stream(PROMPTS[0], SamplingParams(n=3, seed=5, **params)))
     for one in whole.outputs:
-        assert [token for piece in pieces if piece.index == one.index for token in piece.token_ids] == one.token_ids
+        assert [
+            token for piece in pieces if piece.index == one.index for token in piece.token_ids
+        ] == one.token_ids
     assert [one.output is not None for one in pieces] == [False] * (len(pieces) - 1) + [True]
     with pytest.raises(SettingsError, match="n is 2"):
         llm.generate(PROMPTS[0], SamplingParams(n=2))
@@ -179,7 +219,8 @@ def test_defaults_are_what_generation_config_says(file, expected, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"top_p": "high"}, {"repetition_penalty": -1}, {"do_sample": True, "temperature": [1]}]
+    "wrong",
+    [{"top_p": "high"}, {"repetition_penalty": -1}, {"do_sample": True, "temperature": [1]}],
 )
 def test_defaults_that_cannot_be_are_one_sentence(wrong, tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps(wrong))
@@ -196,7 +237,9 @@ def test_what_is_left_open_is_as_the_model_says(zoo, tmp_path):
     with open_llm(zoo.directory("llama", 0)) as plain, open_llm(path) as llm:
 
         def text(llm, **params):
-            return llm.generate(prompt_of(0), SamplingParams(max_tokens=20, seed=3, **params))[0].token_ids
+            return llm.generate(prompt_of(0), SamplingParams(max_tokens=20, seed=3, **params))[
+                0
+            ].token_ids
 
         assert text(llm) == text(plain, **given)
         assert text(llm, temperature=0.0) == text(plain, temperature=0.0, repetition_penalty=1.5)
@@ -212,11 +255,20 @@ def test_prompts_are_texts_or_ids_of_any_kind(speaking):
     with open_llm(speaking) as llm:
         ids = llm.encode("the quick fox")
         expected = llm.generate("the quick fox", params)[0].token_ids
-        one = [ids, tuple(ids), np.array(ids), np.array(ids, dtype=np.int32), torch.tensor(ids), list(np.array(ids))]
+        one = [
+            ids,
+            tuple(ids),
+            np.array(ids),
+            np.array(ids, dtype=np.int32),
+            torch.tensor(ids),
+            list(np.array(ids)),
+        ]
         for prompt in one:
             assert [got.token_ids for got in llm.generate(prompt, params)] == [expected]
         assert [got.token_ids for got in llm.generate(one, params)] == [expected] * len(one)
-        assert [got.token_ids for got in llm.generate(torch.tensor([ids, ids]), params)] == [expected] * 2
+        assert [got.token_ids for got in llm.generate(torch.tensor([ids, ids]), params)] == [
+            expected
+        ] * 2
         assert llm.generate([], params) == []
         for wrong in (
             None,
@@ -232,8 +284,13 @@ def test_prompts_are_texts_or_ids_of_any_kind(speaking):
         ):
             with pytest.raises(PromptError) as caught:
                 llm.generate(wrong, params)
-            assert "needs a text, or whole numbers" in str(caught.value) and "\n" not in str(caught.value)
-        for params in (SamplingParams(logit_bias={10**6: 1.0}), SamplingParams(stop_token_ids=[10**6])):
+            assert "needs a text, or whole numbers" in str(caught.value) and "\n" not in str(
+                caught.value
+            )
+        for params in (
+            SamplingParams(logit_bias={10**6: 1.0}),
+            SamplingParams(stop_token_ids=[10**6]),
+        ):
             with pytest.raises(SettingsError, match="token id 1000000"):
                 llm.generate("x", params)
 
@@ -242,9 +299,12 @@ def test_prompts_are_texts_or_ids_of_any_kind(speaking):
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
-def test_bars_are_shown_on_a_terminal_unless_they_are_not_wanted(is_terminal, zoo, monkeypatch, capsys):
+def test_bars_are_shown_on_a_terminal_unless_they_are_not_wanted(
+    is_terminal, zoo, monkeypatch, capsys
+):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
-    params, settings = SamplingParams(max_tokens=2), {"device": "cpu", "max_model_len": 64, "drafter": "none"}
+    params = SamplingParams(max_tokens=2)
+    settings = {"device": "cpu", "max_model_len": 64, "drafter": "none"}
 
     def shown():
         out, err = capsys.readouterr()
@@ -275,7 +335,8 @@ def threads():
 
 def count_steps(llm, monkeypatch, fail_at=None):
     """The number of sequences in each pass from now on; the one with number `fail_at` fails."""
-    found, step = [], llm.engine._pass
+    found = []
+    step = llm.engine._pass
 
     def counted(going):
         found.append(len(going))
@@ -288,20 +349,31 @@ def count_steps(llm, monkeypatch, fail_at=None):
 
 
 def test_tasks_share_passes_and_have_the_texts_of_generate(llm, monkeypatch):
-    several = [SamplingParams(max_tokens=n, temperature=1.0, seed=n, n=1 + n % 2) for n in (12, 17, 9)]
+    several = [
+        SamplingParams(max_tokens=n, temperature=1.0, seed=n, n=1 + n % 2) for n in (12, 17, 9)
+    ]
     prompts = [*PROMPTS[:2], prompt_of(3, 20)]
     expected = llm.generate(prompts, several)
     passes = count_steps(llm, monkeypatch)
 
     async def main():
-        return await asyncio.gather(*(collect(llm, *one) for one in zip(prompts, several, strict=True)))
+        return await asyncio.gather(
+            *(collect(llm, *one) for one in zip(prompts, several, strict=True))
+        )
 
     for pieces, want in zip(asyncio.run(main()), expected, strict=True):
-        assert [one.token_ids for one in pieces[-1].output.outputs] == [one.token_ids for one in want.outputs]
+        assert [one.token_ids for one in pieces[-1].output.outputs] == [
+            one.token_ids for one in want.outputs
+        ]
         for one in want.outputs:
-            assert [token for piece in pieces if piece.index == one.index for token in piece.token_ids] == one.token_ids
+            assert [
+                token for piece in pieces if piece.index == one.index for token in piece.token_ids
+            ] == one.token_ids
     assert max(passes) == 5, "all five answers were in one pass"
-    assert asyncio.run(collect(llm, PROMPTS[0], several[0]))[-1].output.token_ids == expected[0].token_ids
+    assert (
+        asyncio.run(collect(llm, PROMPTS[0], several[0]))[-1].output.token_ids
+        == expected[0].token_ids
+    )
     assert not llm.engine._running and not llm.engine._waiting
 
 
@@ -322,7 +394,8 @@ def test_a_task_that_goes_leaves_the_passes_to_others(llm, monkeypatch, way):
 
     async def main():
         started = asyncio.Event()
-        gone, stays = asyncio.create_task(lose_interest(started)), asyncio.create_task(collect(llm, PROMPTS[1], params))
+        gone = asyncio.create_task(lose_interest(started))
+        stays = asyncio.create_task(collect(llm, PROMPTS[1], params))
         await started.wait()
         if way == "cancel":
             gone.cancel()
@@ -331,7 +404,8 @@ def test_a_task_that_goes_leaves_the_passes_to_others(llm, monkeypatch, way):
         return (await stays)[-1].output.token_ids
 
     assert asyncio.run(main()) in (expected, None)
-    llm._of_engine._thread.submit(lambda: None).result()  # behind all that the tasks have left it to do
+    # behind all that the tasks have left it to do
+    llm._of_engine._thread.submit(lambda: None).result()
     assert not llm.engine._running and not llm.engine._waiting
     assert llm.generate(PROMPTS[1], params)[0].token_ids == expected
     assert passes[-1] == 1 < max(passes)
@@ -342,7 +416,9 @@ def test_an_error_reaches_all_who_wait_and_the_next_may_try(llm, monkeypatch):
     count_steps(llm, monkeypatch, fail_at=3)
 
     async def main():
-        return await asyncio.gather(*(collect(llm, one, params) for one in PROMPTS), return_exceptions=True)
+        return await asyncio.gather(
+            *(collect(llm, one, params) for one in PROMPTS), return_exceptions=True
+        )
 
     assert [type(one) for one in asyncio.run(main())] == [DeviceError] * 3
     monkeypatch.undo()
@@ -363,7 +439,9 @@ def test_closing_ends_the_thread_and_tells_who_waits(pair):
         started = asyncio.Event()
 
         async def wait():
-            async for _ in llm.astream(PROMPTS[0], SamplingParams(max_tokens=None, ignore_eos=True)):
+            async for _ in llm.astream(
+                PROMPTS[0], SamplingParams(max_tokens=None, ignore_eos=True)
+            ):
                 started.set()
 
         tasks = [asyncio.create_task(wait()) for _ in range(3)]
@@ -372,7 +450,9 @@ def test_closing_ends_the_thread_and_tells_who_waits(pair):
         assert len(threads()) == n_before + 1
         llm.close()
         assert len(threads()) == n_before
-        return await asyncio.gather(*tasks, anext(late), collect(llm, PROMPTS[0], None), return_exceptions=True)
+        return await asyncio.gather(
+            *tasks, anext(late), collect(llm, PROMPTS[0], None), return_exceptions=True
+        )
 
     assert [str(one) for one in asyncio.run(main())] == ["this LLM is closed; make a new one"] * 5
 
@@ -380,9 +460,12 @@ def test_closing_ends_the_thread_and_tells_who_waits(pair):
 @pytest.mark.parametrize("n", [1, 3])
 def test_as_many_long_sequences_run_together_as_were_planned_for(zoo, n):
     whole = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
-    with open_llm(zoo.directory("llama", 0), max_model_len=40, max_num_seqs=n, drafter="none") as llm:
+    with open_llm(
+        zoo.directory("llama", 0), max_model_len=40, max_num_seqs=n, drafter="none"
+    ) as llm:
         assert llm.max_model_len == 40
-        engine, prompts = llm.engine, [prompt_of(seed) for seed in range(4)]
+        engine = llm.engine
+        prompts = [prompt_of(seed) for seed in range(4)]
         sequences = [Sequence([*prompt], whole, 40) for prompt in prompts]
         for sequence in sequences:
             engine.add(sequence)
@@ -391,4 +474,6 @@ def test_as_many_long_sequences_run_together_as_were_planned_for(zoo, n):
         while any(one.finish_reason is None for one in sequences):
             engine.step()
     for one, prompt in zip(sequences, prompts, strict=True):
-        assert one.tokens[len(prompt) :] == generate(zoo.model("llama", 0), prompt, 40 - len(prompt))
+        assert one.tokens[len(prompt) :] == generate(
+            zoo.model("llama", 0), prompt, 40 - len(prompt)
+        )

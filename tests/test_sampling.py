@@ -1,4 +1,6 @@
-"""From logits to a distribution, against transformers' own processors; and the draw from a distribution."""
+"""From logits to a distribution, against transformers' own processors; and the draw from a
+distribution.
+"""
 
 import pytest
 import torch
@@ -62,7 +64,10 @@ def peer_probs(logits, settings, contexts, n_prompt=0, end_ids=()):
     """The distribution by transformers, its processors in the order of its own `generate`."""
     chain = modifiers(SamplingParams(**settings), n_prompt, end_ids)
     chain += [WARPERS[name](settings[name]) for name in WARPERS if name in settings]
-    rows = [chain(torch.tensor([context]), row[None])[0] for row, context in zip(logits, contexts, strict=True)]
+    rows = [
+        chain(torch.tensor([context]), row[None])[0]
+        for row, context in zip(logits, contexts, strict=True)
+    ]
     return torch.softmax(torch.stack(rows), -1)
 
 
@@ -80,10 +85,8 @@ def test_probabilities_are_those_of_transformers(settings, seed):
     logits, contexts = random_logits(seed, n=70)
     contexts[3] = []
     before = logits.clone()
-    got, expected = (
-        probs(logits, SamplingParams(**settings), Context(), contexts),
-        peer_probs(logits, settings, contexts),
-    )
+    got = probs(logits, SamplingParams(**settings), Context(), contexts)
+    expected = peer_probs(logits, settings, contexts)
     assert got.dtype == torch.float32
     assert torch.equal(got > 0, expected > 0), "the filters keep other tokens"
     torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
@@ -93,7 +96,8 @@ def test_probabilities_are_those_of_transformers(settings, seed):
 @pytest.mark.parametrize("penalty", [0.6, 1.7])
 def test_a_penalty_looks_back_on_the_sequence_and_on_each_nodes_own_path(penalty):
     logits, contexts = random_logits(5, n=70)
-    tokens, paths = contexts[0][:5] * 2, [context[: i % 7] for i, context in enumerate(contexts)]
+    tokens = contexts[0][:5] * 2
+    paths = [context[: i % 7] for i, context in enumerate(contexts)]
     settings = {"temperature": 1.0, "repetition_penalty": penalty}
     got = probs(logits, SamplingParams(**settings), Context(tokens), paths)
     expected = peer_probs(logits, settings, [tokens + path for path in paths])
@@ -102,9 +106,12 @@ def test_a_penalty_looks_back_on_the_sequence_and_on_each_nodes_own_path(penalty
 
 @pytest.mark.parametrize("min_tokens", [0, 4, 7, 40])
 def test_the_answer_alone_is_counted_and_ends_wait_for_the_least_tokens(min_tokens):
-    """Penalties count the answer and each node's own path, not the prompt; a node may be before the least and its child not."""
+    """Penalties count the answer and each node's own path, not the prompt; a node may be before the
+    least and its child not.
+    """
     logits, contexts = random_logits(7, n=70)
-    tokens, paths = contexts[0][:9], [context[: i % 7] for i, context in enumerate(contexts)]
+    tokens = contexts[0][:9]
+    paths = [context[: i % 7] for i, context in enumerate(contexts)]
     settings = {
         "temperature": 1.0,
         "top_p": 0.95,
@@ -120,7 +127,8 @@ def test_the_answer_alone_is_counted_and_ends_wait_for_the_least_tokens(min_toke
 
 def test_bad_words_may_span_answer_and_path_but_not_the_prompt():
     logits, contexts = random_logits(9, n=70)
-    tokens, paths = contexts[0][:9], [context[: i % 4] for i, context in enumerate(contexts)]
+    tokens = contexts[0][:9]
+    paths = [context[: i % 4] for i, context in enumerate(contexts)]
     words = [(*(tokens + path)[-n:], 10 * n) for path in paths for n in (1, 2, 4)]
     settings = {"temperature": 1.0, "bad_words_ids": tuple(dict.fromkeys(words)), "top_k": 20}
     got = probs(logits, SamplingParams(**settings), Context(tokens, 6), paths)
@@ -135,7 +143,8 @@ def test_bad_words_may_span_answer_and_path_but_not_the_prompt():
 def test_logprobs_are_of_the_raw_distribution_with_ranks(dtype, k):
     logits = random_logits(8, n=70)[0].to(dtype)
     chosen = torch.arange(70) % VOCABULARY
-    found, all_of = token_logprobs(logits, chosen.tolist(), k, "<{}>".format), torch.log_softmax(logits.double(), -1)
+    found = token_logprobs(logits, chosen.tolist(), k, "<{}>".format)
+    all_of = torch.log_softmax(logits.double(), -1)
     assert len(found) == 70
     for one, token, row in zip(found, chosen.tolist(), all_of, strict=True):
         best = row.sort(descending=True, stable=True).values[: VOCABULARY if k < 0 else k].tolist()
@@ -155,8 +164,13 @@ def test_top_tokens_are_the_models_most_probable_ones(dtype):
     found = top_tokens(logits, 5)
     assert found.tokens.shape == (70, 5) and found.probs.dtype == torch.float32
     torch.testing.assert_close(found.probs.double(), best.values, atol=1e-6, rtol=1e-5)
-    assert torch.equal(logits.gather(-1, found.tokens).sort(-1).values, logits.topk(5).values.sort(-1).values)
-    assert top_tokens(logits, 0) is None and top_tokens(logits, 1000).tokens.shape == (70, VOCABULARY)
+    assert torch.equal(
+        logits.gather(-1, found.tokens).sort(-1).values, logits.topk(5).values.sort(-1).values
+    )
+    assert top_tokens(logits, 0) is None and top_tokens(logits, 1000).tokens.shape == (
+        70,
+        VOCABULARY,
+    )
 
 
 @given(
@@ -167,22 +181,30 @@ def test_top_tokens_are_the_models_most_probable_ones(dtype):
     st.floats(0.2, 3),
     st.integers(0, 10**6),
 )
-def test_probabilities_sum_to_one_and_keep_the_best_token(temperature, top_p, top_k, min_p, penalty, seed):
-    params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=penalty)
+def test_probabilities_sum_to_one_and_keep_the_best_token(
+    temperature, top_p, top_k, min_p, penalty, seed
+):
+    params = SamplingParams(
+        temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=penalty
+    )
     logits, contexts = random_logits(seed, n=3)
     got = probs(logits, params, Context(), contexts)
     assert (got >= 0).all()
     torch.testing.assert_close(got.sum(-1), torch.ones(3), atol=1e-5, rtol=0)
     greedy = SamplingParams(temperature=0.0, repetition_penalty=penalty)
     best = probs(logits, greedy, Context(), contexts).argmax(-1)
-    assert (got.gather(-1, best[:, None]).ravel() > 0).all(), "the most probable token is never filtered"
+    assert (got.gather(-1, best[:, None]).ravel() > 0).all(), (
+        "the most probable token is never filtered"
+    )
 
 
 # Top-p orders a row's first tokens, and all of a row only where these do not reach it.
 
 
 def plain_top_p(logits, temperature, top_p, top_k):
-    """The distribution by ordering all of every row, equally probable tokens in the order of their ids."""
+    """The distribution by ordering all of every row, equally probable tokens in the order of their
+    ids.
+    """
     probs = torch.softmax((logits - logits.amax(-1, keepdim=True)) / temperature, -1)
     probs = probs * (probs >= probs.topk(top_k).values[:, -1:])
     ordered, order = probs.sort(dim=-1, descending=True, stable=True)
@@ -193,34 +215,45 @@ def plain_top_p(logits, temperature, top_p, top_k):
 
 
 def rows_of_all_kinds(seed, n_tokens):
-    """Smooth rows, rows of few different values, flat ones, flat but for one token, and of one token that is possible."""
+    """Smooth rows, rows of few different values, flat ones, flat but for one token, and of one
+    token that is possible.
+    """
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(10, n_tokens, generator=generator)
-    flat, but_one = torch.zeros(1, n_tokens), torch.zeros(1, n_tokens)
+    flat = torch.zeros(1, n_tokens)
+    but_one = torch.zeros(1, n_tokens)
     but_one[0, n_tokens // 2] = 3.0
     single = torch.full((1, n_tokens), -torch.inf).index_fill_(1, torch.tensor([n_tokens - 1]), 0.0)
-    return torch.cat((3 * noise[:4], 12 * noise[4:6], (2 * noise[6:]).round(), flat, but_one, single))
+    return torch.cat(
+        (3 * noise[:4], 12 * noise[4:6], (2 * noise[6:]).round(), flat, but_one, single)
+    )
 
 
 @given(
     st.sampled_from([30, 511, 512, 513, 1700]),
-    st.sampled_from([1e-9, 1e-3, 0.25, 0.5, 0.9, 0.99, 1 - 1e-6, 1 - 1e-12]) | st.floats(1e-6, 1 - 1e-6),
+    st.sampled_from([1e-9, 1e-3, 0.25, 0.5, 0.9, 0.99, 1 - 1e-6, 1 - 1e-12])
+    | st.floats(1e-6, 1 - 1e-6),
     st.sampled_from([0.05, 0.3, 0.7, 1.0, 2.0, 50.0]),
     st.sampled_from([1, 40, 600, 10**6]),
     st.integers(0, 10**6),
 )
 def test_top_p_is_that_of_ordering_every_token(n_tokens, top_p, temperature, top_k, seed):
     logits = rows_of_all_kinds(seed, n_tokens)
-    got = probs(logits, SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k), Context(), [])
+    got = probs(
+        logits, SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k), Context(), []
+    )
     assert torch.equal(got, plain_top_p(logits, temperature, top_p, min(top_k, n_tokens)))
 
 
 @pytest.mark.parametrize("penalty", [1.0, 2.0])
 def test_only_rows_that_need_it_are_ordered_as_a_whole(monkeypatch, penalty):
     """Each with its own path, where a penalty looks back on it."""
-    sort, ordered = torch.Tensor.sort, []
+    sort = torch.Tensor.sort
+    ordered = []
     monkeypatch.setattr(
-        torch.Tensor, "sort", lambda self, *args, **more: ordered.append(self.shape) or sort(self, *args, **more)
+        torch.Tensor,
+        "sort",
+        lambda self, *args, **more: ordered.append(self.shape) or sort(self, *args, **more),
     )
     logits = 6 * torch.randn(150, 2000, generator=torch.Generator().manual_seed(0))
     flat = [3, 70, 149]
@@ -244,14 +277,19 @@ def test_narrow_logits_are_widened_before_anything(dtype):
     wide = torch.promote_types(dtype, torch.float32)
     got = probs(logits.to(dtype), SamplingParams(**settings), Context(), contexts)
     assert got.dtype == wide
-    torch.testing.assert_close(got, peer_probs(logits.to(dtype).to(wide), settings, contexts), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        got, peer_probs(logits.to(dtype).to(wide), settings, contexts), atol=1e-6, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("penalty", [1.0, 2.5])
 def test_temperature_zero_is_one_hot(penalty):
     logits, contexts = random_logits(1)
     chain = RepetitionPenaltyLogitsProcessor(penalty)
-    best = [int(chain(torch.tensor([c]), row[None]).argmax()) for row, c in zip(logits, contexts, strict=True)]
+    best = [
+        int(chain(torch.tensor([c]), row[None]).argmax())
+        for row, c in zip(logits, contexts, strict=True)
+    ]
     params = SamplingParams(temperature=0.0, repetition_penalty=penalty, top_p=0.5, top_k=3)
     got = probs(logits, params, Context(), contexts)
     assert torch.equal(got, torch.eye(VOCABULARY)[best])
@@ -283,7 +321,9 @@ def test_a_place_where_no_token_is_possible_is_an_error(temperature):
         probs(logits, SamplingParams(temperature=temperature), Context(), contexts)
 
 
-@pytest.mark.parametrize("settings", [{"temperature": 0.0}, {"temperature": 1.0, "top_k": 60, "min_p": 0.001}])
+@pytest.mark.parametrize(
+    "settings", [{"temperature": 0.0}, {"temperature": 1.0, "top_k": 60, "min_p": 0.001}]
+)
 def test_an_impossible_token_stays_impossible(settings):
     logits, contexts = random_logits(0)
     logits[:, ::3] = -torch.inf
@@ -307,30 +347,43 @@ def test_an_impossible_token_stays_impossible(settings):
 @pytest.mark.parametrize("scale", [1.0, 0.9])
 def test_draws_follow_the_distribution(probs, scale):
     """Only the proportions count: rounding may leave a sum that is not one."""
-    probs, n = torch.tensor(probs), 10_000
+    probs = torch.tensor(probs)
+    n = 10_000
     generator = torch.Generator().manual_seed(11)
-    counts = torch.bincount(torch.tensor(draw((probs * scale).expand(n, -1), generator)), minlength=len(probs)).double()
+    counts = torch.bincount(
+        torch.tensor(draw((probs * scale).expand(n, -1), generator)), minlength=len(probs)
+    ).double()
     assert counts[probs == 0].sum() == 0
     possible = probs > 0
     if possible.sum() > 1:
         assert (
-            chi_square_p(counts[possible].numpy(), (probs.double() / probs.double().sum() * n)[possible].numpy()) > 1e-6
+            chi_square_p(
+                counts[possible].numpy(),
+                (probs.double() / probs.double().sum() * n)[possible].numpy(),
+            )
+            > 1e-6
         )
 
 
 def test_draws_from_a_distribution_of_many_tokens():
     """A long tail, as of a real vocabulary, in groups: neither head nor tail is favoured."""
-    probs, n = torch.softmax(torch.linspace(0, -4, 3000), 0), 10_000
+    probs = torch.softmax(torch.linspace(0, -4, 3000), 0)
+    n = 10_000
     generator = torch.Generator().manual_seed(12)
     is_sampled = torch.tensor(draw(probs.expand(n, -1), generator))
     expected = probs.double().view(30, 100).sum(1) / probs.double().sum() * n
-    assert chi_square_p(torch.bincount(is_sampled // 100, minlength=30).numpy(), expected.numpy()) > 1e-6
+    assert (
+        chi_square_p(torch.bincount(is_sampled // 100, minlength=30).numpy(), expected.numpy())
+        > 1e-6
+    )
 
 
 @pytest.mark.parametrize(("at", "token"), [(0.0, 2), (1 - 2**-53, 5), (1.0, 5)])
 def test_the_ends_of_the_unit_interval_give_possible_tokens(monkeypatch, at, token):
     """Also a draw of exactly one, which rounding can make of the number nearest to it."""
-    monkeypatch.setattr(sampling.torch, "rand", lambda n, **options: torch.full((n,), at, dtype=torch.float64))
+    monkeypatch.setattr(
+        sampling.torch, "rand", lambda n, **options: torch.full((n,), at, dtype=torch.float64)
+    )
     probs = torch.tensor([0.0, 0.0, 0.3, 0.2, 0.0, 0.5, 0.0])
     assert draw(probs[None], torch.Generator()) == [token]
 
@@ -346,7 +399,8 @@ def test_a_token_of_probability_zero_is_never_drawn(seed, n):
 
 def test_a_draw_takes_one_number_of_the_generator():
     """Which is what makes a seed mean the same whatever the distribution is."""
-    one, other = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
+    one = torch.Generator().manual_seed(3)
+    other = torch.Generator().manual_seed(3)
     draw(torch.tensor([[0.5, 0.5]]), one)
     draw(torch.softmax(torch.randn(1, 1000), -1), other)
     assert torch.equal(one.get_state(), other.get_state())

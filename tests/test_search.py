@@ -9,7 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import random_tree
 
-from offload_rt.tree.choose import ExpectedTokensBias, best_prefix, best_prefixes, choose, sizes_up_to
+from offload_rt.tree.choose import (
+    ExpectedTokensBias,
+    best_prefix,
+    best_prefixes,
+    choose,
+    sizes_up_to,
+)
 from offload_rt.tree.describe import describe
 from offload_rt.tree.search import expected_tokens, search
 from offload_rt.tree.topology import Topology
@@ -22,7 +28,12 @@ def tree_batches(n):
     """All ordered trees of n nodes; a tree is the tuple of its root's subtrees."""
     if n == 0:
         return [()]
-    return [(first, *rest) for m in range(1, n + 1) for first in tree_batches(m - 1) for rest in tree_batches(n - m)]
+    return [
+        (first, *rest)
+        for m in range(1, n + 1)
+        for first in tree_batches(m - 1)
+        for rest in tree_batches(n - m)
+    ]
 
 
 def n_levels(tree):
@@ -41,7 +52,11 @@ def best_of_all(acceptance, n_nodes, levels):
     """Expected tokens of the best of all trees of at most n nodes, for every n from 0."""
     bests = [0.0]
     for n in range(n_nodes):
-        trees = (tree for tree in tree_batches(n) if n_levels(tree) <= levels and widest(tree) <= len(acceptance))
+        trees = (
+            tree
+            for tree in tree_batches(n)
+            if n_levels(tree) <= levels and widest(tree) <= len(acceptance)
+        )
         bests.append(max([expectation(tree, acceptance) for tree in trees] + bests[-1:]))
     return bests
 
@@ -67,19 +82,27 @@ def check_tree(table, acceptance, n, levels):
     topology = table.topology(n, levels)
     tree = nested(topology)
     assert len(topology) <= n and n_levels(tree) <= levels and widest(tree) <= len(acceptance)
-    assert (np.diff(topology.parents) >= 0).all(), "level order, families together and in the order of their parents"
+    assert (np.diff(topology.parents) >= 0).all(), (
+        "level order, families together and in the order of their parents"
+    )
     assert (np.diff(topology.depths) >= 0).all()
     assert table.values[n, levels] == pytest.approx(expectation(tree, acceptance), rel=1e-12)
-    assert expected_tokens(topology, acceptance) == pytest.approx(expectation(tree, acceptance), rel=1e-12)
+    assert expected_tokens(topology, acceptance) == pytest.approx(
+        expectation(tree, acceptance), rel=1e-12
+    )
 
 
 @settings(max_examples=40)
 @given(acceptances(), st.integers(1, MOST), st.integers(1, MOST))
-def test_one_search_finds_the_best_of_all_trees_for_every_size_and_number_of_levels(acceptance, n_nodes, max_levels):
+def test_one_search_finds_the_best_of_all_trees_for_every_size_and_number_of_levels(
+    acceptance, n_nodes, max_levels
+):
     table = search(acceptance, n_nodes, max_levels)
     assert table.values.shape == (n_nodes + 1, max_levels + 1)
     for levels in {1, (max_levels + 1) // 2, max_levels}:
-        assert table.values[:, levels] == pytest.approx(best_of_all(acceptance, n_nodes, levels), rel=1e-12)
+        assert table.values[:, levels] == pytest.approx(
+            best_of_all(acceptance, n_nodes, levels), rel=1e-12
+        )
         for n in range(1, n_nodes + 1):
             check_tree(table, acceptance, n, levels)
 
@@ -100,11 +123,16 @@ def test_children_that_are_never_taken_are_left_out():
 
 def test_a_full_tree_is_not_exceeded():
     table = search(np.array([0.6, 0.3]), 50, 4)
-    assert len(table.topology(50, 4)) == 15 and table.values[50, 4] == pytest.approx(sum(0.9**i for i in range(4)))
+    assert len(table.topology(50, 4)) == 15 and table.values[50, 4] == pytest.approx(
+        sum(0.9**i for i in range(4))
+    )
 
 
 def test_a_description_names_nodes_levels_and_children():
-    assert describe(Topology.chain(1)) == "1 node" and describe(Topology.chain(5)) == "chain of 5 nodes"
+    assert (
+        describe(Topology.chain(1)) == "1 node"
+        and describe(Topology.chain(5)) == "chain of 5 nodes"
+    )
     lines = describe(Topology(np.array([-1, 0, 0, 0, 1, 1, 3, 4]))).splitlines()
     assert lines[0] == "8 nodes on 4 levels, up to 3 children a node"
     rows = ["0 1 3", "1 3 2 . 1", "2 3 1 . | .", "3 1 leaves"]
@@ -153,9 +181,13 @@ def test_as_many_nodes_are_taken_as_pay(seed: int) -> None:
 
 
 @given(st.integers(0, 10**6))
-def test_the_nodes_of_several_trees_that_are_taken_cost_a_token_of_any_of_them_least(seed: int) -> None:
+def test_the_nodes_of_several_trees_that_are_taken_cost_a_token_of_any_of_them_least(
+    seed: int,
+) -> None:
     random = np.random.default_rng(seed)
-    chances = [np.sort(random.random(random.integers(7)) * scale)[::-1] for scale in (1.0, 0.6, 0.2)]
+    chances = [
+        np.sort(random.random(random.integers(7)) * scale)[::-1] for scale in (1.0, 0.6, 0.2)
+    ]
     seconds = 1.0 + np.maximum(np.arange(22) - random.integers(22), 0) * random.random() / 10
 
     def per_token(sizes: tuple[int, ...]) -> float:
@@ -168,10 +200,13 @@ def test_the_nodes_of_several_trees_that_are_taken_cost_a_token_of_any_of_them_l
 
 
 @given(st.integers(0, 10**6), st.integers(1, 4))
-def test_the_choice_is_the_smallest_tree_that_is_nearly_the_best(seed: int, least_levels: int) -> None:
+def test_the_choice_is_the_smallest_tree_that_is_nearly_the_best(
+    seed: int, least_levels: int
+) -> None:
     random = np.random.default_rng(seed)
     expected = 1.0 + np.sort(random.random((21, 6)) * 5, axis=0)
-    sizes, seconds = sizes_up_to(20), 1.0 + np.sort(random.random((len(sizes_up_to(20)), 5)), axis=0)
+    sizes = sizes_up_to(20)
+    seconds = 1.0 + np.sort(random.random((len(sizes_up_to(20)), 5)), axis=0)
     n_nodes, n_levels, per_token = choose(expected, sizes, seconds, least_levels)
     cost = {
         (int(n), level): seconds[row, level - 1] / expected[n, level]
@@ -181,4 +216,8 @@ def test_the_choice_is_the_smallest_tree_that_is_nearly_the_best(seed: int, leas
     }
     good = [n for (n, _), value in cost.items() if value <= 1.01 * min(cost.values())]
     assert n_nodes == min(good)
-    assert per_token == cost[n_nodes, n_levels] == min(value for (n, _), value in cost.items() if n == n_nodes)
+    assert (
+        per_token
+        == cost[n_nodes, n_levels]
+        == min(value for (n, _), value in cost.items() if n == n_nodes)
+    )

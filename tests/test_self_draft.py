@@ -26,7 +26,9 @@ def open_self(zoo: Zoo, name: str, n_resident: int) -> LLM:
         LLM(str(zoo.directory(name, 0)), device_memory=1, **SETTINGS)
     least = int(str(refused.value).split("(")[1].split()[0])
     slot = LLM.open(EngineConfig(str(zoo.directory(name, 0)), device="cpu")).plan.slot_nbytes
-    llm = LLM(str(zoo.directory(name, 0)), device_memory=least + (1 + n_resident) * slot, **SETTINGS)
+    llm = LLM(
+        str(zoo.directory(name, 0)), device_memory=least + (1 + n_resident) * slot, **SETTINGS
+    )
     plan = llm.plan
     assert plan.device_nbytes <= plan.budget.device
     assert (plan.copies_nbytes > 0) == (n_resident < len(plan.tiers))
@@ -49,13 +51,15 @@ def test_a_copy_takes_a_third_and_is_off_by_half_a_step() -> None:
         ("up.bias", (96,), DType.BFLOAT16),
         ("norm.weight", (96,), DType.BFLOAT16),
     ]
-    layout, x = packed_layout([*tensors, ("odd.weight", (10, 30), DType.BFLOAT16)]), torch.randn(5, 128).bfloat16()
+    layout = packed_layout([*tensors, ("odd.weight", (10, 30), DType.BFLOAT16)])
+    x = torch.randn(5, 128).bfloat16()
     layer = PackedLayer(host_block(layout.nbytes), layout)
     for tensor in layout.views(layer.block).values():
         tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0)))
     copy = int4.packed(layer, CPU)
     ours, theirs = (
-        f.view(one.layout, one.block, int4.DTYPE.torch) for f, one in ((int4.Format(), copy), (Dense(None), layer))
+        f.view(one.layout, one.block, int4.DTYPE.torch)
+        for f, one in ((int4.Format(), copy), (Dense(None), layer))
     )
     matrix = theirs.tensor("up.weight").float()
     bias = theirs.tensor("up.bias").float()
@@ -71,8 +75,11 @@ def test_a_copy_takes_a_third_and_is_off_by_half_a_step() -> None:
 
 def test_what_is_read_for_the_copies_is_counted_as_loaded(zoo: Zoo) -> None:
     with open_self(zoo, "llama", 0) as llm:
-        budget, told = llm.plan.budget.device, []
-    with LLM.open(EngineConfig(str(zoo.directory("llama", 0)), device_memory=budget, **SETTINGS)) as llm:
+        budget = llm.plan.budget.device
+        told = []
+    with LLM.open(
+        EngineConfig(str(zoo.directory("llama", 0)), device_memory=budget, **SETTINGS)
+    ) as llm:
         llm.load(progress=lambda done, total: told.append((done, total)))
     assert max(done for done, _ in told) == told[0][1]
 
@@ -84,7 +91,12 @@ def test_the_plan_shows_the_copies(zoo: Zoo) -> None:
 
 
 def test_layers_of_transformers_own_have_no_copies(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     config = Phi3Config(vocab_size=64, pad_token_id=0, **sizes)
     Phi3ForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match="a model of type phi3 cannot draft for itself"):

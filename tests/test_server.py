@@ -29,14 +29,22 @@ __all__ = ["llm", "served"]
 def rendered(llm: LLM, **more: Any) -> list[int]:
     """The conversation as transformers makes token ids of it."""
     assert llm.tokenizer is not None
-    found = llm.tokenizer.apply_chat_template(TURNS, add_generation_prompt=True, return_dict=True, **more)
+    found = llm.tokenizer.apply_chat_template(
+        TURNS, add_generation_prompt=True, return_dict=True, **more
+    )
     return list(found["input_ids"])
 
 
 def test_a_completion_is_what_the_model_says(served: Served) -> None:
-    found = served.client.completions.create(model="demo", prompt=PROMPT, max_tokens=12, temperature=0)
+    found = served.client.completions.create(
+        model="demo", prompt=PROMPT, max_tokens=12, temperature=0
+    )
     assert found.choices[0].text == alone(served.llm, PROMPT, max_tokens=12)
-    assert (found.object, found.model, found.choices[0].finish_reason) == ("text_completion", "demo", "length")
+    assert (found.object, found.model, found.choices[0].finish_reason) == (
+        "text_completion",
+        "demo",
+        "length",
+    )
     n_prompt = len(served.llm.encode(PROMPT))
     assert found.usage is not None
     assert (found.usage.prompt_tokens, found.usage.completion_tokens, found.usage.total_tokens) == (
@@ -49,7 +57,8 @@ def test_a_completion_is_what_the_model_says(served: Served) -> None:
 def test_a_stream_carries_the_same_text_as_the_whole_answer(served: Served) -> None:
     asked = {"model": "demo", "prompt": [PROMPT, "class "], "max_tokens": 10, "temperature": 0}
     whole = served.client.completions.create(**asked)
-    texts, ids = ["", ""], set()
+    texts = ["", ""]
+    ids = set()
     for chunk in served.client.completions.create(**asked, stream=True):
         ids.add(chunk.id)
         for choice in chunk.choices:
@@ -61,15 +70,23 @@ def test_a_stream_carries_the_same_text_as_the_whole_answer(served: Served) -> N
 def test_a_chat_streams_its_role_once_and_its_usage_last(served: Served) -> None:
     asked = {"model": "demo", "messages": TURNS, "max_completion_tokens": 9, "temperature": 0}
     whole = served.client.chat.completions.create(**asked)
-    chunks = list(served.client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    chunks = list(
+        served.client.chat.completions.create(
+            **asked, stream=True, stream_options={"include_usage": True}
+        )
+    )
     *parts, last = chunks
     deltas = [part.choices[0].delta for part in parts]
     assert [delta.role for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
     assert "".join(delta.content or "" for delta in deltas) == whole.choices[0].message.content
-    assert [part.choices[0].finish_reason for part in parts] == [None] * (len(parts) - 1) + ["length"]
+    assert [part.choices[0].finish_reason for part in parts] == [None] * (len(parts) - 1) + [
+        "length"
+    ]
     assert all(part.usage is None for part in parts) and last.choices == []
     assert last.usage is not None and last.usage.completion_tokens == 9
-    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"} and whole.object == "chat.completion"
+    assert {chunk.object for chunk in chunks} == {
+        "chat.completion.chunk"
+    } and whole.object == "chat.completion"
 
 
 def test_chats_go_through_the_template_of_the_model(served: Served) -> None:
@@ -78,7 +95,9 @@ def test_chats_go_through_the_template_of_the_model(served: Served) -> None:
         model="demo", messages=[{"role": "user", "content": parts}], max_tokens=8, temperature=0,
         extra_body={"chat_template_kwargs": {"mark": "x = "}},
     )  # fmt: skip
-    assert found.choices[0].message.content == alone(served.llm, rendered(served.llm, mark="x = "), max_tokens=8)
+    assert found.choices[0].message.content == alone(
+        served.llm, rendered(served.llm, mark="x = "), max_tokens=8
+    )
 
 
 def test_several_answers_are_those_of_their_seeds(served: Served) -> None:
@@ -92,7 +111,9 @@ def test_several_answers_are_those_of_their_seeds(served: Served) -> None:
 def test_a_stop_string_ends_an_answer_and_is_not_in_it(served: Served) -> None:
     text = alone(served.llm, PROMPT, max_tokens=16)
     stop = text[5:8]
-    found = served.client.completions.create(model="demo", prompt=PROMPT, max_tokens=16, temperature=0, stop=[stop])
+    found = served.client.completions.create(
+        model="demo", prompt=PROMPT, max_tokens=16, temperature=0, stop=[stop]
+    )
     assert found.choices[0].text == text[: text.index(stop)]
     assert found.choices[0].finish_reason == "stop"
 
@@ -101,14 +122,22 @@ def test_logprobs_of_a_completion_with_its_prompt(served: Served) -> None:
     found = served.client.completions.create(
         model="demo", prompt=PROMPT, max_tokens=3, temperature=0, logprobs=2, echo=True
     )
-    choice, ids = found.choices[0], served.llm.encode(PROMPT)
+    choice = found.choices[0]
+    ids = served.llm.encode(PROMPT)
     logprobs = choice.logprobs
-    assert logprobs is not None and logprobs.tokens and logprobs.token_logprobs and logprobs.top_logprobs
+    assert (
+        logprobs is not None
+        and logprobs.tokens
+        and logprobs.token_logprobs
+        and logprobs.top_logprobs
+    )
     assert (
         choice.text.startswith(PROMPT) and "".join(logprobs.tokens[1:]) == choice.text
     )  # it begins with a special token
     assert len(logprobs.tokens) == len(ids) + 3
-    assert logprobs.token_logprobs[0] is None and all(x is not None and x <= 0 for x in logprobs.token_logprobs[1:])
+    assert logprobs.token_logprobs[0] is None and all(
+        x is not None and x <= 0 for x in logprobs.token_logprobs[1:]
+    )
     assert all(2 <= len(top) <= 3 for top in logprobs.top_logprobs[1:])
     assert logprobs.text_offset is not None and logprobs.text_offset[:2] == [0, 0], "hidden token"
     for token, start in zip(logprobs.tokens[1:], logprobs.text_offset[1:], strict=True):
@@ -120,36 +149,63 @@ def test_logprobs_of_a_completion_with_its_prompt(served: Served) -> None:
 
 
 def test_the_prompt_alone_is_read_where_no_tokens_are_wanted(served: Served) -> None:
-    """As lm-eval's local-completions reads what a continuation is worth, with one token more or with none."""
+    """As lm-eval's local-completions reads what a continuation is worth, with one token more or
+    with none.
+    """
     ids = served.llm.encode(PROMPT + "    return 1")
-    asked = {"model": "demo", "prompt": [ids, ids[:5]], "temperature": 0, "logprobs": 1, "echo": True}
+    asked = {
+        "model": "demo",
+        "prompt": [ids, ids[:5]],
+        "temperature": 0,
+        "logprobs": 1,
+        "echo": True,
+    }
     with_one = served.client.completions.create(**asked, max_tokens=1)
     alone = served.client.completions.create(**asked, max_tokens=0)
     streamed = list(served.client.completions.create(**asked, max_tokens=0, stream=True))
     assert alone.usage is not None and alone.usage.completion_tokens == 0
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
     for i, prompt in enumerate(asked["prompt"]):
-        one, more = alone.choices[i], with_one.choices[i]
-        assert one.logprobs is not None and more.logprobs is not None and one.logprobs.token_logprobs
+        one = alone.choices[i]
+        more = with_one.choices[i]
+        assert (
+            one.logprobs is not None and more.logprobs is not None and one.logprobs.token_logprobs
+        )
         assert one.logprobs.token_logprobs == more.logprobs.token_logprobs[:-1]
         expected = served.llm.generate(prompt, params)[0].prompt_logprobs
         assert expected is not None
-        own = [found[id].logprob for id, found in zip(prompt[1:], expected[1:], strict=True) if found]
+        own = [
+            found[id].logprob for id, found in zip(prompt[1:], expected[1:], strict=True) if found
+        ]
         assert one.logprobs.token_logprobs[1:] == pytest.approx(own, abs=1e-4)
         assert more.text.startswith(one.text) and one.finish_reason == "length"
         chunks = [choice for chunk in streamed for choice in chunk.choices if choice.index == i]
-        assert "".join(choice.text for choice in chunks) == one.text and chunks[-1].finish_reason == "length"
+        assert (
+            "".join(choice.text for choice in chunks) == one.text
+            and chunks[-1].finish_reason == "length"
+        )
         greedy = [max(best, key=lambda text: best[text]) for best in one.logprobs.top_logprobs[1:]]
-        assert any(text == token for text, token in zip(greedy, one.logprobs.tokens[1:], strict=True))
+        assert any(
+            text == token for text, token in zip(greedy, one.logprobs.tokens[1:], strict=True)
+        )
 
 
 @pytest.mark.parametrize("k", [0, 5, 20])
 def test_as_many_logprobs_come_as_are_asked_for(served: Served, k: int) -> None:
-    found = served.client.completions.create(model="demo", prompt=PROMPT, max_tokens=4, temperature=0, logprobs=k)
+    found = served.client.completions.create(
+        model="demo", prompt=PROMPT, max_tokens=4, temperature=0, logprobs=k
+    )
     logprobs = found.choices[0].logprobs
-    assert logprobs is not None and logprobs.top_logprobs is not None and len(logprobs.top_logprobs) == 4
-    for token, own, best in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
-        assert max(k, 1) - 1 <= len(best) <= k + 1 and best[token] == own  # two ids may have the same text
+    assert (
+        logprobs is not None
+        and logprobs.top_logprobs is not None
+        and len(logprobs.top_logprobs) == 4
+    )
+    for token, own, best in zip(
+        logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True
+    ):
+        # two ids may have the same text
+        assert max(k, 1) - 1 <= len(best) <= k + 1 and best[token] == own
     chat = served.client.chat.completions.create(
         model="demo", messages=TURNS, max_tokens=4, temperature=0, logprobs=True, top_logprobs=k
     )
@@ -171,7 +227,9 @@ def test_offsets_of_a_stream_are_those_of_the_whole_text(served: Served) -> None
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
 @pytest.mark.parametrize("is_last", [False, True])
 @pytest.mark.parametrize("is_continuous", [False, True])
-def test_usage_comes_where_it_is_asked_for(served: Served, path: str, is_last: bool, is_continuous: bool) -> None:
+def test_usage_comes_where_it_is_asked_for(
+    served: Served, path: str, is_last: bool, is_continuous: bool
+) -> None:
     body = {"prompt": PROMPT, "messages": TURNS, "max_tokens": 6, "temperature": 0}
     options = {"include_usage": is_last, "continuous_usage_stats": is_continuous}
     text = served.asked(f"/v1/{path}", body | {"stream": True, "stream_options": options})[2]
@@ -182,7 +240,11 @@ def test_usage_comes_where_it_is_asked_for(served: Served, path: str, is_last: b
     if is_last:
         last = chunks.pop()
         assert last["choices"] == [] and last["usage"] == expected
-    told = [chunk.get("usage") for chunk in chunks if chunk["choices"][0].get("delta", {}).get("role") is None]
+    told = [
+        chunk.get("usage")
+        for chunk in chunks
+        if chunk["choices"][0].get("delta", {}).get("role") is None
+    ]
     if is_continuous:
         counts = [one["completion_tokens"] for one in told]
         assert counts == sorted(counts) and told[-1] == expected
@@ -192,14 +254,23 @@ def test_usage_comes_where_it_is_asked_for(served: Served, path: str, is_last: b
 
 
 def test_logprobs_of_a_chat_are_the_same_in_a_stream(served: Served) -> None:
-    asked = {"model": "demo", "messages": TURNS, "max_tokens": 5, "temperature": 0, "logprobs": True, "top_logprobs": 2}
+    asked = {
+        "model": "demo",
+        "messages": TURNS,
+        "max_tokens": 5,
+        "temperature": 0,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
     whole = served.client.chat.completions.create(**asked).choices[0].logprobs
     assert whole is not None and whole.content is not None
     streamed: list[Any] = []
     for chunk in served.client.chat.completions.create(**asked, stream=True):
         found = chunk.choices[0].logprobs
         streamed += found.content or [] if found else []
-    assert [one.token for one in streamed] == [one.token for one in whole.content] and len(streamed) == 5
+    assert [one.token for one in streamed] == [one.token for one in whole.content] and len(
+        streamed
+    ) == 5
     for one in whole.content:
         assert len(one.top_logprobs) == 2 and bytes(one.bytes or []).decode() == one.token
         assert one.top_logprobs[0].logprob >= one.top_logprobs[1].logprob
@@ -211,7 +282,9 @@ def test_biases_and_penalties_reach_the_model(served: Served) -> None:
     found = served.client.completions.create(
         **asked, logit_bias={str(ids[0]): -100}, extra_body={"repetition_penalty": 1.3}
     )
-    text = alone(served.llm, PROMPT, max_tokens=6, logit_bias={ids[0]: -100}, repetition_penalty=1.3)
+    text = alone(
+        served.llm, PROMPT, max_tokens=6, logit_bias={ids[0]: -100}, repetition_penalty=1.3
+    )
     assert found.choices[0].text == text != alone(served.llm, PROMPT, max_tokens=6)
 
 
@@ -222,12 +295,18 @@ def test_passes_are_told_where_they_are_asked_for(served: Served) -> None:
     connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
     events = connection.getresponse().read().decode().split("\n\n")
     passes = [
-        one["pass"] for event in events if event.startswith("data: {") and "pass" in (one := json.loads(event[6:]))
+        one["pass"]
+        for event in events
+        if event.startswith("data: {") and "pass" in (one := json.loads(event[6:]))
     ]
     assert sum(one["tokens"] for one in passes) == 12
     for one in passes:
-        assert one["parents"][0] == -1 and all(0 <= parent < node for node, parent in enumerate(one["parents"]) if node)
-        assert [one["parents"][node] for node in one["path"]] == [0, *one["path"]][: len(one["path"])]
+        assert one["parents"][0] == -1 and all(
+            0 <= parent < node for node, parent in enumerate(one["parents"]) if node
+        )
+        assert [one["parents"][node] for node in one["path"]] == [0, *one["path"]][
+            : len(one["path"])
+        ]
         assert one["seconds"] > 0 and 0 <= one["link_busy"] <= 1.01
 
 
@@ -235,7 +314,10 @@ def test_answers_of_requests_at_once_are_those_of_each_alone(served: Served) -> 
     prompts = [f"def f{k}(x):\n    return " for k in range(6)]
     with ThreadPoolExecutor(6) as pool:
         ask = served.client.completions.create
-        asked = [pool.submit(ask, model="demo", prompt=one, max_tokens=16, temperature=0) for one in prompts]
+        asked = [
+            pool.submit(ask, model="demo", prompt=one, max_tokens=16, temperature=0)
+            for one in prompts
+        ]
         found = [one.result().choices[0].text for one in asked]
     assert found == [alone(served.llm, one, max_tokens=16) for one in prompts]
 
@@ -246,7 +328,8 @@ def test_answers_of_requests_at_once_are_those_of_each_alone(served: Served) -> 
         ("completions", {"prompt": "x", "logprobs": 21}, "logprobs"),
         ("completions", {"prompt": "x", "n": 5}, "n is 5"),
         ("completions", {"prompt": "x", "temperature": -1}, "temperature"),
-        ("completions", {"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options"),
+        ("completions", {"prompt": "x", "stream_options": {"include_usage": True}},
+            "stream_options"),
         ("completions", {"prompt": "x", "suffix": "y"}, "suffix"),
         ("completions", {"prompt": "x", "best_of": 3}, "best_of"),
         ("completions", {"prompt": "x", "max_tokens": 0}, "max_tokens"),
@@ -263,23 +346,37 @@ def test_answers_of_requests_at_once_are_those_of_each_alone(served: Served) -> 
         ("chat/completions", [TURNS], "body"),
         ("chat/completions", {"messages": TURNS, "stream_options": {}}, "stream_options"),
         ("chat/completions", {"messages": []}, "messages"),
-        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
-        ("chat/completions", {"messages": TURNS, "response_format": {"type": "json_object"}}, "response_format"),
-        ("chat/completions", {"messages": TURNS, "response_format": {"type": "xml"}}, "response_format 'xml'"),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "image_url"),
+        ("chat/completions", {"messages": TURNS, "response_format": {"type": "json_object"}},
+            "response_format"),
+        ("chat/completions", {"messages": TURNS, "response_format": {"type": "xml"}},
+            "response_format 'xml'"),
         ("chat/completions", {"messages": TURNS, "tool_choice": "required"}, "tool_choice"),
         ("chat/completions", {"messages": TURNS, "top_logprobs": 2}, "logprobs"),
-        ("chat/completions", {"messages": TURNS, "chat_template_kwargs": {"chat_template": "x"}}, "chat_template"),
+        ("chat/completions", {"messages": TURNS, "chat_template_kwargs": {"chat_template": "x"}},
+            "chat_template"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_computed_is_refused(served: Served, path: str, body: Any, word: str) -> None:
+def test_what_cannot_be_computed_is_refused(
+    served: Served, path: str, body: Any, word: str
+) -> None:
     status, found = served.post(f"/v1/{path}", body)
     assert status == 400 and found["error"]["type"] == "invalid_request_error"
     assert word in found["error"]["message"]
 
 
 def test_what_is_not_known_is_ignored(served: Served) -> None:
-    more = {"user": "me", "store": False, "metadata": {}, "parallel_tool_calls": True, "reasoning_effort": "low"}
-    status, found = served.post("/v1/chat/completions", {"messages": TURNS, "max_tokens": 2, **more})
+    more = {
+        "user": "me",
+        "store": False,
+        "metadata": {},
+        "parallel_tool_calls": True,
+        "reasoning_effort": "low",
+    }
+    status, found = served.post(
+        "/v1/chat/completions", {"messages": TURNS, "max_tokens": 2, **more}
+    )
     assert status == 200 and found["usage"]["completion_tokens"] == 2
 
 
@@ -289,15 +386,25 @@ def test_clients_raise_the_errors_of_their_library(served: Served) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         served.client.completions.create(model="demo", prompt="x " * 5000)
     assert caught.value.code == "context_length_exceeded"
-    assert [one.id for one in served.client.models.list()] == ["demo"] == [served.client.models.retrieve("demo").id]
+    assert (
+        [one.id for one in served.client.models.list()]
+        == ["demo"]
+        == [served.client.models.retrieve("demo").id]
+    )
 
 
 def test_texts_and_tokens(served: Served) -> None:
     ids = served.llm.encode(PROMPT)
-    assert served.post("/tokenize", {"prompt": PROMPT})[1] == {"tokens": ids, "count": len(ids), "max_model_len": 256}
+    assert served.post("/tokenize", {"prompt": PROMPT})[1] == {
+        "tokens": ids,
+        "count": len(ids),
+        "max_model_len": 256,
+    }
     assert served.post("/detokenize", {"tokens": ids[1:]})[1] == {"prompt": PROMPT}
     plain = served.post("/tokenize", {"prompt": PROMPT, "add_special_tokens": False})[1]["tokens"]
-    assert served.llm.tokenizer is not None and plain == served.llm.tokenizer.encode(PROMPT, add_special_tokens=False)
+    assert served.llm.tokenizer is not None and plain == served.llm.tokenizer.encode(
+        PROMPT, add_special_tokens=False
+    )
     ids = rendered(served.llm)
     assert served.post("/tokenize", {"messages": TURNS})[1]["tokens"] == ids
 
@@ -305,7 +412,9 @@ def test_texts_and_tokens(served: Served) -> None:
 def stream_and_leave(port: int) -> None:
     """Ask for a long stream, read its beginning, and go."""
     with socket.create_connection(("127.0.0.1", port)) as connection:
-        body = json.dumps({"prompt": PROMPT, "max_tokens": 200, "stream": True, "ignore_eos": True}).encode()
+        body = json.dumps(
+            {"prompt": PROMPT, "max_tokens": 200, "stream": True, "ignore_eos": True}
+        ).encode()
         head = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\n" + head.encode() + body)
         assert connection.recv(100)
@@ -313,7 +422,13 @@ def stream_and_leave(port: int) -> None:
 
 def test_a_client_that_goes_is_aborted_and_costs_the_others_nothing(served: Served) -> None:
     with ThreadPoolExecutor(4) as pool:
-        stays = pool.submit(served.client.completions.create, model="demo", prompt=PROMPT, max_tokens=24, temperature=0)
+        stays = pool.submit(
+            served.client.completions.create,
+            model="demo",
+            prompt=PROMPT,
+            max_tokens=24,
+            temperature=0,
+        )
         for one in [pool.submit(stream_and_leave, served.port) for _ in range(3)]:
             one.result()
     assert stays.result().choices[0].text == alone(served.llm, PROMPT, max_tokens=24)
@@ -323,7 +438,9 @@ def test_a_client_that_goes_is_aborted_and_costs_the_others_nothing(served: Serv
 def test_a_client_that_goes_before_its_whole_answer_is_aborted(served: Served) -> None:
     client = served.client.with_options(timeout=0.3)
     with pytest.raises(openai.APITimeoutError):
-        client.completions.create(model="demo", prompt=[PROMPT] * 8, max_tokens=200, extra_body={"ignore_eos": True})
+        client.completions.create(
+            model="demo", prompt=[PROMPT] * 8, max_tokens=200, extra_body={"ignore_eos": True}
+        )
     served.wait_until_idle()
 
 
@@ -357,7 +474,10 @@ def test_keys_names_and_times_are_heeded(llm: LLM) -> None:
         assert status == 504 and "took more than" in found["error"]["message"]
         guarded.wait_until_idle()
         with ThreadPoolExecutor(24) as pool:
-            many = [pool.submit(guarded.post, "/v1/completions", {**ask, "max_tokens": 20}, key) for _ in range(24)]
+            many = [
+                pool.submit(guarded.post, "/v1/completions", {**ask, "max_tokens": 20}, key)
+                for _ in range(24)
+            ]
             assert {one.result()[0] for one in many} <= {200, 429, 504}
         guarded.wait_until_idle()
         for path in ("/", "/page/app.js", "/health"):
@@ -373,13 +493,20 @@ def test_counters_count(served: Served) -> None:
         connection.request("GET", "/metrics")
         lines = connection.getresponse().read().decode().splitlines()
         connection.close()
-        return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if line and line[0] != "#"}
+        return {
+            line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1])
+            for line in lines
+            if line and line[0] != "#"
+        }
 
     before = read()
     served.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 5, "temperature": 0})
     after = read()
     gained = {name: after[name] - before.get(name, 0.0) for name in after}
-    assert gained["offload_rt_tokens_total"] == 5 and gained['offload_rt_requests_total{end="length"}'] == 1
+    assert (
+        gained["offload_rt_tokens_total"] == 5
+        and gained['offload_rt_requests_total{end="length"}'] == 1
+    )
     assert gained["offload_rt_prompt_tokens_total"] == len(served.llm.encode(PROMPT))
     assert 1 <= gained["offload_rt_passes_total"] <= 5 and after["offload_rt_running"] == 0
 
@@ -425,42 +552,78 @@ def test_offered_tools_reach_the_template(served: Served) -> None:
     found = served.client.chat.completions.create(
         model="demo", messages=TURNS, tools=tools, max_tokens=4, temperature=0
     )
-    assert found.choices[0].message.content == alone(served.llm, rendered(served.llm, tools=tools), max_tokens=4)
+    assert found.choices[0].message.content == alone(
+        served.llm, rendered(served.llm, tools=tools), max_tokens=4
+    )
 
 
 def test_calls_come_back_to_the_template_as_objects(served: Served) -> None:
     """And none are offered where they are not wanted."""
-    call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": "import"}'}}
-    other = {"id": "call_2", "type": "function", "function": {"name": "add", "arguments": "no JSON"}}
+    call = {
+        "id": "call_1",
+        "type": "function",
+        "function": {"name": "add", "arguments": '{"a": "import"}'},
+    }
+    other = {
+        "id": "call_2",
+        "type": "function",
+        "function": {"name": "add", "arguments": "no JSON"},
+    }
     turns = [*TURNS, {"role": "assistant", "content": None, "tool_calls": [call, other]}]
     turns += [{"role": "tool", "tool_call_id": "call_1", "content": "7"}]
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     ids = served.post("/tokenize", {"messages": turns})[1]["tokens"]
-    assert served.llm.tokenizer is not None and served.llm.tokenizer.decode(ids).endswith("7\nimport")
+    assert served.llm.tokenizer is not None and served.llm.tokenizer.decode(ids).endswith(
+        "7\nimport"
+    )
     asked = {"messages": TURNS, "tools": tools, "max_tokens": 1}
-    n_plain = served.post("/v1/chat/completions", {"messages": TURNS, "max_tokens": 1})[1]["usage"]["prompt_tokens"]
+    n_plain = served.post("/v1/chat/completions", {"messages": TURNS, "max_tokens": 1})[1]["usage"][
+        "prompt_tokens"
+    ]
     for choice, is_offered in (("none", False), ("auto", True), (None, True)):
         usage = served.post("/v1/chat/completions", asked | {"tool_choice": choice})[1]["usage"]
         assert (usage["prompt_tokens"] > n_plain) == is_offered
-    for forced in ("required", {"type": "function", "function": {"name": "add"}}, {"type": "allowed_tools"}):
+    for forced in (
+        "required",
+        {"type": "function", "function": {"name": "add"}},
+        {"type": "allowed_tools"},
+    ):
         status, found = served.post("/v1/chat/completions", asked | {"tool_choice": forced})
         assert status == 400 and "never forced" in found["error"]["message"]
 
 
-def test_a_format_is_told_to_a_template_that_knows_of_it(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_format_is_told_to_a_template_that_knows_of_it(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
     asked = {"messages": TURNS, "max_tokens": 4, "temperature": 0}
-    plain = served.post("/v1/chat/completions", asked | {"response_format": {"type": "text"}})[1]["choices"]
+    plain = served.post("/v1/chat/completions", asked | {"response_format": {"type": "text"}})[1][
+        "choices"
+    ]
     assert served.post("/v1/chat/completions", asked | {"response_format": schema})[0] == 400
-    knows = TEMPLATE + "{% if response_format %}{{ response_format.json_schema.name }} = {% endif %}"
+    knows = (
+        TEMPLATE + "{% if response_format %}{{ response_format.json_schema.name }} = {% endif %}"
+    )
     monkeypatch.setattr(served.llm.tokenizer, "chat_template", knows)
     assert served.post("/v1/chat/completions", asked)[1]["choices"] == plain
-    found = served.post("/v1/chat/completions", asked | {"response_format": schema})[1]["choices"][0]["message"]
-    assert found["content"] == alone(served.llm, rendered(served.llm, response_format=schema), max_tokens=4)
+    found = served.post("/v1/chat/completions", asked | {"response_format": schema})[1]["choices"][
+        0
+    ]["message"]
+    assert found["content"] == alone(
+        served.llm, rendered(served.llm, response_format=schema), max_tokens=4
+    )
 
 
 def test_a_program_that_is_told_to_end_lets_answers_end(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "offload_rt.serve", "--model", str(MODELS / "demo-target"), "--port", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "offload_rt.serve",
+        "--model",
+        str(MODELS / "demo-target"),
+        "--port",
+        "0",
+    ]
     with subprocess.Popen(
         [*command, "--device-memory", "1GB", "--drafter", "none", "--served-model-name", "demo"],
         stderr=subprocess.PIPE, text=True,
@@ -469,7 +632,11 @@ def test_a_program_that_is_told_to_end_lets_answers_end(tmp_path: Path) -> None:
         told = next(line for line in program.stderr if "for clients" in line)
         port = int(told.split("127.0.0.1:")[1].split("/")[0])
         client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="any", max_retries=0)
-        chunks = iter(client.completions.create(model="demo", prompt=PROMPT, max_tokens=60, stream=True, temperature=0))
+        chunks = iter(
+            client.completions.create(
+                model="demo", prompt=PROMPT, max_tokens=60, stream=True, temperature=0
+            )
+        )
         next(chunks)
         program.send_signal(signal.SIGTERM)
         rest = list(chunks)
@@ -478,7 +645,9 @@ def test_a_program_that_is_told_to_end_lets_answers_end(tmp_path: Path) -> None:
         assert "Traceback" not in program.stderr.read()
 
 
-def test_a_port_that_is_taken_is_told_before_the_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_that_is_taken_is_told_before_the_model_is_loaded(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["--model", str(MODELS / "demo-target"), "--port", str(port)]) == 2

@@ -113,7 +113,9 @@ def test_entries_are_counted_before_validation(body: Any, message: str) -> None:
     ],
     ids=["lists", "objects", "strings", "values", "fractions"],
 )
-def test_values_are_counted_before_parsing(body: bytes, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_are_counted_before_parsing(
+    body: bytes, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def parse(text: str) -> Any:
         pytest.fail("a body above the limits was parsed")
 
@@ -161,7 +163,9 @@ def is_on_event_loop() -> bool:
     return True
 
 
-def test_requests_are_parsed_and_checked_off_the_event_loop(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_are_parsed_and_checked_off_the_event_loop(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     places: list[tuple[str, bool]] = []
 
     def watch(owner: Any, name: str) -> None:
@@ -203,7 +207,8 @@ def test_bodies_are_parsed_one_at_a_time(served: Served, monkeypatch: pytest.Mon
     results: list[int] = []
     body = {"prompt": "x", "max_tokens": 1}
     clients = [
-        threading.Thread(target=lambda: results.append(served.post("/v1/completions", body)[0])) for _ in range(3)
+        threading.Thread(target=lambda: results.append(served.post("/v1/completions", body)[0]))
+        for _ in range(3)
     ]
     for client in clients:
         client.start()

@@ -34,7 +34,11 @@ def greedy_under(llm: LLM, params: dict[str, Any], n: int) -> list[int]:
         one_token = SamplingParams(max_tokens=1, logprobs=-1, ignore_eos=True)
         logprobs = llm.generate(prompt + answer, one_token)[0].logprobs
         assert logprobs is not None
-        banned = {word[-1] for word in bad_words if answer[len(answer) - len(word) + 1 :] == list(word[:-1])}
+        banned = {
+            word[-1]
+            for word in bad_words
+            if answer[len(answer) - len(word) + 1 :] == list(word[:-1])
+        }
         possible = {
             token: entry.logprob
             for token, entry in logprobs[0].items()
@@ -111,7 +115,9 @@ def test_rules_that_exclude_every_token_are_refused(llm: LLM, params: Any) -> No
         ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
     ],
 )
-def test_fields_without_effect_and_wrong_values_are_refused(served: Served, fields: Any, word: str) -> None:
+def test_fields_without_effect_and_wrong_values_are_refused(
+    served: Served, fields: Any, word: str
+) -> None:
     for path, body in (("completions", {"prompt": "x"}), ("chat/completions", {"messages": TURNS})):
         status, answer = served.post(f"/v1/{path}", body | fields)
         assert status == 400 and word in answer["error"]["message"]
@@ -209,7 +215,9 @@ def test_a_final_message_is_continued(served: Served, monkeypatch: pytest.Monkey
     assert served.post("/v1/chat/completions", both)[0] == 400
 
 
-def test_control_tokens_in_messages_are_text(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_tokens_in_messages_are_text(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     template = "{% for m in messages %}<|endoftext|>{{ m.content }}{% endfor %}"
     monkeypatch.setattr(served.llm.tokenizer, "chat_template", template)
     (control,) = served.llm.encode(CONTROL, add_special_tokens=False)
@@ -263,7 +271,9 @@ def call(arguments: str, name: str = "add", close: str = "</tool_call>") -> str:
         ("<tool_call></tool_call>", "<tool_call></tool_call>", []),
     ],
 )
-def test_tool_parser_keeps_text_and_finds_calls(text: str, content: str, arguments: list[Any]) -> None:
+def test_tool_parser_keeps_text_and_finds_calls(
+    text: str, content: str, arguments: list[Any]
+) -> None:
     sizes = (1, 7, len(text)) if len(text) < 1000 else (1000, len(text))
     for size in sizes:
         parser = ToolParser(frozenset({"add"}))

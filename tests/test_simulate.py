@@ -1,4 +1,6 @@
-"""The virtual clock: limits that are known by hand, rules of the slots, and agreement with the cost model's closed form."""
+"""The virtual clock: limits that are known by hand, rules of the slots, and agreement with the cost
+model's closed form.
+"""
 
 from dataclasses import replace
 
@@ -9,7 +11,14 @@ from hypothesis import strategies as st
 
 from offload_rt.offload.placement import MemoryBudget, Plan, ReservedMemory, place_layers
 from offload_rt.planning.acceptance import PRESETS, power_law
-from offload_rt.planning.simulate import Costs, StreamSchedule, Work, generate, mean_pass_s, simulate
+from offload_rt.planning.simulate import (
+    Costs,
+    StreamSchedule,
+    Work,
+    generate,
+    mean_pass_s,
+    simulate,
+)
 from offload_rt.system.machine import ComputeTimes, MachineProfile, StreamedRows, pass_time
 from offload_rt.tree.search import expected_tokens, search
 from offload_rt.tree.topology import Topology
@@ -19,7 +28,9 @@ LINKS = (("disk", 2.0), ("host", 20.0))
 
 
 def plan_of(n_layers: int, device: float, host: float | None = None) -> Plan:
-    """A plan of layers of a GB, with room for so many on the device and on the host of a card, slots included."""
+    """A plan of layers of a GB, with room for so many on the device and on the host of a card,
+    slots included.
+    """
     budget = MemoryBudget(int(device * LAYER), int((host or 0) * LAYER), has_card=host is not None)
     return place_layers([LAYER] * n_layers, ReservedMemory(0, 0, 0), budget)
 
@@ -50,11 +61,14 @@ def test_the_first_layer_cannot_be_computed_before_it_has_arrived() -> None:
 
 @pytest.mark.parametrize(("n_slots", "expected"), [(2, 1.0), (3, 0.5), (4, 0.0)])
 def test_drafting_is_hidden_as_far_as_the_slots_go(n_slots: int, expected: float) -> None:
-    """Between two passes the link fills the slots and then stands still: each slot hides a layer's time of drafting."""
+    """Between two passes the link fills the slots and then stands still: each slot hides a layer's
+    time of drafting.
+    """
     n = 8
     schedule = StreamSchedule((("disk",),) * n, (LAYER,) * n, (("disk", 2.0),), n_slots)
     draft_s = 2.0
-    # Computing takes next to nothing: the last layer of a pass is computed as it arrives, and then all slots are free.
+    # Computing takes next to nothing: the last layer of a pass is computed as it arrives, and then
+    # all slots are free.
     assert steady(schedule, Work(draft_s, 1e-9, 0.0)) == pytest.approx(n * 0.5 + expected, abs=1e-6)
 
 
@@ -75,11 +89,14 @@ def test_disk_and_host_are_stages_that_overlap() -> None:
 
 def test_what_comes_from_the_disk_crosses_the_link_of_the_card_as_well() -> None:
     plan = plan_of(16, 3, 11)
-    n_disk, n_streamed = plan.tiers.count("disk"), plan.tiers.count("disk") + plan.tiers.count("host")
+    n_disk = plan.tiers.count("disk")
+    n_streamed = plan.tiers.count("disk") + plan.tiers.count("host")
     assert n_disk == 8
     assert dict(plan.pass_bytes.streamed) == {"host": n_streamed * LAYER, "disk": n_disk * LAYER}
     links = (("disk", 4.0), ("host", 2.0))
-    assert steady(StreamSchedule.of(plan, links), Work(0.0, 0.1, 0.0)) == pytest.approx(n_streamed * 0.5, rel=0.02)
+    assert steady(StreamSchedule.of(plan, links), Work(0.0, 0.1, 0.0)) == pytest.approx(
+        n_streamed * 0.5, rel=0.02
+    )
 
 
 def test_contention_slows_the_device_while_bytes_come_in() -> None:
@@ -89,7 +106,9 @@ def test_contention_slows_the_device_while_bytes_come_in() -> None:
 
 
 SCHEDULES = st.builds(
-    lambda n, device, host: plan_of(n, min(2 + device * (n - 2), n - 1), None if host is None else 3 + host * n),
+    lambda n, device, host: plan_of(
+        n, min(2 + device * (n - 2), n - 1), None if host is None else 3 + host * n
+    ),
     st.integers(24, 80),
     st.floats(0, 0.7),
     st.none() | st.floats(0, 1),
@@ -98,34 +117,46 @@ SCHEDULES = st.builds(
 
 @settings(max_examples=60, deadline=None)
 @given(SCHEDULES, st.floats(0.05, 20), st.floats(0, 4), st.integers(0, 3 * 10**9))
-def test_the_closed_form_says_what_the_clock_says(plan: Plan, compute_s: float, draft_s: float, exchanged: int) -> None:
-    """Within 3 % and a few layers; below as the closed form rounds where link and device are equal, and by the disk's slots."""
+def test_the_closed_form_says_what_the_clock_says(
+    plan: Plan, compute_s: float, draft_s: float, exchanged: int
+) -> None:
+    """Within 3 % and a few layers; below as the closed form rounds where link and device are equal,
+    and by the disk's slots.
+    """
     times = ComputeTimes((1,), (0,), ((compute_s,),))
     profile = MachineProfile("imagined", False, LINKS, 1.0, 0.0, times)
     # What 64 rows bring from other ranks, over the link of a card: up to several times the layers.
-    n_rows, exchanged = 64, exchanged if plan.budget.has_card else 0
+    n_rows = 64
+    exchanged = exchanged if plan.budget.has_card else 0
     closed = pass_time(profile, replace(plan.pass_bytes, exchanged=exchanged), n_rows, 0, draft_s)
     schedule = replace(StreamSchedule.of(plan, LINKS), exchanged=exchanged)
     run = steady(schedule, Work(draft_s, compute_s, 0.0, n_rows=n_rows), 12)
     n_streamed = plan.tiers.count("host") + plan.tiers.count("disk")
-    # What the closed form leaves out: uneven turns of slow and fast layers, which a few slots cannot level; and that after a
-    # long draft the link begins when a layer has been computed, and the device ends with layers that came last.
+    # What the closed form leaves out: uneven turns of slow and fast layers, which a few slots
+    # cannot level; and that after a long draft the link begins when a layer has been computed, and
+    # the device ends with layers that came last.
     uneven = 2 * LAYER / 2e9 if 0 < plan.tiers.count("host") < n_streamed else 0.0
     layers = 3 * compute_s / len(plan.tiers) + LAYER / 20e9 + n_rows * exchanged / n_streamed / 20e9
-    # It counts the slots behind one link; with a card those behind the disk are filled while drafting as well.
-    of_disk = plan.n_slots * LAYER / 2e9 if plan.budget.has_card and plan.tiers.count("disk") else 0.0
+    # It counts the slots behind one link; with a card those behind the disk are filled while
+    # drafting as well.
+    of_disk = (
+        plan.n_slots * LAYER / 2e9 if plan.budget.has_card and plan.tiers.count("disk") else 0.0
+    )
     assert closed / 1.10 - of_disk - 1e-9 <= run <= 1.03 * closed + uneven + layers
 
 
 @pytest.mark.parametrize("n_rows", [1, 40, 200])
 def test_what_other_ranks_send_crosses_the_link_with_the_layers(n_rows: int) -> None:
     """Of 12 GB of layers at 20 GB/s, and up to 20 GB more, while 0.1 s are computed."""
-    plan, exchanged = plan_of(15, 6, 20), 10**8
+    plan = plan_of(15, 6, 20)
+    exchanged = 10**8
     assert plan.tiers.count("host") == 12 and plan.tiers.count("disk") == 0
     schedule = replace(StreamSchedule.of(plan, LINKS), exchanged=exchanged)
     expected = (12 * LAYER + n_rows * exchanged) / 20e9
     assert steady(schedule, Work(0.0, 0.1, 0.0, n_rows=n_rows)) == pytest.approx(expected)
-    profile = MachineProfile("imagined", False, LINKS, 1.0, 0.0, ComputeTimes((1,), (0,), ((0.1,),)))
+    profile = MachineProfile(
+        "imagined", False, LINKS, 1.0, 0.0, ComputeTimes((1,), (0,), ((0.1,),))
+    )
     moved = replace(plan.pass_bytes, exchanged=exchanged)
     assert moved.at(0, n_rows) == {"host": 12 * LAYER + n_rows * exchanged}
     assert pass_time(profile, moved, n_rows) == pytest.approx(expected)
@@ -135,10 +166,13 @@ def test_what_other_ranks_send_crosses_the_link_with_the_layers(n_rows: int) -> 
 @given(st.integers(6, 30), st.integers(0, 28), st.floats(0.1, 20), st.floats(0, 3))
 def test_more_memory_is_never_slower(n: int, host: int, compute_s: float, draft_s: float) -> None:
     def seconds(device: int, host: int) -> float:
-        return steady(StreamSchedule.of(plan_of(n, device, host), LINKS), Work(draft_s, compute_s, 0.0))
+        return steady(
+            StreamSchedule.of(plan_of(n, device, host), LINKS), Work(draft_s, compute_s, 0.0)
+        )
 
     host = min(host, n - 1)
-    # Which layers are the host's shifts by one, and with it how evenly they alternate: half of a layer's time is let through.
+    # Which layers are the host's shifts by one, and with it how evenly they alternate: half of a
+    # layer's time is let through.
     assert seconds(3, 3 + host + 1) <= seconds(3, 3 + host) + 0.25
     assert seconds(4, 3) <= seconds(3, 3) + 1e-6
 
@@ -154,7 +188,9 @@ def test_rows_of_the_cache_come_with_the_layers(device: int) -> None:
         schedule = replace(schedule, paths=(("disk",),) * 12, links=LINKS[:1], n_slots=2)
     moved = plan.streamed_nbytes + 12 * 400 * 10**6
     works = [Work(0.0, 0.1, 0.0, 500)] * 12
-    assert mean_pass_s(simulate(schedule, works)) == pytest.approx(moved / LINKS[0][1] / 1e9, rel=0.03)
+    assert mean_pass_s(simulate(schedule, works)) == pytest.approx(
+        moved / LINKS[0][1] / 1e9, rel=0.03
+    )
 
 
 def test_passes_cost_what_their_context_costs() -> None:
@@ -165,7 +201,9 @@ def test_passes_cost_what_their_context_costs() -> None:
     whole = float(target.at(np.array([len(topology)]), 100)[0])
     work = costs.work(topology, 100)
     assert work.draft_s == pytest.approx(0.02 * topology.depths.max())
-    assert replace(costs, level_s=0.005).draft_s(topology, 100) == pytest.approx(0.025 * topology.depths.max())
+    assert replace(costs, level_s=0.005).draft_s(topology, 100) == pytest.approx(
+        0.025 * topology.depths.max()
+    )
     assert (work.layers_s, work.after_s) == pytest.approx((0.95 * whole, 0.05 * whole + 0.01))
     schedule = StreamSchedule.of(plan_of(12, 12), LINKS)
     run = generate(schedule, costs, (topology, acceptance), (100, 1100))
@@ -179,11 +217,18 @@ def test_passes_cost_what_their_context_costs() -> None:
 
 def test_a_tree_of_one_node_drafts_nothing_and_gives_one_token() -> None:
     costs = Costs(ComputeTimes((1,), (0,), ((0.5,),)), ComputeTimes((1,), (0,), ((0.02,),)))
-    run = generate(StreamSchedule.of(plan_of(12, 12), LINKS), costs, (Topology.chain(1), np.array([0.9])), (1, 5))
+    run = generate(
+        StreamSchedule.of(plan_of(12, 12), LINKS),
+        costs,
+        (Topology.chain(1), np.array([0.9])),
+        (1, 5),
+    )
     assert run.seconds_per_token == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.name)
 def test_a_preset_gives_what_was_published(preset) -> None:
     table = search(power_law(preset.power), preset.n_nodes, preset.n_levels)
-    assert table.values[preset.n_nodes, preset.n_levels] == pytest.approx(preset.tokens_per_pass, abs=0.005)
+    assert table.values[preset.n_nodes, preset.n_levels] == pytest.approx(
+        preset.tokens_per_pass, abs=0.005
+    )

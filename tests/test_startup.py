@@ -1,4 +1,6 @@
-"""What a program loads before its work: neither torch nor transformers for a plan or a wrong flag."""
+"""What a program loads before its work: neither torch nor transformers for a plan or a wrong
+flag.
+"""
 
 import json
 import subprocess
@@ -25,7 +27,8 @@ for arguments in json.loads(sys.argv[1]):
     print(json.dumps([code, loaded]), file=sys.stderr)
 """
 SIZES = {
-    "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
+    "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 64, "rms_norm_eps": 1e-6, "max_position_embeddings": 4096,
 }  # fmt: skip
 MORE: dict[str, list[dict[str, Any]]] = {
@@ -52,18 +55,26 @@ def plan(model: str | Path, *more: str) -> list[str]:
 
 
 def test_a_plan_loads_neither_torch_nor_transformers(tmp_path: Path) -> None:
-    """Of a config.json of every family or its directory, of files with weights, and of a shape of each family."""
+    """Of a config.json of every family or its directory, of files with weights, and of a shape of
+    each family.
+    """
     commands = []
     for name, family in FAMILIES.items():
         for n, more in enumerate([{}, *MORE.get(name, [])]):
             path = tmp_path / f"{name}-{n}" / "config.json"
             path.parent.mkdir()
-            path.write_text(json.dumps({"model_type": name, "architectures": [family.architecture], **SIZES, **more}))
+            path.write_text(
+                json.dumps(
+                    {"model_type": name, "architectures": [family.architecture], **SIZES, **more}
+                )
+            )
             commands.append(plan(path.parent, "--json") if n else plan(path))
     config = llama_config(max_position_embeddings=512)
     weights = write_checkpoint(tmp_path / "weights", config, llama_tensors(config))
     commands += [plan(weights), plan(weights, "--draft-model", str(weights))]
-    shapes = {raw["model_type"]: name for name, raw in KNOWN.items() if raw["model_type"] in FAMILIES}
+    shapes = {
+        raw["model_type"]: name for name, raw in KNOWN.items() if raw["model_type"] in FAMILIES
+    }
     commands += [plan(name) for name in shapes.values()]
     commands += [
         plan("llama2-70b", "--draft-model", "llama2-7b", "--sweep", "memory"),

@@ -1,4 +1,6 @@
-"""Ranks that divide the weights give what one gives alone. Here they are threads, and once the processes of torchrun."""
+"""Ranks that divide the weights give what one gives alone. Here they are threads, and once the
+processes of torchrun.
+"""
 
 import json
 import pickle
@@ -45,7 +47,13 @@ from offload_rt.cli import convert
 from offload_rt.config import EngineConfig
 from offload_rt.engine import builder, draft_place, engine_plan, link, loader, profile, rank_cuts
 from offload_rt.engine.link_rates import LinkRates
-from offload_rt.errors import CapacityError, CheckpointError, DeviceError, SettingsError, UnsupportedModelError
+from offload_rt.errors import (
+    CapacityError,
+    CheckpointError,
+    DeviceError,
+    SettingsError,
+    UnsupportedModelError,
+)
 from offload_rt.executor.cuda_graphs import GraphPass, GraphShape
 from offload_rt.executor.runner import Runner
 from offload_rt.models.tensor_parallel import Cut, TensorParallelModel
@@ -61,7 +69,8 @@ from offload_rt.weights.layout import PackedLayer, host_block
 from offload_rt.weights.lossless import encode_layer
 
 MINE = threading.local()
-NAME, SHAPE = "mlp.down_proj.weight", (384, 256)
+NAME = "mlp.down_proj.weight"
+SHAPE = (384, 256)
 PATIENCE_S = 120.0
 
 
@@ -79,7 +88,10 @@ class ThreadRanks:
     """`Ranks` that are threads of this process."""
 
     def __init__(self, rank: int, board: Board) -> None:
-        self.rank, self.size, self.n_local, self._board = rank, board.size, board.size, board
+        self.rank = rank
+        self.size = board.size
+        self.n_local = board.size
+        self._board = board
         self.n_reduced = self.n_gathered = 0
 
     def _together(self, given: Any, make: Callable[[list[Any]], Any]) -> Any:
@@ -152,8 +164,12 @@ def a_slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def together(size: int, work: Callable[[], Any]) -> list[Any]:
-    """What each rank's `work` gives; None for one that has served rank 0 until its end. Raises the first error of a rank."""
-    board, found, errors = Board(size), [None] * size, list[BaseException]()
+    """What each rank's `work` gives; None for one that has served rank 0 until its end. Raises the
+    first error of a rank.
+    """
+    board = Board(size)
+    found = [None] * size
+    errors = list[BaseException]()
 
     def run(rank: int) -> None:
         MINE.ranks = ThreadRanks(rank, board)
@@ -178,10 +194,14 @@ def together(size: int, work: Callable[[], Any]) -> list[Any]:
 
 
 def tokens_of(llm: LLM, prompt: list[int], n: int = 16, **params: Any) -> list[int]:
-    return llm.generate([prompt], SamplingParams(max_tokens=n, ignore_eos=True, **params))[0].token_ids
+    return llm.generate([prompt], SamplingParams(max_tokens=n, ignore_eos=True, **params))[
+        0
+    ].token_ids
 
 
-def divided_tokens(size: int, directory: Path, prompt: list[int], n: int = 16, **settings: Any) -> list[int]:
+def divided_tokens(
+    size: int, directory: Path, prompt: list[int], n: int = 16, **settings: Any
+) -> list[int]:
     """The tokens of so many ranks."""
 
     def work() -> list[int]:
@@ -200,8 +220,15 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 def quantised(folder: Path, choice: Choice | str | None, **sizes: Any) -> tuple[Path, Any]:
-    """A checkpoint in a format, of a Llama with rows that all formats divide into blocks; and the model that it stands for."""
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 32} | sizes
+    """A checkpoint in a format, of a Llama with rows that all formats divide into blocks; and the
+    model that it stands for.
+    """
+    sizes = {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "head_dim": 32,
+    } | sizes
     model = CASES["llama"].build(3, **sizes)
     for parameter in model.parameters():
         parameter.data /= 2 if parameter.dim() == 2 else 1
@@ -218,7 +245,9 @@ def quantised(folder: Path, choice: Choice | str | None, **sizes: Any) -> tuple[
 
 def streamed(path: Path, **settings: Any) -> EngineConfig:
     """Settings with which layers come from the disk, however they are divided."""
-    config = EngineConfig(str(path), device="cpu", drafter="none", max_model_len=64, dtype="float32", **settings)
+    config = EngineConfig(
+        str(path), device="cpu", drafter="none", max_model_len=64, dtype="float32", **settings
+    )
     with LLM.open(config) as unloaded:
         plan = unloaded.plan
     return replace(config, device_memory=plan.reserved.total + 5 * plan.slot_nbytes // 2)
@@ -231,29 +260,40 @@ def streamed(path: Path, **settings: Any) -> EngineConfig:
 @pytest.mark.parametrize(
     "choice",
     [
-        Choice("pack-quantized"), Choice("pack-quantized", group_size=-1), Choice("pack-quantized", 3), Choice("fp8"),
-        Choice("pack-quantized", desc_act=True), Choice("pack-quantized", group_size=80), Choice("awq"), Choice("nf4"),
-        Choice("int-quantized", group_size=-1), Choice("float-quantized"), Choice("mxfp4-pack-quantized"),
-        Choice("gptq", 3), Choice("gptq", 4), Choice("gptq", desc_act=True), Choice("nf4", group_size=128),
+        Choice("pack-quantized"), Choice("pack-quantized", group_size=-1),
+        Choice("pack-quantized", 3), Choice("fp8"),
+        Choice("pack-quantized", desc_act=True), Choice("pack-quantized", group_size=80),
+        Choice("awq"), Choice("nf4"),
+        Choice("int-quantized", group_size=-1), Choice("float-quantized"),
+        Choice("mxfp4-pack-quantized"),
+        Choice("gptq", 3), Choice("gptq", 4), Choice("gptq", desc_act=True),
+        Choice("nf4", group_size=128),
         Choice("nf4", symmetric=True), None,
     ],
     ids=lambda choice: id_of(choice) or "dense",
 )  # fmt: skip
-def test_the_parts_of_a_matrix_are_the_whole(tmp_path: Path, choice: Choice | None, dim: int) -> None:
-    """Whatever the format; or by inputs there are none, of act-order, ragged groups, and blocks that run on row by row.
+def test_the_parts_of_a_matrix_are_the_whole(
+    tmp_path: Path, choice: Choice | None, dim: int
+) -> None:
+    """Whatever the format; or by inputs there are none, of act-order, ragged groups, and blocks
+    that run on row by row.
 
     The scales of a part may begin within a block of nested ones.
     """
     weight = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1)).bfloat16() / 10
     stored, exact = quantized({NAME: weight}, choice) if choice else ({NAME: weight},) * 2
     save_file(stored, tmp_path / "model.safetensors")
-    source, n = Source(read_header(tmp_path / "model.safetensors")), SHAPE[dim] // 2
+    source = Source(read_header(tmp_path / "model.safetensors"))
+    n = SHAPE[dim] // 2
     is_refused = (
-        choice is not None and dim == 1 and (choice.format == "nf4" or choice.desc_act or choice.group_size == 80)
+        choice is not None
+        and dim == 1
+        and (choice.format == "nf4" or choice.desc_act or choice.group_size == 80)
     )
     found = []
     for rank in (0, 1):
-        fmt, cut = format_of(config_of(choice) if choice else None), Cut(dim, rank * n, n)
+        fmt = format_of(config_of(choice) if choice else None)
+        cut = Cut(dim, rank * n, n)
         if is_refused:
             with pytest.raises(CheckpointError):
                 parts(fmt, (NAME, SHAPE), cut, source)
@@ -271,36 +311,57 @@ def test_the_parts_of_a_matrix_are_the_whole(tmp_path: Path, choice: Choice | No
 @pytest.mark.parametrize("name", ["llama-biases", "llama-tied", "qwen3-window"])
 @pytest.mark.parametrize("is_exact", [False, True])
 def test_ranks_have_all_tensors_between_them(zoo: Zoo, name: str, is_exact: bool) -> None:
-    """Each byte once, but for norms and for heads of keys and values of which there are fewer than ranks."""
-    checkpoint, size = open_checkpoint(zoo.directory(name, 0)), 4
-    boards = [TensorParallelModel.of(checkpoint.spec, ThreadRanks(rank, Board(size)), is_exact) for rank in range(size)]
+    """Each byte once, but for norms and for heads of keys and values of which there are fewer than
+    ranks.
+    """
+    checkpoint = open_checkpoint(zoo.directory(name, 0))
+    size = 4
+    boards = [
+        TensorParallelModel.of(checkpoint.spec, ThreadRanks(rank, Board(size)), is_exact)
+        for rank in range(size)
+    ]
     ranks = [divide(checkpoint, one) for one in boards]
     for one in checkpoint.records:
         shares = [own for rank in ranks for own in rank.records if own.name == one.name]
-        n_bytes, is_vector = sum(own.nbytes for own in shares), "norm" in one.name
+        n_bytes = sum(own.nbytes for own in shares)
+        is_vector = "norm" in one.name
         n_same = (
             size
             if is_vector
-            else size // min(checkpoint.spec.n_kv_heads, size)
-            if re.search("[kv]_proj", one.name)
-            else 1
+            else (
+                size // min(checkpoint.spec.n_kv_heads, size)
+                if re.search("[kv]_proj", one.name)
+                else 1
+            )
         )
         assert n_bytes == n_same * one.nbytes, one.name
         starts = {own.start + k * own.stride for own in shares for k in range(own.n_pieces)}
         assert len(starts) * (shares[0].stop - shares[0].start) == one.nbytes
-    assert all(one.kv_shapes[0].n_heads == max(checkpoint.spec.n_kv_heads // size, 1) for one in boards)
+    assert all(
+        one.kv_shapes[0].n_heads == max(checkpoint.spec.n_kv_heads // size, 1) for one in boards
+    )
 
 
-@pytest.mark.parametrize("choice", ["plain", None, Choice("gptq"), Choice("nf4"), Choice("fp8"), "Q4_K"], ids=str)
+@pytest.mark.parametrize(
+    "choice", ["plain", None, Choice("gptq"), Choice("nf4"), Choice("fp8"), "Q4_K"], ids=str
+)
 def test_a_rank_reads_and_holds_its_share(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choice: Choice | str | None
 ) -> None:
-    """Of the bytes of all, counted where they are read: at most 1.03 of them over the ranks, whatever the format.
+    """Of the bytes of all, counted where they are read: at most 1.03 of them over the ranks,
+    whatever the format.
 
-    As they lie in a plain checkpoint if they are divided by outputs, else where convert has put them.
+    As they lie in a plain checkpoint if they are divided by outputs, else where convert has put
+    them.
     """
-    is_converted, choice = choice != "plain", None if choice == "plain" else choice
-    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 4}
+    is_converted = choice != "plain"
+    choice = None if choice == "plain" else choice
+    sizes = {
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    }
     path, _ = quantised(tmp_path, choice, **sizes, num_hidden_layers=3, head_dim=64)
     if is_converted:
         convert_for_ranks(path, "--link-format", "raw")
@@ -319,7 +380,8 @@ def test_a_rank_reads_and_holds_its_share(
 
     def work() -> tuple[int, int, int]:
         with LLM.open(streamed(path)) as llm:
-            plan, disk = llm.engine_plan, llm.engine_plan.disk
+            plan = llm.engine_plan
+            disk = llm.engine_plan.disk
             assert set(plan.plan.tiers) == {"disk"}
             MINE.n_read, MINE.folders = 0, set()
             for i in range(3):
@@ -339,16 +401,22 @@ def test_a_rank_reads_and_holds_its_share(
 
 
 @pytest.mark.parametrize("place", ["resident", "disk"])
-@pytest.mark.parametrize(("name", "size"), [("llama-biases", 2), ("qwen3-window", 4), ("llama-tied", 8)])
+@pytest.mark.parametrize(
+    ("name", "size"), [("llama-biases", 2), ("qwen3-window", 4), ("llama-tied", 8)]
+)
 def test_greedy_tokens_are_transformers(zoo: Zoo, name: str, size: int, place: str) -> None:
     """With fewer heads of keys and values than ranks, too, and with fewer heads."""
-    tokens = divided_tokens(size, zoo.directory(name, 0), prompt_of(0), 24, place=place, exact_parallel=place == "disk")
+    tokens = divided_tokens(
+        size, zoo.directory(name, 0), prompt_of(0), 24, place=place, exact_parallel=place == "disk"
+    )
     assert tokens == zoo.greedy(name, 0)[:24]
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "olmo2", "phi3", "starcoder2"])
 @pytest.mark.parametrize("is_exact", [False, True])
-def test_models_of_transformers_are_divided_by_their_plan(tmp_path: Path, kind: str, is_exact: bool) -> None:
+def test_models_of_transformers_are_divided_by_their_plan(
+    tmp_path: Path, kind: str, is_exact: bool
+) -> None:
     """Heads of each rank, or the whole of fused and normed ones gathered; biases are added once."""
     model = general_model(kind)
     model.save_pretrained(tmp_path)
@@ -359,8 +427,10 @@ def test_models_of_transformers_are_divided_by_their_plan(tmp_path: Path, kind: 
 
 def general_model(kind: str) -> Any:
     sizes = {
-        "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 128, "head_dim": 16, "pad_token_id": 0, "eos_token_id": None,
+        "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 128, "head_dim": 16, "pad_token_id": 0,
+        "eos_token_id": None,
         "bos_token_id": None,
     }  # fmt: skip
     torch.manual_seed(4)
@@ -370,9 +440,11 @@ def general_model(kind: str) -> Any:
     return model
 
 
-# Drafters do not see the order of sums: exact sums with a draft model, and with a view of the target's keys.
+# Drafters do not see the order of sums: exact sums with a draft model, and with a view of the
+# target's keys.
 @pytest.mark.parametrize(
-    ("drafter", "is_exact"), [*((one, False) for one in DRAFTERS), ("adaptive_tree", True), ("self_window", True)]
+    ("drafter", "is_exact"),
+    [*((one, False) for one in DRAFTERS), ("adaptive_tree", True), ("self_window", True)],
 )
 def test_any_drafter_gives_the_targets_tokens(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, drafter: str, is_exact: bool
@@ -384,18 +456,29 @@ def test_any_drafter_gives_the_targets_tokens(
         settings["draft_context"] = 32
     if drafter == "none":
         settings.pop("tree_depth")
-    assert divided_tokens(2, pair.target, prompt, 24, **settings) == generate(pair.model, prompt, 24)
+    assert divided_tokens(2, pair.target, prompt, 24, **settings) == generate(
+        pair.model, prompt, 24
+    )
 
 
-@pytest.mark.parametrize(("split", "is_exact"), [("on", False), ("on", True), ("off", False), ("auto", False)])
+@pytest.mark.parametrize(
+    ("split", "is_exact"), [("on", False), ("on", True), ("off", False), ("auto", False)]
+)
 def test_a_draft_model_may_be_divided_too(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, split: str, is_exact: bool
 ) -> None:
     """With auto the levels are timed by all ranks."""
     keep_steady(monkeypatch)
-    cut, divide = [], engine_plan.divide
-    monkeypatch.setattr(engine_plan, "divide", lambda *given: cut.append(given[0].path) or divide(*given))
-    settings = pair.settings("adaptive_tree") | {"tree_depth": 4, "exact_parallel": is_exact, "split_draft": split}
+    cut = []
+    divide = engine_plan.divide
+    monkeypatch.setattr(
+        engine_plan, "divide", lambda *given: cut.append(given[0].path) or divide(*given)
+    )
+    settings = pair.settings("adaptive_tree") | {
+        "tree_depth": 4,
+        "exact_parallel": is_exact,
+        "split_draft": split,
+    }
     assert divided_tokens(2, pair.target, prompt_of(2, 40), 24, **settings) == generate(
         pair.model, prompt_of(2, 40), 24
     )
@@ -405,28 +488,49 @@ def test_a_draft_model_may_be_divided_too(
 
 def test_what_cannot_be_done_with_a_divided_draft_is_refused(pair: Pair) -> None:
     settings = pair.settings("adaptive_tree") | {"split_draft": "on", "learn_draft": "on"}
-    with pytest.raises(SettingsError, match="--split-draft on: needs a whole draft model that does not learn"):
+    with pytest.raises(
+        SettingsError, match="--split-draft on: needs a whole draft model that does not learn"
+    ):
         divided_tokens(2, pair.target, prompt_of(2, 40), 4, **settings)
 
 
 # Where a draft model is
 
 
-def places(pair: Pair, monkeypatch: pytest.MonkeyPatch, whole_s: float, *parts_s: float, **settings: Any) -> list[str]:
-    """Where each rank plans to have the draft, if a level takes so long whole and by the parts of the ranks."""
+def places(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, whole_s: float, *parts_s: float, **settings: Any
+) -> list[str]:
+    """Where each rank plans to have the draft, if a level takes so long whole and by the parts of
+    the ranks.
+    """
 
     def level_seconds(drafting: Drafting, *_: Any) -> float:
         if drafting.draft is None:
             return 0.0
-        return parts_s[MINE.ranks.rank] if isinstance(drafting.draft.spec, TensorParallelModel) else whole_s
+        return (
+            parts_s[MINE.ranks.rank]
+            if isinstance(drafting.draft.spec, TensorParallelModel)
+            else whole_s
+        )
 
     monkeypatch.setattr(draft_place, "level_seconds", level_seconds)
-    settings = {"draft_model": str(pair.draft), "max_model_len": 64, "tree_size": 16, "tree_depth": 5} | settings
+    settings = {
+        "draft_model": str(pair.draft),
+        "max_model_len": 64,
+        "tree_size": 16,
+        "tree_depth": 5,
+    } | settings
 
     def work() -> str:
         with LLM.open(EngineConfig(str(pair.target), device="cpu", **settings)) as llm:
             draft = llm.engine_plan.drafting.draft
-            return "nothing" if draft is None else "part" if isinstance(draft.spec, TensorParallelModel) else "all"
+            return (
+                "nothing"
+                if draft is None
+                else "part"
+                if isinstance(draft.spec, TensorParallelModel)
+                else "all"
+            )
 
     return together(2, work)
 
@@ -468,16 +572,30 @@ def planned(pair: Pair, split: str, **settings: Any) -> Plan:
     return together(2, work)[0]
 
 
-def test_what_a_draft_takes_of_the_targets_room_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafted faster by rank 0 alone, which would have no room for slots then, would read some of its layers, or read more."""
+def test_what_a_draft_takes_of_the_targets_room_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafted faster by rank 0 alone, which would have no room for slots then, would read some of
+    its layers, or read more.
+    """
     measure_little(monkeypatch)
-    models = [CASES["llama"].build(n, num_hidden_layers=n, max_position_embeddings=512) for n in (8, 5)]
-    pair, drafted = save_pair(tmp_path, *models), (1e-4, 1.1e-4, 1.1e-4)
-    divided, exact, whole = planned(pair, "on"), *(planned(pair, one, exact_parallel=True) for one in ("on", "off"))
+    models = [
+        CASES["llama"].build(n, num_hidden_layers=n, max_position_embeddings=512) for n in (8, 5)
+    ]
+    pair = save_pair(tmp_path, *models)
+    drafted = (1e-4, 1.1e-4, 1.1e-4)
+    divided, exact, whole = (
+        planned(pair, "on"),
+        *(planned(pair, one, exact_parallel=True) for one in ("on", "off")),
+    )
     with monkeypatch.context() as patch:
         patch.setattr(profile, "link_gbps", lambda *_, **__: 1e3)
-        assert places(pair, monkeypatch, *drafted, device_memory=divided.device_nbytes) == ["part", "part"]
-    least, enough = (one.reserved.total + 2 * one.slot_nbytes + 16384 for one in (exact, whole))  # and some pages
+        assert places(pair, monkeypatch, *drafted, device_memory=divided.device_nbytes) == [
+            "part",
+            "part",
+        ]
+    # and some pages
+    least, enough = (one.reserved.total + 2 * one.slot_nbytes + 16384 for one in (exact, whole))
     assert places(pair, monkeypatch, *drafted, device_memory=least) == ["part", "part"]
     found = []
     for gbps in (1e-3, 1e3):
@@ -496,16 +614,21 @@ def test_a_draft_that_cannot_be_divided_is_on_rank_0(
 
 
 @pytest.mark.parametrize("kind", ["eagle", "medusa", "nextn"])
-def test_heads_of_rank_0_draft_with_tables_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_heads_of_rank_0_draft_with_tables_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     keep_steady(monkeypatch)
-    model, prompt = few_tokens(), [3, 1, 4, 1, 5, 2, 6]
+    model = few_tokens()
+    prompt = [3, 1, 4, 1, 5, 2, 6]
     tokens = divided_tokens(2, prompt=prompt, **random_head(tmp_path, kind, model))
     assert tokens == generate(model, prompt, 16)
 
 
-# What of attention's output matrix and the MLP's is cut by: 0 outputs, 1 inputs. The former is no Q4_K.
+# What of attention's output matrix and the MLP's is cut by: 0 outputs, 1 inputs. The former is no
+# Q4_K.
 FORMATS: list[tuple[Choice | str, int, int]] = [
-    (Choice("gptq", desc_act=True), 0, 0), (Choice("awq"), 1, 1), (Choice("nf4"), 0, 0), ("Q8_0", 1, 1), ("Q4_K", 1, 0),
+    (Choice("gptq", desc_act=True), 0, 0), (Choice("awq"), 1, 1), (Choice("nf4"), 0, 0),
+    ("Q8_0", 1, 1), ("Q4_K", 1, 0),
     (Choice("nf4", group_size=64, symmetric=True), 0, 0), (Choice("fp8"), 1, 1),
 ]  # fmt: skip
 
@@ -514,7 +637,9 @@ FORMATS: list[tuple[Choice | str, int, int]] = [
 def test_formats_give_the_tokens_of_the_whole_and_are_cut_by_outputs_where_they_must_be(
     tmp_path: Path, choice: Choice | str, o: int, down: int
 ) -> None:
-    """Groups in any order, blocks longer than a part, and those that run on from row to row; matrix by matrix."""
+    """Groups in any order, blocks longer than a part, and those that run on from row to row; matrix
+    by matrix.
+    """
     path, model = quantised(tmp_path, choice, intermediate_size=256 if choice == "Q4_K" else 512)
     part = part_of(open_checkpoint(path), 0, 2, is_exact=False).spec
     assert isinstance(part, TensorParallelModel)
@@ -535,21 +660,29 @@ def convert_for_ranks(path: Path, *flags: str, size: int = 2) -> None:
 def prefer(monkeypatch: pytest.MonkeyPatch, is_exact: bool) -> None:
     """Let one of the ways to divide layers on the disk be the faster one."""
     monkeypatch.setattr(engine_plan.profile, "memory_gbps", lambda *_: 1.0)
-    monkeypatch.setattr(engine_plan, "token_seconds", lambda plan, *_: float(plan.checkpoint.spec.is_exact != is_exact))
+    monkeypatch.setattr(
+        engine_plan,
+        "token_seconds",
+        lambda plan, *_: float(plan.checkpoint.spec.is_exact != is_exact),
+    )
 
 
-@pytest.mark.parametrize("flags", [[], ["--link-format", "raw"], ["--exact-parallel"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "flags", [[], ["--link-format", "raw"], ["--exact-parallel"]], ids=" ".join
+)
 def test_ranks_stream_what_convert_has_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]
 ) -> None:
-    """In the bytes of `lossless`, and where asked for as they are; the tokens are those of the whole.
+    """In the bytes of `lossless`, and where asked for as they are; the tokens are those of the
+    whole.
 
     Unless the other way is faster, which is told.
     """
     path, model = quantised(tmp_path, None, num_hidden_layers=4)
     convert_for_ranks(path, *flags, "--sidecar", str(tmp_path))
     monkeypatch.setattr(link, "_BUFFERS", 8192)
-    is_exact, is_raw = "--exact-parallel" in flags, "raw" in flags
+    is_exact = "--exact-parallel" in flags
+    is_raw = "raw" in flags
     prefer(monkeypatch, is_exact)
 
     def work() -> list[int]:
@@ -557,7 +690,11 @@ def test_ranks_stream_what_convert_has_written(
             plan = llm.engine_plan
             assert (bool(plan.link.sidecar), bool(plan.link.layers)) == (not is_raw, is_raw)
             assert plan.checkpoint.spec.is_exact == is_exact and "disk" in plan.plan.tiers
-            assert plan.notice.startswith("weights are read encoded: ") if plan.link.sidecar else not plan.notice
+            assert (
+                plan.notice.startswith("weights are read encoded: ")
+                if plan.link.sidecar
+                else not plan.notice
+            )
             files = [one.payload for one in plan.link.sidecar or ()] or [
                 one for of in plan.checkpoint.layers for one in of
             ]
@@ -572,7 +709,10 @@ def test_ranks_stream_what_convert_has_written(
 
     assert together(2, work)[0] == generate(model, prompt_of(0), 16)
     prefer(monkeypatch, not is_exact)
-    assert all("passes are faster so than from what offload-rt convert has written" in one for one in together(2, look))
+    assert all(
+        "passes are faster so than from what offload-rt convert has written" in one
+        for one in together(2, look)
+    )
 
 
 @pytest.mark.parametrize("flags", [[], ["--link-format", "raw"]], ids=" ".join)
@@ -586,13 +726,20 @@ def test_a_rank_with_a_card_streams_what_convert_has_written(
     prefer(monkeypatch, is_exact=False)
 
     def run(**settings: Any) -> tuple[list[int], bool, bool]:
-        config = EngineConfig(str(path), device="cuda", drafter="none", max_model_len=64, **settings)
+        config = EngineConfig(
+            str(path), device="cuda", drafter="none", max_model_len=64, **settings
+        )
         with LLM.open(config) as unloaded:
             plan = unloaded.plan
-        config = replace(config, device_memory=plan.reserved.total + plan.link.buffer + 2 * plan.slot_nbytes)
+        config = replace(
+            config, device_memory=plan.reserved.total + plan.link.buffer + 2 * plan.slot_nbytes
+        )
         if where == "disk":
             with LLM.open(config) as unloaded:
-                config = replace(config, host_memory=unloaded.plan.budget.buffers + unloaded.plan.host_slot_nbytes)
+                config = replace(
+                    config,
+                    host_memory=unloaded.plan.budget.buffers + unloaded.plan.host_slot_nbytes,
+                )
         with LLM.open(config) as llm:
             assert where in llm.plan.tiers
             llm.load()
@@ -611,7 +758,9 @@ def test_sidecars_of_other_runs_are_told_and_not_used(pair: Pair, tmp_path: Path
 
     def notices(path: Path, **settings: Any) -> set[str]:
         def work() -> str:
-            config = EngineConfig(str(path), device="cpu", drafter="none", max_model_len=64, **settings)
+            config = EngineConfig(
+                str(path), device="cpu", drafter="none", max_model_len=64, **settings
+            )
             with LLM.open(config) as llm:
                 assert llm.engine_plan.link.sidecar is None and llm.engine_plan.link.layers is None
                 return llm.engine_plan.notice
@@ -622,33 +771,51 @@ def test_sidecars_of_other_runs_are_told_and_not_used(pair: Pair, tmp_path: Path
     assert notices(path) == {""}
     convert_for_ranks(path, "--exact-parallel")
     convert_for_ranks(path, size=4)
-    (said, other) = sorted(notices(path))
-    assert said == (
-        f"weights cross the link as they are: no sidecar in {path}/raw-2/rank-0: has lossless-2-exact, lossless-4; "
-        "run offload-rt convert --ranks 2 first, or use --link-format raw"
+    said, other = sorted(notices(path))
+    assert (
+        said == f"weights cross the link as they are: no sidecar in {path}/raw-2/rank-0: has"
+        " lossless-2-exact, lossless-4; run offload-rt convert --ranks 2 first, or use"
+        " --link-format raw"
     )
     assert other == said.replace("rank-0", "rank-1")
     assert notices(path, link_format="raw") == {""}
-    with pytest.raises(CheckpointError, match=r"lossless-2/rank-[01]: has lossless-2-exact, lossless-4; run"):
+    with pytest.raises(
+        CheckpointError, match=r"lossless-2/rank-[01]: has lossless-2-exact, lossless-4; run"
+    ):
         notices(path, link_format="lossless")
-    lossless = EngineConfig(str(path), device="cpu", drafter="none", link_format="lossless", exact_parallel=True)
+    lossless = EngineConfig(
+        str(path), device="cpu", drafter="none", link_format="lossless", exact_parallel=True
+    )
     assert all(together(2, lambda: LLM.open(lossless).engine_plan.link.sidecar))
-    with pytest.raises(CheckpointError, match=r"no sidecar in .*raw-2/rank-[01]; run offload-rt convert --ranks 2"):
+    with pytest.raises(
+        CheckpointError, match=r"no sidecar in .*raw-2/rank-[01]; run offload-rt convert --ranks 2"
+    ):
         notices(path, sidecar=str(tmp_path))
     convert_for_ranks(path)
     weights = next(path.glob("*.safetensors"))
     content = bytearray(weights.read_bytes())
-    record = next(one for name, one in read_header(weights).items() if "layers.0.self_attn.q" in name)
+    record = next(
+        one for name, one in read_header(weights).items() if "layers.0.self_attn.q" in name
+    )
     content[record.start : record.stop] = bytes(record.stop - record.start)
     weights.write_bytes(content)
-    assert all("is not layer 0 of this checkpoint; run offload-rt convert again" in one for one in notices(path))
+    assert all(
+        "is not layer 0 of this checkpoint; run offload-rt convert again" in one
+        for one in notices(path)
+    )
 
 
-def test_convert_tells_what_it_cannot_write(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_convert_tells_what_it_cannot_write(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     path, _ = quantised(tmp_path, "Q8_0")
     for flags, words in (
-        ([], "quantised weights do not shrink"), (["--ranks", "2", "--link-format", "lossless"], "do not shrink"),
-        (["--link-format", "raw"], "give --ranks"), (["--ranks", "1"], "two ranks"), (["--ranks", "3"], "128 outputs"),
+        ([], "quantised weights do not "
+             "shrink"), (["--ranks", "2", "--link-format", "lossless"], "do not shrink"),
+        (["--link-format", "raw"], "give "
+                                   "--ranks"), (["--ranks", "1"], "two "
+                                                                  "ranks"),
+                                                                  (["--ranks", "3"], "128 outputs"),
     ):  # fmt: skip
         assert convert.main(["--model", str(path), *flags]) == 2
         assert words in capfd.readouterr().err
@@ -667,7 +834,9 @@ def test_layers_on_the_disk_are_divided_in_the_way_that_a_pass_is_faster(
     exchange_s: float,
     is_exact: bool,
 ) -> None:
-    """By what is measured: rates of reading parts of rows and whole ones, and what exchanges take. All ranks agree."""
+    """By what is measured: rates of reading parts of rows and whole ones, and what exchanges take.
+    All ranks agree.
+    """
     path, _ = quantised(tmp_path, None, num_hidden_layers=4)
 
     def rate(tier: Any, n_layers: int) -> float:
@@ -684,7 +853,10 @@ def test_layers_on_the_disk_are_divided_in_the_way_that_a_pass_is_faster(
         with LLM.open(streamed(path)) as llm:
             return llm.engine_plan.checkpoint.spec.is_exact, llm.engine_plan.notice
 
-    vain = "read from the disk with what lies between a rank's parts, in 1.3 times their bytes; offload-rt convert --ranks 2"
+    vain = (
+        "read from the disk with what lies between a rank's parts, in 1.3 times their bytes;"
+        " offload-rt convert --ranks 2"
+    )
     for chosen, notice in together(2, work):
         assert chosen == is_exact
         assert (vain in notice) == (not is_exact)
@@ -711,8 +883,12 @@ def test_weights_that_have_no_parts_by_outputs_are_divided_by_inputs(
     assert together(2, work) == [False] * 2
 
 
-def test_memory_that_is_enough_for_one_way_alone_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts in a file of their own need no pages at both ends of each; where a rank has too little, all are told."""
+def test_memory_that_is_enough_for_one_way_alone_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts in a file of their own need no pages at both ends of each; where a rank has too little,
+    all are told.
+    """
     path, _ = quantised(tmp_path, None, num_hidden_layers=4)
     convert_for_ranks(path, "--link-format", "raw")
     prefer(monkeypatch, is_exact=True)
@@ -739,12 +915,18 @@ def test_memory_that_is_enough_for_one_way_alone_decides(tmp_path: Path, monkeyp
 def test_samples_batches_and_what_is_read_of_prompts_are_those_of_one_rank(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prefixes that are shared and taken over, log-probabilities of a prompt, seeds under the coupled rule."""
+    """Prefixes that are shared and taken over, log-probabilities of a prompt, seeds under the
+    coupled rule.
+    """
     keep_steady(monkeypatch)
     prompts = [prompt_of(7, 30), prompt_of(7, 30)[:20] + prompt_of(8, 5), prompt_of(9, 12)]
     params = [
         SamplingParams(
-            max_tokens=12, temperature=0.8, seed=seed, ignore_eos=True, prompt_logprobs=2 if seed == 3 else None
+            max_tokens=12,
+            temperature=0.8,
+            seed=seed,
+            ignore_eos=True,
+            prompt_logprobs=2 if seed == 3 else None,
         )
         for seed in (1, 2, 3)
     ]
@@ -756,23 +938,28 @@ def test_samples_batches_and_what_is_read_of_prompts_are_those_of_one_rank(
             again = llm.generate([prompts[0] + first[0].token_ids], params[0])
             return [*first, *again]
 
-    alone, ranks = work(), together(2, work)[0]
+    alone = work()
+    ranks = together(2, work)[0]
     assert [one.token_ids for one in ranks] == [one.token_ids for one in alone]
-    for mine, theirs in zip(ranks[2].prompt_logprobs[1:], alone[2].prompt_logprobs[1:], strict=True):
+    for mine, theirs in zip(
+        ranks[2].prompt_logprobs[1:], alone[2].prompt_logprobs[1:], strict=True
+    ):
         assert mine.keys() == theirs.keys()
         for token, logprob in mine.items():
             assert logprob.logprob == pytest.approx(theirs[token].logprob, abs=1e-4)
 
 
 def test_sums_of_exact_parallel_are_bit_for_bit_those_of_one_rank(pair: Pair) -> None:
-    settings, prompt = {"dtype": "bfloat16", "drafter": "none", "place": "resident"}, prompt_of(3, 30)
+    settings = {"dtype": "bfloat16", "drafter": "none", "place": "resident"}
+    prompt = prompt_of(3, 30)
 
     def work() -> Tensor:
         with open_llm(pair.target, **settings, exact_parallel=True) as llm:
             params = SamplingParams(max_tokens=8, ignore_eos=True, logprobs=-1, prompt_logprobs=-1)
             output = llm.generate([prompt], params)[0]
             ranks = llm.engine.runner.spec.ranks if hasattr(MINE, "ranks") else None
-            assert ranks is None or ranks.n_reduced == ranks.n_gathered // (1 + 4 * 3)  # of embeddings alone
+            # of embeddings alone
+            assert ranks is None or ranks.n_reduced == ranks.n_gathered // (1 + 4 * 3)
             rows = [one for one in (*output.prompt_logprobs, *output.logprobs) if one]
             return torch.tensor([[one[token].logprob for token in sorted(one)] for one in rows])
 
@@ -794,7 +981,9 @@ def test_passes_are_timed_by_all_ranks(pair: Pair, monkeypatch: pytest.MonkeyPat
     assert n_widths > 1
 
 
-def test_memory_that_runs_out_on_rank_0_ends_the_run(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_runs_out_on_rank_0_ends_the_run(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The others are in the middle of the pass: it cannot be made again."""
     layer = TensorParallelModel.layer
 
@@ -809,7 +998,9 @@ def test_memory_that_runs_out_on_rank_0_ends_the_run(pair: Pair, monkeypatch: py
 
 
 @pytest.mark.parametrize("fails", ["", "at first", "always"])
-def test_ranks_capture_and_replay_the_same_passes(pair: Pair, monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+def test_ranks_capture_and_replay_the_same_passes(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
     """Of draft and target; where one rank has no memory for a graph, none has it."""
     keep_steady(monkeypatch)
     logs: list[list[tuple[str, Any]]] = [[], []]
@@ -820,7 +1011,8 @@ def test_ranks_capture_and_replay_the_same_passes(pair: Pair, monkeypatch: pytes
         log, of = logs[MINE.ranks.rank], compute.__self__  # type: ignore[attr-defined]
         if not isinstance(of, GraphPass):  # what rank 0 makes of logits
             return compute
-        what, n = len(of._logits), [one for one, _ in log].count("capture")
+        what = len(of._logits)
+        n = [one for one, _ in log].count("capture")
         log.append(("capture", what))
         if MINE.ranks.rank == 1 and n in refuses:
             raise torch.OutOfMemoryError
@@ -837,14 +1029,21 @@ def test_ranks_capture_and_replay_the_same_passes(pair: Pair, monkeypatch: pytes
         return found
 
     monkeypatch.setattr(loader.Loader, "runner", runner)
-    settings = pair.settings("adaptive_tree") | {"split_draft": "on", "tree_size": 16, "tree_depth": 5}
+    settings = pair.settings("adaptive_tree") | {
+        "split_draft": "on",
+        "tree_size": 16,
+        "tree_depth": 5,
+    }
     prompt = prompt_of(2, 40)
 
     def work() -> list[list[int]]:
         with open_llm(pair.target, **settings) as llm:
             return [tokens_of(llm, prompt, 24), tokens_of(llm, prompt_of(3, 9), 12)]
 
-    assert together(2, work)[0] == [generate(pair.model, prompt, 24), generate(pair.model, prompt_of(3, 9), 12)]
+    assert together(2, work)[0] == [
+        generate(pair.model, prompt, 24),
+        generate(pair.model, prompt_of(3, 9), 12),
+    ]
     assert logs[0] == logs[1]
     n_replays = [one for one, _ in logs[0]].count("replay")
     assert n_replays == 0 if fails == "always" else n_replays > 20
@@ -853,7 +1052,9 @@ def test_ranks_capture_and_replay_the_same_passes(pair: Pair, monkeypatch: pytes
 @pytest.mark.parametrize("is_exact", [False, True])
 def test_what_is_learned_of_a_pair_is_the_same_for_ranks(pair: Pair, is_exact: bool) -> None:
     def work(**settings: Any) -> tuple[str, str]:
-        config = EngineConfig(str(pair.target), str(pair.draft), device="cpu", max_model_len=64, **settings)
+        config = EngineConfig(
+            str(pair.target), str(pair.draft), device="cpu", max_model_len=64, **settings
+        )
         with LLM.open(config) as llm:
             draft = llm.engine_plan.drafting.draft
             return llm.engine_plan.checkpoint.identity, draft.identity
@@ -867,7 +1068,12 @@ def test_what_is_learned_of_a_pair_is_the_same_for_ranks(pair: Pair, is_exact: b
 @pytest.mark.parametrize(
     ("kind", "changes", "size", "words"),
     [
-        ("qwen3_moe", {"num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 32}, 4, "have 2 experts"),
+        (
+            "qwen3_moe",
+            {"num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+            4,
+            "have 2 experts",
+        ),
         ("stablelm", {}, 3, "64 outputs"),
         ("llama", {"intermediate_size": 97}, 2, "97 outputs"),
     ],
@@ -876,10 +1082,13 @@ def test_what_cannot_be_divided_is_refused_in_a_sentence(
     tmp_path: Path, kind: str, changes: dict[str, Any], size: int, words: str
 ) -> None:
     sizes = {
-        "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 16,
     }  # fmt: skip
-    AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**sizes | changes)).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**sizes | changes)).save_pretrained(
+        tmp_path
+    )
     spec = open_checkpoint(tmp_path).spec
     with pytest.raises(UnsupportedModelError, match=words):
         TensorParallelModel.of(spec, ThreadRanks(0, Board(size)), False)
@@ -888,7 +1097,9 @@ def test_what_cannot_be_divided_is_refused_in_a_sentence(
 # Processes
 
 
-def test_lossless_weights_of_ranks_with_cards_are_encoded_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lossless_weights_of_ranks_with_cards_are_encoded_at_load(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As far as that goes without a card: the plan, and what is encoded."""
     monkeypatch.setattr(link.extension, "serves", lambda tensor: True)
     whole = open_checkpoint(Path(__file__).parents[1] / "models" / "demo-target")
@@ -908,29 +1119,44 @@ def test_lossless_weights_of_ranks_with_cards_are_encoded_at_load(monkeypatch: p
         assert len(image.block) <= chosen.sizes.layer_nbytes[0] < len(block)
         decoded = host_block(image.encoded.layout.nbytes)
         for source, target, n, nbytes, kind in image.encoded.chunks.tolist():
-            assert decode(image.block.numpy()[source : source + nbytes], kind, n, decoded.numpy()[target:])
+            assert decode(
+                image.block.numpy()[source : source + nbytes], kind, n, decoded.numpy()[target:]
+            )
         for name, entry in image.encoded.layout.by_name.items():
             assert torch.equal(entry.view(decoded), files.layout(0).by_name[name].view(block))
 
 
 def test_torchrun_gives_the_text_of_one_process(pair: Pair, tmp_path: Path) -> None:
-    """Over gloo, in bfloat16, with layers from the disk, and a draft model where that is found to be faster."""
+    """Over gloo, in bfloat16, with layers from the disk, and a draft model where that is found to
+    be faster.
+    """
     program = tmp_path / "program.py"
     program.write_text(
-        "import json, sys\n"
-        "from offload_rt import LLM, SamplingParams\n"
-        "settings, prompt = json.loads(sys.argv[1])\n"
-        "with LLM(**settings) as llm:\n"
-        "    tokens = llm.generate([prompt], SamplingParams(max_tokens=12, ignore_eos=True))[0].token_ids\n"
-        "    print(json.dumps([tokens, sorted(set(llm.plan.tiers))]))\n"
+        "import json, sys\nfrom offload_rt import LLM, SamplingParams\nsettings, prompt ="
+        " json.loads(sys.argv[1])\nwith LLM(**settings) as llm:\n    tokens ="
+        " llm.generate([prompt], SamplingParams(max_tokens=12, ignore_eos=True))[0].token_ids\n   "
+        " print(json.dumps([tokens, sorted(set(llm.plan.tiers))]))\n"
     )
-    settings = {"model": str(pair.target), "dtype": "bfloat16", "device": "cpu", "max_model_len": 64}
+    settings = {
+        "model": str(pair.target),
+        "dtype": "bfloat16",
+        "device": "cpu",
+        "max_model_len": 64,
+    }
     with open_llm(pair.target, "resident", dtype="bfloat16", max_model_len=64) as llm:
         expected = tokens_of(llm, prompt_of(5), 12)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(program)]
-    budget = {"exact_parallel": True, "device_memory": 12_000_000, "tree_size": 4, "draft_model": str(pair.draft)}
+    budget = {
+        "exact_parallel": True,
+        "device_memory": 12_000_000,
+        "tree_size": 4,
+        "draft_model": str(pair.draft),
+    }
     done = subprocess.run(
-        [*command, json.dumps([settings | budget, prompt_of(5)])], capture_output=True, text=True, timeout=240
+        [*command, json.dumps([settings | budget, prompt_of(5)])],
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.strip().splitlines()[-1])[0] == expected

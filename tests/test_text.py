@@ -15,7 +15,8 @@ from offload_rt.errors import CheckpointError, PromptError
 from offload_rt.executor.sequence import Sequence
 from offload_rt.text.detokenize import TextStream, encode, encode_chat, load_tokenizer, token_bytes
 
-BYTE_LEVEL, METASPACE = byte_level(), metaspace()
+BYTE_LEVEL = byte_level()
+METASPACE = metaspace()
 HELLO = [{"role": "user", "content": "hello"}]
 TOKENIZERS = {"byte level": BYTE_LEVEL, "metaspace": METASPACE}
 HALF = "\ufffd"
@@ -40,7 +41,9 @@ def answer_of(tokenizer, prompt, ids):
 
 
 def pieces_of(stream, ids):
-    """The pieces of an answer, the last one final; ends early at a stop string. Also the number of tokens used."""
+    """The pieces of an answer, the last one final; ends early at a stop string. Also the number of
+    tokens used.
+    """
     pieces = []
     for n, token in enumerate(ids, 1):
         stopped = stream.add(token)
@@ -57,7 +60,8 @@ def encoded(tokenizer, text):
 @given(tokenizers, texts, st.integers(1, 12))
 def test_pieces_are_whole_characters_and_add_up(tokenizer, text, n_prompt):
     ids = encoded(tokenizer, SPOKEN[0] + " " + text)
-    prompt, ids = ids[:n_prompt], ids[n_prompt:]
+    prompt = ids[:n_prompt]
+    ids = ids[n_prompt:]
     assume(HALF not in decode(tokenizer, prompt))
     stream = TextStream(tokenizer, prompt, ())
     pieces, _ = pieces_of(stream, ids)
@@ -97,7 +101,9 @@ def test_a_token_that_ends_within_a_character_gives_its_whole_ones_at_once():
     """As the token of a space and the first bytes of a smile, which byte-level tokenizers have."""
     ids = encoded(BYTE_LEVEL, "smiles 🙂")
     cut = next(n for n in range(len(ids)) if HALF in decode(BYTE_LEVEL, ids[: n + 1]))
-    assert decode(BYTE_LEVEL, [ids[cut]]).startswith(" "), "this token is not of the kind the test is about"
+    assert decode(BYTE_LEVEL, [ids[cut]]).startswith(" "), (
+        "this token is not of the kind the test is about"
+    )
     stream = TextStream(BYTE_LEVEL, [0], (" ",))
     assert [stream.add(token) for token in ids[: cut + 1]] == [False] * cut + [True]
     assert stream.take(final=True) == "smiles"
@@ -113,7 +119,9 @@ def test_a_prompt_that_ends_within_a_character_is_completed():
 
 
 def expected_stop(tokenizer, prompt, ids, stops):
-    """Brute force: after how many tokens the first stop string is there, and the text before the leftmost one."""
+    """Brute force: after how many tokens the first stop string is there, and the text before the
+    leftmost one.
+    """
     for n in range(1, len(ids) + 1):
         text = answer_of(tokenizer, prompt, ids[:n])
         found = [text.find(stop) for stop in stops if stop in text]
@@ -124,13 +132,16 @@ def expected_stop(tokenizer, prompt, ids, stops):
 
 @given(tokenizers, texts, st.data())
 def test_the_first_stop_string_ends_the_text(tokenizer, text, data):
-    """Several stops, within tokens and across their borders, some that never come and some that nearly do."""
+    """Several stops, within tokens and across their borders, some that never come and some that
+    nearly do.
+    """
     prompt = encoded(tokenizer, SPOKEN[0])
     ids = encoded(tokenizer, SPOKEN[0] + " " + text * 2)[len(prompt) :]
     starts = data.draw(st.lists(st.integers(0, 2 * len(text)), max_size=3))
     lengths = st.integers(1, 7)
     stops = [
-        (" " + text * 2)[start : start + data.draw(lengths)] + data.draw(st.sampled_from(["", "", "#"]))
+        (" " + text * 2)[start : start + data.draw(lengths)]
+        + data.draw(st.sampled_from(["", "", "#"]))
         for start in starts
     ]
     stream = TextStream(tokenizer, prompt, tuple(stops))
@@ -143,7 +154,8 @@ def test_the_first_stop_string_ends_the_text(tokenizer, text, data):
 @given(texts, st.text(characters, min_size=1, max_size=6))
 def test_only_what_could_begin_a_stop_is_held_back(text, stop):
     ids = encoded(BYTE_LEVEL, text)
-    stream, taken = TextStream(BYTE_LEVEL, [0], (stop,)), ""
+    stream = TextStream(BYTE_LEVEL, [0], (stop,))
+    taken = ""
     for n, token in enumerate(ids, 1):
         if stream.add(token):
             break
@@ -166,7 +178,8 @@ def test_spaces_between_words_of_a_metaspace_tokenizer_stay():
 def test_special_tokens_have_no_text():
     tokenizer = byte_level()
     tokenizer.add_special_tokens(["<s>", "</s>"])
-    start, end = tokenizer.token_to_id("<s>"), tokenizer.token_to_id("</s>")
+    start = tokenizer.token_to_id("<s>")
+    end = tokenizer.token_to_id("</s>")
     ids = encoded(tokenizer, "the fox")
     stream = TextStream(tokenizer, [start], ("</s>",))
     pieces, _ = pieces_of(stream, [*ids[:2], end, *ids[2:], end])
@@ -213,7 +226,8 @@ def test_special_tokens_in_messages_are_encoded_as_text(backend, tmp_path):
     add_tokenizer(tmp_path, raw)
     tokenizer = load_tokenizer(tmp_path)
     tokenizer.chat_template = "{% for m in messages %}</s><think>{{ m.content }}{% endfor %}"
-    special, marker = raw.token_to_id("</s>"), raw.token_to_id("<think>")
+    special = raw.token_to_id("</s>")
+    marker = raw.token_to_id("<think>")
     turns = [{"role": "user", "content": text} for text in ("fox", "the </s> fox", "<think></s>")]
     ids = encode_chat(tokenizer, turns, {})
     assert ids.count(special) == 3 and ids.count(marker) == 4
@@ -227,7 +241,8 @@ def test_special_tokens_in_messages_are_encoded_as_text(backend, tmp_path):
 @pytest.fixture(scope="module", params=TOKENIZERS)
 def llm(request, tmp_path_factory):
     """A model that speaks, with either tokenizer."""
-    path, tokenizer = tmp_path_factory.mktemp("speaking"), TOKENIZERS[request.param]
+    path = tmp_path_factory.mktemp("speaking")
+    tokenizer = TOKENIZERS[request.param]
     CASES["llama"].build(0, vocab_size=tokenizer.get_vocab_size()).save_pretrained(path)
     add_tokenizer(path, tokenizer)
     with open_llm(path, max_model_len=256) as llm:
@@ -293,7 +308,9 @@ def test_prompts_get_the_special_tokens_of_the_tokenizer(tmp_path):
     tokenizer = byte_level()
     tokenizer.add_special_tokens(["<s>"])
     start = tokenizer.token_to_id("<s>")
-    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", start)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        "<s> $A", special_tokens=[("<s>", start)]
+    )
     add_tokenizer(tmp_path, tokenizer)
     assert encode(load_tokenizer(tmp_path), "the fox") == [start, *encoded(tokenizer, "the fox")]
 
@@ -301,7 +318,14 @@ def test_prompts_get_the_special_tokens_of_the_tokenizer(tmp_path):
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "gpt2", "no_such_model"])
 @pytest.mark.parametrize(
     "named",
-    ["TokenizersBackend", "PreTrainedTokenizerFast", "LlamaTokenizer", "LlamaTokenizerFast", "Qwen2Tokenizer", None],
+    [
+        "TokenizersBackend",
+        "PreTrainedTokenizerFast",
+        "LlamaTokenizer",
+        "LlamaTokenizerFast",
+        "Qwen2Tokenizer",
+        None,
+    ],
 )
 def test_a_tokenizer_is_the_one_that_transformers_takes_by_the_whole_config(tmp_path, kind, named):
     """Whatever class its config names, with the model's type alone."""
@@ -309,7 +333,8 @@ def test_a_tokenizer_is_the_one_that_transformers_takes_by_the_whole_config(tmp_
     (tmp_path / "config.json").write_text(json.dumps(llama_config(model_type=kind)))
     about = json.loads((tmp_path / "tokenizer_config.json").read_text())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(about | {"tokenizer_class": named}))
-    ours, theirs = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    ours = load_tokenizer(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
     text = "The quick  brown fox, naïve\n"
     assert type(ours) is type(theirs)
     assert ours.encode(text) == theirs.encode(text)
@@ -322,7 +347,8 @@ def test_a_chat_goes_through_the_template(tmp_path):
     with pytest.raises(PromptError, match="template"):
         encode_chat(tokenizer, HELLO, {})
     tokenizer.chat_template = (
-        "{{ messages[0].role }}: {{ messages[0].content }}{% if add_generation_prompt %} answer:{% endif %}"
+        "{{ messages[0].role }}: {{ messages[0].content }}{% if add_generation_prompt %} answer:{%"
+        " endif %}"
     )
     options = {"add_generation_prompt": True}
     assert encode_chat(tokenizer, HELLO, options) == encoded(BYTE_LEVEL, "user: hello answer:")

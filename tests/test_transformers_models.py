@@ -1,4 +1,6 @@
-"""Models of transformers by their own modules, their layers streamed: logits of trees and texts are those of transformers."""
+"""Models of transformers by their own modules, their layers streamed: logits of trees and texts are
+those of transformers.
+"""
 
 import math
 
@@ -24,13 +26,15 @@ from offload_rt.tree.topology import Topology
 from offload_rt.weights.checkpoint import read_json
 
 ATOL = 2e-4
-# What is new in each: softcaps and windows; the text part of a multimodal one; heads that differ by layer; states of
-# several streams, keys of another layer, inputs of each layer; experts one by one; experts in one tensor, with biases, and
-# sinks; latent keys and wide values; fused projections; learned positions, tied head; a window that only its mask has;
-# two attentions in a layer; gated delta nets beside attention, in a mixture, without one, with other projections, and with
+# What is new in each: softcaps and windows; the text part of a multimodal one; heads that differ by
+# layer; states of several streams, keys of another layer, inputs of each layer; experts one by one;
+# experts in one tensor, with biases, and sinks; latent keys and wide values; fused projections;
+# learned positions, tied head; a window that only its mask has; two attentions in a layer; gated
+# delta nets beside attention, in a mixture, without one, with other projections, and with
 # convolutions that are stored one by one.
 KINDS = [
-    "gemma2", "gemma3", "gemma4_text", "gemma3n_text", "qwen3_moe", "gpt_oss", "deepseek_v3", "phi3", "gpt2", "phimoe",
+    "gemma2", "gemma3", "gemma4_text", "gemma3n_text", "qwen3_moe", "gpt_oss", "deepseek_v3",
+    "phi3", "gpt2", "phimoe",
     "diffllama", "qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid",
 ]  # fmt: skip
 
@@ -42,7 +46,8 @@ def model_of(tmp_path_factory):
 
     def get(kind):
         if kind not in made:
-            model, folder = random_model(tiny_config(kind)), tmp_path_factory.mktemp(kind)
+            model = random_model(tiny_config(kind))
+            folder = tmp_path_factory.mktemp(kind)
             model.save_pretrained(folder)
             made[kind] = model, folder
         return made[kind]
@@ -53,18 +58,24 @@ def model_of(tmp_path_factory):
 def tree_logits(runner, committed, lacking, drafted, tree):
     """Of every node of a tree below lacking tokens, behind committed ones."""
     cache = prefill(runner, committed, len(committed) + len(lacking) + len(drafted))
-    return feed(runner, cache, lacking + drafted, tree.after_chain(len(lacking)), n_wanted=len(tree))
+    return feed(
+        runner, cache, lacking + drafted, tree.after_chain(len(lacking)), n_wanted=len(tree)
+    )
 
 
 def check_tree(runner, model, n=8):
     """Holds the logits of a tree against transformers' own along each path."""
     tree = random_tree(n, seed=3, reach=2)
-    committed, lacking, drafted = (prompt_of(seed, size, 150) for seed, size in ((1, 11), (2, 3), (3, n)))
+    committed, lacking, drafted = (
+        prompt_of(seed, size, 150) for seed, size in ((1, 11), (2, 3), (3, n))
+    )
     got = tree_logits(runner, committed, lacking, drafted, tree)
     for node in range(n):
         path = [drafted[one] for one in [0, *tree.path_to(node)]]
         expected = logits_of(model, committed + lacking + path)[-1]
-        torch.testing.assert_close(got[node], expected, atol=ATOL * float(expected.abs().max()), rtol=0)
+        torch.testing.assert_close(
+            got[node], expected, atol=ATOL * float(expected.abs().max()), rtol=0
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -88,7 +99,9 @@ def test_default_settings_give_the_text_of_transformers(model_of, kind, cold_cac
     prompt = prompt_of(0, 15, 150)
     with LLM(str(folder), device="cpu") as llm:
         assert llm.max_model_len == 512
-        assert llm.generate(prompt, SamplingParams(max_new_tokens=24)).pop().token_ids == generate(model, prompt, 24)
+        assert llm.generate(prompt, SamplingParams(max_new_tokens=24)).pop().token_ids == generate(
+            model, prompt, 24
+        )
 
 
 @pytest.mark.parametrize(("kind", "drafts_itself"), [("gpt2", False), ("opt", True)])
@@ -98,7 +111,8 @@ def test_learned_positions_serve_until_their_last(tmp_path, cold_caches, kind, d
     config.max_position_embeddings = 64
     model = random_model(config)
     model.save_pretrained(tmp_path / "model")
-    folder, prompt = str(tmp_path / "model"), prompt_of(0, 15, 150)
+    folder = str(tmp_path / "model")
+    prompt = prompt_of(0, 15, 150)
     draft = {"draft_model": folder} if drafts_itself else {}
     with LLM(folder, device="cpu", **draft) as llm:
         result = llm.generate(prompt, SamplingParams(max_new_tokens=100)).pop()
@@ -114,23 +128,35 @@ def test_native_and_general_way_give_the_same_logits(zoo, monkeypatch):
     monkeypatch.delitem(FAMILIES, "llama")
     with open_llm(zoo.directory("llama-llama3", 0), "mixed") as llm:
         assert isinstance(runner_of(llm).spec, TransformersModel)
-        torch.testing.assert_close(tree_logits(runner_of(llm), *given), native, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            tree_logits(runner_of(llm), *given), native, atol=1e-4, rtol=1e-4
+        )
 
 
 def test_sequences_of_one_pass_do_not_see_each_other(model_of):
-    """Also where what a layer is told besides its hidden states, and states of other layers, belong to a row."""
+    """Also where what a layer is told besides its hidden states, and states of other layers, belong
+    to a row.
+    """
     model, folder = model_of("gemma3n_text")
     prompts = [prompt_of(seed, n, 150) for seed, n in enumerate((5, 23, 1))]
     with open_llm(folder) as llm:
         runner = runner_of(llm)
         runner._chunk_rows = 16
         steps = [
-            Step(runner.new_cache(32), torch.tensor(one), Topology.chain(len(one)), len(one), len(one))
+            Step(
+                runner.new_cache(32),
+                torch.tensor(one),
+                Topology.chain(len(one)),
+                len(one),
+                len(one),
+            )
             for one in prompts
         ]
         for rows, prompt in zip(runner.forward(steps), prompts, strict=True):
             expected = logits_of(model, prompt)
-            torch.testing.assert_close(rows, expected, atol=ATOL * float(expected.abs().max()), rtol=0)
+            torch.testing.assert_close(
+                rows, expected, atol=ATOL * float(expected.abs().max()), rtol=0
+            )
 
 
 def test_a_draft_model_may_be_one_of_transformers(model_of):
@@ -171,11 +197,15 @@ def test_rows_of_one_tensor_may_be_several_matrices(zoo, tmp_path, monkeypatch):
     tensors = {name: one.clone() for name, one in model.state_dict().items()}
     for i in range(model.config.num_hidden_layers):
         start = f"model.layers.{i}."
-        tensors[f"{start}self_attn.qkv.weight"] = torch.cat([tensors.pop(start + one) for one in parts])
+        tensors[f"{start}self_attn.qkv.weight"] = torch.cat(
+            [tensors.pop(start + one) for one in parts]
+        )
     save_file(tensors, tmp_path / "model.safetensors")
     model.config.save_pretrained(tmp_path)
     with open_llm(tmp_path, "disk") as llm:
-        got = feed(runner_of(llm), runner_of(llm).new_cache(20), prompt_of(0, 20), Topology.chain(20))
+        got = feed(
+            runner_of(llm), runner_of(llm).new_cache(20), prompt_of(0, 20), Topology.chain(20)
+        )
     torch.testing.assert_close(got, logits_of(model, prompt_of(0, 20)), atol=2e-3, rtol=0)
     turned = WeightConverter("self_attn.qkv.weight", "self_attn.q_proj.weight", [Transpose(0, 1)])
     monkeypatch.setitem(table, "LlamaForCausalLM", [turned])
@@ -184,9 +214,12 @@ def test_rows_of_one_tensor_may_be_several_matrices(zoo, tmp_path, monkeypatch):
 
 
 def test_what_a_text_does_not_need_may_be_stored_in_any_way(model_of, monkeypatch):
-    turned = WeightConverter("mlp.fc1.weight", "mlp.fc1.weight", [Transpose(0, 1)])  # of the images' part alone
+    # of the images' part alone
+    turned = WeightConverter("mlp.fc1.weight", "mlp.fc1.weight", [Transpose(0, 1)])
     known = tensor_names.get_model_conversion_mapping
-    monkeypatch.setattr(tensor_names, "get_model_conversion_mapping", lambda model: [*known(model), turned])
+    monkeypatch.setattr(
+        tensor_names, "get_model_conversion_mapping", lambda model: [*known(model), turned]
+    )
     model, folder = model_of("gemma3")
     assert any(name.endswith("mlp.fc1.weight") for name in load_file(folder / "model.safetensors"))
     with open_llm(folder, "disk") as llm:
@@ -214,7 +247,8 @@ def test_what_does_not_run_is_refused_with_its_reason(kind, reason):
 def test_heads_are_of_native_models(model_of, tmp_path):
     (tmp_path / "config.json").write_text('{"medusa_num_heads": 1}')
     with pytest.raises(
-        UnsupportedModelError, match=r"heads cannot draft for a model of type phi3.*a complete draft model"
+        UnsupportedModelError,
+        match=r"heads cannot draft for a model of type phi3.*a complete draft model",
     ):
         open_llm(model_of("phi3")[1], draft_model=str(tmp_path))
 
@@ -224,7 +258,9 @@ def test_a_card_computes_all_experts_without_the_host_waiting(model_of, monkeypa
     """Stored one by one, and in one tensor with biases."""
     model, folder = model_of(kind)
     histc = torch.histc  # that of a CPU counts no integers
-    monkeypatch.setattr(torch, "histc", lambda counted, **bins: histc(counted.float(), **bins).int())
+    monkeypatch.setattr(
+        torch, "histc", lambda counted, **bins: histc(counted.float(), **bins).int()
+    )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     prompt = prompt_of(0, 15, 150)
     with (
@@ -232,13 +268,21 @@ def test_a_card_computes_all_experts_without_the_host_waiting(model_of, monkeypa
         LLM(str(folder), device="cuda", drafter="none", max_model_len=64) as llm,
     ):
         runner = runner_of(llm)
-        step = Step(runner.new_cache(20), torch.tensor(prompt), Topology.chain(len(prompt)), len(prompt), len(prompt))
+        step = Step(
+            runner.new_cache(20),
+            torch.tensor(prompt),
+            Topology.chain(len(prompt)),
+            len(prompt),
+            len(prompt),
+        )
         runner.forward([step])  # brings frequencies to the card
         before = counts.n_waits
         (got,) = runner.forward([step])
         assert counts.n_waits == before
         expected = logits_of(model, prompt)
-        torch.testing.assert_close(got.cpu(), expected, atol=ATOL * float(expected.abs().max()), rtol=0)
+        torch.testing.assert_close(
+            got.cpu(), expected, atol=ATOL * float(expected.abs().max()), rtol=0
+        )
 
 
 def test_code_of_a_checkpoint_is_not_run():
@@ -250,7 +294,12 @@ def test_contexts_end_where_rotations_would_change():
     """Beyond it the rotations of all positions depend on how long the sequence is."""
     config = tiny_config("phi3")
     factors = [1.0] * (config.hidden_size // config.num_attention_heads // 2)
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": factors, "long_factor": factors}
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": factors,
+        "long_factor": factors,
+    }
     raw = config.to_dict() | {"original_max_position_embeddings": 128, "rope_parameters": rope}
     assert spec_of(raw).max_positions == 128
 
@@ -261,7 +310,11 @@ def test_scores_are_capped_and_sinks_take_their_share(softcap, has_sinks, most, 
     """Written out head by head; rows at once as many as fit. Values are narrower than keys."""
     monkeypatch.setattr(reference, "MOST_SCORES", most)
     generator = torch.Generator().manual_seed(0)
-    n, n_before, heads, groups, dim = 6, 9, 4, 2, 8
+    n = 6
+    n_before = 9
+    heads = 4
+    groups = 2
+    dim = 8
     q = 2 * torch.randn(n, heads, dim, generator=generator)
     k, v = (torch.randn(groups, n_before + n, width, generator=generator) for width in (dim, 5))
     sinks = torch.randn(heads, generator=generator) if has_sinks else None

@@ -43,8 +43,12 @@ def test_depths_and_children(topology):
     n = len(topology)
     assert [len(ancestors(topology, node)) - 1 for node in range(n)] == topology.depths.tolist()
     for node in range(n):
-        assert list(topology.children[node]) == [child for child in range(n) if topology.parents[child] == node]
-    assert topology.is_chain == all(len(children) == (node < n - 1) for node, children in enumerate(topology.children))
+        assert list(topology.children[node]) == [
+            child for child in range(n) if topology.parents[child] == node
+        ]
+    assert topology.is_chain == all(
+        len(children) == (node < n - 1) for node, children in enumerate(topology.children)
+    )
 
 
 @given(trees | chains, st.integers(0, 9))
@@ -61,7 +65,11 @@ def test_a_long_prompt_above_a_tree_makes_no_mask_of_its_length_squared():
     n = 1_000_000  # squared: a terabyte
     seen = visible(Topology(np.array([-1, 0, 0, 1])).after_chain(n), n + 1, n + 4)
     assert seen[:, : n + 1].all()
-    assert seen[:, n + 1 :].tolist() == [[True, False, False], [False, True, False], [True, False, True]]
+    assert seen[:, n + 1 :].tolist() == [
+        [True, False, False],
+        [False, True, False],
+        [True, False, True],
+    ]
 
 
 @given(trees | chains, st.data())
@@ -75,11 +83,17 @@ def test_a_tree_that_grows_sees_what_the_whole_one_does(topology, data):
     growing.clear()
     start = 0
     while start < len(tree):
-        most = next((node for node in range(start + 1, len(tree)) if tree.parents[node] >= start), len(tree))
+        most = next(
+            (node for node in range(start + 1, len(tree)) if tree.parents[node] >= start), len(tree)
+        )
         stop = data.draw(st.integers(start + 1, most))
         assert growing.add(tree.parents[max(start, 1) : stop]) == range(max(start, 1), stop)
         mask = growing.mask(start, stop, 3)
-        seen = torch.ones(stop - start, 3 + stop, dtype=torch.bool) if mask.dense() is None else mask.dense()
+        seen = (
+            torch.ones(stop - start, 3 + stop, dtype=torch.bool)
+            if mask.dense() is None
+            else mask.dense()
+        )
         assert seen[:, :3].all() and torch.equal(seen[:, 3:], visible(tree, start, stop))
         assert growing.depths.tolist() == tree.depths[:stop].tolist()
         start = stop
@@ -95,7 +109,8 @@ def test_the_tokens_of_a_path_leave_out_the_root(topology):
 
 @given(trees, st.data())
 def test_the_candidates_are_the_first_nodes(topology, data):
-    n, n_unverified = len(topology), data.draw(st.integers(0, len(topology) - 1))
+    n = len(topology)
+    n_unverified = data.draw(st.integers(0, len(topology) - 1))
     sampled = SampledNodes(np.arange(n) > 0, torch.rand(n, 3), np.arange(n))
     tree = DraftTree(topology, torch.arange(n), sampled, 2.0, n_unverified)
     cut = tree.candidates()

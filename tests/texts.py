@@ -1,4 +1,6 @@
-"""Texts of a drafter and rule; their distribution, enumerated with transformers' logits and warpers, to compare with."""
+"""Texts of a drafter and rule; their distribution, enumerated with transformers' logits and
+warpers, to compare with.
+"""
 
 import itertools
 from collections import Counter
@@ -30,11 +32,18 @@ from offload_rt.executor.sequence import Sequence as TokenSequence
 from offload_rt.speculate.protocols import Drafter, VerificationRule
 from offload_rt.system.trace import Trace
 
-N_NEW, N_DRAWS, VOCABULARY = 3, 500, 4
+N_NEW = 3
+N_DRAWS = 500
+VOCABULARY = 4
 # The second has something to copy: its last three tokens stood there before.
 PROMPTS = ([1], [2, 0, 1, 3, 2, 0, 1])
 PARAMS = ({"temperature": 0.8}, {"temperature": 0.8, "top_p": 0.9})
-SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+SMALL = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 
 
 def small_model(vocab_size: int, n_layers: int, sureness: float = 2.0) -> PreTrainedModel:
@@ -51,11 +60,19 @@ def small_pair(folder: Path) -> Pair:
 
 
 def run_together(
-    runner: Runner, drafter: Drafter, rule: VerificationRule, sequences: Iterable[TokenSequence], n_nodes: int
+    runner: Runner,
+    drafter: Drafter,
+    rule: VerificationRule,
+    sequences: Iterable[TokenSequence],
+    n_nodes: int,
 ) -> list[list[int]]:
-    """Continue sequences in one batch to their ends, with trees of up to so many nodes each; returns the new tokens."""
+    """Continue sequences in one batch to their ends, with trees of up to so many nodes each;
+    returns the new tokens.
+    """
     batch = list(sequences)
-    engine = Engine(runner, drafter, rule, Steady(), Trace(on=False), Scheduler(1_000_000, n_nodes * len(batch)))
+    engine = Engine(
+        runner, drafter, rule, Steady(), Trace(on=False), Scheduler(1_000_000, n_nodes * len(batch))
+    )
     for one in batch:
         engine.add(one)
     while engine.step():
@@ -63,12 +80,21 @@ def run_together(
     return [one.tokens[one.n_prompt :] for one in batch]
 
 
-def sampled_texts(runner: Runner, drafter: Drafter, rule: VerificationRule, n_nodes: int) -> list[list[list[int]]]:
-    """Per prompt N_DRAWS texts, each with a seed of its own, in batches of both prompts side by side."""
+def sampled_texts(
+    runner: Runner, drafter: Drafter, rule: VerificationRule, n_nodes: int
+) -> list[list[list[int]]]:
+    """Per prompt N_DRAWS texts, each with a seed of its own, in batches of both prompts side by
+    side.
+    """
     found: list[list[list[int]]] = [[], []]
     for start in range(0, 2 * N_DRAWS, 200):
-        several = [SamplingParams(max_new_tokens=N_NEW, seed=i, **PARAMS[i % 2]) for i in range(start, start + 200)]
-        batch = [TokenSequence(list(PROMPTS[i % 2]), params, 64) for i, params in enumerate(several)]
+        several = [
+            SamplingParams(max_new_tokens=N_NEW, seed=i, **PARAMS[i % 2])
+            for i in range(start, start + 200)
+        ]
+        batch = [
+            TokenSequence(list(PROMPTS[i % 2]), params, 64) for i, params in enumerate(several)
+        ]
         for i, text in enumerate(run_together(runner, drafter, rule, batch, n_nodes)):
             found[i % 2].append(text)
     return found
@@ -77,15 +103,20 @@ def sampled_texts(runner: Runner, drafter: Drafter, rule: VerificationRule, n_no
 def exact_distributions(model: PreTrainedModel) -> list[np.ndarray]:
     """Of the texts that `sampled_texts` draws, per prompt."""
     return [
-        exact_distribution(model, prompt, SamplingParams(**one)) for prompt, one in zip(PROMPTS, PARAMS, strict=True)
+        exact_distribution(model, prompt, SamplingParams(**one))
+        for prompt, one in zip(PROMPTS, PARAMS, strict=True)
     ]
 
 
 class OverAnswer(LogitsProcessor):
-    """The penalties of OpenAI's API, as its reference and vLLM have them: by how often the answer has each token."""
+    """The penalties of OpenAI's API, as its reference and vLLM have them: by how often the answer
+    has each token.
+    """
 
     def __init__(self, n_prompt: int, presence: float, frequency: float) -> None:
-        self._n_prompt, self._presence, self._frequency = n_prompt, presence, frequency
+        self._n_prompt = n_prompt
+        self._presence = presence
+        self._frequency = frequency
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         scores = scores.clone()
@@ -95,11 +126,17 @@ class OverAnswer(LogitsProcessor):
         return scores
 
 
-def modifiers(params: SamplingParams, n_prompt: int, end_ids: Sequence[int] = ()) -> LogitsProcessorList:
+def modifiers(
+    params: SamplingParams, n_prompt: int, end_ids: Sequence[int] = ()
+) -> LogitsProcessorList:
     """What changes logits before the temperature, in the order of transformers and vLLM."""
     found = LogitsProcessorList()
     if params.logit_bias:
-        found.append(SequenceBiasLogitsProcessor({(token,): float(bias) for token, bias in params.logit_bias.items()}))
+        found.append(
+            SequenceBiasLogitsProcessor(
+                {(token,): float(bias) for token, bias in params.logit_bias.items()}
+            )
+        )
     found.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty or 1.0))
     found.append(OverAnswer(n_prompt, params.presence_penalty, params.frequency_penalty))
     if params.bad_words_ids:
@@ -127,14 +164,18 @@ def exact_distribution(
         logits = logits_of(model, [*prompt, *text])
         for n in range(n_new):
             before = torch.tensor([[*prompt, *text[:n]]])
-            next_probs = torch.softmax(warpers(before, logits[None, before.shape[1] - 1]).double(), -1)[0].numpy()
+            next_probs = torch.softmax(
+                warpers(before, logits[None, before.shape[1] - 1]).double(), -1
+            )[0].numpy()
             probs[text] *= next_probs[text[n]] if n < n_new - 1 else next_probs
     assert abs(probs.sum() - 1) < 1e-6
     return probs
 
 
 def assert_distribution(texts: Iterable[Sequence[int]], probs: np.ndarray) -> None:
-    """Chi-square, texts that are too rare taken together; a text of probability zero never occurs."""
+    """Chi-square, texts that are too rare taken together; a text of probability zero never
+    occurs.
+    """
     counts = Counter(map(tuple, texts))
     observed = np.array([counts[text] for text in np.ndindex(probs.shape)], dtype=float)
     expected = probs.ravel() * counts.total()

@@ -1,4 +1,6 @@
-"""Tiny random models of every family, written as transformers writes them; transformers itself is the reference."""
+"""Tiny random models of every family, written as transformers writes them; transformers itself is
+the reference.
+"""
 
 import copy
 import json
@@ -37,7 +39,13 @@ from offload_rt.executor.step import Step
 from offload_rt.kv.split import LEAST_BUDGET
 from offload_rt.speculate.draft_model import SelfDraftModel
 from offload_rt.speculate.pair_stats import PairStats
-from offload_rt.speculate.protocols import Drafter, DraftLimits, DraftParts, VerificationRule, whole_model
+from offload_rt.speculate.protocols import (
+    Drafter,
+    DraftLimits,
+    DraftParts,
+    VerificationRule,
+    whole_model,
+)
 from offload_rt.speculate.select import drafter_type, rule_of
 from offload_rt.speculate.verify.match import MatchRule
 from offload_rt.system import registry
@@ -45,26 +53,32 @@ from offload_rt.system.trace import Trace
 from offload_rt.tree.topology import Topology
 
 SIZES = {
-    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4,
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6,
+    "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 256, "tie_word_embeddings": False,
     "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
 SMALLER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
 WINDOW = 8
-# A token comes back and the text goes round in circles where a random model is too tame: this one is not.
+# A token comes back and the text goes round in circles where a random model is too tame: this one
+# is not.
 SPREAD = 0.25
 
 
 @dataclass(frozen=True)
 class Case:
-    """A family and what its config says besides the sizes; one shard holds at most `shard` bytes."""
+    """A family and what its config says besides the sizes; one shard holds at most `shard`
+    bytes.
+    """
 
     config: type[PreTrainedConfig]
     model: type[PreTrainedModel]
     changes: dict[str, Any] = field(default_factory=dict)
     shard: str = "1GB"
 
-    def build(self, seed: int, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
+    def build(
+        self, seed: int, dtype: torch.dtype = torch.float32, **changes: Any
+    ) -> PreTrainedModel:
         """A random model, biases and norms included, so that every misplaced weight shows."""
         config = self.config(**SIZES | self.changes | changes)
         net = self.model(config)
@@ -81,16 +95,30 @@ def _rope(kind: str, **parameters: float) -> dict[str, Any]:
 
 LINEAR = _rope("linear", factor=3.0)
 DYNAMIC = _rope("dynamic", factor=2.0)
-LLAMA3 = _rope("llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
+LLAMA3 = _rope(
+    "llama3",
+    factor=4.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=32,
+)
 YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=64)
 WINDOWED = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}
 
 CASES = {
     "llama": Case(LlamaConfig, LlamaForCausalLM),
     "llama-biases": Case(
-        LlamaConfig, LlamaForCausalLM, {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}, "200KB"
+        LlamaConfig,
+        LlamaForCausalLM,
+        {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4},
+        "200KB",
     ),
-    "llama-tied": Case(LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": True, "num_key_value_heads": 1}, "200KB"),
+    "llama-tied": Case(
+        LlamaConfig,
+        LlamaForCausalLM,
+        {"tie_word_embeddings": True, "num_key_value_heads": 1},
+        "200KB",
+    ),
     "llama-linear": Case(LlamaConfig, LlamaForCausalLM, LINEAR),
     "llama-dynamic": Case(LlamaConfig, LlamaForCausalLM, DYNAMIC),
     "llama-llama3": Case(LlamaConfig, LlamaForCausalLM, LLAMA3),
@@ -101,11 +129,15 @@ CASES = {
     "qwen2-window": Case(Qwen2Config, Qwen2ForCausalLM, WINDOWED),
     "qwen3": Case(Qwen3Config, Qwen3ForCausalLM, {"head_dim": 32}, "200KB"),
     "qwen3-window": Case(
-        Qwen3Config, Qwen3ForCausalLM, {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True} | WINDOWED
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True} | WINDOWED,
     ),
 }
 # Drafters that any pair serves; heads are in `test_heads`.
-DRAFTERS = [name for name in registry.names("speculate.draft") if drafter_type(name).model is whole_model]
+DRAFTERS = [
+    name for name in registry.names("speculate.draft") if drafter_type(name).model is whole_model
+]
 # Each with every rule that takes its trees.
 COMBINATIONS = [
     (drafter, rule)
@@ -130,18 +162,23 @@ class Pair:
     def settings(self, drafter: str, rule: str = "auto") -> dict[str, str]:
         """What chooses a drafter and a rule, with the draft model if it takes one."""
         chosen = {"drafter": drafter, "rule": rule}
-        return chosen | ({"draft_model": str(self.draft)} if drafter_type(drafter).needs_model else {})
+        return chosen | (
+            {"draft_model": str(self.draft)} if drafter_type(drafter).needs_model else {}
+        )
 
 
 def nearly(model: PreTrainedModel, off: float) -> PreTrainedModel:
     """The same model, with noise of this size on every weight."""
-    draft, generator = copy.deepcopy(model), torch.Generator().manual_seed(77)
+    draft = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(77)
     for parameter in draft.parameters():
         parameter.data += off * torch.randn(parameter.shape, generator=generator)
     return draft
 
 
-def save_pair(folder: Path, model: PreTrainedModel, draft: PreTrainedModel, tokenizer: Tokenizer | None = None) -> Pair:
+def save_pair(
+    folder: Path, model: PreTrainedModel, draft: PreTrainedModel, tokenizer: Tokenizer | None = None
+) -> Pair:
     """Both as checkpoints, with the same tokenizer if one is given."""
     pair = Pair(model, folder / "target", draft, folder / "draft")
     for one, path in ((model, pair.target), (draft, pair.draft)):
@@ -158,9 +195,15 @@ class Steady:
         self.level_s = level_s
 
     def seconds(
-        self, n_rows: np.ndarray, context: int, draft_s: np.ndarray | float = 0.0, n_sequences: int = 1
+        self,
+        n_rows: np.ndarray,
+        context: int,
+        draft_s: np.ndarray | float = 0.0,
+        n_sequences: int = 1,
     ) -> np.ndarray:
-        """A tenth of a pass for every 100 rows; drafting counts as it was foreseen, not as it was timed."""
+        """A tenth of a pass for every 100 rows; drafting counts as it was foreseen, not as it was
+        timed.
+        """
         return 1.0 + n_rows / 1000 + (draft_s if isinstance(draft_s, np.ndarray) else 0.0)
 
     def level(self, n_sequences: int) -> float:
@@ -175,14 +218,18 @@ class Steady:
 
 
 def keep_steady(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An LLM grows its trees as if passes were slow and drafting cheap, on any machine: it times none and knows no pair."""
+    """An LLM grows its trees as if passes were slow and drafting cheap, on any machine: it times
+    none and knows no pair.
+    """
     monkeypatch.setattr(profile, "pass_profile", lambda *_: None)
     monkeypatch.setattr(builder, "CostEstimator", lambda *_: Steady())
     monkeypatch.setattr(PairStats, "load", lambda *_: PairStats())
 
 
 def measure_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine is measured in a moment: by a matrix that caches hold, and one layer of the disk."""
+    """The machine is measured in a moment: by a matrix that caches hold, and one layer of the
+    disk.
+    """
     monkeypatch.setattr(profile, "beyond_caches", lambda device: 4 << 20)
     monkeypatch.setattr(profile, "link_gbps", partial(profile.link_gbps, seconds=0.0))
 
@@ -214,7 +261,9 @@ class Zoo:
         """A smaller model of a family with a draft that is right about two times of three."""
         if (name, seed) not in self._pairs:
             model = CASES[name].build(seed, **SMALLER)
-            self._pairs[name, seed] = save_pair(self._folder / f"{name}-{seed}-pair", model, nearly(model, 0.03))
+            self._pairs[name, seed] = save_pair(
+                self._folder / f"{name}-{seed}-pair", model, nearly(model, 0.03)
+            )
         return self._pairs[name, seed]
 
     def greedy(self, name: str, seed: int, n_new: int = 64) -> list[int]:
@@ -226,14 +275,23 @@ class Zoo:
 
 def prompt_of(seed: int, n: int = 21, vocab_size: int = 128) -> list[int]:
     """A random prompt."""
-    return torch.randint(vocab_size, (n,), generator=torch.Generator().manual_seed(1000 + seed)).tolist()
+    return torch.randint(
+        vocab_size, (n,), generator=torch.Generator().manual_seed(1000 + seed)
+    ).tolist()
 
 
 def generate(model: PreTrainedModel, prompt: Sequence[int], n_new: int) -> list[int]:
     """The greedy continuation by transformers, of exactly so many tokens."""
     ids = torch.tensor([list(prompt)])
-    options = {"max_new_tokens": n_new, "min_new_tokens": n_new, "do_sample": False, "pad_token_id": 0}
-    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
+    options = {
+        "max_new_tokens": n_new,
+        "min_new_tokens": n_new,
+        "do_sample": False,
+        "pad_token_id": 0,
+    }
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[
+        0, len(prompt) :
+    ].tolist()
 
 
 @torch.no_grad()
@@ -245,37 +303,69 @@ def logits_of(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
 def open_llm(directory: Path, place: str = "resident", **settings: Any) -> LLM:
     """An LLM on the CPU whose layers lie as PLACES says, by a budget that is just right for it.
 
-    Decodes plainly unless a draft model or a drafter is given; trees have `tree_size` nodes, so that a budget is for one size.
+    Decodes plainly unless a draft model or a drafter is given; trees have `tree_size` nodes, so
+    that a budget is for one size.
     """
     drafter = "auto" if "draft_model" in settings else "none"
-    settings = {"device": "cpu", "max_model_len": 128, "drafter": drafter, "tree_size": 16} | settings
+    settings = {
+        "device": "cpu",
+        "max_model_len": 128,
+        "drafter": drafter,
+        "tree_size": 16,
+    } | settings
     if settings["drafter"] == "none":
-        settings = {name: value for name, value in settings.items() if name not in ("tree_size", "tree_depth")}
+        settings = {
+            name: value
+            for name, value in settings.items()
+            if name not in ("tree_size", "tree_depth")
+        }
     with LLM.open(EngineConfig(str(directory), **settings)) as unloaded:
         plan = unloaded.plan
-    slot, layers = plan.slot_nbytes, sum(plan.layer_nbytes)
-    free = {"resident": len(plan.tiers) * slot, "disk": 2 * slot, "mixed": min(5 * slot, layers - 1)}
+    slot = plan.slot_nbytes
+    layers = sum(plan.layer_nbytes)
+    free = {
+        "resident": len(plan.tiers) * slot,
+        "disk": 2 * slot,
+        "mixed": min(5 * slot, layers - 1),
+    }
     llm = LLM(str(directory), device_memory=plan.reserved.total + free[place], **settings)
     assert llm.plan.experts or set(llm.plan.tiers) == PLACES[place], llm.plan.tiers
     return llm
 
 
 def drafter_of(
-    llm: LLM, name: str, rule: str, limits: DraftLimits, level_s: float = 0.01, draft_context: int | None = None,
+    llm: LLM, name: str, rule: str, limits: DraftLimits, level_s: float = 0.01,
+    draft_context: int | None = None,
     **parts: Any,
 ) -> Drafter:  # fmt: skip
-    """Another drafter for an LLM with a draft model: one that has learned nothing yet and knows no clock."""
+    """Another drafter for an LLM with a draft model: one that has learned nothing yet and knows no
+    clock.
+    """
     its_rule = rule_of(rule)
-    child_sampling, coupled_up_to = its_rule.child_sampling or "without_replacement", its_rule.coupled_up_to
-    runner, draft, trace, chosen = llm.engine.runner, llm.engine.draft, Trace(on=False), drafter_type(name)
-    parts_of = (draft, runner.spec.vocab_size, limits.n_levels, trace, draft_context or chosen.draft_context)
+    child_sampling = its_rule.child_sampling or "without_replacement"
+    coupled_up_to = its_rule.coupled_up_to
+    runner = llm.engine.runner
+    draft = llm.engine.draft
+    trace = Trace(on=False)
+    chosen = drafter_type(name)
+    parts_of = (
+        draft,
+        runner.spec.vocab_size,
+        limits.n_levels,
+        trace,
+        draft_context or chosen.draft_context,
+    )
     model = chosen.model(*parts_of) if draft else None
     if model is not None and chosen.model is whole_model and chosen.view is None:
         model.target = runner
     if chosen.view is not None:
-        own = SelfDraftModel(runner, limits.n_levels, trace, chosen.view, budget=LEAST_BUDGET, n_rows=1_000_000)
+        own = SelfDraftModel(
+            runner, limits.n_levels, trace, chosen.view, budget=LEAST_BUDGET, n_rows=1_000_000
+        )
         model, parts = own, {"small": model} | parts
-    return chosen.open(DraftParts(limits, Steady(level_s), child_sampling, coupled_up_to, model, **parts))
+    return chosen.open(
+        DraftParts(limits, Steady(level_s), child_sampling, coupled_up_to, model, **parts)
+    )
 
 
 def begin(llm: LLM, drafter: Drafter, sequences: Sequence[TokenSequence], n_nodes: int) -> None:
@@ -286,10 +376,16 @@ def begin(llm: LLM, drafter: Drafter, sequences: Sequence[TokenSequence], n_node
         drafter.begin(one, cache, n_nodes)
 
 
-def engine_of(llm: LLM, drafter: Drafter, rule: VerificationRule | None = None, n_nodes: int = 1000) -> Engine:
-    """An engine over the runner of an LLM with another drafter, room for any number of sequences, and no clock."""
+def engine_of(
+    llm: LLM, drafter: Drafter, rule: VerificationRule | None = None, n_nodes: int = 1000
+) -> Engine:
+    """An engine over the runner of an LLM with another drafter, room for any number of sequences,
+    and no clock.
+    """
     scheduler = Scheduler(1_000_000, n_nodes)
-    return Engine(runner_of(llm), drafter, rule or MatchRule(), Steady(), Trace(on=False), scheduler)
+    return Engine(
+        runner_of(llm), drafter, rule or MatchRule(), Steady(), Trace(on=False), scheduler
+    )
 
 
 def sequence_of(seed: int) -> TokenSequence:
@@ -302,10 +398,14 @@ def runner_of(llm: LLM) -> Runner:
     return llm.engine.runner
 
 
-def feed(runner: Runner, cache: int, tokens: Sequence[int], topology: Topology, n_wanted: int = 0) -> Tensor:
+def feed(
+    runner: Runner, cache: int, tokens: Sequence[int], topology: Topology, n_wanted: int = 0
+) -> Tensor:
     """Logits of the last `n_wanted` tokens, or of all; the rows stay pending."""
     n_prompt = runner.n_committed(cache) + len(tokens)
-    return runner.forward([Step(cache, torch.tensor(tokens), topology, n_wanted or len(tokens), n_prompt)])[0]
+    return runner.forward(
+        [Step(cache, torch.tensor(tokens), topology, n_wanted or len(tokens), n_prompt)]
+    )[0]
 
 
 def prefill(runner: Runner, tokens: Sequence[int], capacity: int) -> int:
@@ -317,9 +417,14 @@ def prefill(runner: Runner, tokens: Sequence[int], capacity: int) -> int:
 
 
 def random_tree(n: int, seed: int, reach: int = 1000) -> Topology:
-    """A random shape of n nodes, the parent of each among the `reach` nodes before it: the fewer, the deeper."""
+    """A random shape of n nodes, the parent of each among the `reach` nodes before it: the fewer,
+    the deeper.
+    """
     generator = torch.Generator().manual_seed(seed)
-    parents = [-1, *(int(torch.randint(max(n - reach, 0), n, (), generator=generator)) for n in range(1, n))]
+    parents = [
+        -1,
+        *(int(torch.randint(max(n - reach, 0), n, (), generator=generator)) for n in range(1, n)),
+    ]
     return Topology(torch.tensor(parents).numpy())
 
 
@@ -327,7 +432,11 @@ def chi_square_p(observed: np.ndarray, expected: np.ndarray) -> float:
     """The chance that counts stray this far from the expected ones, which sum to the same."""
     assert abs(observed.sum() - expected.sum()) < 1e-6 * observed.sum()
     statistic = ((observed - expected) ** 2 / expected).sum()
-    return float(torch.special.gammaincc(torch.tensor((len(observed) - 1) / 2.0), torch.tensor(statistic / 2)))
+    return float(
+        torch.special.gammaincc(
+            torch.tensor((len(observed) - 1) / 2.0), torch.tensor(statistic / 2)
+        )
+    )
 
 
 SPOKEN = [
@@ -339,41 +448,60 @@ SPOKEN = [
 
 
 def byte_level(vocab_size: int = 320) -> Tokenizer:
-    """A byte-level BPE tokenizer, as of Llama 3 and Qwen: most characters beyond ASCII take several tokens."""
+    """A byte-level BPE tokenizer, as of Llama 3 and Qwen: most characters beyond ASCII take several
+    tokens.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(SPOKEN * 4, trainer)
     return tokenizer
 
 
 def metaspace(vocab_size: int = 400) -> Tokenizer:
-    """A tokenizer as of Llama 2: a space is part of the word behind it, an unknown character falls apart into bytes."""
+    """A tokenizer as of Llama 2: a space is part of the word behind it, an unknown character falls
+    apart into bytes.
+    """
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     specials = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=specials[:1], show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=specials[:1], show_progress=False
+    )
     tokenizer.train_from_iterator(SPOKEN[:1] * 4, trainer)
     # The trainer knows no byte tokens, so they are written into the finished vocabulary.
     content = json.loads(tokenizer.to_str())
     vocab = content["model"]["vocab"]
-    content["model"]["vocab"] = vocab | {name: len(vocab) + i for i, name in enumerate(specials[1:])}
+    content["model"]["vocab"] = vocab | {
+        name: len(vocab) + i for i, name in enumerate(specials[1:])
+    }
     return Tokenizer.from_str(json.dumps(content))
 
 
 def add_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
     """Make a tokenizer part of a checkpoint."""
     tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
+    )
 
 
 def least_streaming(directory, **settings) -> int:
-    """The budget of a card that streams all layers through two slots; the second plan leaves out captures of the target."""
+    """The budget of a card that streams all layers through two slots; the second plan leaves out
+    captures of the target.
+    """
     nbytes = None
     for _ in range(2):
         with LLM.open(EngineConfig(str(directory), device_memory=nbytes, **settings)) as unloaded:

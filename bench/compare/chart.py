@@ -1,6 +1,7 @@
 """The comparison as a picture: a dot for each system, its floor beside it.
 
-`python -m bench.compare.chart docs/compare.png` prints and draws the last line of bench/results/compare.jsonl again.
+`python -m bench.compare.chart docs/compare.png` prints and draws the last line of
+bench/results/compare.jsonl again.
 """
 
 import json
@@ -25,30 +26,43 @@ _GROUPS = {False: "one token a pass", True: "with a draft model"}
 
 def caption(told: Mapping[str, Any]) -> str:
     """The two lines above the picture. told: the JSON object of the comparison."""
-    sizes = f"{format_size(told['model_bytes'])} of weights, budget {format_size(told['budget_bytes'])}"
+    sizes = (
+        f"{format_size(told['model_bytes'])} of weights, budget {format_size(told['budget_bytes'])}"
+    )
     disk = f"disk up to {max(told['gbps']['disk']):.2f} GB/s"
     return f"{told['model']}: {sizes} where weights are offloaded; {disk}\n{told['machine']}"
 
 
 def draw(rows: Sequence[Row], title: str, path: Path) -> None:
-    """Write a PNG of seconds per token; rows without figures are left out, those without a draft come first."""
+    """Write a PNG of seconds per token; rows without figures are left out, those without a draft
+    come first.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    groups = {drafts: [row for row in rows if row.seconds_per_token and row.drafts == drafts] for drafts in _GROUPS}
+    groups = {
+        drafts: [row for row in rows if row.seconds_per_token and row.drafts == drafts]
+        for drafts in _GROUPS
+    }
     groups = {drafts: group for drafts, group in groups.items() if group}
     shown = [row for group in groups.values() for row in group]
     figure, all_axes = pyplot.subplots(
-        len(groups), squeeze=False, sharex=True, figsize=(9.6, 2.2 + 0.45 * len(shown)), layout="constrained",
+        len(groups), squeeze=False, sharex=True, figsize=(9.6, 2.2 + 0.45 * len(shown)),
+        layout="constrained",
         height_ratios=[len(group) + 0.4 for group in groups.values()],
     )  # fmt: skip
     for axes, (drafts, group) in zip(all_axes[:, 0], groups.items(), strict=True):
         _draw_group(axes, _GROUPS[drafts], group)
     _scale(axes, shown)
     _legend(figure, axes, shown)
-    figure.suptitle("Seconds per token: the same model, prompts and tokens", x=0.01, ha="left", fontweight="bold")
+    figure.suptitle(
+        "Seconds per token: the same model, prompts and tokens",
+        x=0.01,
+        ha="left",
+        fontweight="bold",
+    )
     all_axes[0, 0].set_title(title, loc="left", fontsize=8.5, color="#555555", pad=14)
     figure.savefig(path, dpi=100)
     pyplot.close(figure)
@@ -67,22 +81,30 @@ def _draw_group(axes: Any, title: str, rows: Sequence[Row]) -> None:
 
 
 def _draw_row(axes: Any, i: int, row: Row) -> None:
-    seconds, colour = row.seconds_per_token, _COLOURS[_kind(row)]
+    seconds = row.seconds_per_token
+    colour = _COLOURS[_kind(row)]
     axes.hlines(i, seconds.least, seconds.largest, color=colour, lw=1.5)
     axes.plot([seconds.median], [i], "o", ms=9, color=colour)
     axes.plot([row.floor_s], [i], "|", ms=15, mew=2, color="black")
     per_pass = f", {row.tokens_per_pass:.1f} tokens a pass" if row.tokens_per_pass > 1 else ""
-    figures = f"{seconds.median:.3f} s{per_pass}, {(row.peak_bytes + row.device_bytes) / 2**30:.1f} GiB"
+    figures = (
+        f"{seconds.median:.3f} s{per_pass}, {(row.peak_bytes + row.device_bytes) / 2**30:.1f} GiB"
+    )
     axes.text(max(seconds.largest, row.floor_s) * 1.12, i, figures, va="center", fontsize=9)
 
 
 def _scale(axes: Any, shown: Sequence[Row]) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    least = min(min(row.floor_s or row.seconds_per_token.least, row.seconds_per_token.least) for row in shown)
+    least = min(
+        min(row.floor_s or row.seconds_per_token.least, row.seconds_per_token.least)
+        for row in shown
+    )
     largest = max(row.seconds_per_token.largest for row in shown)
     axes.set(xscale="log", xlim=(least / 1.6, largest * 4))
-    axes.set_xlabel("seconds per token, log scale: median, least and largest; GiB: peak of the process")
+    axes.set_xlabel(
+        "seconds per token, log scale: median, least and largest; GiB: peak of the process"
+    )
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_formatter(NullFormatter())
@@ -90,9 +112,23 @@ def _scale(axes: Any, shown: Sequence[Row]) -> None:
 
 def _legend(figure: Any, axes: Any, shown: Sequence[Row]) -> None:
     kinds = dict.fromkeys(map(_kind, shown))
-    handles = [axes.plot([], [], "o", ms=9, color=_COLOURS[kind], label=_MEANINGS[kind])[0] for kind in kinds]
-    floor = axes.plot([], [], "|", ms=14, mew=2, color="black", ls="", label="floor: moving the bytes, nothing else")
-    figure.legend(handles=[*handles, *floor], loc="outside lower center", ncols=2, frameon=False, fontsize=9)
+    handles = [
+        axes.plot([], [], "o", ms=9, color=_COLOURS[kind], label=_MEANINGS[kind])[0]
+        for kind in kinds
+    ]
+    floor = axes.plot(
+        [],
+        [],
+        "|",
+        ms=14,
+        mew=2,
+        color="black",
+        ls="",
+        label="floor: moving the bytes, nothing else",
+    )
+    figure.legend(
+        handles=[*handles, *floor], loc="outside lower center", ncols=2, frameon=False, fontsize=9
+    )
 
 
 def _kind(row: Row) -> str:
@@ -103,7 +139,9 @@ def main() -> None:
     """Print and draw what was recorded last."""
     parser = flag_parser(__doc__)
     parser.add_argument("picture", type=Path, help="PNG to write")
-    parser.add_argument("--results", type=Path, default=_RESULTS, help="lines of JSON; the last one is drawn")
+    parser.add_argument(
+        "--results", type=Path, default=_RESULTS, help="lines of JSON; the last one is drawn"
+    )
     flags = parser.parse_args()
     told = json.loads(flags.results.read_text(encoding="utf-8").splitlines()[-1])
     rows = [Row.of(entry) for entry in told["rows"]]

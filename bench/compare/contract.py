@@ -14,9 +14,11 @@ from typing import Protocol
 class Job:
     """What all peers are given alike.
 
-    plain       the checkpoint for systems that do not read the model's format: its weights as floats; else the model
+    plain       the checkpoint for systems that do not read the model's format: its weights as
+                floats; else the model
     budget      bytes of device memory for those that offload; on a CPU, of memory
-    n_resident  layers that fit into the budget beside everything else, for peers that do not decide it themselves
+    n_resident  layers that fit into the budget beside everything else, for peers that do not decide
+                it themselves
     max_len     most tokens of prompt and answer together
     scratch     folder for files of its own
     limit       memory limit of the process in bytes, page cache included; None: unlimited
@@ -34,21 +36,27 @@ class Job:
     def text(self) -> str:
         """As JSON, for another process."""
         return json.dumps(
-            {name: str(value) if isinstance(value, Path) else value for name, value in vars(self).items()}
+            {
+                name: str(value) if isinstance(value, Path) else value
+                for name, value in vars(self).items()
+            }
         )
 
     @classmethod
     def of(cls, text: str) -> "Job":
         """Read what `text` wrote."""
         raw = json.loads(text)
-        return cls(**raw | {name: Path(raw[name]) for name in ("model", "plain", "draft", "scratch")})
+        return cls(
+            **raw | {name: Path(raw[name]) for name in ("model", "plain", "draft", "scratch")}
+        )
 
 
 @dataclass(frozen=True)
 class Supply:
     """What a pass over the weights has to move.
 
-    source      "disk", "host" (over the link from CPU memory to the device) or "memory" (read where it is computed)
+    source      "disk", "host" (over the link from CPU memory to the device) or "memory" (read where
+                it is computed)
     pass_bytes  that come from there in each pass
     """
 
@@ -60,7 +68,8 @@ class Supply:
 class Answer:
     """The continuation of a prompt.
 
-    arrivals  (seconds since the call, new tokens by then) after each pass, without the time for making caches cold
+    arrivals  (seconds since the call, new tokens by then) after each pass, without the time for
+              making caches cold
     """
 
     token_ids: list[int]
@@ -102,7 +111,9 @@ class Report:
     @classmethod
     def of(cls, raw: dict) -> "Report":
         """What `text` wrote, parsed."""
-        answers = [Answer(one["token_ids"], [(s, n) for s, n in one["arrivals"]]) for one in raw["answers"]]
+        answers = [
+            Answer(one["token_ids"], [(s, n) for s, n in one["arrivals"]]) for one in raw["answers"]
+        ]
         return cls(**raw | {"supply": Supply(**raw["supply"]), "answers": answers})
 
 

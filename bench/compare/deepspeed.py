@@ -9,7 +9,13 @@ from bench.compare.contract import Job, Supply
 from bench.compare.transformers import TransformersPeer
 
 PACKAGES = ("transformers", "accelerate", "deepspeed")
-_ALONE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+_ALONE = {
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29517",
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+}
 
 
 class DeepSpeedPeer(TransformersPeer):
@@ -47,7 +53,10 @@ def open_engine(job: Job, offload: dict[str, object], source: str) -> DeepSpeedP
     model = AutoModelForCausalLM.from_pretrained(job.plain, dtype="auto").eval()
     # A whole layer is fetched at a time, instead of each of its nine tensors when its turn comes.
     deepspeed.utils.set_z3_leaf_modules(model, [type(model.model.layers[0])])
-    n_moved = sum(one.ds_numel for one in model.parameters()) - model.get_input_embeddings().weight.ds_numel
+    n_moved = (
+        sum(one.ds_numel for one in model.parameters())
+        - model.get_input_embeddings().weight.ds_numel
+    )
     engine = deepspeed.initialize(model=model, config=settings)[0]
     engine.module.eval()
     return DeepSpeedPeer(engine, Supply(source, n_moved * config.dtype.itemsize), kept)
@@ -61,7 +70,9 @@ def layer_numel(config: PretrainedConfig) -> int:
 
 
 def _settings(config: PretrainedConfig, offload: dict[str, object]) -> dict[str, object]:
-    """Prefetching about one layer: DeepSpeed's default bucket is smaller than one matrix of a large model."""
+    """Prefetching about one layer: DeepSpeed's default bucket is smaller than one matrix of a large
+    model.
+    """
     layer = layer_numel(config)
     return {
         "train_micro_batch_size_per_gpu": 1,

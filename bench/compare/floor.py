@@ -1,6 +1,7 @@
 """How fast weights can arrive on this machine: the floor of every figure.
 
-`python -m bench.compare.floor --job JSON` prints GB/s for each source of a `Supply`, and how many layers fit the budget.
+`python -m bench.compare.floor --job JSON` prints GB/s for each source of a `Supply`, and how many
+layers fit the budget.
 """
 
 import json
@@ -24,9 +25,12 @@ def main() -> None:
     parser = flag_parser(__doc__)
     parser.add_argument("--job", type=Job.of, required=True)
     job = parser.parse_args().job
-    with LLM(str(job.plain), device_memory=job.budget, max_model_len=job.max_len, drafter="none") as llm:
+    with LLM(
+        str(job.plain), device_memory=job.budget, max_model_len=job.max_len, drafter="none"
+    ) as llm:
         n_resident = llm.plan.tiers.count("device")
-        dtype, device = llm.engine_plan.dtype, llm.engine_plan.device
+        dtype = llm.engine_plan.dtype
+        device = llm.engine_plan.device
         disk = _sweep_gbps(llm)
     is_cpu = device.type == "cpu"
     gbps = {"disk": disk, "memory": read_gbps() if is_cpu else memory_gbps(dtype, device)}
@@ -36,8 +40,11 @@ def main() -> None:
 
 
 def _sweep_gbps(llm: LLM) -> float:
-    """The rate of the streamed layers when nothing is computed: the same direct reads and nothing else."""
-    streamer, seconds = llm.engine.runner.streamer, []
+    """The rate of the streamed layers when nothing is computed: the same direct reads and nothing
+    else.
+    """
+    streamer = llm.engine.runner.streamer
+    seconds = []
     moved = llm.plan.streamed_nbytes
     for _ in range(_SWEEPS + 1):
         started = time.perf_counter()

@@ -1,4 +1,6 @@
-"""Parts shared by the two llama.cpp peers: one GGUF file, all cores, weights mapped only under a memory limit."""
+"""Parts shared by the two llama.cpp peers: one GGUF file, all cores, weights mapped only under a
+memory limit.
+"""
 
 import os
 import time
@@ -17,7 +19,9 @@ PACKAGES = ("llama_cpp",)
 
 
 def unfit() -> str | None:
-    """Refuse a build with AVX-512 in a comparison of AVX2; the compiler fixes the instruction set."""
+    """Refuse a build with AVX-512 in a comparison of AVX2; the compiler fixes the instruction
+    set.
+    """
     import llama_cpp
 
     features = llama_cpp.llama_print_system_info().decode()
@@ -31,8 +35,11 @@ class LlamaCppPeer:
     """A model loaded by llama.cpp."""
 
     def __init__(self, model: Any, supply: Supply) -> None:
-        self.supply, self._model, self._n_passes = supply, model, 0
-        self._eval, model.eval = model.eval, self._count
+        self.supply = supply
+        self._model = model
+        self._n_passes = 0
+        self._eval = model.eval
+        model.eval = self._count
 
     def _count(self, tokens: list[int]) -> None:
         self._n_passes += 1
@@ -82,11 +89,19 @@ def open_file(path: Path, job: Job, draft: object = None) -> Any:
 
 
 def load(job: Job, draft: object = None) -> LlamaCppPeer:
-    """Load the job's GGUF file. A pass reads all weights but the embedding, under a limit the excess from the disk."""
+    """Load the job's GGUF file. A pass reads all weights but the embedding, under a limit the
+    excess from the disk.
+    """
     if job.model.suffix != ".gguf":
-        raise SettingsError("llama.cpp reads GGUF files only", have=str(job.model), change="give --gguf BF16")
+        raise SettingsError(
+            "llama.cpp reads GGUF files only", have=str(job.model), change="give --gguf BF16"
+        )
     records = read_gguf(job.model)[1]
     is_read = {"model.embed_tokens.weight": "lm_head.weight" not in records}
     nbytes = sum(record.nbytes for name, record in records.items() if is_read.get(name, True))
-    supply = Supply("memory", nbytes) if job.limit is None else Supply("disk", max(nbytes - job.limit, 0))
+    supply = (
+        Supply("memory", nbytes)
+        if job.limit is None
+        else Supply("disk", max(nbytes - job.limit, 0))
+    )
     return LlamaCppPeer(open_file(job.model, job, draft), supply)

@@ -1,7 +1,7 @@
 """How close the best two logits are at each greedy token, for the places where two systems part.
 
-`python -m bench.compare.margins --model DIR --prompt JSON --tokens JSON` prints, for each token of an answer, the distance of
-the best two logits of the resident model in float32.
+`python -m bench.compare.margins --model DIR --prompt JSON --tokens JSON` prints, for each token of
+an answer, the distance of the best two logits of the resident model in float32.
 """
 
 import json
@@ -24,7 +24,9 @@ def main() -> None:
     folder = flags.model.parent if of_file else flags.model
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **of_file)
     with torch.inference_mode():
-        logits = model(torch.tensor([flags.prompt + flags.tokens])).logits[0, len(flags.prompt) - 1 : -1]
+        logits = model(torch.tensor([flags.prompt + flags.tokens])).logits[
+            0, len(flags.prompt) - 1 : -1
+        ]
     best = logits.topk(2).values
     print(json.dumps({"margins": (best[:, 0] - best[:, 1]).tolist()}))
 

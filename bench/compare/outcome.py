@@ -36,7 +36,9 @@ class Run:
 
     @property
     def seconds_per_token(self) -> float:
-        """Of the tokens after the first pass, which is the prompt's; of all tokens if there was one pass."""
+        """Of the tokens after the first pass, which is the prompt's; of all tokens if there was one
+        pass.
+        """
         (first_s, first_n), (last_s, last_n) = self.arrivals[0], self.arrivals[-1]
         return (last_s - first_s) / (last_n - first_n) if last_n > first_n else last_s / last_n
 
@@ -48,15 +50,19 @@ class Run:
     @property
     def tokens_per_pass(self) -> float:
         """After the first pass; of the first if there was one."""
-        first_n, last_n = self.arrivals[0][1], self.arrivals[-1][1]
+        first_n = self.arrivals[0][1]
+        last_n = self.arrivals[-1][1]
         return (last_n - first_n) / (len(self.arrivals) - 1) if last_n > first_n else last_n
 
 
 def run_peer(
-    name: str, job: Job, prompts: list[list[int]], warm_up: list[int], n_tokens: int, timeout_s: float = math.inf,
+    name: str, job: Job, prompts: list[list[int]], warm_up: list[int], n_tokens: int,
+    timeout_s: float = math.inf,
     cgroup: Path | None = None,
 ) -> Run:  # fmt: skip
-    """Run one peer in a new process, in a control group if given. Raises RuntimeError with its last words if it fails."""
+    """Run one peer in a new process, in a control group if given. Raises RuntimeError with its last
+    words if it fails.
+    """
     asked = {"prompts": prompts, "warm-up": warm_up, "tokens": n_tokens}
     flags = [part for flag, value in asked.items() for part in (f"--{flag}", json.dumps(value))]
     done = run_json(["-m", "bench.peers", name, "--job", job.text(), *flags], timeout_s, cgroup)
@@ -75,7 +81,9 @@ class Parting:
     margin: float | None = None
 
     def __str__(self) -> str:
-        close = f" ({self.margin:.3f} between the best two logits)" if self.margin is not None else ""
+        close = (
+            f" ({self.margin:.3f} between the best two logits)" if self.margin is not None else ""
+        )
         return f"token {self.token + 1} of prompt {self.prompt + 1}{close}"
 
 
@@ -117,8 +125,16 @@ class Row:
     @classmethod
     def of(cls, entry: Mapping[str, Any]) -> "Row":
         """Read what `entry` made."""
-        spreads = {name: Spread(**entry[name]) for name in ("seconds_per_token", "first_token_s") if name in entry}
-        parted = {"parted": tuple(Parting(**one) for one in entry["parted"])} if "parted" in entry else {}
+        spreads = {
+            name: Spread(**entry[name])
+            for name in ("seconds_per_token", "first_token_s")
+            if name in entry
+        }
+        parted = (
+            {"parted": tuple(Parting(**one) for one in entry["parted"])}
+            if "parted" in entry
+            else {}
+        )
         return cls(**entry | spreads | parted)
 
 
@@ -129,15 +145,18 @@ def rows(
     gbps: Mapping[str, Sequence[float]],
     reference: str = REFERENCE,
 ) -> list[Row]:
-    """One row for each peer: plain peers before drafting peers, fast before slow, peers without figures last.
+    """One row for each peer: plain peers before drafting peers, fast before slow, peers without
+    figures last.
 
     reference  peer whose tokens are compared with
     """
     expected = [run.token_ids for run in runs.get(reference, ())]
     found = [
-        Row(name, contract.find(name).TITLE, reason=reasons[name])
-        if name in reasons
-        else _row(name, runs[name], gbps, expected)
+        (
+            Row(name, contract.find(name).TITLE, reason=reasons[name])
+            if name in reasons
+            else _row(name, runs[name], gbps, expected)
+        )
         for name in peers
     ]
     return sorted(found, key=lambda row: (row.reason is not None, row.drafts, _median(row)))
@@ -147,16 +166,21 @@ def _median(row: Row) -> float:
     return row.seconds_per_token.median if row.seconds_per_token else math.inf
 
 
-def _row(name: str, runs: Sequence[Run], gbps: Mapping[str, Sequence[float]], reference: list[list[int]]) -> Row:
-    supply, per_pass = runs[0].report.supply, mean(run.tokens_per_pass for run in runs)
-    best_gbps = max(gbps[supply.source])  # none where all layers fit into the budget, and nothing moves
+def _row(
+    name: str, runs: Sequence[Run], gbps: Mapping[str, Sequence[float]], reference: list[list[int]]
+) -> Row:
+    supply = runs[0].report.supply
+    per_pass = mean(run.tokens_per_pass for run in runs)
+    # none where all layers fit into the budget, and nothing moves
+    best_gbps = max(gbps[supply.source])
     n_tokens = sum(len(run.token_ids) for run in runs)
     return Row(
         name,
         contract.find(name).TITLE,
         source=supply.source,
         seconds_per_token=Spread.of([run.seconds_per_token for run in runs]),
-        # A disk's rate changes from round to round; at its best rate, no round's figure is below the floor.
+        # A disk's rate changes from round to round; at its best rate, no round's figure is below
+        # the floor.
         floor_s=supply.pass_bytes / (best_gbps * 1e9) / per_pass if best_gbps else 0.0,
         first_token_s=Spread.of([run.prompt_s for run in runs]),
         tokens_per_pass=per_pass,
@@ -176,20 +200,31 @@ def _row(name: str, runs: Sequence[Run], gbps: Mapping[str, Sequence[float]], re
 def with_margins(
     found: Sequence[Row], model: Path, prompts: Sequence[list[int]], answers: Sequence[list[int]]
 ) -> list[Row]:
-    """The rows, with the distance of the best two logits wherever tokens part; `answers` are the reference's."""
+    """The rows, with the distance of the best two logits wherever tokens part; `answers` are the
+    reference's.
+    """
     parted = {one.prompt for row in found for one in row.parted or ()}
     asked = {i: {"prompt": prompts[i], "tokens": answers[i]} for i in parted}
     margins = {
-        i: run_json(
-            ["-m", "bench.compare.margins", "--model", str(model)]
-            + [part for flag, ids in both.items() for part in (f"--{flag}", json.dumps(ids))]
-        ).result["margins"]
+        i: (
+            run_json(
+                ["-m", "bench.compare.margins", "--model", str(model)]
+                + [part for flag, ids in both.items() for part in (f"--{flag}", json.dumps(ids))]
+            ).result["margins"]
+        )
         for i, both in asked.items()
     }
     return [
-        replace(row, parted=tuple(replace(one, margin=_at(margins[one.prompt], one.token)) for one in row.parted))
-        if row.parted
-        else row
+        (
+            replace(
+                row,
+                parted=tuple(
+                    replace(one, margin=_at(margins[one.prompt], one.token)) for one in row.parted
+                ),
+            )
+            if row.parted
+            else row
+        )
         for row in found
     ]
 
@@ -202,10 +237,16 @@ def parting(one: Sequence[int], other: Sequence[int]) -> int | None:
     """The first place where two answers differ, None where they do not."""
     if list(one) == list(other):
         return None
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return next(
+        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )
 
 
-HEADS = ("system", "weights from", "s/token", "floor", "x floor", "first token s", "tokens/pass", "peak memory",
+HEADS = ("system", "weights "
+                   "from", "s/token", "floor", "x "
+                                               "floor", "first token "
+                                                        "s", "tokens/pass", "peak memory",
          "read/token", "same tokens")  # fmt: skip
 
 
@@ -215,15 +256,21 @@ def table(found: Sequence[Row]) -> str:
     widths = [max(len(line[i]) for line in cells if len(line) > i) for i in range(len(HEADS))]
     widths[1] = max(len(line[1]) for line in cells if len(line) == len(HEADS))
     lines = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=False)) + " |" for line in cells
+        "| "
+        + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=False))
+        + " |"
+        for line in cells
     ]
-    return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
+    return "\n".join(
+        [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
+    )
 
 
 def _cells(row: Row) -> tuple[str, ...]:
     if row.reason is not None:
         return (row.title, f"did not run: {row.reason}")
-    seconds, per_pass = row.seconds_per_token, f"{row.tokens_per_pass:.2f}"
+    seconds = row.seconds_per_token
+    per_pass = f"{row.tokens_per_pass:.2f}"
     return (
         row.title,
         _SOURCES[row.source],

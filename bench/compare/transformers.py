@@ -1,4 +1,6 @@
-"""What the peers that run a transformers model share: the clock stops while caches are made cold."""
+"""What the peers that run a transformers model share: the clock stops while caches are made
+cold.
+"""
 
 import time
 from pathlib import Path
@@ -15,11 +17,14 @@ from bench.measure import drop_from_page_cache
 class _Arrivals(BaseStreamer):
     """Records when tokens arrive.
 
-    cold  a checkpoint to be made cold after each pass, outside the time measured; None where no pass reads a disk
+    cold  a checkpoint to be made cold after each pass, outside the time measured; None where no
+          pass reads a disk
     """
 
     def __init__(self, cold: Path | None) -> None:
-        self._cold, self._n, self._has_prompt = cold, 0, False
+        self._cold = cold
+        self._n = 0
+        self._has_prompt = False
         self.arrivals: list[tuple[float, int]] = []
         self._started = time.perf_counter()
 
@@ -46,10 +51,18 @@ class TransformersPeer:
     """
 
     def __init__(
-        self, model: PreTrainedModel, supply: Supply, cold: Path | None = None, assistant: PreTrainedModel | None = None
+        self,
+        model: PreTrainedModel,
+        supply: Supply,
+        cold: Path | None = None,
+        assistant: PreTrainedModel | None = None,
     ) -> None:
-        self.supply, self._model, self._cold = supply, model, cold
-        self._options: dict[str, Any] = {"assistant_model": assistant} if assistant is not None else {}
+        self.supply = supply
+        self._model = model
+        self._cold = cold
+        self._options: dict[str, Any] = (
+            {"assistant_model": assistant} if assistant is not None else {}
+        )
 
     @torch.inference_mode()
     def generate(self, prompt: list[int], n: int) -> Answer:
@@ -57,7 +70,8 @@ class TransformersPeer:
         ids = torch.tensor([prompt], device="cuda" if torch.cuda.is_available() else "cpu")
         arrivals = _Arrivals(self._cold)
         out = self._model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, do_sample=False, streamer=arrivals,
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, do_sample=False,
+            streamer=arrivals,
             pad_token_id=0, **self._options,
         )  # fmt: skip
         return Answer(out[0, len(prompt) :].tolist(), arrivals.arrivals)

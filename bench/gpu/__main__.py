@@ -1,9 +1,11 @@
-"""Runs everything that needs a card: `python -m bench.gpu [--minutes 9] [--section NAME ...] [--again]`.
+"""Runs everything that needs a card: `python -m bench.gpu [--minutes 9] [--section NAME ...]
+[--again]`.
 
-Each section is a process of its own and writes `bench/results/gpu/<section>.json`, with device, driver and commit. The
-section's stderr goes to `<section>.log` beside the result. A section whose result exists for this commit is
-skipped, so the same command resumes a run that ended early. If a section fails or its time is over, its results up to then
-are kept with the reason. Without a .git folder, set OFFLOAD_RT_COMMIT.
+Each section is a process of its own and writes `bench/results/gpu/<section>.json`, with device,
+driver and commit. The section's stderr goes to `<section>.log` beside the result. A section whose
+result exists for this commit is skipped, so the same command resumes a run that ended early. If a
+section fails or its time is over, its results up to then are kept with the reason. Without a .git
+folder, set OFFLOAD_RT_COMMIT.
 """
 
 import argparse
@@ -20,7 +22,8 @@ from bench.measure import ROOT, UNKNOWN, commit, family, flag_parser, lines_of
 from offload_rt.ops import extension
 
 SECTIONS = (
-    "ceilings", "correctness", "attention", "streamed", "paced", "generation", "onchip", "experts", "formats", "peers",
+    "ceilings", "correctness", "attention", "streamed", "paced", "generation", "onchip", "experts",
+    "formats", "peers",
 )  # fmt: skip
 RESULTS = ROOT / "bench/results/gpu"
 
@@ -28,12 +31,22 @@ RESULTS = ROOT / "bench/results/gpu"
 def main() -> int:
     """Run the sections without results while there is time."""
     parser = flag_parser(__doc__)
-    parser.add_argument("--minutes", type=float, default=9, help="no section begins that would not end in this time")
+    parser.add_argument(
+        "--minutes", type=float, default=9, help="no section begins that would not end in this time"
+    )
     parser.add_argument("--section", nargs="+", choices=SECTIONS, default=SECTIONS)
-    parser.add_argument("--again", action="store_true", help="also what was measured on this commit already")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder the results are written to")
+    parser.add_argument(
+        "--again", action="store_true", help="also what was measured on this commit already"
+    )
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, help="folder the results are written to"
+    )
     parser.add_argument("--here", choices=SECTIONS, help=argparse.SUPPRESS)
-    parser.add_argument("--table", action="store_true", help="only write the README's table from the results there are")
+    parser.add_argument(
+        "--table",
+        action="store_true",
+        help="only write the README's table from the results there are",
+    )
     flags = parser.parse_args()
     if flags.table:
         readme = ROOT / "README.md"
@@ -56,7 +69,8 @@ def _run(sections: tuple[str, ...], until: float, again: bool, results: Path) ->
     if reason := extension.missing():
         print(f"error: there are no kernels: {reason}", file=sys.stderr)
         return 3
-    now, code = commit(), 0
+    now = commit()
+    code = 0
     for name in sections:
         path = results / f"{name}.json"
         if not again and _is_measured(path, now):
@@ -65,11 +79,21 @@ def _run(sections: tuple[str, ...], until: float, again: bool, results: Path) ->
         left = until - time.monotonic()
         expected = importlib.import_module(f"bench.gpu.{name}").EXPECTED_S
         if left < expected:
-            print(f"{name}: left out, {left:.0f} s are left and it takes about {expected}", flush=True)
+            print(
+                f"{name}: left out, {left:.0f} s are left and it takes about {expected}", flush=True
+            )
             continue
         begun = time.monotonic()
-        found = run_section([sys.executable, "-m", "bench.gpu", "--here", name], left, path.with_suffix(".log"))
-        entry = {"section": name, **device(), "commit": now, "seconds": time.monotonic() - begun, **found}
+        found = run_section(
+            [sys.executable, "-m", "bench.gpu", "--here", name], left, path.with_suffix(".log")
+        )
+        entry = {
+            "section": name,
+            **device(),
+            "commit": now,
+            "seconds": time.monotonic() - begun,
+            **found,
+        }
         path.write_text(json.dumps(entry, indent=1) + "\n")
         code = code or int("failed" in found)
         print(f"{name}: {entry.get('failed') or 'done'}, {entry['seconds']:.0f} s", flush=True)
@@ -84,7 +108,8 @@ def _is_measured(path: Path, now: str) -> bool:
 
 
 def run_section(command: list[str], seconds: float, log: Path) -> dict[str, object]:
-    """Return the last object that a section printed, and the reason if it failed. A section prints all that it knows so far.
+    """Return the last object that a section printed, and the reason if it failed. A section prints
+    all that it knows so far.
 
     log  receives its stderr
     """
@@ -121,7 +146,10 @@ def device() -> dict[str, str]:
         ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    return {"device": done.stdout.strip() or torch.cuda.get_device_name(), "torch": torch.__version__}
+    return {
+        "device": done.stdout.strip() or torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+    }
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""How long does tree attention take, beside a dense mask, no mask, FlexAttention, and the least that a card needs for it?
+"""How long does tree attention take, beside a dense mask, no mask, FlexAttention, and the least
+that a card needs for it?
 
-All are captured as CUDA graphs: the passes of the package replay them, and small trees would measure launches otherwise.
+All are captured as CUDA graphs: the passes of the package replay them, and small trees would
+measure launches otherwise.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,12 +19,15 @@ from offload_rt.ops import reference
 from offload_rt.tree.topology import Topology
 
 EXPECTED_S = 100
-_PRODUCT, _COPY = "matrix product", "copy on the card"
+_PRODUCT = "matrix product"
+_COPY = "copy on the card"
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """Sizes of trees, those of the README first, with heads and keys before them; a test makes them small."""
+    """Sizes of trees, those of the README first, with heads and keys before them; a test makes them
+    small.
+    """
 
     n_nodes: tuple[int, ...] = (768, 1, 64, 256, 2048)
     heads: int = 64
@@ -34,7 +39,9 @@ class Shapes:
 
 
 def measure(shapes: Shapes = Shapes()) -> Iterator[dict[str, object]]:
-    """Seconds of each by tree size, the floor measured between them, and how often ours takes that of flash and the floor."""
+    """Seconds of each by tree size, the floor measured between them, and how often ours takes that
+    of flash and the floor.
+    """
     found: dict[str, object] = {}
     for n in shapes.n_nodes:
         tree = random_tree(n)
@@ -54,24 +61,36 @@ def measure(shapes: Shapes = Shapes()) -> Iterator[dict[str, object]]:
 
 def _ceilings(shapes: Shapes) -> dict[str, Callable[[], object]]:
     a, b = (
-        torch.randn(shapes.product_width, shapes.product_width, dtype=torch.bfloat16, device=CARD) for _ in range(2)
+        torch.randn(shapes.product_width, shapes.product_width, dtype=torch.bfloat16, device=CARD)
+        for _ in range(2)
     )
-    source, target = (torch.empty(shapes.nbytes_copied, dtype=torch.uint8, device=CARD) for _ in range(2))
+    source, target = (
+        torch.empty(shapes.nbytes_copied, dtype=torch.uint8, device=CARD) for _ in range(2)
+    )
     return {_PRODUCT: lambda: torch.mm(a, b), _COPY: lambda: target.copy_(source)}
 
 
 def _floor(tree: Topology, shapes: Shapes, medians: dict[str, float]) -> dict[str, float]:
-    """Seconds of the products of rows with the keys they see, and of reading and writing everything once; the larger counts."""
-    n_pairs = len(tree) * shapes.prefix + sum(len(tree.path_to(node)) + 1 for node in range(len(tree)))
-    flops, n_keys = 4 * shapes.heads * shapes.head_dim * n_pairs, shapes.prefix + len(tree)
+    """Seconds of the products of rows with the keys they see, and of reading and writing everything
+    once; the larger counts.
+    """
+    n_pairs = len(tree) * shapes.prefix + sum(
+        len(tree.path_to(node)) + 1 for node in range(len(tree))
+    )
+    flops = 4 * shapes.heads * shapes.head_dim * n_pairs
+    n_keys = shapes.prefix + len(tree)
     nbytes = 2 * shapes.head_dim * 2 * (shapes.heads * len(tree) + shapes.kv_heads * n_keys)
     products = flops / (2 * shapes.product_width**3 / medians[_PRODUCT])
     memory = nbytes / (2 * shapes.nbytes_copied / medians[_COPY])
     return {"seconds": max(products, memory), "products": products, "memory": memory}
 
 
-def _captured(works: dict[str, Callable[[], object]]) -> tuple[dict[str, Callable[[], None]], dict[str, object]]:
-    """Capture each work. Return the replays, and why others failed: a compiler may be missing, or a kernel for this mask."""
+def _captured(
+    works: dict[str, Callable[[], object]],
+) -> tuple[dict[str, Callable[[], None]], dict[str, object]]:
+    """Capture each work. Return the replays, and why others failed: a compiler may be missing, or a
+    kernel for this mask.
+    """
     replays: dict[str, Callable[[], None]] = {}
     broken: dict[str, object] = {}
     for name, work in works.items():
@@ -89,10 +108,13 @@ def _works(tree: Topology, shapes: Shapes) -> dict[str, Callable[[], object]]:
     mask = mask.of(ops.to_device(mask.tensors, CARD))
     q = torch.randn(n, shapes.heads, shapes.head_dim, dtype=torch.bfloat16, device=CARD)
     k, v = (
-        torch.randn(shapes.kv_heads, shapes.prefix + n, shapes.head_dim, dtype=torch.bfloat16, device=CARD)
+        torch.randn(
+            shapes.kv_heads, shapes.prefix + n, shapes.head_dim, dtype=torch.bfloat16, device=CARD
+        )
         for _ in range(2)
     )
-    dense, scale = mask.dense(), shapes.head_dim**-0.5
+    dense = mask.dense()
+    scale = shapes.head_dim**-0.5
     queries = q.transpose(0, 1)[None]
 
     def sdpa(visible: Tensor | None) -> Tensor:
@@ -111,7 +133,9 @@ def _works(tree: Topology, shapes: Shapes) -> dict[str, Callable[[], object]]:
     if dense is not None:
         works["sdpa, dense mask"] = lambda: sdpa(dense)
         # torch's fast kernels take a mask, or groups, not both.
-        works["sdpa, dense mask, groups as rows"] = lambda: reference.grouped_attention(q, k, v, dense, scale)
+        works["sdpa, dense mask, groups as rows"] = lambda: reference.grouped_attention(
+            q, k, v, dense, scale
+        )
         works["flex_attention"] = _Flex(queries, k[None], v[None], dense, scale)
     return works
 
@@ -120,7 +144,9 @@ class _Flex:
     """torch's FlexAttention, compiled at its first call."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, dense: Tensor, scale: float) -> None:
-        self._tensors, self._dense, self._scale = (q, k, v), dense, scale
+        self._tensors = (q, k, v)
+        self._dense = dense
+        self._scale = scale
         self._compiled: Callable[[], object] | None = None
 
     def __call__(self) -> object:
@@ -133,6 +159,11 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, dense: Tensor, scale: float) -> Calla
 
     compiled = torch.compile(flex_attention)
     blocks = create_block_mask(
-        lambda batch, head, row, key: dense[row, key], None, None, dense.shape[0], dense.shape[1], device=str(CARD)
+        lambda batch, head, row, key: dense[row, key],
+        None,
+        None,
+        dense.shape[0],
+        dense.shape[1],
+        device=str(CARD),
     )
     return lambda: compiled(q, k, v, block_mask=blocks, scale=scale, enable_gqa=True)

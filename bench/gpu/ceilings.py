@@ -1,6 +1,7 @@
 """What the machine can do at most: a copy from pinned memory, a copy on the card, a matrix product.
 
-Layers are copied in chunks that alternate two streams. Their rates by chunk size are measured beside one copy on one stream.
+Layers are copied in chunks that alternate two streams. Their rates by chunk size are measured
+beside one copy on one stream.
 """
 
 from collections.abc import Iterator
@@ -16,8 +17,10 @@ from offload_rt.offload.pinning import pin, unpin
 from offload_rt.weights.layout import host_block
 
 EXPECTED_S = 40
-_NBYTES, _WIDTH = 2 << 30, 8192
-_CHUNKS_MIB, _ROUNDS = (32, 64, 128), 5
+_NBYTES = 2 << 30
+_WIDTH = 8192
+_CHUNKS_MIB = (32, 64, 128)
+_ROUNDS = 5
 
 
 def measure() -> Iterator[dict[str, object]]:
@@ -33,9 +36,13 @@ def measure() -> Iterator[dict[str, object]]:
 
 
 def chunked_gbps(nbytes: int) -> dict[str, float]:
-    """Measure GB/s of the streamer's copies by chunk size in MiB, interleaved; the median of some rounds."""
-    source, target = host_block(nbytes), torch.empty(nbytes, dtype=torch.uint8, device=CARD)
-    device, taken = copy_device.CopyDevice(CARD), {size: list[float]() for size in _CHUNKS_MIB}
+    """Measure GB/s of the streamer's copies by chunk size in MiB, interleaved; the median of some
+    rounds.
+    """
+    source = host_block(nbytes)
+    target = torch.empty(nbytes, dtype=torch.uint8, device=CARD)
+    device = copy_device.CopyDevice(CARD)
+    taken = {size: list[float]() for size in _CHUNKS_MIB}
     pin(source)
     try:
         for _ in range(1 + _ROUNDS):
@@ -46,4 +53,6 @@ def chunked_gbps(nbytes: int) -> dict[str, float]:
                 times.append(device.seconds_between(start, end) or 0.0)
     finally:
         unpin(source)
-    return {f"{size} MiB": nbytes / Spread.of(times[1:]).median / 1e9 for size, times in taken.items()}
+    return {
+        f"{size} MiB": nbytes / Spread.of(times[1:]).median / 1e9 for size, times in taken.items()
+    }

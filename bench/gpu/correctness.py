@@ -1,4 +1,6 @@
-"""Are the ops of csrc/ and a whole model right on a card, and does the memory checker find anything?"""
+"""Are the ops of csrc/ and a whole model right on a card, and does the memory checker find
+anything?
+"""
 
 import os
 import shutil
@@ -24,7 +26,8 @@ _PYTEST = (sys.executable, "-m", "pytest", "-o", "addopts=", "-rfE", "--tb=short
 
 
 def measure() -> Iterator[dict[str, object]]:
-    """Build the kernels, run the tests that need a card, and the kernels' tests under the memory checker.
+    """Build the kernels, run the tests that need a card, and the kernels' tests under the memory
+    checker.
 
     Yields the last lines of each; the whole output goes to stderr.
     """
@@ -37,18 +40,26 @@ def measure() -> Iterator[dict[str, object]]:
     if checker is None:
         yield found | {"memory checker": "not installed"}
         return
-    # Without torch's caching allocator, or the checker sees only the ends of its large blocks. Captures need it.
+    # Without torch's caching allocator, or the checker sees only the ends of its large blocks.
+    # Captures need it.
     checks = [checker, "--tool", "memcheck", "--error-exitcode", "1"]
     those = "card and not emulated and not captured"
     without_cache = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    yield found | {"memory checker": _run([*checks, *_PYTEST, _KERNELS, "-k", those], **without_cache)}
+    yield found | {
+        "memory checker": _run([*checks, *_PYTEST, _KERNELS, "-k", those], **without_cache)
+    }
 
 
 def _run(command: list[str], **surroundings: str) -> str:
     """Run a command, copy its output to stderr, and return the last lines and the exit code."""
     last: deque[str] = deque(maxlen=3)
     with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | surroundings
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | surroundings,
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:

@@ -1,4 +1,6 @@
-"""Mixtures of random weights that do not fit a card: whole layers, experts as rows touch them, and some by the host."""
+"""Mixtures of random weights that do not fit a card: whole layers, experts as rows touch them, and
+some by the host.
+"""
 
 import shutil
 import time
@@ -33,14 +35,19 @@ class Shapes:
 
 
 def measure(shapes: Shapes = Shapes()) -> Iterator[dict[str, object]]:
-    """Seconds per token each way, bytes that crossed the link for it, and whether its tokens were those of whole layers.
+    """Seconds per token each way, bytes that crossed the link for it, and whether its tokens were
+    those of whole layers.
 
     In 16 bits a product of the host, or of one expert, may round differently, so they may part.
     """
     found: dict[str, object] = {}
     memory = Path("/dev/shm")
     for kind in shapes.kinds:
-        home = memory if memory.is_dir() and shutil.disk_usage(memory).free > 2 * shapes.nbytes else None
+        home = (
+            memory
+            if memory.is_dir() and shutil.disk_usage(memory).free > 2 * shapes.nbytes
+            else None
+        )
         with TemporaryDirectory(dir=home) as folder:
             config = configs(shapes.nbytes)[kind]
             AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
@@ -50,20 +57,35 @@ def measure(shapes: Shapes = Shapes()) -> Iterator[dict[str, object]]:
                 yield found
 
 
-def _measured(folder: Path, way: str, shapes: Shapes, texts: list[list[list[int]]]) -> dict[str, object]:
+def _measured(
+    folder: Path, way: str, shapes: Shapes, texts: list[list[list[int]]]
+) -> dict[str, object]:
     with ExitStack() as stack:
         if way == WHOLE:
             stack.enter_context(patch.object(Checkpoint, "by_expert", lambda _: None))
-        settings = {"device": "cuda", "device_memory": shapes.device_memory, "drafter": "none", "max_model_len": 128}
+        settings = {
+            "device": "cuda",
+            "device_memory": shapes.device_memory,
+            "drafter": "none",
+            "max_model_len": 128,
+        }
         llm = stack.enter_context(LLM(str(folder), **settings))
-        experts, meter = llm.engine.runner.experts, llm.engine.runner.streamer.meter
-        assert (experts is None) == (way == WHOLE), "experts are blocks of their own, but where layers stay whole"
+        experts = llm.engine.runner.experts
+        meter = llm.engine.runner.streamer.meter
+        assert (experts is None) == (way == WHOLE), (
+            "experts are blocks of their own, but where layers stay whole"
+        )
         if experts is not None and experts.host is not None:
             experts.host.is_on = way == BY_HOST
-        seconds, nbytes, said = list[float](), list[float](), list[list[int]]()
+        seconds = list[float]()
+        nbytes = list[float]()
+        said = list[list[int]]()
         for seed in range(shapes.rounds + 1):
-            params = SamplingParams(max_tokens=shapes.n_tokens, temperature=1.0, seed=seed, ignore_eos=True)
-            before, started = meter.read()[0], time.perf_counter()
+            params = SamplingParams(
+                max_tokens=shapes.n_tokens, temperature=1.0, seed=seed, ignore_eos=True
+            )
+            before = meter.read()[0]
+            started = time.perf_counter()
             output = llm.generate([seed + 1, 5, 8, 2], params)[0]
             seconds.append((time.perf_counter() - started) / output.stats.n_passes)
             nbytes.append((meter.read()[0] - before) / output.stats.n_passes)
@@ -71,6 +93,7 @@ def _measured(folder: Path, way: str, shapes: Shapes, texts: list[list[list[int]
         texts.append(said)
         times = experts.host.times if experts is not None and experts.host is not None else None
         return {
-            "seconds": asdict(Spread.of(seconds[1:])), "nbytes": asdict(Spread.of(nbytes[1:])), "same": said == texts[0],
+            "seconds": asdict(Spread.of(seconds[1:])), "nbytes": asdict(Spread.of(nbytes[1:])),
+            "same": said == texts[0],
             "host_s": times and times.seconds, "n_slots": llm.plan.n_expert_slots,
         }  # fmt: skip

@@ -1,4 +1,6 @@
-"""Llama2-70B's shape on a card of 24 GB: passes over lossless, int4 and fp8 layers, and with keys and values on the host."""
+"""Llama2-70B's shape on a card of 24 GB: passes over lossless, int4 and fp8 layers, and with keys
+and values on the host.
+"""
 
 import subprocess
 import sys
@@ -12,10 +14,16 @@ from bench.measure import ROOT
 EXPECTED_S = 400
 _N_NODES = (1, 256)
 WAYS = {
-    "lossless on the link": (None, Shapes(n_nodes=_N_NODES, settings=(("link_format", "lossless"),))),
+    "lossless on the link": (
+        None,
+        Shapes(n_nodes=_N_NODES, settings=(("link_format", "lossless"),)),
+    ),
     "int4": ("gptq", Shapes(n_nodes=_N_NODES)),
     "fp8": ("fp8", Shapes(n_nodes=_N_NODES)),
-    "keys and values on the host": (None, Shapes(n_nodes=_N_NODES, context=3500, settings=(("kv_memory", "512MiB"),))),
+    "keys and values on the host": (
+        None,
+        Shapes(n_nodes=_N_NODES, context=3500, settings=(("kv_memory", "512MiB"),)),
+    ),
 }
 
 

@@ -1,6 +1,8 @@
-"""Llama2-70B's shape on a card of 24 GB, with a draft of 7B's: seconds per token by trees, and plain.
+"""Llama2-70B's shape on a card of 24 GB, with a draft of 7B's: seconds per token by trees, and
+plain.
 
-Both models compute the functions of the demonstration pair, so its acceptance is measured, not that of Llama2.
+Both models compute the functions of the demonstration pair, so its acceptance is measured, not that
+of Llama2.
 """
 
 from collections.abc import Iterator
@@ -30,9 +32,17 @@ class Shapes:
 
 
 def measure(shapes: Shapes = Shapes()) -> Iterator[dict[str, object]]:
-    """Generations of some prompts, plain passes between them. The first prompt only fills the statistics of the pair."""
-    target, draft = written(TARGET, shapes.target), written(DRAFT, shapes.draft)
-    room = {"device": "cuda", "dtype": "bfloat16", "device_memory": shapes.device_memory, "max_model_len": 512}
+    """Generations of some prompts, plain passes between them. The first prompt only fills the
+    statistics of the pair.
+    """
+    target = written(TARGET, shapes.target)
+    draft = written(DRAFT, shapes.draft)
+    room = {
+        "device": "cuda",
+        "dtype": "bfloat16",
+        "device_memory": shapes.device_memory,
+        "max_model_len": 512,
+    }
     prompts = held_out_prompts(AutoTokenizer.from_pretrained(TARGET), shapes.n_prompts + 1)
     with opened(target, shapes.n_layers, (draft, shapes.n_draft_layers), **room) as llm:
         found = {"plan": plan_of(llm), "acceptance": "of the demonstration pair", "generation": []}
@@ -42,9 +52,12 @@ def measure(shapes: Shapes = Shapes()) -> Iterator[dict[str, object]]:
             found["generation"].append(one)
 
 
-def _growing(llm: LLM, prompts: list[list[int]], temperature: float, n_new: int) -> Iterator[dict[str, object]]:
+def _growing(
+    llm: LLM, prompts: list[list[int]], temperature: float, n_new: int
+) -> Iterator[dict[str, object]]:
     """The figures after each prompt but the first."""
-    runs, plain = [], []
+    runs = []
+    plain = []
     for i, prompt in enumerate(prompts):
         params = SamplingParams(max_new_tokens=n_new, temperature=temperature, seed=i)
         stats = llm.generate(prompt, params)[0].stats

@@ -1,4 +1,6 @@
-"""Models that fit on the card: seconds per token plain and with trees, and a draft's level against reading its weights."""
+"""Models that fit on the card: seconds per token plain and with trees, and a draft's level against
+reading its weights.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,33 +29,48 @@ class Shapes:
 
 
 def measure(shapes: Shapes = Shapes()) -> Iterator[dict[str, object]]:
-    """One entry for each shape, of those that leave a tenth of the free memory to caches and activations."""
+    """One entry for each shape, of those that leave a tenth of the free memory to caches and
+    activations.
+    """
     prompts = held_out_prompts(AutoTokenizer.from_pretrained(TARGET), 3)
     gbps = device_gbps()
     found: list[dict[str, object]] = []
     free, _ = torch.cuda.mem_get_info()
     for name, n, nbytes in shapes.targets:
         fits = nbytes < 0.9 * free
-        left_out = {"shape": name, "left out": f"{nbytes / 1e9:.0f} GB of weights, {free / 1e9:.0f} GB are free"}
+        left_out = {
+            "shape": name,
+            "left out": f"{nbytes / 1e9:.0f} GB of weights, {free / 1e9:.0f} GB are free",
+        }
         found.append(_shape(name, n, shapes, prompts, gbps) if fits else left_out)
         yield {"device_gbps": gbps, "shapes": found}
 
 
-def _shape(name: str, n_layers: int, shapes: Shapes, prompts: list[list[int]], gbps: float) -> dict[str, object]:
+def _shape(
+    name: str, n_layers: int, shapes: Shapes, prompts: list[list[int]], gbps: float
+) -> dict[str, object]:
     room = {"device": "cuda", "dtype": "bfloat16", "max_model_len": 512}
     model = written(TARGET, name)
     with opened(model, n_layers, (DRAFT, 3), **room) as llm:
         floor_s = llm.plan.pass_bytes.computed / gbps / 1e9
         levels = {str(n): llm.time_passes(random_tree(n), 256, 10) for n in shapes.widths}
-        return {"shape": name, "floor_s": floor_s, "levels": levels, **_rates(llm, prompts, shapes.n_new)}
+        return {
+            "shape": name,
+            "floor_s": floor_s,
+            "levels": levels,
+            **_rates(llm, prompts, shapes.n_new),
+        }
 
 
 def _rates(llm: LLM, prompts: list[list[int]], n_new: int) -> dict[str, object]:
-    stats = [llm.generate(prompt, SamplingParams(max_new_tokens=n_new))[0].stats for prompt in prompts][1:]
+    stats = [
+        llm.generate(prompt, SamplingParams(max_new_tokens=n_new))[0].stats for prompt in prompts
+    ][1:]
     plain = median(llm.time_plain(len(prompts[0]), 20))
     per_token = median(run.measured_seconds_per_token for run in stats)
     return {
         "plain_s": plain, "seconds_per_token": per_token, "times_faster": plain / per_token,
-        "tokens_per_pass": [run.tokens_per_pass for run in stats], "nodes": [run.nodes_per_tree for run in stats],
+        "tokens_per_pass": [run.tokens_per_pass for run in stats],
+        "nodes": [run.nodes_per_tree for run in stats],
         "draft_share": [run.draft_seconds / run.seconds for run in stats],
     }  # fmt: skip

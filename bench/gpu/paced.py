@@ -1,6 +1,8 @@
-"""Llama2-70B's shape on a card whose link is slowed to that of a consumer card: a pass against the link.
+"""Llama2-70B's shape on a card whose link is slowed to that of a consumer card: a pass against the
+link.
 
-A kernel spins behind each chunk on the copy stream, so an H200 stands for PCIe 4.0. Its compute remains that of an H200.
+A kernel spins behind each chunk on the copy stream, so an H200 stands for PCIe 4.0. Its compute
+remains that of an H200.
 """
 
 from collections.abc import Iterator
@@ -18,7 +20,8 @@ from offload_rt.weights.layout import host_block
 
 EXPECTED_S = 150
 GBPS = 25.0
-_NBYTES, _N_CYCLES = 128 << 20, 100_000_000
+_NBYTES = 128 << 20
+_N_CYCLES = 100_000_000
 _SHAPES = Shapes(n_nodes=(1, 768))
 
 
@@ -36,7 +39,9 @@ class PacedDevice(CopyDevice):
 
 @cache
 def spin_cycles_per_byte(device: torch.device) -> float:
-    """Measure the clock of the spinning kernel. Return the cycles that `GBPS` leave for each byte beside its copy."""
+    """Measure the clock of the spinning kernel. Return the cycles that `GBPS` leave for each byte
+    beside its copy.
+    """
     seconds = timed(device, lambda: torch.cuda._sleep(_N_CYCLES))
     return _N_CYCLES / min(seconds) * max(1 / GBPS - 1 / upload_gbps(device), 0.0) / 1e9
 
@@ -51,7 +56,8 @@ def measure(shapes: Shapes = _SHAPES) -> Iterator[dict[str, object]]:
 
 def paced_gbps(device: torch.device) -> float:
     """Measure GB/s of a copy over the paced link."""
-    source, target = host_block(_NBYTES), torch.empty(_NBYTES, dtype=torch.uint8, device=device)
+    source = host_block(_NBYTES)
+    target = torch.empty(_NBYTES, dtype=torch.uint8, device=device)
     pin(source)
     link = PacedDevice(device)
     try:

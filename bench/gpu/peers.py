@@ -1,4 +1,6 @@
-"""Accelerate and DeepSpeed on Llama2-70B's shape with the same budget of the card, by an expert's settings."""
+"""Accelerate and DeepSpeed on Llama2-70B's shape with the same budget of the card, by an expert's
+settings.
+"""
 
 import gc
 import os
@@ -17,12 +19,17 @@ from offload_rt.system.machine import memory_free
 from offload_rt.weights.checkpoint import open_checkpoint
 
 EXPECTED_S = 120
-N_LAYERS, N_TOKENS = 80, 3
+N_LAYERS = 80
+N_TOKENS = 3
 
 
 def measure() -> Iterator[dict[str, object]]:
-    """Seconds per token of each, or why it failed. With Accelerate, all layers share one block of the host."""
-    torch.cuda.set_per_process_memory_fraction(parse_size(BUDGET) / torch.cuda.mem_get_info(CARD)[1], CARD)
+    """Seconds per token of each, or why it failed. With Accelerate, all layers share one block of
+    the host.
+    """
+    torch.cuda.set_per_process_memory_fraction(
+        parse_size(BUDGET) / torch.cuda.mem_get_info(CARD)[1], CARD
+    )
     found: dict[str, object] = {}
     for name, peer in (("accelerate", _accelerate), ("deepspeed", _deepspeed)):
         try:
@@ -65,9 +72,13 @@ def _accelerate() -> dict[str, object]:
         model = LlamaForCausalLM(config).to(torch.bfloat16)
     weights = _shared_weights(config)
     room = {0: int(parse_size(BUDGET) * 0.85), "cpu": 1 << 40}
-    places = infer_auto_device_map(model, room, no_split_module_classes=["LlamaDecoderLayer"], dtype=torch.bfloat16)
+    places = infer_auto_device_map(
+        model, room, no_split_module_classes=["LlamaDecoderLayer"], dtype=torch.bfloat16
+    )
     for name, weight in weights.items():
-        place = next((places[key] for key in places if name == key or name.startswith(f"{key}.")), "cpu")
+        place = next(
+            (places[key] for key in places if name == key or name.startswith(f"{key}.")), "cpu"
+        )
         if place == 0 and name in dict(model.named_parameters()):
             set_module_tensor_to_device(model, name, CARD, value=weight)
     model = dispatch_model(model, places, main_device=0, state_dict=weights, offload_buffers=False)
@@ -75,7 +86,9 @@ def _accelerate() -> dict[str, object]:
 
 
 def _deepspeed() -> dict[str, object]:
-    """ZeRO-Inference pins a copy of every parameter: measured with as many layers as the host holds, and scaled."""
+    """ZeRO-Inference pins a copy of every parameter: measured with as many layers as the host
+    holds, and scaled.
+    """
     import deepspeed
     from transformers.integrations import HfDeepSpeedConfig
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -88,7 +101,8 @@ def _deepspeed() -> dict[str, object]:
         "bf16": {"enabled": True},
         "zero_optimization": {
             "stage": 3, "offload_param": {"device": "cpu", "pin_memory": True},
-            "stage3_prefetch_bucket_size": layer_nbytes // 2, "stage3_max_live_parameters": int(3e9),
+            "stage3_prefetch_bucket_size": layer_nbytes // 2,
+            "stage3_max_live_parameters": int(3e9),
             "stage3_param_persistence_threshold": int(1e5),
         },
     }  # fmt: skip
@@ -125,7 +139,9 @@ def _seconds_per_token(model: LlamaForCausalLM) -> float:
 
     with torch.inference_mode():
         model.generate(
-            ids, attention_mask=torch.ones_like(ids), min_new_tokens=N_TOKENS + 1, max_new_tokens=N_TOKENS + 1,
+            ids, attention_mask=torch.ones_like(ids), min_new_tokens=N_TOKENS + 1,
+            max_new_tokens=N_TOKENS + 1,
             do_sample=False, pad_token_id=0, streamer=Clock(),
         )  # fmt: skip
-    return median(after - before for before, after in pairwise(moments[1:]))  # the first is the prompt's
+    # the first is the prompt's
+    return median(after - before for before, after in pairwise(moments[1:]))

@@ -1,6 +1,7 @@
 """Check the packages that setup.py asks for: `python bench/gpu/requirements.py SITE [WHEELS]`.
 
-Installs the wheels of missing or outdated packages into the folder SITE; torch is used as it is. Prints each version.
+Installs the wheels of missing or outdated packages into the folder SITE; torch is used as it is.
+Prints each version.
 """
 
 import re
@@ -42,12 +43,33 @@ def main() -> int:
     site, *wheels = map(Path, sys.argv[1:])
     lacking = unmet(requirements())
     names = {one.name for one in lacking} - {"torch"}
-    files = [path for folder in wheels for path in folder.glob("*.whl") if parse_wheel_filename(path.name)[0] in names]
+    files = [
+        path
+        for folder in wheels
+        for path in folder.glob("*.whl")
+        if parse_wheel_filename(path.name)[0] in names
+    ]
     if files:
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", str(site)]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--no-index",
+            "--no-deps",
+            "--target",
+            str(site),
+        ]
         subprocess.run([*command, *map(str, files)], check=True)
-        carried = {parse_wheel_filename(path.name)[0]: parse_wheel_filename(path.name)[1] for path in files}
-        lacking = [one for one in lacking if one.name not in carried or not one.specifier.contains(carried[one.name])]
+        carried = {
+            parse_wheel_filename(path.name)[0]: parse_wheel_filename(path.name)[1] for path in files
+        }
+        lacking = [
+            one
+            for one in lacking
+            if one.name not in carried or not one.specifier.contains(carried[one.name])
+        ]
     if lacking:
         print("unmet, give a folder of wheels:", ", ".join(map(str, lacking)))
         return 1

@@ -1,4 +1,6 @@
-"""Models of any Llama's shape that compute the demo pair's functions: a few layers of their own, and one that repeats."""
+"""Models of any Llama's shape that compute the demo pair's functions: a few layers of their own,
+and one that repeats.
+"""
 
 import shutil
 import subprocess
@@ -18,7 +20,8 @@ from offload_rt.offload.streamer import Streamer
 from offload_rt.tree.topology import Topology
 from offload_rt.weights.checkpoint import Checkpoint, open_checkpoint
 
-TARGET, DRAFT = ROOT / "models/demo-target", ROOT / "models/demo-draft"
+TARGET = ROOT / "models/demo-target"
+DRAFT = ROOT / "models/demo-draft"
 # A card of 24 GB reports 23.65 GiB. The context of a program uses about half a GiB.
 BUDGET = "22.5GiB"
 _N_OWN = {TARGET: 6, DRAFT: 3}
@@ -26,17 +29,23 @@ _MARGIN = 1 << 30
 
 
 def written(source: Path, shape: str, *sizes: str) -> Path:
-    """A checkpoint of a shape with the source's own layers and one that changes nothing, in /dev/shm if it fits there.
+    """A checkpoint of a shape with the source's own layers and one that changes nothing, in
+    /dev/shm if it fits there.
 
     shape  a name that `scripts/expand.py --like` knows
     sizes  further flags of `scripts/expand.py`
     """
     n_layers = _N_OWN[source] + 1
     memory = Path("/dev/shm")
-    home = memory if memory.is_dir() and shutil.disk_usage(memory).free > 24 * _MARGIN else ROOT / "demo-cache"
+    home = (
+        memory
+        if memory.is_dir() and shutil.disk_usage(memory).free > 24 * _MARGIN
+        else ROOT / "demo-cache"
+    )
     out = home / f"offload_rt-{source.name}-{shape}"
     subprocess.run(
-        [sys.executable, "scripts/expand.py", "--source", str(source), "--out", str(out), "--like", shape,
+        [sys.executable, "scripts/expand.py", "--source", str(source), "--out", str(out), "--like",
+            shape,
          "--layers", str(n_layers), *sizes],
         cwd=ROOT, check=True,
     )  # fmt: skip
@@ -44,10 +53,13 @@ def written(source: Path, shape: str, *sizes: str) -> Path:
 
 
 def repeated(checkpoint: Checkpoint, n_layers: int) -> Checkpoint:
-    """The same function with more layers: the last one, which changes nothing, is repeated between the others."""
+    """The same function with more layers: the last one, which changes nothing, is repeated between
+    the others.
+    """
     if n_layers == len(checkpoint.layers):
         return checkpoint
-    own, filler = checkpoint.layers[:-1], checkpoint.layers[-1]
+    own = checkpoint.layers[:-1]
+    filler = checkpoint.layers[-1]
     places = sorted(spread(n_layers, len(own)))
     layers = [filler] * n_layers
     for place, layer in zip(places, own, strict=True):
@@ -63,15 +75,21 @@ def random_tree(n: int, reach: int = 40) -> Topology:
 
 
 @contextmanager
-def opened(target: Path, n_layers: int, draft: tuple[Path, int] | None = None, **settings: object) -> Iterator[LLM]:
-    """An LLM over a repeated target and, if one is given, a repeated draft with its number of layers.
+def opened(
+    target: Path, n_layers: int, draft: tuple[Path, int] | None = None, **settings: object
+) -> Iterator[LLM]:
+    """An LLM over a repeated target and, if one is given, a repeated draft with its number of
+    layers.
 
     Repeated layers are held once by the host, so all of them fit.
     """
     deep = {target: n_layers} | ({draft[0]: draft[1]} if draft else {})
     pair = {"draft_model": str(draft[0])} if draft else {}
     with (
-        patch("offload_rt.llm.open_checkpoint", lambda path: repeated(open_checkpoint(path), deep[path])),
+        patch(
+            "offload_rt.llm.open_checkpoint",
+            lambda path: repeated(open_checkpoint(path), deep[path]),
+        ),
         patch("offload_rt.engine.engine_plan.memory_free", lambda: 1 << 40),
         LLM(str(target), **pair, **settings) as llm,
     ):
@@ -85,11 +103,14 @@ def park(streamer: Streamer) -> None:
 
 
 def plan_of(llm: LLM) -> dict[str, object]:
-    """Where its layers lie. Raises RuntimeError if some come from the disk, as the figures are for the link to the card."""
+    """Where its layers lie. Raises RuntimeError if some come from the disk, as the figures are for
+    the link to the card.
+    """
     plan = llm.plan
     if plan.tiers.count("disk"):
         raise RuntimeError(f"{plan.tiers.count('disk')} layers lie on the disk")
     return {
-        "resident_layers": plan.tiers.count("device"), "streamed_layers": plan.tiers.count("host"), "n_slots": plan.n_slots,
+        "resident_layers": plan.tiers.count("device"), "streamed_layers": plan.tiers.count("host"),
+        "n_slots": plan.n_slots,
         "streamed_bytes": plan.on("host"), "notice": llm.engine.notice,
     }  # fmt: skip

@@ -44,7 +44,12 @@ def measure_passes(
 ) -> Iterator[dict[str, object]]:
     """Passes over a checkpoint; `rate_of` measures GB/s of the link while no layer crosses it."""
     max_len = max(512, shapes.context + 2)
-    room = {"device": "cuda", "dtype": "bfloat16", "device_memory": shapes.device_memory, "max_model_len": max_len}
+    room = {
+        "device": "cuda",
+        "dtype": "bfloat16",
+        "device_memory": shapes.device_memory,
+        "max_model_len": max_len,
+    }
     limits = {"drafter": "ngram", "tree_size": max(shapes.n_nodes)}
     with opened(target, shapes.n_layers, **limits, **room, **dict(shapes.settings)) as llm:
         found = {"plan": plan_of(llm), "passes": []}
@@ -53,5 +58,7 @@ def measure_passes(
             gbps = rate_of(llm.engine.runner.device)
             times = llm.time_passes(random_tree(n), shapes.context, 3)
             floor_s = llm.plan.pass_bytes.at(shapes.context, n)["host"] / gbps / 1e9
-            found["passes"].append({"rows": n, "seconds": times, "floor_s": floor_s, "link_gbps": gbps})
+            found["passes"].append(
+                {"rows": n, "seconds": times, "floor_s": floor_s, "link_gbps": gbps}
+            )
             yield found

@@ -6,7 +6,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-BEGIN, END = "<!-- bench.gpu: begin -->", "<!-- bench.gpu: end -->"
+BEGIN = "<!-- bench.gpu: begin -->"
+END = "<!-- bench.gpu: end -->"
 _MISSING = "not measured yet"
 
 
@@ -14,10 +15,20 @@ def table(results: Path) -> str:
     """Markdown: a row for each target, with its figure or why there is none."""
     found = {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("*.json"))}
     devices = sorted(
-        {f"{entry['device']}, torch {entry['torch']}, commit {entry['commit']}" for entry in found.values()}
+        {
+            f"{entry['device']}, torch {entry['torch']}, commit {entry['commit']}"
+            for entry in found.values()
+        }
     )
-    head = f"Measured on {'; '.join(devices)}." if devices else "Nothing has been measured on a card yet."
-    rows = [f"| {what} | {target} | {_figure(found, section, read)} |" for what, target, section, read in _ROWS]
+    head = (
+        f"Measured on {'; '.join(devices)}."
+        if devices
+        else "Nothing has been measured on a card yet."
+    )
+    rows = [
+        f"| {what} | {target} | {_figure(found, section, read)} |"
+        for what, target, section, read in _ROWS
+    ]
     return "\n".join([head, "", "| what | target | measured |", "|---|---|---|", *rows])
 
 
@@ -45,12 +56,15 @@ def _pass_of(result: Any, rows: int) -> dict[str, Any]:
 def _against_floor(result: Any) -> str:
     one = _pass_of(result, 1)
     return (
-        f"{median(one['seconds']) / one['floor_s']:.3f} ({median(one['seconds']):.2f} s at {one['link_gbps']:.1f} GB/s)"
+        f"{median(one['seconds']) / one['floor_s']:.3f} ({median(one['seconds']):.2f} s at"
+        f" {one['link_gbps']:.1f} GB/s)"
     )
 
 
 def _against_plain(result: Any) -> str:
-    return f"{median(_pass_of(result, 768)['seconds']) / median(_pass_of(result, 1)['seconds']):.3f}"
+    return (
+        f"{median(_pass_of(result, 768)['seconds']) / median(_pass_of(result, 1)['seconds']):.3f}"
+    )
 
 
 def _busy(result: Any) -> str:
@@ -59,23 +73,35 @@ def _busy(result: Any) -> str:
 
 
 def _faster(result: Any) -> str:
-    return ", ".join(f"{one['times_faster']:.2f}x at T={one['temperature']}" for one in result["generation"])
+    return ", ".join(
+        f"{one['times_faster']:.2f}x at T={one['temperature']}" for one in result["generation"]
+    )
 
 
 def _attention(result: Any) -> str:
     times = {name: spread["median"] for name, spread in result["768"].items() if "median" in spread}
-    ours, dense = times["tree_attention"], min(times[name] for name in times if name.startswith("sdpa"))
+    ours = times["tree_attention"]
+    dense = min(times[name] for name in times if name.startswith("sdpa"))
     against = result["768"]["tree_attention against"]
-    return f"{dense / ours:.2f}x faster; {against['flash, no mask']:.2f}x its time; {against['floor']:.2f}x the floor"
+    return (
+        f"{dense / ours:.2f}x faster; {against['flash, no mask']:.2f}x its time;"
+        f" {against['floor']:.2f}x the floor"
+    )
 
 
 def _level(result: Any) -> str:
     one = next(shape for shape in result["shapes"] if shape["shape"] == "llama-2-7b")
-    return ", ".join(f"{n} rows {median(times) / one['floor_s']:.2f}" for n, times in one["levels"].items())
+    return ", ".join(
+        f"{n} rows {median(times) / one['floor_s']:.2f}" for n, times in one["levels"].items()
+    )
 
 
 def _onchip(result: Any) -> str:
-    return ", ".join(f"{one['shape']} {one['times_faster']:.2f}x" for one in result["shapes"] if "times_faster" in one)
+    return ", ".join(
+        f"{one['shape']} {one['times_faster']:.2f}x"
+        for one in result["shapes"]
+        if "times_faster" in one
+    )
 
 
 def _correctness(result: Any) -> str:
@@ -84,7 +110,11 @@ def _correctness(result: Any) -> str:
 
 def _peers(result: Any) -> str:
     return ", ".join(
-        f"{name} {one['seconds_per_token']:.2f} s" if "seconds_per_token" in one else f"{name} failed: {one['failed']}"
+        (
+            f"{name} {one['seconds_per_token']:.2f} s"
+            if "seconds_per_token" in one
+            else f"{name} failed: {one['failed']}"
+        )
         for name, one in result.items()
     )
 
@@ -97,9 +127,11 @@ _ROWS: tuple[tuple[str, str, str, Callable[[Any], str]], ...] = (
     ("seconds per token against plain streaming, chosen tree, acceptance of the demonstration pair",
      ">= 10x", "generation", _faster),
     ("the same shape by peers, seconds per token", "20x and 10x slower", "peers", _peers),
-    ("tree attention, 768 nodes, 4,096 before: against SDPA with a dense mask; unmasked flash; products and memory",
+    ("tree attention, 768 nodes, 4,096 before: against SDPA with a dense mask; unmasked flash; "
+     "products and memory",
      ">= 2x; <= 1.2x; -", "attention", _attention),
     ("a level of a 7B draft / (its bytes / device bandwidth)", "<= 1.2", "onchip", _level),
     ("whole models on the card, trees against plain", "", "onchip", _onchip),
-    ("ops against their references, a whole model, memory checker", "all", "correctness", _correctness),
+    ("ops against their references, a whole model, memory "
+     "checker", "all", "correctness", _correctness),
 )  # fmt: skip

@@ -13,7 +13,9 @@ _N_CALLS = 20
 
 
 def captured(work: Callable[[], object]) -> Callable[[], None]:
-    """Capture calls of some work as one CUDA graph, so that the host's launches do not count. Return its replay."""
+    """Capture calls of some work as one CUDA graph, so that the host's launches do not count.
+    Return its replay.
+    """
     work()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -23,13 +25,17 @@ def captured(work: Callable[[], object]) -> Callable[[], None]:
 
 
 def seconds(work: Callable[[], object], repeats: int = 10, warm_up: int = 3) -> Spread:
-    """Measure seconds of one call on the card: the mean of a captured sequence, `repeats` times after `warm_up` times."""
+    """Measure seconds of one call on the card: the mean of a captured sequence, `repeats` times
+    after `warm_up` times.
+    """
     replay = captured(work)
     return Spread.of([_seconds(replay) for _ in range(warm_up + repeats)][warm_up:])
 
 
 def in_turn(replays: dict[str, Callable[[], None]], rounds: int = 5) -> dict[str, Spread]:
-    """Measure seconds of one call of each captured work, interleaved, after a first round that does not count."""
+    """Measure seconds of one call of each captured work, interleaved, after a first round that does
+    not count.
+    """
     taken: dict[str, list[float]] = {name: [] for name in replays}
     for _ in range(1 + rounds):
         for name, replay in replays.items():

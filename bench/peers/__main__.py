@@ -1,4 +1,5 @@
-"""One peer in a process of its own: loads, warms up, answers the prompts, and prints a line of JSON.
+"""One peer in a process of its own: loads, warms up, answers the prompts, and prints a line of
+JSON.
 
 python -m bench.peers NAME --job JSON --prompts JSON --warm-up JSON --tokens N
 """
@@ -28,7 +29,8 @@ def main() -> None:
     peer = module.load(flags.job)
     load_s = time.perf_counter() - started
     peer.generate(flags.warm_up, _WARM_UP_TOKENS)
-    answers, read = [], []
+    answers = []
+    read = []
     for prompt in flags.prompts:
         before = _storage_bytes()
         answers.append(peer.generate(prompt, flags.tokens))

@@ -9,12 +9,17 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from bench.compare.contract import Job, Supply
 from bench.compare.transformers import TransformersPeer, layer_nbytes, nbytes
 
-TITLE, PACKAGES, DRAFTS = "Accelerate, CPU offload", ("transformers", "accelerate"), False
+TITLE = "Accelerate, CPU offload"
+PACKAGES = ("transformers", "accelerate")
+DRAFTS = False
 
 
 def load(job: Job) -> TransformersPeer:
-    """All weights in CPU memory; on a GPU pinned, and whole layers resident as far as the budget goes."""
-    from accelerate import cpu_offload  # not at the top: the title is needed where it is not installed
+    """All weights in CPU memory; on a GPU pinned, and whole layers resident as far as the budget
+    goes.
+    """
+    # not at the top: the title is needed where it is not installed
+    from accelerate import cpu_offload
 
     model = AutoModelForCausalLM.from_pretrained(job.plain, dtype="auto")
     if not torch.cuda.is_available():
@@ -27,12 +32,17 @@ def load(job: Job) -> TransformersPeer:
 def _on_cuda(model: PreTrainedModel, job: Job) -> TransformersPeer:
     from accelerate import dispatch_model, infer_auto_device_map
 
-    # Tensors that were not pinned are copied at a fraction of the link's rate, and the host waits for each.
+    # Tensors that were not pinned are copied at a fraction of the link's rate, and the host waits
+    # for each.
     pinned = {name: tensor.pin_memory() for name, tensor in model.state_dict().items()}
     where = infer_auto_device_map(
-        model, max_memory={0: job.budget, "cpu": 1 << 42}, no_split_module_classes=model._no_split_modules
+        model,
+        max_memory={0: job.budget, "cpu": 1 << 42},
+        no_split_module_classes=model._no_split_modules,
     )
-    n_streamed = sum(where.get(f"model.layers.{i}") == "cpu" for i in range(len(model.model.layers)))
+    n_streamed = sum(
+        where.get(f"model.layers.{i}") == "cpu" for i in range(len(model.model.layers))
+    )
     moved = n_streamed * layer_nbytes(model)
     dispatch_model(model, where, main_device=0, state_dict=pinned)
     return TransformersPeer(model, Supply("host", moved))

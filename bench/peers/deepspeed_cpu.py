@@ -8,7 +8,9 @@ import torch
 from bench.compare import deepspeed
 from bench.compare.contract import Job
 
-TITLE, PACKAGES, DRAFTS = "DeepSpeed ZeRO-Inference, CPU", deepspeed.PACKAGES, False
+TITLE = "DeepSpeed ZeRO-Inference, CPU"
+PACKAGES = deepspeed.PACKAGES
+DRAFTS = False
 
 
 def load(job: Job) -> deepspeed.DeepSpeedPeer:

@@ -10,7 +10,9 @@ from transformers import AutoConfig
 from bench.compare import deepspeed
 from bench.compare.contract import Job
 
-TITLE, PACKAGES, DRAFTS = "DeepSpeed ZeRO-Inference, NVMe", deepspeed.PACKAGES, False
+TITLE = "DeepSpeed ZeRO-Inference, NVMe"
+PACKAGES = deepspeed.PACKAGES
+DRAFTS = False
 
 
 def unfit() -> str | None:
@@ -20,8 +22,14 @@ def unfit() -> str | None:
         return "its I/O extension needs g++, which is not installed"
     # As its own build finds it: where the compiler looks, CPATH and LIBRARY_PATH included.
     probe = [compiler, "-x", "c++", "-", "-laio", "-o", os.devnull]
-    built = subprocess.run(probe, input=b"#include <libaio.h>\nint main() {}", capture_output=True, check=False)
-    return "its I/O extension needs libaio (libaio-dev), which is not installed" if built.returncode else None
+    built = subprocess.run(
+        probe, input=b"#include <libaio.h>\nint main() {}", capture_output=True, check=False
+    )
+    return (
+        "its I/O extension needs libaio (libaio-dev), which is not installed"
+        if built.returncode
+        else None
+    )
 
 
 def load(job: Job) -> deepspeed.DeepSpeedPeer:

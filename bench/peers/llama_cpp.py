@@ -2,5 +2,8 @@
 
 from bench.compare import llama_cpp
 
-TITLE, PACKAGES, DRAFTS = "llama.cpp", llama_cpp.PACKAGES, False
-unfit, load = llama_cpp.unfit, llama_cpp.load
+TITLE = "llama.cpp"
+PACKAGES = llama_cpp.PACKAGES
+DRAFTS = False
+unfit = llama_cpp.unfit
+load = llama_cpp.load

@@ -6,11 +6,19 @@ from transformers import AutoModelForCausalLM
 from bench.compare.contract import Job, Supply
 from bench.compare.transformers import TransformersPeer, nbytes
 
-TITLE, PACKAGES, DRAFTS = "transformers, resident, assisted", ("transformers",), True
+TITLE = "transformers, resident, assisted"
+PACKAGES = ("transformers",)
+DRAFTS = True
 
 
 def load(job: Job) -> TransformersPeer:
-    """All weights on the device; the number of drafted tokens follows the draft's confidence, as is the default."""
+    """All weights on the device; the number of drafted tokens follows the draft's confidence, as is
+    the default.
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, draft = (AutoModelForCausalLM.from_pretrained(path, dtype="auto") for path in (job.plain, job.draft))
-    return TransformersPeer(model.to(device), Supply("memory", nbytes(model)), assistant=draft.to(device))
+    model, draft = (
+        AutoModelForCausalLM.from_pretrained(path, dtype="auto") for path in (job.plain, job.draft)
+    )
+    return TransformersPeer(
+        model.to(device), Supply("memory", nbytes(model)), assistant=draft.to(device)
+    )

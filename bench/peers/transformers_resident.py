@@ -1,4 +1,6 @@
-"""transformers with all weights in the memory of the device: the reference for the tokens, not for the memory."""
+"""transformers with all weights in the memory of the device: the reference for the tokens, not for
+the memory.
+"""
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -6,7 +8,9 @@ from transformers import AutoModelForCausalLM
 from bench.compare.contract import Job, Supply
 from bench.compare.transformers import TransformersPeer, nbytes
 
-TITLE, PACKAGES, DRAFTS = "transformers, resident", ("transformers",), False
+TITLE = "transformers, resident"
+PACKAGES = ("transformers",)
+DRAFTS = False
 
 
 def load(job: Job) -> TransformersPeer:

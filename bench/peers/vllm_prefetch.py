@@ -1,4 +1,6 @@
-"""vLLM with its prefetch offloader: layers come from pinned CPU memory one step ahead. It has not been run here."""
+"""vLLM with its prefetch offloader: layers come from pinned CPU memory one step ahead. It has not
+been run here.
+"""
 
 import json
 import time
@@ -8,21 +10,30 @@ import torch
 
 from bench.compare.contract import Answer, Job, Supply
 
-TITLE, PACKAGES, DRAFTS = "vLLM, prefetch offloader", ("vllm",), False
-# The largest group of layers of which some are streamed: large enough for any share, small enough to spread them evenly.
+TITLE = "vLLM, prefetch offloader"
+PACKAGES = ("vllm",)
+DRAFTS = False
+# The largest group of layers of which some are streamed: large enough for any share, small enough
+# to spread them evenly.
 _MOST_IN_GROUP = 8
 
 
 def unfit() -> str | None:
     """Its offloader copies between CPU memory and a GPU."""
-    return None if torch.cuda.is_available() else "its offloader needs a CUDA device, and there is none"
+    return (
+        None
+        if torch.cuda.is_available()
+        else "its offloader needs a CUDA device, and there is none"
+    )
 
 
 class VllmPeer:
     """An engine of vLLM, stepped by hand so that each pass can be timed."""
 
     def __init__(self, llm: object, supply: Supply) -> None:
-        self.supply, self._engine, self._n_requests = supply, llm.llm_engine, 0
+        self.supply = supply
+        self._engine = llm.llm_engine
+        self._n_requests = 0
 
     def generate(self, prompt: list[int], n: int) -> Answer:
         """Continue a prompt greedily; see `Peer`."""
@@ -45,14 +56,19 @@ class VllmPeer:
 
 
 def load(job: Job) -> VllmPeer:
-    """As many layers resident as the others have, spread evenly; two layers are under way or in use beside them."""
+    """As many layers resident as the others have, spread evenly; two layers are under way or in use
+    beside them.
+    """
     from vllm import LLM
 
-    n_layers = json.loads((job.model / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"]
+    n_layers = json.loads((job.model / "config.json").read_text(encoding="utf-8"))[
+        "num_hidden_layers"
+    ]
     size, n_streamed = _group((n_layers - job.n_resident) / n_layers)
     share = job.budget / torch.cuda.get_device_properties(0).total_memory
     llm = LLM(
-        str(job.model), max_model_len=job.max_len, gpu_memory_utilization=share, offload_backend="prefetch",
+        str(job.model), max_model_len=job.max_len, gpu_memory_utilization=share,
+        offload_backend="prefetch",
         offload_group_size=size, offload_num_in_group=n_streamed, offload_prefetch_step=1,
     )  # fmt: skip
     nbytes = sum(path.stat().st_size for path in job.model.glob("*.safetensors"))
@@ -60,6 +76,11 @@ def load(job: Job) -> VllmPeer:
 
 
 def _group(share: float) -> tuple[int, int]:
-    """Size of a group and how many of it are streamed: the least share that is not below this one."""
-    choices = [(ceil(share * size) / size, size, ceil(share * size)) for size in range(1, _MOST_IN_GROUP + 1)]
+    """Size of a group and how many of it are streamed: the least share that is not below this
+    one.
+    """
+    choices = [
+        (ceil(share * size) / size, size, ceil(share * size))
+        for size in range(1, _MOST_IN_GROUP + 1)
+    ]
     return min(choices)[1:]

@@ -1,8 +1,9 @@
-"""`offload-rt calibrate`: measure what a pair of models does on this machine, and keep it for later runs.
+"""`offload-rt calibrate`: measure what a pair of models does on this machine, and keep it for later
+runs.
 
-It generates from a few prompts to learn how often the draft is right, times passes of several widths, and prints what a
-token would cost with trees of each size and depth, and which tree is best at each length of the context and for each number of
-sequences that share a pass.
+It generates from a few prompts to learn how often the draft is right, times passes of several
+widths, and prints what a token would cost with trees of each size and depth, and which tree is best
+at each length of the context and for each number of sequences that share a pass.
 """
 
 import json
@@ -43,7 +44,9 @@ _PROMPTS = (
 class CalibrateSettings:
     """What to learn from, and how to show it."""
 
-    prompt_file: str | None = setting(None, "text whose paragraphs are continued; default: a few lines of program text")
+    prompt_file: str | None = setting(
+        None, "text whose paragraphs are continued; default: a few lines of program text"
+    )
     temperature: float = setting(0.0, "at which acceptance is learned", parse=float)
     tokens: int = setting(96, "tokens that each prompt is continued by", parse=int)
     plot: str | None = setting(None, "file for a picture of it all, PNG; needs matplotlib")
@@ -56,7 +59,8 @@ class CalibrateSettings:
 
 @dataclass(frozen=True)
 class Optimum:
-    """The tree with the least time for a token, one for each of `batch` sequences of `context` tokens in a pass.
+    """The tree with the least time for a token, one for each of `batch` sequences of `context`
+    tokens in a pass.
 
     token_s  seconds of the pass for each token of all sequences together
     plain_s  the same without trees
@@ -75,8 +79,10 @@ class Findings:
     """What was measured, and what follows from it.
 
     acceptance  (ranks,)
-    widths      (m,) rows of a pass; pass_s (m,) its seconds, link and compute together; compute_s those of computing alone
-    cost        (len(sizes), len(depths)) seconds per token of the best tree of each size and depth, NaN where there is none
+    widths      (m,) rows of a pass; pass_s (m,) its seconds, link and compute together; compute_s
+                those of computing alone
+    cost        (len(sizes), len(depths)) seconds per token of the best tree of each size and depth,
+                NaN where there is none
     best        size and levels of the cheapest, and its seconds per token
     optima      by number of sequences, and in that by context
     """
@@ -102,11 +108,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _calibrate(flags: Namespace) -> None:
-    settings, config = from_flags(CalibrateSettings, flags), from_flags(EngineConfig, flags)
+    settings = from_flags(CalibrateSettings, flags)
+    config = from_flags(EngineConfig, flags)
     if config.draft_model is None:
         raise SettingsError("calibrate", need="a draft model", change="give one by --draft-model")
     if config.tree_size == 1:
-        raise SettingsError("calibrate", need="trees of several nodes", change="raise --tree-size above 1")
+        raise SettingsError(
+            "calibrate", need="trees of several nodes", change="raise --tree-size above 1"
+        )
     if settings.plot is not None:
         check_picture("--plot", settings.plot)
     prompts = _prompts(settings.prompt_file)
@@ -120,12 +129,16 @@ def _calibrate(flags: Namespace) -> None:
     if config.drafter != "static_tree":
         with LLM.from_config(config) as llm:
             _generate(llm, settings, prompts)
-    # The table is of trees of one shape: only of these is the expected number of tokens known beforehand.
+    # The table is of trees of one shape: only of these is the expected number of tokens known
+    # beforehand.
     with LLM.from_config(replace(config, drafter="static_tree", rule="auto")) as llm:
         _generate(llm, settings, prompts)
         findings = _find(llm, settings.temperature, min(settings.tokens, llm.max_model_len - 1))
     if settings.json:
-        text = json.dumps(vars(findings), default=lambda one: vars(one) if isinstance(one, Optimum) else one.tolist())
+        text = json.dumps(
+            vars(findings),
+            default=lambda one: vars(one) if isinstance(one, Optimum) else one.tolist(),
+        )
         print(text.replace("NaN", "null"))
     else:
         _print_table(findings)
@@ -134,12 +147,17 @@ def _calibrate(flags: Namespace) -> None:
 
 
 def _generate(llm: "LLM", settings: CalibrateSettings, prompts: list[str]) -> None:
-    """Continue every prompt, which teaches the drafter; what it learned is kept when the model is closed."""
+    """Continue every prompt, which teaches the drafter; what it learned is kept when the model is
+    closed.
+    """
     params = SamplingParams(max_new_tokens=settings.tokens, temperature=settings.temperature)
     drafter = llm.engine_plan.drafting.name
     for prompt in prompts:
         stats = llm.generate(prompt, params)[0].stats
-        rates = f"{stats.tokens_per_pass:.2f} tokens per pass, {stats.seconds_per_token:.4f} s per token"
+        rates = (
+            f"{stats.tokens_per_pass:.2f} tokens per pass, {stats.seconds_per_token:.4f} s per"
+            " token"
+        )
         print(f"{drafter}: {rates} after {prompt[:40]!r}", file=sys.stderr, flush=True)
 
 
@@ -156,21 +174,33 @@ def _find(llm: "LLM", temperature: float, context: int) -> Findings:
     from offload_rt.speculate.tree_drafter import TreeDrafter
     from offload_rt.tree.search import search
 
-    drafter, cost, limits = llm.engine.drafter, llm.engine.cost, llm.engine_plan.limits
-    assert isinstance(drafter, TreeDrafter) and cost.profile.compute is not None, "static_tree measures its passes"
+    drafter = llm.engine.drafter
+    cost = llm.engine.cost
+    limits = llm.engine_plan.limits
+    assert isinstance(drafter, TreeDrafter) and cost.profile.compute is not None, (
+        "static_tree measures its passes"
+    )
     acceptance = drafter.estimates_at(temperature).acceptance.by_rank()
     table = search(acceptance, limits.n_nodes, limits.n_levels).values
     sizes = tuple(n for n in _SIZES if n <= limits.n_nodes)
     depths = tuple(n for n in _DEPTHS if n <= limits.n_levels)
-    seconds = cost.seconds(np.array(sizes)[:, None], context, cost.level(1) * (np.array(depths) - 1))
+    seconds = cost.seconds(
+        np.array(sizes)[:, None], context, cost.level(1) * (np.array(depths) - 1)
+    )
     widths = sizes_up_to(limits.n_nodes)
-    exists = np.array([[levels == 1 if n == 1 else 1 < levels <= n for levels in depths] for n in sizes])
-    n_rows, longest = llm.engine_plan.cache_rows, llm.max_model_len - 1
+    exists = np.array(
+        [[levels == 1 if n == 1 else 1 < levels <= n for levels in depths] for n in sizes]
+    )
+    n_rows = llm.engine_plan.cache_rows
+    longest = llm.max_model_len - 1
     at_once = _best(table, cost, 1, context, n_rows)
     contexts = sorted({*(n for n in _CONTEXTS if n < longest), longest})
     batches = [n for n in _BATCHES if n <= limits.n_nodes]
     cells = ((batch, n) for batch in batches for n in contexts if batch * (n + 1) <= n_rows)
-    streamed = [nbytes / cost.profile.link(tier) / 1e9 for tier, nbytes in llm.plan.pass_bytes.at(context).items()]
+    streamed = [
+        nbytes / cost.profile.link(tier) / 1e9
+        for tier, nbytes in llm.plan.pass_bytes.at(context).items()
+    ]
     return Findings(
         acceptance=acceptance,
         widths=widths,
@@ -186,11 +216,14 @@ def _find(llm: "LLM", temperature: float, context: int) -> Findings:
     )
 
 
-def _best(table: NDArray[np.float64], cost: "CostEstimator", batch: int, context: int, n_rows: int) -> Optimum:
-    """The best tree for each of some sequences, where `table` has the expected tokens by nodes and levels.
+def _best(
+    table: NDArray[np.float64], cost: "CostEstimator", batch: int, context: int, n_rows: int
+) -> Optimum:
+    """The best tree for each of some sequences, where `table` has the expected tokens by nodes and
+    levels.
 
-    n_rows  of the cache, which holds all contexts and trees
-    A level of a draft model is taken to cost as much for all of them as it did for one: it reads the same weights.
+    n_rows  of the cache, which holds all contexts and trees A level of a draft model is taken to
+            cost as much for all of them as it did for one: it reads the same weights.
     """
     sizes = sizes_up_to(min((len(table) - 1) // batch, n_rows // batch - context))
     draft_s = cost.level(batch) * np.arange(table.shape[1] - 1)
@@ -203,19 +236,29 @@ def _best(table: NDArray[np.float64], cost: "CostEstimator", batch: int, context
 def _print_table(findings: Findings) -> None:
     rows = ((n, *("" if np.isnan(one) else f"{one:.4f}" for one in costs)) for n, costs in
             zip(findings.sizes, findings.cost, strict=True))  # fmt: skip
-    _print_rows("seconds per token by size (rows) and levels (columns) of the tree", ("nodes", *findings.depths), rows)
+    _print_rows(
+        "seconds per token by size (rows) and levels (columns) of the tree",
+        ("nodes", *findings.depths),
+        rows,
+    )
     trees: dict[int, list[object]] = {}
     for one in findings.optima:
         tree = f"{one.n_nodes}, {one.n_levels}, {one.plain_s / one.token_s:.2f}"
         trees.setdefault(one.batch, [one.batch]).append(tree)
-    title = "best tree by sequences in a pass (rows) and tokens before it (columns): nodes, levels, times plain"
-    _print_rows(title, ("sequences", *sorted({one.context for one in findings.optima})), trees.values())
+    title = (
+        "best tree by sequences in a pass (rows) and tokens before it (columns): nodes, levels,"
+        " times plain"
+    )
+    _print_rows(
+        title, ("sequences", *sorted({one.context for one in findings.optima})), trees.values()
+    )
     ranks = ", ".join(f"{p:.3f}" for p in findings.acceptance[:8])
     n_nodes, n_levels, seconds = findings.best
     print(f"acceptance by rank: {ranks} ...")
     print(
-        f"best: {n_nodes} nodes on {n_levels} levels, {seconds:.4f} s per token; plain {findings.pass_s[0]:.4f} s; "
-        f"link {findings.link_s:.4f} s a pass, a level of the draft {findings.level_s:.4f} s"
+        f"best: {n_nodes} nodes on {n_levels} levels, {seconds:.4f} s per token; plain"
+        f" {findings.pass_s[0]:.4f} s; link {findings.link_s:.4f} s a pass, a level of the draft"
+        f" {findings.level_s:.4f} s"
     )
 
 
@@ -235,24 +278,53 @@ def _print_rows(title: str, heads: Iterable[object], rows: Iterable[Iterable[obj
 def _draw(findings: Findings, path: str) -> None:
     figure, ((ranks, passes, cost, optima),) = panels(1, 4, (20, 4.5))
     ranks.plot(np.arange(1, 17), findings.acceptance[:16], "o", color="tab:blue")
-    ranks.set(title="acceptance by rank", xlabel="rank among siblings", ylabel="probability", yscale="log")
+    ranks.set(
+        title="acceptance by rank", xlabel="rank among siblings", ylabel="probability", yscale="log"
+    )
     passes.plot(findings.widths, findings.pass_s, label="pass, predicted", color="tab:blue")
-    passes.plot(findings.widths, findings.compute_s, "--", label="compute, measured", color="tab:orange")
+    passes.plot(
+        findings.widths, findings.compute_s, "--", label="compute, measured", color="tab:orange"
+    )
     passes.axhline(findings.link_s, ls=":", color="tab:gray", label="link")
-    passes.set(title="pass time by width", xlabel="rows of a pass", ylabel="seconds", xscale="log", ylim=(0, None))
+    passes.set(
+        title="pass time by width",
+        xlabel="rows of a pass",
+        ylabel="seconds",
+        xscale="log",
+        ylim=(0, None),
+    )
     passes.legend()
     for depth, costs in zip(findings.depths, findings.cost.T, strict=True):
         cost.plot(findings.sizes, costs, marker=".", label=f"{depth} levels")
     n_nodes, n_levels, seconds = findings.best
-    cost.plot([n_nodes], [seconds], "*", ms=14, color="black", label=f"best: {n_nodes} nodes, {n_levels} levels")
-    cost.set(title="seconds per token", xlabel="nodes of the tree", ylabel="seconds", xscale="log", ylim=(0, None))
+    cost.plot(
+        [n_nodes],
+        [seconds],
+        "*",
+        ms=14,
+        color="black",
+        label=f"best: {n_nodes} nodes, {n_levels} levels",
+    )
+    cost.set(
+        title="seconds per token",
+        xlabel="nodes of the tree",
+        ylabel="seconds",
+        xscale="log",
+        ylim=(0, None),
+    )
     cost.legend(fontsize="small")
     for batch in sorted({one.batch for one in findings.optima}):
         of_batch = [one for one in findings.optima if one.batch == batch]
         places = [(one.context, one.n_nodes) for one in of_batch]
         (drawn,) = optima.loglog(*zip(*places, strict=True), marker=".", label=str(batch), base=2)
         for place, one in zip(places, of_batch, strict=True):
-            optima.annotate(str(one.n_levels), place, (0, 4), textcoords="offset points", color=drawn.get_color())
+            optima.annotate(
+                str(one.n_levels),
+                place,
+                (0, 4),
+                textcoords="offset points",
+                color=drawn.get_color(),
+            )
     optima.set(title="best tree (numbers: levels)", xlabel="tokens before the pass", ylabel="nodes")
     optima.legend(title="sequences", fontsize="small")
     save(figure, path)

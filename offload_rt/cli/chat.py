@@ -1,6 +1,8 @@
-"""`offload-rt chat`: a conversation in the terminal, or with stdin not a terminal one turn for each line.
+"""`offload-rt chat`: a conversation in the terminal, or with stdin not a terminal one turn for each
+line.
 
-Answers go to stdout as they are produced, all else to stderr. What was computed of the conversation is kept between turns.
+Answers go to stdout as they are produced, all else to stderr. What was computed of the conversation
+is kept between turns.
 """
 
 import re
@@ -44,13 +46,16 @@ def main(arguments: list[str] | None = None) -> int:
     text = "Talk with a model larger than the memory of its device."
     classes = EngineConfig, ChatSettings, TemplateSettings, SamplingParams
     parser = Parser("offload-rt chat", text, *classes, without=("n", "logprobs", "prompt_logprobs"))
-    parser.set_defaults(max_tokens=None)  # an answer ends where the model ends it, or with the context
+    # an answer ends where the model ends it, or with the context
+    parser.set_defaults(max_tokens=None)
     return exit_code(lambda: _chat(parser.parse_args(arguments)))
 
 
 def _chat(flags: Namespace) -> None:
-    settings, config = from_flags(ChatSettings, flags), from_flags(EngineConfig, flags)
-    params, template = from_flags(SamplingParams, flags), from_flags(TemplateSettings, flags)
+    settings = from_flags(ChatSettings, flags)
+    config = from_flags(EngineConfig, flags)
+    params = from_flags(SamplingParams, flags)
+    template = from_flags(TemplateSettings, flags)
     # Not at the top: a wrong flag or path is told before the seconds that torch takes to load.
     from rich.console import Console
 
@@ -68,7 +73,8 @@ def _chat(flags: Namespace) -> None:
         return follow(config)
     console = Console(stderr=True, quiet=settings.quiet)
     with LLM.open(config) as llm:
-        template.encode(llm, [{"role": "user", "content": "Hello"}])  # a template that is missing or fails is told now
+        # a template that is missing or fails is told now
+        template.encode(llm, [{"role": "user", "content": "Hello"}])
         load(llm, console, Trace(on=False), params)
         if flags.max_tokens is flags.max_new_tokens is None:
             params = replace(params, max_tokens=None)
@@ -79,13 +85,18 @@ def _chat(flags: Namespace) -> None:
             if line == "/reset":
                 conversation.turns = []
             elif re.fullmatch("/[a-z]+", line):
-                print(_COMMANDS if line == "/help" else f"{line} is not a command; /help lists them", file=sys.stderr)
+                print(
+                    _COMMANDS if line == "/help" else f"{line} is not a command; /help lists them",
+                    file=sys.stderr,
+                )
             elif line:
                 conversation.answer(line)
 
 
 def _lines() -> Iterator[str]:
-    """What is typed, until Ctrl-D or Ctrl-C; what a file or another program gives, until its end."""
+    """What is typed, until Ctrl-D or Ctrl-C; what a file or another program gives, until its
+    end.
+    """
     if not sys.stdin.isatty():
         if isinstance(sys.stdin, TextIOWrapper):
             sys.stdin.reconfigure(encoding="utf-8", errors="replace")
@@ -113,7 +124,9 @@ class _Conversation:
     turns: list[dict[str, str]]
 
     def answer(self, text: str) -> None:
-        """Print the model's answer to a turn of the user. One that cannot be answered is no part of the conversation."""
+        """Print the model's answer to a turn of the user. One that cannot be answered is no part of
+        the conversation.
+        """
         turns = [*self.turns, {"role": "user", "content": text}]
         try:
             ids = self.template.encode(self.llm, turns)
@@ -126,22 +139,33 @@ class _Conversation:
             self.turns = [*turns, {"role": "assistant", "content": self._stream(ids)}]
 
     def _stream(self, ids: list[int]) -> str:
-        text, n_tokens, n_passes, started = "", 0, 0, time.perf_counter()
+        text = ""
+        n_tokens = 0
+        n_passes = 0
+        started = time.perf_counter()
         pieces = self.llm.stream(ids, self.params)
         with interrupts_held() as received, closing(pieces):  # type: ignore[type-var]  # a generator
             for piece in pieces:
                 print(piece.text, end="", flush=True)
-                text, n_tokens, n_passes = text + piece.text, n_tokens + len(piece.token_ids), n_passes + 1
+                text = text + piece.text
+                n_tokens = n_tokens + len(piece.token_ids)
+                n_passes = n_passes + 1
                 if received:
                     break
         print(flush=True)
         rate = n_tokens / (time.perf_counter() - started)
         if self.console.is_terminal:
-            figures = f"{n_tokens} tokens, {rate:.2f} tokens/s, {n_tokens / n_passes:.2f} tokens per pass"
+            figures = (
+                f"{n_tokens} tokens, {rate:.2f} tokens/s, {n_tokens / n_passes:.2f} tokens per pass"
+            )
             self.console.print(figures, style="dim", highlight=False)
         if len(ids) + n_tokens >= self.llm.max_model_len:
             have = f"room for {self.llm.max_model_len} tokens"
-            self._tell(CapacityError("the answer is cut off: the context is full", have=have, change=_CHANGE))
+            self._tell(
+                CapacityError(
+                    "the answer is cut off: the context is full", have=have, change=_CHANGE
+                )
+            )
         return text
 
     def _tell(self, error: OffloadError) -> None:

@@ -18,16 +18,21 @@ Settings = TypeVar("Settings")
 
 
 class Parser(argparse.ArgumentParser):
-    """The flags of a program, of which one that is wrong raises SettingsError: a sentence, not a page.
+    """The flags of a program, of which one that is wrong raises SettingsError: a sentence, not a
+    page.
 
     classes  the settings whose fields are its flags
     without  names of fields that are none
     """
 
-    def __init__(self, program: str, description: str, *classes: type, without: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, program: str, description: str, *classes: type, without: tuple[str, ...] = ()
+    ) -> None:
         super().__init__(prog=program, description=description, allow_abbrev=False)
         for cls in classes:  # "EngineConfig" is the group "engine config"
-            group = self.add_argument_group(re.sub("(?<=[a-z])(?=[A-Z])", " ", cls.__name__).lower())
+            group = self.add_argument_group(
+                re.sub("(?<=[a-z])(?=[A-Z])", " ", cls.__name__).lower()
+            )
             for item in fields(cls):
                 if item.name not in without:
                     _add_flag(group, item)
@@ -41,11 +46,15 @@ class Parser(argparse.ArgumentParser):
         wrong = message.removeprefix("unrecognized arguments: ")
         flag = wrong.split()[0].split("=")[0] if wrong != message else ""
         close = get_close_matches(flag, self._option_string_actions, n=1)
-        raise SettingsError(message, change=f"did you mean {close[0]}?" if close else f"see {self.prog} --help")
+        raise SettingsError(
+            message, change=f"did you mean {close[0]}?" if close else f"see {self.prog} --help"
+        )
 
 
 def _add_flag(group: "argparse._ArgumentGroup", item: Field[Any]) -> None:
-    flag, text, default = flag_of(item.name), item.metadata["help"], item.default
+    flag = flag_of(item.name)
+    text = item.metadata["help"]
+    default = item.default
     if item.name in _FOLDERS:
         text += f"; one of auto, {', '.join(registry.names(_FOLDERS[item.name]))}"
     if "default:" not in text:
@@ -55,14 +64,26 @@ def _add_flag(group: "argparse._ArgumentGroup", item: Field[Any]) -> None:
     elif isinstance(default, bool):
         group.add_argument(flag, action="store_true", help=text)
     elif isinstance(default, tuple):
-        group.add_argument(flag, action="append", metavar="TEXT", type=item.metadata["parse"], help=text)
+        group.add_argument(
+            flag, action="append", metavar="TEXT", type=item.metadata["parse"], help=text
+        )
     else:
-        kind, choices, is_missing = item.metadata["parse"], item.metadata["choices"] or None, default is MISSING
+        kind = item.metadata["parse"]
+        choices = item.metadata["choices"] or None
+        is_missing = default is MISSING
         default = None if is_missing else default
-        group.add_argument(flag, default=default, required=is_missing, type=kind, choices=choices, help=text)
+        group.add_argument(
+            flag, default=default, required=is_missing, type=kind, choices=choices, help=text
+        )
 
 
 def from_flags(cls: type[Settings], namespace: argparse.Namespace) -> Settings:
     """Build settings from parsed flags. Raises SettingsError as the class's own checks do."""
     values = {item.name: getattr(namespace, item.name, None) for item in fields(cls)}  # type: ignore[arg-type]  # a dataclass
-    return cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items() if v is not None})
+    return cls(
+        **{
+            name: tuple(v) if isinstance(v, list) else v
+            for name, v in values.items()
+            if v is not None
+        }
+    )

@@ -21,14 +21,18 @@ def load(llm: "LLM", console: Console, trace: "Trace", params: SamplingParams) -
     """Load a model with a bar, and print what its user should know of how it runs."""
     with loading_bar(console) as bar:
         llm.load(trace, bar)
-    taken = ", ".join(f"{name} {x}" for name, x in params.left_to(llm.get_default_sampling_params()).items())
+    taken = ", ".join(
+        f"{name} {x}" for name, x in params.left_to(llm.get_default_sampling_params()).items()
+    )
     by_model = f"from generation_config.json: {taken}" if taken else ""
     for notice in filter(None, (llm.engine_plan.notice, llm.engine.notice, by_model)):
         console.print(notice, highlight=False, soft_wrap=True)
 
 
 def follow(config: EngineConfig) -> None:
-    """What a rank does that is not the first: it computes with that one, which alone reads, listens and prints."""
+    """What a rank does that is not the first: it computes with that one, which alone reads, listens
+    and prints.
+    """
     from offload_rt.llm import LLM
 
     with LLM.open(config) as llm:
@@ -46,7 +50,11 @@ def plan_table(engine_plan: "EnginePlan", profile: MachineProfile) -> Table:
     if plan.pass_bytes.rows is not None:
         context = engine_plan.max_model_len - 1
         nbytes = plan.pass_bytes.rows.of_pass(context)
-        table.add_row(f"and of the cache after {context} tokens", f"{plan.kv_tier} to device", format_size(nbytes))
+        table.add_row(
+            f"and of the cache after {context} tokens",
+            f"{plan.kv_tier} to device",
+            format_size(nbytes),
+        )
     seconds = pass_time(profile, engine_plan.pass_bytes)
     per = "token" if engine_plan.limits.n_nodes == 1 else "pass of a token"
     what = f"predicted, weights read at {profile.memory_gbps:.1f} GB/s"
@@ -72,7 +80,9 @@ def placement_table(title: str, plan: Plan, cache_rows: int) -> Table:
         "left to libraries": reserved.libraries,
         "captured passes": reserved.graphs,
         f"{plan.n_slots} slots": plan.n_slots * plan.slot_nbytes,
-        f"{plan.n_expert_slots} experts of {plan.experts.n_blocks if plan.experts else 0}": reserved.experts,
+        f"{plan.n_expert_slots} experts of {plan.experts.n_blocks if plan.experts else 0}": (
+            reserved.experts
+        ),
         "buffers of lossless weights": plan.link.buffer if plan.n_slots else 0,
     }
     for what, nbytes in on_device.items():
@@ -83,21 +93,34 @@ def placement_table(title: str, plan: Plan, cache_rows: int) -> Table:
         table.add_row(f"cache of {split.n_beyond} tokens", plan.kv_tier, format_size(beyond))
     for tier in ("device", "host", "disk"):
         if plan.tiers.count(tier):
-            table.add_row(f"{plan.tiers.count(tier)} of {len(plan.tiers)} layers", tier, format_size(plan.on(tier)))
+            table.add_row(
+                f"{plan.tiers.count(tier)} of {len(plan.tiers)} layers",
+                tier,
+                format_size(plan.on(tier)),
+            )
     if plan.n_host_slots:
-        table.add_row(f"{plan.n_host_slots} slots", "host", format_size(plan.n_host_slots * plan.host_slot_nbytes))
+        table.add_row(
+            f"{plan.n_host_slots} slots",
+            "host",
+            format_size(plan.n_host_slots * plan.host_slot_nbytes),
+        )
     used = f"{format_size(plan.device_nbytes)} of {format_size(plan.budget.device)}"
     table.add_row("used of the budget", "device", used, end_section=True)
     return table
 
 
 def quiet_libraries() -> None:
-    """Let transformers report errors only: its warnings quote whatever a config holds, and no run depends on them."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it is read when transformers is loaded
+    """Let transformers report errors only: its warnings quote whatever a config holds, and no run
+    depends on them.
+    """
+    # it is read when transformers is loaded
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
 def print_table(table: Table) -> None:
-    """Print to stdout; rich itself would end the program where nobody reads any more. Raises OSError."""
+    """Print to stdout; rich itself would end the program where nobody reads any more. Raises
+    OSError.
+    """
     console = Console()
     with console.capture() as captured:
         console.print(table)
@@ -110,15 +133,18 @@ def report(stats: "Stats", moved: PassBytes, plain_s: float | None = None) -> st
     plain_s  seconds of a pass of plain decoding, where they were measured
     """
     lines = [
-        f"{stats.n_tokens} tokens in {stats.seconds:.2f} s ({stats.prefill_seconds:.2f} s of it the first pass): "
-        f"{stats.seconds_per_token:.3f} s per token, {stats.tokens_per_pass:.2f} tokens per pass"
+        f"{stats.n_tokens} tokens in {stats.seconds:.2f} s ({stats.prefill_seconds:.2f} s of it the"
+        f" first pass): {stats.seconds_per_token:.3f} s per token, {stats.tokens_per_pass:.2f}"
+        " tokens per pass"
     ]
     if stats.measured_seconds_per_token is not None and stats.nodes_per_tree > 1:
         lines.append(
-            f"trees of {stats.nodes_per_tree:.0f} nodes on {stats.levels_per_tree:.1f} levels; after the first pass "
-            f"{stats.measured_seconds_per_token:.3f} s per token, {stats.predicted_seconds_per_token:.3f} s predicted; "
-            f"drafting {stats.draft_seconds / stats.seconds:.0%} of the time, verifying "
-            f"{stats.verify_seconds / stats.seconds:.0%}, waiting for a layer {stats.wait_seconds / stats.seconds:.0%}"
+            f"trees of {stats.nodes_per_tree:.0f} nodes on {stats.levels_per_tree:.1f} levels;"
+            f" after the first pass {stats.measured_seconds_per_token:.3f} s per token,"
+            f" {stats.predicted_seconds_per_token:.3f} s predicted; drafting"
+            f" {stats.draft_seconds / stats.seconds:.0%} of the time, verifying"
+            f" {stats.verify_seconds / stats.seconds:.0%}, waiting for a layer"
+            f" {stats.wait_seconds / stats.seconds:.0%}"
         )
     if plain_s is not None and stats.measured_seconds_per_token is not None:
         lines.append(
@@ -137,6 +163,6 @@ def _link_line(stats: "Stats", moved: PassBytes) -> str:
         return "all weights resident: nothing crossed a link"
     floor = streamed / (stats.link_gbps * 1e9) / stats.tokens_per_pass
     return (
-        f"{streamed / 1e9:.2f} GB per pass at {stats.link_gbps:.2f} GB/s, link busy {stats.link_busy:.0%} of the time; "
-        f"floor at this rate {floor:.3f} s per token"
+        f"{streamed / 1e9:.2f} GB per pass at {stats.link_gbps:.2f} GB/s, link busy"
+        f" {stats.link_busy:.0%} of the time; floor at this rate {floor:.3f} s per token"
     )

@@ -24,8 +24,12 @@ def main(given: list[str]) -> int:
     if given and given[0] in VERBS:
         code: int = import_module(f"offload_rt.cli.{given[0]}").main(given[1:])
         return code
-    parser = Parser("offload-rt", "Run a language model larger than the memory of its device, exactly.")
-    verbs = parser.add_subparsers(metavar="VERB", required=True, parser_class=argparse.ArgumentParser)
+    parser = Parser(
+        "offload-rt", "Run a language model larger than the memory of its device, exactly."
+    )
+    verbs = parser.add_subparsers(
+        metavar="VERB", required=True, parser_class=argparse.ArgumentParser
+    )
     for name, text in VERBS.items():
         verbs.add_parser(name, help=text)
     return exit_code(lambda: parser.parse_args(given))

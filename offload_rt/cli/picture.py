@@ -1,4 +1,6 @@
-"""Pictures of a plan, of a calibration and of a timeline, drawn by matplotlib where it is installed."""
+"""Pictures of a plan, of a calibration and of a timeline, drawn by matplotlib where it is
+installed.
+"""
 
 import io
 from importlib.util import find_spec
@@ -26,7 +28,9 @@ def check_picture(flag: str, path: str | Path) -> None:
 
 
 def panels(n_rows: int, n_columns: int, size: tuple[float, float]) -> "tuple[Figure, Any]":
-    """A figure of so many inches, and its (n_rows, n_columns) array of axes, which numpy cannot type."""
+    """A figure of so many inches, and its (n_rows, n_columns) array of axes, which numpy cannot
+    type.
+    """
     import matplotlib
 
     matplotlib.use("Agg")

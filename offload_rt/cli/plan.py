@@ -1,8 +1,9 @@
 """`offload-rt plan`: what a model would take on a machine, from its config alone.
 
-The engine's own placement and choice of tree run on a virtual clock. Of weights that are here headers are read, and nothing
-else, except that with `--gpu this` a few layers give the rate of the disk where `--disk` does not. Without a draft model plain
-decoding is planned, unless the target is to draft itself.
+The engine's own placement and choice of tree run on a virtual clock. Of weights that are here
+headers are read, and nothing else, except that with `--gpu this` a few layers give the rate of the
+disk where `--disk` does not. Without a draft model plain decoding is planned, unless the target is
+to draft itself.
 """
 
 import gc
@@ -15,7 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from offload_rt.cli.flags import Parser, from_flags
 from offload_rt.cli.process import exit_code
-from offload_rt.config import EngineConfig, SamplingParams, check_positive, format_size, parse_size, setting
+from offload_rt.config import (
+    EngineConfig,
+    SamplingParams,
+    check_positive,
+    format_size,
+    parse_size,
+    setting,
+)
 from offload_rt.errors import OffloadError, SettingsError
 from offload_rt.planning.hardware import CARDS, find_card
 from offload_rt.planning.known_models import KNOWN
@@ -30,22 +38,32 @@ if TYPE_CHECKING:
 
 _SWEEPS = ("ram", "memory")
 # Of a machine of which nothing else was said.
-_RAM, _DISK = "64GiB", "7GB/s"
+_RAM = "64GiB"
+_DISK = "7GB/s"
 _BAR = 40
 # Settings of an engine that a plan decides itself.
 _NO_FLAGS = ("device", "host_memory", "rule")
-# Drafters of which a forecast can be made, and with a draft model those that are forecast by trees of a fixed shape.
+# Drafters of which a forecast can be made, and with a draft model those that are forecast by trees
+# of a fixed shape.
 _SELF = "self"
-_DRAFTERS, _OF_MODELS = ("auto", "none", _SELF), ("adaptive_tree", "dynamic_tree", "static_tree")
+_DRAFTERS = ("auto", "none", _SELF)
+_OF_MODELS = ("adaptive_tree", "dynamic_tree", "static_tree")
 
 
 @dataclass(frozen=True)
 class PlanSettings:
     """What to plan for, beside the engine."""
 
-    gpu: str = setting("this", "the card, " + ", ".join(card.name for card in CARDS) + "; this: this machine, measured")
-    ram: str | None = setting(None, f"memory beside the card, default {_RAM}; with --gpu this: what is free")
-    disk: str | None = setting(None, f"rate of the disk, default {_DISK}; with --gpu this: measured")
+    gpu: str = setting(
+        "this",
+        "the card, " + ", ".join(card.name for card in CARDS) + "; this: this machine, measured",
+    )
+    ram: str | None = setting(
+        None, f"memory beside the card, default {_RAM}; with --gpu this: what is free"
+    )
+    disk: str | None = setting(
+        None, f"rate of the disk, default {_DISK}; with --gpu this: measured"
+    )
     link: str | None = setting(None, "rate of the link to the card, default: what its PCIe reaches")
     temperature: float = setting(0.0, "at which tokens are sampled", parse=float)
     acceptance: str = setting(
@@ -54,9 +72,13 @@ class PlanSettings:
     )  # fmt: skip
     context: int = setting(128, "tokens before the first pass", parse=int)
     max_new_tokens: int = setting(128, "tokens that are generated", parse=int)
-    ranks: int = setting(1, "cards of a machine of which each computes its part of every layer", parse=int)
+    ranks: int = setting(
+        1, "cards of a machine of which each computes its part of every layer", parse=int
+    )
     shared_link: bool = setting(False, "every two ranks hang on one link")
-    network: str | None = setting(None, "rate between ranks, default: by NVLink, without it through the host's memory")
+    network: str | None = setting(
+        None, "rate between ranks, default: by NVLink, without it through the host's memory"
+    )
     sweep: str | None = setting(None, "print the curve over this", choices=_SWEEPS)
     json: bool = setting(False, "print one JSON object instead of tables")
 
@@ -70,9 +92,13 @@ class PlanSettings:
         asked = {"--link": self.link, "--ranks": self.ranks > 1, "--pipeline": config.pipeline > 1}
         flags = [flag for flag, value in asked.items() if value]
         if flags and self.gpu == "this":
-            raise SettingsError(flags[0], need="a card that is not here", have="--gpu this", change="name a card")
+            raise SettingsError(
+                flags[0], need="a card that is not here", have="--gpu this", change="name a card"
+            )
         if {"--ranks", "--pipeline"} <= {*flags}:
-            raise SettingsError("--ranks", need="no --pipeline", have="both", change="leave one of them out")
+            raise SettingsError(
+                "--ranks", need="no --pipeline", have="both", change="leave one of them out"
+            )
 
 
 def parse_rate(text: str, flag: str) -> float:
@@ -83,22 +109,32 @@ def parse_rate(text: str, flag: str) -> float:
     except SettingsError:
         rate = 0.0
     if rate <= 0:
-        raise SettingsError(f"{flag} is {text!r}", need="a rate", change='write it like "7GB/s" or "800MB/s"')
+        raise SettingsError(
+            f"{flag} is {text!r}", need="a rate", change='write it like "7GB/s" or "800MB/s"'
+        )
     return rate
 
 
 class _List(Action):
-    def __call__(self, parser: ArgumentParser, settings: object, given: object, flag: str | None = None) -> None:
+    def __call__(
+        self, parser: ArgumentParser, settings: object, given: object, flag: str | None = None
+    ) -> None:
         print("\n".join(KNOWN))
         parser.exit()
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns its exit code."""
-    text = "What a model would take on a machine, by its config.json, its files, or as a shape that is built in."
+    text = (
+        "What a model would take on a machine, by its config.json, its files, or as a shape that is"
+        " built in."
+    )
     parser = Parser("offload-rt plan", text, EngineConfig, PlanSettings, without=_NO_FLAGS)
-    parser.add_argument("--list", action=_List, nargs=0, help="print the shapes that are built in, and end")
-    # Nearly all that torch and transformers make while they load stays: looking for garbage among it is an eighth of loading.
+    parser.add_argument(
+        "--list", action=_List, nargs=0, help="print the shapes that are built in, and end"
+    )
+    # Nearly all that torch and transformers make while they load stays: looking for garbage among
+    # it is an eighth of loading.
     gc.disable()
     try:
         return exit_code(lambda: print_plan(parser.parse_args(arguments)))
@@ -108,12 +144,19 @@ def main(arguments: list[str] | None = None) -> int:
 
 def print_plan(flags: Namespace) -> None:
     """What the flags of this verb ask for, of which those not given have their defaults."""
-    settings, config = from_flags(PlanSettings, flags), from_flags(EngineConfig, flags)
+    settings = from_flags(PlanSettings, flags)
+    config = from_flags(EngineConfig, flags)
     settings.check(config)
     check_paths(config)
     machine = None if settings.gpu == "this" else _with_card(settings, config)
-    if config.drafter not in (_DRAFTERS if config.draft_model is None else _DRAFTERS[:1] + _OF_MODELS):
-        need = "a draft model" if config.drafter in _OF_MODELS else "a drafter whose tokens per pass can be foreseen"
+    if config.drafter not in (
+        _DRAFTERS if config.draft_model is None else _DRAFTERS[:1] + _OF_MODELS
+    ):
+        need = (
+            "a draft model"
+            if config.drafter in _OF_MODELS
+            else "a drafter whose tokens per pass can be foreseen"
+        )
         change = f"use {' or '.join(_DRAFTERS)} without a draft model, with one leave it out"
         raise SettingsError(f"--drafter {config.drafter}", need=need, change=change)
     # Not at the top: a wrong flag is told before the seconds that torch takes to load.
@@ -124,12 +167,19 @@ def print_plan(flags: Namespace) -> None:
         from offload_rt.planning.local import this_machine
 
         disk_gbps = None if settings.disk is None else parse_rate(settings.disk, "--disk")
-        machine = this_machine(replace(config, host_memory=settings.ram), disk_gbps, parse_rate(_DISK, "--disk"))
+        machine = this_machine(
+            replace(config, host_memory=settings.ram), disk_gbps, parse_rate(_DISK, "--disk")
+        )
     request = _request(settings, config, machine)
     places = _by_place(config.split_draft, request, machine)
     forecast = next(iter(places.values()), None) or predict(request, machine)
-    request, machine = forecast.request, forecast.machine
-    of_self = request.acceptance if config.drafter == _SELF else _assumed("auto", settings.temperature, config, _SELF)
+    request = forecast.request
+    machine = forecast.machine
+    of_self = (
+        request.acceptance
+        if config.drafter == _SELF
+        else _assumed("auto", settings.temperature, config, _SELF)
+    )
     others = alternatives(request, of_self, machine)
     curve = None if settings.sweep is None else sweep(settings.sweep, request, machine)
     experts = touched(forecast)
@@ -143,24 +193,33 @@ def print_plan(flags: Namespace) -> None:
 
 def _with_card(settings: PlanSettings, config: EngineConfig) -> "Machine":
     card = find_card(settings.gpu)
-    disk, ram = parse_rate(settings.disk or _DISK, "--disk"), parse_size(settings.ram or _RAM)
+    disk = parse_rate(settings.disk or _DISK, "--disk")
+    ram = parse_size(settings.ram or _RAM)
     link = None if settings.link is None else parse_rate(settings.link, "--link")
     from offload_rt.engine.memory_plan import DRIVER
 
     most = card.free_nbytes - DRIVER
     if config.device_nbytes is not None and config.device_nbytes > most:
         need = f"at most {format_size(most)}, which a program may allocate on this card"
-        raise SettingsError(f"--device-memory {config.device_memory}", need=need, change="lower --device-memory")
+        raise SettingsError(
+            f"--device-memory {config.device_memory}", need=need, change="lower --device-memory"
+        )
     from offload_rt.planning.forecast import Machine
     from offload_rt.planning.ranks import Parallelism
 
     machine = Machine.with_card(card, ram, disk, config.device_nbytes, link)
     defaults = (("--ram", settings.ram, _RAM), ("--disk", settings.disk, _DISK))
-    assumed = tuple(f"{flag} was not given: {default} is assumed" for flag, given, default in defaults if given is None)
+    assumed = tuple(
+        f"{flag} was not given: {default} is assumed"
+        for flag, given, default in defaults
+        if given is None
+    )
     ranks = Parallelism.of(
         max(settings.ranks, config.pipeline), card, link or card.link.gbps,
-        None if settings.network is None else parse_rate(settings.network, "--network"), exact=config.exact_parallel,
-        pipeline=config.pipeline > 1, shared_link=settings.shared_link, split_draft=config.split_draft == "on",
+        None if settings.network is None else parse_rate(settings.network, "--network"),
+        exact=config.exact_parallel,
+        pipeline=config.pipeline > 1, shared_link=settings.shared_link,
+        split_draft=config.split_draft == "on",
     )  # fmt: skip
     return replace(machine, sources=(*machine.sources, *assumed)).of_rank(ranks)
 
@@ -169,24 +228,36 @@ def _request(settings: PlanSettings, config: EngineConfig, machine: "Machine") -
     from offload_rt.planning.forecast import PlanRequest
     from offload_rt.planning.sizes import copies, find_models, lossless
 
-    (target, draft), ranks, on_card = find_models(config), machine.ranks, machine.budget.has_card
-    target, draft = ranks.part(target), ranks.part(draft) if draft and ranks.split_draft else draft
+    target, draft = find_models(config)
+    ranks = machine.ranks
+    on_card = machine.budget.has_card
+    target = ranks.part(target)
+    draft = ranks.part(draft) if draft and ranks.split_draft else draft
     if config.link_format == "lossless":
         target = lossless(target, on_card)
     if config.drafter == _SELF:
-        draft, drafter = copies(target, on_card), _SELF
+        draft = copies(target, on_card)
+        drafter = _SELF
     else:
-        drafter = "none" if draft is None else "mtp" if config.draft_model is None else "static_tree"
+        drafter = (
+            "none" if draft is None else "mtp" if config.draft_model is None else "static_tree"
+        )
     if draft is None and (config.tree_size or config.tree_depth):
         flag = "--tree-size" if config.tree_size else "--tree-depth"
-        raise SettingsError(flag, need="something to draft", change="give a --draft-model, or --drafter self")
+        raise SettingsError(
+            flag, need="something to draft", change="give a --draft-model, or --drafter self"
+        )
     acceptance = _assumed(settings.acceptance, settings.temperature, config, drafter)
     config = replace(config, drafter=drafter)
-    return PlanRequest(config, (target, draft), acceptance, settings.context, settings.max_new_tokens)
+    return PlanRequest(
+        config, (target, draft), acceptance, settings.context, settings.max_new_tokens
+    )
 
 
 def _by_place(split: str, request: "PlanRequest", machine: "Machine") -> "dict[str, Forecast]":
-    """What a draft model gives on the first of several cards and divided among all, the faster first, where both can be."""
+    """What a draft model gives on the first of several cards and divided among all, the faster
+    first, where both can be.
+    """
     from offload_rt.planning.forecast import predict_if_it_fits
 
     (target, draft), ranks = request.models, replace(machine.ranks, split_draft=True)
@@ -196,7 +267,9 @@ def _by_place(split: str, request: "PlanRequest", machine: "Machine") -> "dict[s
     with suppress(OffloadError):  # it cannot be divided
         divided = replace(request, models=(target, ranks.part(draft)))
         both["divided among all"] = predict_if_it_fits(divided, replace(machine, ranks=ranks))
-    found = [(one.run.seconds_per_token, place, one) for place, one in both.items() if one is not None]
+    found = [
+        (one.run.seconds_per_token, place, one) for place, one in both.items() if one is not None
+    ]
     return {place: one for _, place, one in sorted(found, key=lambda one: one[0])}
 
 
@@ -209,7 +282,9 @@ def _assumed(name: str, temperature: float, config: EngineConfig, drafter: str) 
 
 
 def _identities(config: EngineConfig, drafter: str) -> tuple[str, str]:
-    """Of the checkpoints of both, where they lie on this machine; empty where they do not, or nothing computes drafts."""
+    """Of the checkpoints of both, where they lie on this machine; empty where they do not, or
+    nothing computes drafts.
+    """
     if {config.model.lower(), (config.draft_model or "").lower()} & KNOWN.keys():
         return "", ""
     from offload_rt.speculate.select import find_draft
@@ -227,13 +302,20 @@ def _identities(config: EngineConfig, drafter: str) -> tuple[str, str]:
 
 
 def _print(
-    forecast: "Forecast", others: "Alternatives", experts: "TouchedForecast | None", curve: "Sweep | None"
+    forecast: "Forecast",
+    others: "Alternatives",
+    experts: "TouchedForecast | None",
+    curve: "Sweep | None",
 ) -> None:
     from offload_rt.cli.format import placement_table, print_table
     from offload_rt.planning.forecast import short_context
 
-    machine, fitted, config = forecast.machine, forecast.memory_plan, forecast.request.config
-    models = config.model if config.draft_model is None else f"{config.model} with {config.draft_model}"
+    machine = forecast.machine
+    fitted = forecast.memory_plan
+    config = forecast.request.config
+    models = (
+        config.model if config.draft_model is None else f"{config.model} with {config.draft_model}"
+    )
     title = f"{models} on {machine.title}, {forecast.request.models[0].dtype}"
     table = placement_table(title, fitted.plan, fitted.cache_rows)
     for name, rate in machine.links:
@@ -242,23 +324,26 @@ def _print(
             table.add_row(f"bytes per pass at {rate:.2f} GB/s", f"{name} link", nbytes)
     table.add_row("predicted", machine.title, f"{forecast.run.seconds_per_token:.3f} s per token")
     print_table(table)
-    plain_s, topology = forecast.plain.seconds_per_token, forecast.topology
+    plain_s = forecast.plain.seconds_per_token
+    topology = forecast.topology
     if len(topology) > 1:
         print(
-            f"trees of {len(topology)} nodes on {topology.n_levels} levels give {forecast.run.tokens_per_pass:.2f} tokens a "
-            f"pass of {forecast.run.pass_s:.3f} s, {forecast.draft_s:.3f} s of it drafting\nplain decoding takes "
-            f"{plain_s:.3f} s per token: {plain_s / forecast.run.seconds_per_token:.2f} times faster"
+            f"trees of {len(topology)} nodes on {topology.n_levels} levels give"
+            f" {forecast.run.tokens_per_pass:.2f} tokens a pass of {forecast.run.pass_s:.3f} s,"
+            f" {forecast.draft_s:.3f} s of it drafting\nplain decoding takes {plain_s:.3f} s per"
+            f" token: {plain_s / forecast.run.seconds_per_token:.2f} times faster"
         )
     print(f"a pass waits for {forecast.bound}")
     for name, share in forecast.busy.items():
         link = "host-to-card link" if name == "host" else "disk"
         print(
-            f"the {link} is busy for {share:.1%} of a pass, which takes {1 / share:.3f} times its bytes over its rate"
+            f"the {link} is busy for {share:.1%} of a pass, which takes {1 / share:.3f} times its"
+            " bytes over its rate"
         )
     if (level := forecast.level) is not None:
         print(
-            f"a level of the draft takes {1e3 * level.seconds:.2f} ms: {level.ratio:.2f} times as long as reading its "
-            f"{level.nbytes / 1e9:.2f} GB at {level.gbps:.0f} GB/s"
+            f"a level of the draft takes {1e3 * level.seconds:.2f} ms: {level.ratio:.2f} times as"
+            f" long as reading its {level.nbytes / 1e9:.2f} GB at {level.gbps:.0f} GB/s"
         )
     if len(topology) > 1:
         print(f"acceptance: {forecast.request.acceptance.source}")
@@ -274,7 +359,9 @@ def _print(
 
 
 def _print_others(others: "Alternatives", decode_gbps: float) -> None:
-    """A row for each format; and which drafter is expected to be the fastest, by what acceptance."""
+    """A row for each format; and which drafter is expected to be the fastest, by what
+    acceptance.
+    """
     from offload_rt.planning.sizes import LOSSLESS_SHARE
 
     first, drafters = next(iter(others.items()))
@@ -282,16 +369,19 @@ def _print_others(others: "Alternatives", decode_gbps: float) -> None:
     print("\nforecast by the format of the weights, seconds per token\n" + _line("", columns))
     for name, row in others.items():
         nbytes = format_size(max(row["none"].moved.values(), default=0)) if row["none"] else ""
-        seconds = (f"{one.run.seconds_per_token:.3f}" if one else "does not fit" for one in row.values())
+        seconds = (
+            f"{one.run.seconds_per_token:.3f}" if one else "does not fit" for one in row.values()
+        )
         print(_line(name, (nbytes, *seconds)))
     print(
-        f"lossless layers are taken to have {LOSSLESS_SHARE:.2f} of their bytes, and decoding to give {decode_gbps:g} GB/s: "
-        "both are assumed"
+        f"lossless layers are taken to have {LOSSLESS_SHARE:.2f} of their bytes, and decoding to"
+        f" give {decode_gbps:g} GB/s: both are assumed"
     )
     fitting = {one.run.seconds_per_token: name for name, one in drafters.items() if one is not None}
     if len(fitting) > 1:
         print(
-            f"expected to be the fastest with {first} weights: {fitting[min(fitting)]}, {min(fitting):.3f} s per token"
+            f"expected to be the fastest with {first} weights: {fitting[min(fitting)]},"
+            f" {min(fitting):.3f} s per token"
         )
     if (itself := drafters.get(_SELF)) is not None:
         print(f"acceptance of --drafter self: {itself.request.acceptance.source}")
@@ -301,18 +391,27 @@ def _print_experts(forecast: "Forecast", experts: "TouchedForecast") -> None:
     """A row for each way to compute the experts of a mixture, and what others publish."""
     from offload_rt.planning.experts import PUBLISHED, RAM_GBPS
 
-    one, of_model = experts.experts, forecast.request.config.model.lower().rpartition("/")[2]
+    one = experts.experts
+    of_model = forecast.request.config.model.lower().rpartition("/")[2]
     nbytes = format_size(experts.nbytes)
-    print("\nforecast of plain decoding by what a pass brings\n" + _line("", ("bytes a pass", "tokens a second")))
+    print(
+        "\nforecast of plain decoding by what a pass brings\n"
+        + _line("", ("bytes a pass", "tokens a second"))
+    )
     whole = format_size(max(forecast.moved.values(), default=0)), f"{1 / forecast.plain.pass_s:.2f}"
     print(_line("whole layers", whole))
     print(_line("touched experts", (nbytes, f"{1 / experts.streamed_s:.2f}")))
-    print(_line("and the CPU beside", (format_size(experts.host_nbytes), f"{1 / experts.on_cpu_s:.2f}")))
+    print(
+        _line(
+            "and the CPU beside", (format_size(experts.host_nbytes), f"{1 / experts.on_cpu_s:.2f}")
+        )
+    )
     print("".join(f"published: {line}\n" for line in PUBLISHED.get(of_model, ())), end="")
     print(
-        f"of {one.n_experts} experts a layer {one.n_resident:.0f} are taken to be on the card, {experts.n_on_host:.0f} in "
-        f"memory; a token needs {one.n_used},\neach as often as any other; a CPU is taken to move {RAM_GBPS:g} GB/s of "
-        "weights, quantised ones as what is decoded of them, too"
+        f"of {one.n_experts} experts a layer {one.n_resident:.0f} are taken to be on the card,"
+        f" {experts.n_on_host:.0f} in memory; a token needs {one.n_used},\neach as often as any"
+        f" other; a CPU is taken to move {RAM_GBPS:g} GB/s of weights, quantised ones as what is"
+        " decoded of them, too"
     )
 
 
@@ -321,35 +420,58 @@ def _line(name: str, cells: Iterable[str]) -> str:
 
 
 def _print_curve(curve: "Sweep") -> None:
-    """A line for each point: x, seconds per token, a bar as long as these, and what the pass waits for."""
+    """A line for each point: x, seconds per token, a bar as long as these, and what the pass waits
+    for.
+    """
     print(f"\nseconds per token by {curve.what}")
-    longest = max((one.run.seconds_per_token for _, one in curve.points if one is not None), default=1.0)
+    longest = max(
+        (one.run.seconds_per_token for _, one in curve.points if one is not None), default=1.0
+    )
     for x, one in curve.points:
         if one is None:
             print(f"{x:10.6g}  does not fit")
         else:
             bar = "#" * max(round(_BAR * one.run.seconds_per_token / longest), 1)
-            print(f"{x:10.6g}  {one.run.seconds_per_token:8.4f} s  {bar:{_BAR}}  {one.bound.split(':')[0]}")
+            print(
+                f"{x:10.6g}  {one.run.seconds_per_token:8.4f} s  {bar:{_BAR}} "
+                f" {one.bound.split(':')[0]}"
+            )
 
 
 def _as_json(
-    forecast: "Forecast", others: "Alternatives", experts: "TouchedForecast | None", curve: "Sweep | None"
+    forecast: "Forecast",
+    others: "Alternatives",
+    experts: "TouchedForecast | None",
+    curve: "Sweep | None",
 ) -> dict[str, Any]:
-    request, machine, fitted = forecast.request, forecast.machine, forecast.memory_plan
+    request = forecast.request
+    machine = forecast.machine
+    fitted = forecast.memory_plan
     return {
         "model": request.config.model,
         "draft_model": request.config.draft_model,
         "machine": machine.title,
         "links": dict(machine.links),
         "sources": machine.sources,
-        "acceptance": {"by_rank": request.acceptance.by_rank.tolist(), "source": request.acceptance.source},
+        "acceptance": {
+            "by_rank": request.acceptance.by_rank.tolist(),
+            "source": request.acceptance.source,
+        },
         "plan": asdict(fitted.plan),
         "max_model_len": fitted.max_model_len,
         **_figures(forecast),
-        "formats": {name: {key: _figures(one) for key, one in row.items()} for name, row in others.items()},
+        "formats": {
+            name: {key: _figures(one) for key, one in row.items()} for name, row in others.items()
+        },
         "ranks": asdict(machine.ranks),
         "experts": experts and asdict(experts),
-        "sweep": curve and {"over": curve.what, "points": [{"x": x, **_figures(one)} for x, one in curve.points]},
+        "sweep": (
+            curve
+            and {
+                "over": curve.what,
+                "points": [{"x": x, **_figures(one)} for x, one in curve.points],
+            }
+        ),
     }
 
 

@@ -1,4 +1,6 @@
-"""How a program of this package begins and ends: its signals, its exit code, and one sentence on stderr."""
+"""How a program of this package begins and ends: its signals, its exit code, and one sentence on
+stderr.
+"""
 
 import os
 import signal
@@ -13,19 +15,22 @@ from offload_rt.errors import INTERRUPTION, OffloadError, machine_error
 
 INTERRUPTED = 130
 _SIGNALS = signal.SIGINT, signal.SIGHUP, signal.SIGTERM
-# `timeout` and a closed terminal send the same signal twice, to the process and to its group: a second signal this soon is
-# taken for the first one.
+# `timeout` and a closed terminal send the same signal twice, to the process and to its group: a
+# second signal this soon is taken for the first one.
 _PATIENCE_S = 1.0
 
 
 class _Interrupt(KeyboardInterrupt):
-    """Of another class: Python remembers a plain one that has passed through C, and kills itself by SIGINT at its end."""
+    """Of another class: Python remembers a plain one that has passed through C, and kills itself by
+    SIGINT at its end.
+    """
 
 
 def run_program(main: Callable[[], int]) -> int:
     """Run a program as the whole of this process; returns its exit code.
 
-    The first SIGINT, SIGTERM or SIGHUP raises KeyboardInterrupt. Another one, a second later or more, ends the process.
+    The first SIGINT, SIGTERM or SIGHUP raises KeyboardInterrupt. Another one, a second later or
+    more, ends the process.
     """
     received: list[float] = []
 
@@ -36,7 +41,8 @@ def run_program(main: Callable[[], int]) -> int:
         if received[-1] - received[0] > _PATIENCE_S:
             os._exit(INTERRUPTED)
 
-    heeded = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores some
+    # nohup ignores some
+    heeded = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
     for number in heeded:
         signal.signal(number, interrupt)
     if "TORCHELASTIC_RUN_ID" in os.environ and os.environ["RANK"] != "0":
@@ -70,13 +76,17 @@ def show_any_text() -> None:
         sys.stdout.reconfigure(errors="replace")
 
 
-def exit_code(work: Callable[[], object], tell_rest: Callable[[int], None] = lambda code: None) -> int:
-    """Do what a program is for; returns its exit code. If it ends early, that is said after what it had produced.
+def exit_code(
+    work: Callable[[], object], tell_rest: Callable[[int], None] = lambda code: None
+) -> int:
+    """Do what a program is for; returns its exit code. If it ends early, that is said after what it
+    had produced.
 
     tell_rest  prints what is still to be printed of that, given the exit code
     Raises an error that is a fault of this program again.
     """
-    code, sentence = 0, ""
+    code = 0
+    sentence = ""
     try:
         work()
     except SystemExit as ended:  # of argparse, after the text of --help
@@ -111,7 +121,9 @@ def _verdict(error: BaseException) -> tuple[int, str]:
 
 
 def _drop_stdout() -> None:
-    """Send what is still to be written nowhere: Python would complain once more when it flushes stdout at exit."""
+    """Send what is still to be written nowhere: Python would complain once more when it flushes
+    stdout at exit.
+    """
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

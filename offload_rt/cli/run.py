@@ -1,7 +1,7 @@
 """`offload-rt run`: generate from a checkpoint larger than its memory budget.
 
-Text goes to stdout as it is produced; progress and the report go to stderr. Exit codes: 0 done, 2 the user's input or
-settings, 3 the machine could not (memory, disk, driver), 130 interrupted.
+Text goes to stdout as it is produced; progress and the report go to stderr. Exit codes: 0 done, 2
+the user's input or settings, 3 the machine could not (memory, disk, driver), 130 interrupted.
 """
 
 import json
@@ -26,14 +26,23 @@ if TYPE_CHECKING:
 class RunSettings:
     """What the command line does beyond building an engine and sampling."""
 
-    prompt: tuple[str, ...] = setting((), "text to continue; given several times: a batch, answered together")
+    prompt: tuple[str, ...] = setting(
+        (), "text to continue; given several times: a batch, answered together"
+    )
     prompt_file: str | None = setting(None, "file with the text to continue; - is stdin")
-    chat: bool = setting(False, "take the prompt as the user's turn, through the model's chat template")
+    chat: bool = setting(
+        False, "take the prompt as the user's turn, through the model's chat template"
+    )
     plan: bool = setting(False, "print what would lie where and what a token would cost, and end")
-    json: bool = setting(False, "print text, token ids and stats as a JSON object; of several prompts a list of these")
+    json: bool = setting(
+        False,
+        "print text, token ids and stats as a JSON object; of several prompts a list of these",
+    )
     quiet: bool = setting(False, "no progress bar and no report")
     show_tree: bool = setting(False, "print the largest tree that was verified")
-    baseline: bool = setting(False, "afterwards time passes of plain decoding, and say how many times faster it was")
+    baseline: bool = setting(
+        False, "afterwards time passes of plain decoding, and say how many times faster it was"
+    )
     trace: str | None = setting(None, "file for the timeline of the run, as a Chrome trace")
 
     def __post_init__(self) -> None:
@@ -41,7 +50,9 @@ class RunSettings:
             return
         if bool(self.prompt) == (self.prompt_file is not None):
             have = "both" if self.prompt else "neither"
-            raise PromptError("the prompt", need="--prompt or --prompt-file", have=have, change="give one of them")
+            raise PromptError(
+                "the prompt", need="--prompt or --prompt-file", have=have, change="give one of them"
+            )
 
 
 def json_object(text: str) -> dict[str, Any]:
@@ -58,7 +69,9 @@ class TemplateSettings:
 
     system: str | None = setting(None, "what the model is told before the first turn")
     enable_thinking: bool | None = setting(
-        None, "whether the model thinks first, where its template knows of it; default: as it does", parse=bool
+        None,
+        "whether the model thinks first, where its template knows of it; default: as it does",
+        parse=bool,
     )
     chat_template_kwargs: Mapping[str, Any] | None = setting(
         None, """variables of the template, like '{"reasoning_effort": "low"}'""", parse=json_object
@@ -76,7 +89,8 @@ class TemplateSettings:
 
 @dataclass
 class _Progress:
-    """The output so far, for a run that ends early: printed as one object at the end, or as it comes.
+    """The output so far, for a run that ends early: printed as one object at the end, or as it
+    comes.
 
     is_told  all of it is on stdout
     """
@@ -90,7 +104,9 @@ class _Progress:
         """End the text where it is, or print the object of what there is of it."""
         if self.as_json and (self.token_ids or code == INTERRUPTED) and not self.is_told:
             reason = "interrupted" if code == INTERRUPTED else "error"
-            print(json.dumps(_as_json(self.text, list(self.token_ids), reason, None, {})), flush=True)
+            print(
+                json.dumps(_as_json(self.text, list(self.token_ids), reason, None, {})), flush=True
+            )
         elif self.text and not self.as_json and not self.is_told:
             print()
 
@@ -100,15 +116,22 @@ def main(arguments: list[str] | None = None) -> int:
     show_any_text()
     so_far = _Progress()
     text = "Generate from a model larger than the memory of its device."
-    parser = Parser("offload-rt run", text, EngineConfig, RunSettings, TemplateSettings, SamplingParams)
+    parser = Parser(
+        "offload-rt run", text, EngineConfig, RunSettings, TemplateSettings, SamplingParams
+    )
     return exit_code(lambda: _run(parser.parse_args(arguments), so_far), so_far.tell_rest)
 
 
 def _run(flags: Namespace, so_far: _Progress) -> None:
-    settings, config = from_flags(RunSettings, flags), from_flags(EngineConfig, flags)
-    params, template = from_flags(SamplingParams, flags), from_flags(TemplateSettings, flags)
+    settings = from_flags(RunSettings, flags)
+    config = from_flags(EngineConfig, flags)
+    params = from_flags(SamplingParams, flags)
+    template = from_flags(TemplateSettings, flags)
     if template != TemplateSettings() and not settings.chat:
-        problem = "--system, --enable-thinking and --chat-template-kwargs are for the model's chat template"
+        problem = (
+            "--system, --enable-thinking and --chat-template-kwargs are for the model's chat"
+            " template"
+        )
         raise SettingsError(problem, change="add --chat")
     so_far.as_json = settings.json and not settings.plan
     # Not at the top: a wrong flag or path is told before the seconds that torch takes to load.
@@ -135,7 +158,8 @@ def _run(flags: Namespace, so_far: _Progress) -> None:
     console = Console(stderr=True, quiet=settings.quiet)
     trace = Trace(on=settings.trace is not None)
     if settings.trace is not None:
-        trace.write(Path(settings.trace))  # a file that cannot be written is told before the work, not after
+        # a file that cannot be written is told before the work, not after
+        trace.write(Path(settings.trace))
     with LLM.open(config) as llm:
         ids = [_encode(llm, one, template if settings.chat else None) for one in prompts]
         load(llm, console, trace, params)
@@ -152,13 +176,21 @@ def _run(flags: Namespace, so_far: _Progress) -> None:
         plain = median(llm.time_plain(max(map(len, ids)))) if settings.baseline else None
         for n, output in enumerate(outputs, 1):
             heading = f"prompt {n}: " if len(outputs) > 1 else ""
-            console.print(heading + report(output.stats, llm.plan.pass_bytes, plain), highlight=False, soft_wrap=True)
+            console.print(
+                heading + report(output.stats, llm.plan.pass_bytes, plain),
+                highlight=False,
+                soft_wrap=True,
+            )
             if settings.show_tree:
-                console.print(describe(output.topology), highlight=False, soft_wrap=True, markup=False)
+                console.print(
+                    describe(output.topology), highlight=False, soft_wrap=True, markup=False
+                )
 
 
 def _encode(llm: "LLM", prompt: str, template: TemplateSettings | None) -> list[int]:
-    """Token ids of a prompt that can be continued, through the chat template where there are settings of it."""
+    """Token ids of a prompt that can be continued, through the chat template where there are
+    settings of it.
+    """
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
@@ -173,13 +205,21 @@ def _encode(llm: "LLM", prompt: str, template: TemplateSettings | None) -> list[
 def _print_outputs(outputs: list["Output"], prompts: list[str], so_far: _Progress) -> None:
     """What was not printed as it came."""
     if so_far.as_json:
-        found = [_as_json(one.text, one.token_ids, one.finish_reason, asdict(one.stats), _more(one)) for one in outputs]
+        found = [
+            _as_json(one.text, one.token_ids, one.finish_reason, asdict(one.stats), _more(one))
+            for one in outputs
+        ]
         print(json.dumps(found if len(found) > 1 else found[0]), flush=True)
     elif len(outputs) > 1:
         for n, (prompt, output) in enumerate(zip(prompts, outputs, strict=True), 1):
             first, *more = prompt.strip().splitlines() or [""]
             answers = [output.text, *(one.text for one in output.others)]
-            print(f"[{n}] {first[:72]}{' ...' if more or len(first) > 72 else ''}", *answers, sep="\n", end="\n\n")
+            print(
+                f"[{n}] {first[:72]}{' ...' if more or len(first) > 72 else ''}",
+                *answers,
+                sep="\n",
+                end="\n\n",
+            )
     so_far.is_told = True
 
 
@@ -194,7 +234,10 @@ def _stream(llm: "LLM", ids: list[int], params: SamplingParams, so_far: _Progres
     assert piece.output is not None, "the last piece has the whole"
     if not so_far.as_json:
         print(
-            "".join(f"\n--- answer {one.index + 1} of {params.n}\n{one.text}" for one in piece.output.others),
+            "".join(
+                f"\n--- answer {one.index + 1} of {params.n}\n{one.text}"
+                for one in piece.output.others
+            ),
             flush=True,
         )
         so_far.is_told = True
@@ -206,10 +249,15 @@ def _more(output: "Output") -> dict[str, Any]:
     more: dict[str, Any] = {}
     for name, found in (("logprobs", output.logprobs), ("prompt_logprobs", output.prompt_logprobs)):
         if found is not None:
-            more[name] = [one and {token: logprob._asdict() for token, logprob in one.items()} for one in found]
+            more[name] = [
+                one and {token: logprob._asdict() for token, logprob in one.items()}
+                for one in found
+            ]
     if output.others:
         names = ("text", "token_ids", "finish_reason")
-        more["others"] = [{name: getattr(one, name) for name in names} | _more(one) for one in output.others]
+        more["others"] = [
+            {name: getattr(one, name) for name in names} | _more(one) for one in output.others
+        ]
     return more
 
 
@@ -219,7 +267,9 @@ def read_prompt(path: str) -> str:
         with sys.stdin.buffer if path == "-" else Path(path).open("rb") as file:
             return file.read().decode("utf-8")
     except OSError as error:
-        raise PromptError(f"--prompt-file {path}: {error.strerror}", change="give a file that can be read") from error
+        raise PromptError(
+            f"--prompt-file {path}: {error.strerror}", change="give a file that can be read"
+        ) from error
     except UnicodeDecodeError as error:
         raise PromptError(f"--prompt-file {path} is not UTF-8 text", change="convert it") from error
 
@@ -234,23 +284,44 @@ def _print_plan(config: EngineConfig, flags: Namespace) -> None:
     from offload_rt.system.machine import pass_time
     from offload_rt.weights.checkpoint import is_here
 
-    models = [(config.model, config.revision), *([(config.draft_model, None)] if config.draft_model else [])]
+    models = [
+        (config.model, config.revision),
+        *([(config.draft_model, None)] if config.draft_model else []),
+    ]
     if not config.offline and not all(is_here(*one) for one in models):
-        print("not all weights are here: planned without them, by configs and the disk's rate", file=sys.stderr)
+        print(
+            "not all weights are here: planned without them, by configs and the disk's rate",
+            file=sys.stderr,
+        )
         rate = profile.disk_gbps(Path(HF_HUB_CACHE))
         return plan.print_plan(Namespace(**vars(flags), disk=f"{rate:.2f}GB/s"))
     with LLM.open(config) as llm:
         engine_plan = llm.engine_plan
         n_layers = engine_plan.checkpoint.spec.n_layers
-        measured = profile.profile(engine_plan.disk, n_layers, engine_plan.dtype, engine_plan.device)
+        measured = profile.profile(
+            engine_plan.disk, n_layers, engine_plan.dtype, engine_plan.device
+        )
     if not flags.json:
         return print_table(plan_table(engine_plan, measured))
     seconds = pass_time(measured, engine_plan.pass_bytes)
-    found = {"plan": asdict(engine_plan.plan), "profile": asdict(measured), "predicted_seconds_per_token": seconds}
+    found = {
+        "plan": asdict(engine_plan.plan),
+        "profile": asdict(measured),
+        "predicted_seconds_per_token": seconds,
+    }
     print(json.dumps(found, default=str))  # of a dtype
 
 
 def _as_json(
-    text: str, token_ids: list[int], finish_reason: str, stats: dict[str, Any] | None, more: dict[str, Any]
+    text: str,
+    token_ids: list[int],
+    finish_reason: str,
+    stats: dict[str, Any] | None,
+    more: dict[str, Any],
 ) -> dict[str, Any]:
-    return {"text": text, "token_ids": token_ids, "finish_reason": finish_reason, "stats": stats} | more
+    return {
+        "text": text,
+        "token_ids": token_ids,
+        "finish_reason": finish_reason,
+        "stats": stats,
+    } | more

@@ -1,4 +1,6 @@
-"""Where a draft model is among ranks: on the first one or divided among all, by what is measured before a weight moves."""
+"""Where a draft model is among ranks: on the first one or divided among all, by what is measured
+before a weight moves.
+"""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
@@ -28,7 +30,9 @@ _N_TIMES = 3
 
 @dataclass(frozen=True)
 class Way:
-    """What this rank drafts with and its memory plan, None where it does not fit; and the least sizes of any rank, or 0."""
+    """What this rank drafts with and its memory plan, None where it does not fit; and the least
+    sizes of any rank, or 0.
+    """
 
     drafting: Drafting
     plan: MemoryPlan | None
@@ -38,27 +42,41 @@ class Way:
 
 
 def agree(
-    options: Sequence[Drafting], fit: Callable[[Drafting], MemoryPlan], disk: DiskTier, ranks: Ranks,
+    options: Sequence[Drafting], fit: Callable[[Drafting], MemoryPlan], disk: DiskTier,
+    ranks: Ranks,
     of: tuple[DType, torch.device],
 ) -> Way:  # fmt: skip
-    """The option whose steps take least, by drafting and by what a draft leaves to the target's layers; the same for all ranks.
+    """The option whose steps take least, by drafting and by what a draft leaves to the target's
+    layers; the same for all ranks.
 
     options  what this rank may draft with
     fit      its memory plan. Raises CapacityError
-    of       dtype of the target, and the device
-    A disk is slowest: options that need none come first. A step has the deepest tree, with as many rows on each level, and
-    takes as long as on the slowest rank.
+    of       dtype of the target, and the device A disk is slowest: options that need none come
+             first. A step has the deepest tree, with as many rows on each level, and takes as long
+             as on the slowest rank.
     """
-    plans, sizes = list[MemoryPlan | None](), list[int]()
+    plans = list[MemoryPlan | None]()
+    sizes = list[int]()
     for one in options:
         plan = None
         with suppress(CapacityError):
             plan = fit(one)
-        sizes += (plan.max_model_len, plan.limits.n_nodes, "disk" not in plan.plan.tiers) if plan else (0, 0, False)
+        sizes += (
+            (plan.max_model_len, plan.limits.n_nodes, "disk" not in plan.plan.tiers)
+            if plan
+            else (0, 0, False)
+        )
         plans.append(plan)
     least = iter(ranks.least(*sizes))
-    ways = [Way(*both, next(least), next(least), bool(next(least))) for both in zip(options, plans, strict=True)]
-    found = [one for one in ways if one.is_in_memory] or [one for one in ways if one.n_nodes] or ways[-1:]
+    ways = [
+        Way(*both, next(least), next(least), bool(next(least)))
+        for both in zip(options, plans, strict=True)
+    ]
+    found = (
+        [one for one in ways if one.is_in_memory]
+        or [one for one in ways if one.n_nodes]
+        or ways[-1:]
+    )
     if len(found) == 1:
         return found[0]
     known = [(one, one.plan.limits.n_levels, one.plan.plan) for one in found if one.plan]
@@ -66,7 +84,9 @@ def agree(
     torch.cuda.empty_cache()
     streams = any(not plan.is_resident for _, _, plan in known)
     machine = (
-        profile.profile(disk, 1, of[0].torch, of[1]) if streams else MachineProfile("passes are alike", False, (), 1.0)
+        profile.profile(disk, 1, of[0].torch, of[1])
+        if streams
+        else MachineProfile("passes are alike", False, (), 1.0)
     )
     steps_s = [
         -pass_time(machine, plan.pass_bytes, one.n_nodes, between_s=(n - 1) * level_s)
@@ -77,15 +97,19 @@ def agree(
 
 
 def level_seconds(drafting: Drafting, dtype: DType, device: torch.device, n_rows: int) -> float:
-    """Seconds of a pass of a draft of so many rows, called by all ranks where the model is divided among them; else 0.
+    """Seconds of a pass of a draft of so many rows, called by all ranks where the model is divided
+    among them; else 0.
 
-    Nothing is read: weights are zeros, of which there are no more than caches of the device do not hold.
+    Nothing is read: weights are zeros, of which there are no more than caches of the device do not
+    hold.
     """
     draft = drafting.draft
     if draft is None:
         return 0.0
     with ExitStack() as closes:
-        files = closes.enter_context(closing(DiskTier([*draft.layers, draft.non_layer], packed=device.type == "cuda")))
+        files = closes.enter_context(
+            closing(DiskTier([*draft.layers, draft.non_layer], packed=device.type == "cuda"))
+        )
         layouts = [files.layout(i) for i in range(len(draft.layers) + 1)]
         size = align_up(max(one.nbytes for one in layouts), PAGE)
         n_blocks = min(-(-profile.beyond_caches(device) // size), len(layouts))
@@ -95,7 +119,9 @@ def level_seconds(drafting: Drafting, dtype: DType, device: torch.device, n_rows
             resident.put(i, PackedLayer(zeros[i % n_blocks, : layout.nbytes], layout))
         loader = Loader(device, resident, Meter(0, None), closes, frozenset())
         sources = LayerSources(resident, (None,) * len(draft.layers), 0)
-        runner = loader.runner(draft.spec, draft.format, drafting.draft_dtype(dtype).torch, sources, Trace(on=False))
+        runner = loader.runner(
+            draft.spec, draft.format, drafting.draft_dtype(dtype).torch, sources, Trace(on=False)
+        )
         if device.type == "cuda":
             runner.use_graphs(GraphShape(2 * n_rows, 2 * n_rows + 1, n_rows), CudaCapture())
         return median(profile.seconds_of_passes(runner, [(n_rows, n_rows)] * _N_TIMES))

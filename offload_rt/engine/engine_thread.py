@@ -1,4 +1,6 @@
-"""An engine that several use: callers step by step in turn, and tasks of asyncio through a thread that steps for them."""
+"""An engine that several use: callers step by step in turn, and tasks of asyncio through a thread
+that steps for them.
+"""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator
@@ -24,7 +26,8 @@ def closed() -> SettingsError:
 class EngineThread:
     """The thread begins with the first task and ends when this is closed.
 
-    turn  held by who steps the engine or reads what a step brought; a step takes all requests further, whosever they are
+    turn  held by who steps the engine or reads what a step brought; a step takes all requests
+          further, whosever they are
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -32,7 +35,8 @@ class EngineThread:
         device = engine.runner.device
         begin = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, "engine", begin)
-        # Of tasks: what lets them leave, and how to tell them something. The thread alone reads and writes it.
+        # Of tasks: what lets them leave, and how to tell them something. The thread alone reads and
+        # writes it.
         self._running: dict[Request, tuple[ExitStack, _Tell]] = {}
 
     @contextmanager
@@ -48,7 +52,9 @@ class EngineThread:
                     self.engine.abort(id)
 
     async def pieces(self, request: Request) -> AsyncGenerator[Piece, None]:
-        """Run a request among those of other tasks. An error of a step is raised in all, one of a request in it alone."""
+        """Run a request among those of other tasks. An error of a step is raised in all, one of a
+        request in it alone.
+        """
         arrived: asyncio.Queue[Piece | Exception] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -68,14 +74,18 @@ class EngineThread:
             self._submit(partial(self._leave, request))
 
     def close(self) -> None:
-        """End the thread after the step under way, with an error for tasks that wait, and close the engine."""
+        """End the thread after the step under way, with an error for tasks that wait, and close the
+        engine.
+        """
         self._is_closed = True
         self._submit(partial(self._fail, closed()))
         self._thread.shutdown()
         self.engine.close()
 
     def _submit(self, act: Callable[[], None]) -> None:
-        """Let the thread do something behind what it has been given before; it takes nothing more once it is shut down."""
+        """Let the thread do something behind what it has been given before; it takes nothing more
+        once it is shut down.
+        """
         with suppress(RuntimeError):
             self._thread.submit(act)
 
@@ -107,7 +117,9 @@ class EngineThread:
             self._tell(one, error)
 
     def _tell(self, request: Request, what: Piece | Exception) -> None:
-        """Tell a task something. The last it hears ends its request, and so does an event loop that has closed."""
+        """Tell a task something. The last it hears ends its request, and so does an event loop that
+        has closed.
+        """
         if request in self._running:
             is_last = isinstance(what, Exception) or what.output is not None
             try:

@@ -17,8 +17,10 @@ from offload_rt.weights.header import TensorRecord
 from offload_rt.weights.layout import PAGE, align_up, decoded_layout
 from offload_rt.weights.lossless import SidecarLayer, estimate
 
-# Threads that read encoded layers have so many bytes of buffers at most, and there are so many of them.
-_BUFFERS, _N_THREADS = 9 << 20, 8
+# Threads that read encoded layers have so many bytes of buffers at most, and there are so many of
+# them.
+_BUFFERS = 9 << 20
+_N_THREADS = 8
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,8 @@ class LinkFormat:
     """The way of the streamed layers.
 
     sidecar  the encoded layers; None: there are none
-    layers   where a rank's parts lie one behind the other as they are; None: there are no such files
+    layers   where a rank's parts lie one behind the other as they are; None: there are no such
+             files
     encodes  layers are encoded while they are loaded into memory of the host
     sizes    None: those of the layers as they are
     notice   what the user should know; empty if nothing
@@ -42,7 +45,8 @@ class LinkFormat:
 def sidecar_of(checkpoint: Checkpoint, directory: str | None, kind: str = "lossless") -> Path:
     """The directory of the sidecar of a checkpoint or of a rank's part; None: beside it."""
     beside = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.with_suffix("")
-    base, spec = beside if directory is None else Path(directory).expanduser(), checkpoint.spec
+    base = beside if directory is None else Path(directory).expanduser()
+    spec = checkpoint.spec
     if isinstance(spec, TensorParallelModel):
         return base / f"{kind}-{spec.size}{'-exact' if spec.is_exact else ''}" / f"rank-{spec.rank}"
     return base / kind if directory is None else base
@@ -51,16 +55,20 @@ def sidecar_of(checkpoint: Checkpoint, directory: str | None, kind: str = "lossl
 def choose_link(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> LinkFormat:
     """By the setting and by what there is.
 
-    `auto` uses a sidecar where that is faster by measured rates. Encoding at load takes about a second of all cores for
-    every 4 GB, in each run, and the plan then rests on a sample of the weights; so it is done where it is asked for.
-    Quantised weights cross the link as they are. Of weights divided among ranks each part has a sidecar of its own, encoded
-    or as it is.
+    `auto` uses a sidecar where that is faster by measured rates. Encoding at load takes about a
+    second of all cores for every 4 GB, in each run, and the plan then rests on a sample of the
+    weights; so it is done where it is asked for. Quantised weights cross the link as they are. Of
+    weights divided among ranks each part has a sidecar of its own, encoded or as it is.
     Raises an OffloadError where what was asked for cannot be had.
     """
-    is_asked, is_auto = config.link_format == "lossless", config.link_format == "auto"
+    is_asked = config.link_format == "lossless"
+    is_auto = config.link_format == "auto"
     if config.pipeline > 1 and is_asked:
-        raise SettingsError("--link-format lossless with --pipeline", change="leave one of them out")
-    is_divided, directory = isinstance(checkpoint.spec, TensorParallelModel), sidecar_of(checkpoint, config.sidecar)
+        raise SettingsError(
+            "--link-format lossless with --pipeline", change="leave one of them out"
+        )
+    is_divided = isinstance(checkpoint.spec, TensorParallelModel)
+    directory = sidecar_of(checkpoint, config.sidecar)
     is_raw = is_divided and not is_asked and not (is_auto and directory.is_dir())
     if config.pipeline > 1 or (config.link_format == "raw" and not is_raw):
         return LinkFormat()
@@ -81,26 +89,33 @@ def choose_link(config: EngineConfig, checkpoint: Checkpoint, device: torch.devi
         return LinkFormat(notice=f"weights cross the link as they are: {problem}")
 
 
-def _faster(found: LinkFormat, config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> LinkFormat:
-    """Choose between the sidecar and the raw weights by measured rates, and give the reason in the notice.
+def _faster(
+    found: LinkFormat, config: EngineConfig, checkpoint: Checkpoint, device: torch.device
+) -> LinkFormat:
+    """Choose between the sidecar and the raw weights by measured rates, and give the reason in the
+    notice.
 
     Decoding counts in full: the same processor or card computes the passes.
     """
     assert found.sidecar is not None and found.sizes is not None, "the link reads a sidecar"
     rates = measured_rates(checkpoint, found.sidecar, device)
     nbytes = sum(one.encoded.layout.nbytes for one in found.sidecar)
-    raw_s, share = 1 / rates.link_gbps, sum(found.sizes.layer_nbytes) / nbytes
-    link_s, decode_s = share * raw_s, 1 / rates.decode_gbps
+    raw_s = 1 / rates.link_gbps
+    share = sum(found.sizes.layer_nbytes) / nbytes
+    link_s = share * raw_s
+    decode_s = 1 / rates.decode_gbps
     figures = (
-        f"1 GB of weights takes {link_s:.2f} s on a link of {rates.link_gbps:.2f} GB/s and {decode_s:.2f} s to decode, "
-        f"as it is {raw_s:.2f} s"
+        f"1 GB of weights takes {link_s:.2f} s on a link of {rates.link_gbps:.2f} GB/s and"
+        f" {decode_s:.2f} s to decode, as it is {raw_s:.2f} s"
     )
     if link_s + decode_s < raw_s:
         return replace(found, notice=f"weights are read encoded: {figures}")
     return as_they_are(config, checkpoint, device, figures)
 
 
-def as_they_are(config: EngineConfig, checkpoint: Checkpoint, device: torch.device, reason: str) -> LinkFormat:
+def as_they_are(
+    config: EngineConfig, checkpoint: Checkpoint, device: torch.device, reason: str
+) -> LinkFormat:
     """Link of raw weights in spite of a sidecar; its notice gives the reason."""
     raw = choose_link(replace(config, link_format="raw"), checkpoint, device)
     return replace(raw, notice=f"weights are read as they are, not from the sidecar: {reason}")
@@ -109,7 +124,8 @@ def as_they_are(config: EngineConfig, checkpoint: Checkpoint, device: torch.devi
 def _encoded(
     config: EngineConfig, checkpoint: Checkpoint, directory: Path, device: torch.device, others: str
 ) -> LinkFormat:
-    is_asked, on_card = config.link_format == "lossless", device.type == "cuda"
+    is_asked = config.link_format == "lossless"
+    on_card = device.type == "cuda"
     if checkpoint.format.name != "dense":
         problem = "--link-format lossless is for weights that are not quantised"
         raise SettingsError(problem, have=checkpoint.format.name, change="leave it out")
@@ -126,7 +142,11 @@ def _encoded(
 
 def _opened(checkpoint: Checkpoint, directory: Path, others: str) -> tuple[SidecarLayer, ...]:
     if not directory.is_dir():
-        flags = convert_flags(s.size, s.is_exact) if isinstance(s := checkpoint.spec, TensorParallelModel) else ""
+        flags = (
+            convert_flags(s.size, s.is_exact)
+            if isinstance(s := checkpoint.spec, TensorParallelModel)
+            else ""
+        )
         change = f"run offload-rt convert{flags} first, or use --link-format raw"
         raise CheckpointError(f"no sidecar in {directory}", have=others, change=change)
     return open_sidecar(checkpoint, directory)
@@ -144,7 +164,9 @@ def _others(directory: Path) -> str:
 
 
 def _sizes(checkpoint: Checkpoint, encoded: tuple[int, ...], on_card: bool) -> LinkSizes:
-    """A card's slots hold encoded layers, and a buffer the decoded one; slots of a CPU hold layers that were decoded."""
+    """A card's slots hold encoded layers, and a buffer the decoded one; slots of a CPU hold layers
+    that were decoded.
+    """
     decoded = max(align_up(decoded_layout(layer).nbytes, PAGE) for layer in checkpoint.layers)
     if on_card:
         return LinkSizes(encoded, max(encoded), decoded)

@@ -19,9 +19,11 @@ from offload_rt.weights.checkpoint import Checkpoint
 from offload_rt.weights.layout import host_block
 from offload_rt.weights.lossless import SidecarLayer
 
-_CACHE, _VERSION = "link.json", 1
+_CACHE = "link.json"
+_VERSION = 1
 # GB/s; a cache with another number is damaged.
-_SLOWEST, _FASTEST = 1e-3, 1e5
+_SLOWEST = 1e-3
+_FASTEST = 1e5
 # Encoded bytes that are decoded to measure the decoder: beyond caches, and some 20 ms.
 _SAMPLE_NBYTES = 64 << 20
 
@@ -34,7 +36,9 @@ class LinkRates:
     decode_gbps: float
 
 
-def measured_rates(checkpoint: Checkpoint, sidecar: Sequence[SidecarLayer], device: torch.device) -> LinkRates:
+def measured_rates(
+    checkpoint: Checkpoint, sidecar: Sequence[SidecarLayer], device: torch.device
+) -> LinkRates:
     """Rates of this machine for layers on their way to a device.
 
     The link is that of the disk; beside a card it is the card's, which is faster.
@@ -75,15 +79,19 @@ def decode_gbps(layer: SidecarLayer, device: torch.device) -> float:
     encoded = layer.encoded
     n = max(int(np.searchsorted(np.cumsum(encoded.chunks["nbytes"]), _SAMPLE_NBYTES)), 1)
     chunks = encoded.chunks[:n].tolist()
-    block = host_block(sum(chunks[-1][i] for i in (0, 3)))  # where the last one begins, and its bytes
+    # where the last one begins, and its bytes
+    block = host_block(sum(chunks[-1][i] for i in (0, 3)))
     encoded.write_table(block)
     content = block.numpy()
     with layer.payload.path.open("rb") as file:
         file.seek(layer.payload.start)
-        content[encoded.table_nbytes :] = np.fromfile(file, np.uint8, len(content) - encoded.table_nbytes)
+        content[encoded.table_nbytes :] = np.fromfile(
+            file, np.uint8, len(content) - encoded.table_nbytes
+        )
     nbytes = int(encoded.chunks[n]["target"]) if n < len(encoded.chunks) else encoded.layout.nbytes
     if device.type == "cuda":
-        on_card, out = block.to(device), torch.empty(nbytes, dtype=torch.uint8, device=device)
+        on_card = block.to(device)
+        out = torch.empty(nbytes, dtype=torch.uint8, device=device)
         seconds = profile.timed(device, lambda: lossless.decode_block(on_card, n, out))
         return nbytes / median(seconds) / 1e9
     decoded = host_block(nbytes).numpy()

@@ -1,4 +1,6 @@
-"""Loads models: to the device, to the host, or not at all where a plan leaves layers on the disk."""
+"""Loads models: to the device, to the host, or not at all where a plan leaves layers on the
+disk.
+"""
 
 import threading
 from collections.abc import Callable
@@ -45,7 +47,9 @@ class Meter:
     """Adds up what several threads have loaded."""
 
     def __init__(self, total: int, progress: Progress | None) -> None:
-        self._total, self._progress, self._done = total, progress, 0
+        self._total = total
+        self._progress = progress
+        self._done = 0
         self._lock = threading.Lock()
 
     def __call__(self, nbytes: int) -> None:
@@ -57,8 +61,12 @@ class Meter:
 
 
 def open_files(checkpoint: Checkpoint, settings: ReadSettings, device: torch.device) -> DiskTier:
-    """Layers and the rest of a model, to be read to where they stay: as they lie in the file for a CPU, packed for a GPU."""
-    return DiskTier([*checkpoint.layers, checkpoint.non_layer], settings, packed=device.type == "cuda")
+    """Layers and the rest of a model, to be read to where they stay: as they lie in the file for a
+    CPU, packed for a GPU.
+    """
+    return DiskTier(
+        [*checkpoint.layers, checkpoint.non_layer], settings, packed=device.type == "cuda"
+    )
 
 
 @dataclass(frozen=True)
@@ -76,23 +84,40 @@ class Loader:
     closes: ExitStack
     cpus: Cpus
 
-    def sources(self, checkpoint: Checkpoint, files: DiskTier, streamed: "EnginePlan | None" = None) -> LayerSources:
-        """A model read from `files`: its layers, then the rest. All lies on the device, or where a plan says."""
-        n, blocks = checkpoint.spec.n_layers, [*checkpoint.layers, checkpoint.non_layer]
+    def sources(
+        self, checkpoint: Checkpoint, files: DiskTier, streamed: "EnginePlan | None" = None
+    ) -> LayerSources:
+        """A model read from `files`: its layers, then the rest. All lies on the device, or where a
+        plan says.
+        """
+        n = checkpoint.spec.n_layers
+        blocks = [*checkpoint.layers, checkpoint.non_layer]
         resident = self.closes.enter_context(closing(MemoryTier()))
         tiers = streamed.plan.tiers if streamed else ("device",) * n
 
         def work(tier: str, i: int) -> Callable[[], PackedLayer]:
             if streamed and tier == "host" and streamed.link.encodes:
                 return partial(self._encode, files, i, streamed.plan.host_slot_nbytes)
-            source = streamed.disk if streamed and tier == "host" and streamed.link.sidecar else files
+            source = (
+                streamed.disk if streamed and tier == "host" and streamed.link.sidecar else files
+            )
             return partial(self._read, source, i, self._new_block(tier, source.layout(i).nbytes))
 
-        self._fill({"device": resident, "host": self.host}, list(zip((*tiers, "device"), blocks, strict=True)), work)
-        return self._sources(resident, streamed) if streamed else LayerSources(resident, (None,) * n, 0)
+        self._fill(
+            {"device": resident, "host": self.host},
+            list(zip((*tiers, "device"), blocks, strict=True)),
+            work,
+        )
+        return (
+            self._sources(resident, streamed)
+            if streamed
+            else LayerSources(resident, (None,) * n, 0)
+        )
 
     def copies(self, sources: LayerSources, files: DiskTier) -> LayerSources:
-        """The resident layers of a model in `files` and the rest of it, and small copies of its streamed layers."""
+        """The resident layers of a model in `files` and the rest of it, and small copies of its
+        streamed layers.
+        """
         resident = self.closes.enter_context(closing(MemoryTier()))
         for i, tier in enumerate((*sources.streamed, None)):
             if tier is None:
@@ -113,11 +138,24 @@ class Loader:
         trace: Trace,
         streamed: "EnginePlan | None" = None,
     ) -> Runner:
-        """A model whose weights are there; what lies outside of its layers is behind them in the resident tier."""
-        n, rest = spec.n_layers, sources.resident.image(spec.n_layers)
-        open_streamer = (stream_cuda if self.device.type == "cuda" else stream_threads).open_streamer
+        """A model whose weights are there; what lies outside of its layers is behind them in the
+        resident tier.
+        """
+        n = spec.n_layers
+        rest = sources.resident.image(spec.n_layers)
+        open_streamer = (
+            stream_cuda if self.device.type == "cuda" else stream_threads
+        ).open_streamer
         streamer = open_streamer(sources, trace, self.device)
-        runner = Runner(spec, streamer, format.view(rest.layout, rest.block, dtype), format, self.device, dtype, trace)
+        runner = Runner(
+            spec,
+            streamer,
+            format.view(rest.layout, rest.block, dtype),
+            format,
+            self.device,
+            dtype,
+            trace,
+        )
         self.closes.enter_context(closing(runner))
         if streamed and (split := streamed.plan.split) is not None:
             if isinstance(streamer, CudaStreamer):
@@ -130,13 +168,21 @@ class Loader:
             )
         return runner
 
-    def _experts(self, runner: Runner, files: "ExpertFiles", sizes: ExpertSizes, n_slots: int) -> ExpertCache:
-        """Slots for experts, which beside a card are brought to the host, or those that are used most."""
+    def _experts(
+        self, runner: Runner, files: "ExpertFiles", sizes: ExpertSizes, n_slots: int
+    ) -> ExpertCache:
+        """Slots for experts, which beside a card are brought to the host, or those that are used
+        most.
+        """
         view = partial(runner.format.view, dtype=runner.dtype)
         if not isinstance(runner.streamer, CudaStreamer):
-            return ThreadExperts(sizes, n_slots, files.tier, view, runner.streamer.meter, runner.trace)
+            return ThreadExperts(
+                sizes, n_slots, files.tier, view, runner.streamer.meter, runner.trace
+            )
         if sizes.n_on_host < sizes.n_blocks:
-            pinned = PinnedExperts(sizes, files.tier, view, runner.streamer.device, runner.trace, self.cpus)
+            pinned = PinnedExperts(
+                sizes, files.tier, view, runner.streamer.device, runner.trace, self.cpus
+            )
             return FarExperts(sizes, n_slots, pinned, view, runner.streamer)
         tier = self.closes.enter_context(closing(MemoryTier(register=True)))
 
@@ -145,25 +191,38 @@ class Loader:
 
         self._fill({"host": tier}, [("host", one) for one in files.records], work)
         cache = CardExperts(sizes, n_slots, tier, view, runner.streamer)
-        # A copy of the format: it has a buffer on the host that is the thread's own. One thread is left for launching kernels.
-        view, n_threads = partial(copy(runner.format).view, dtype=runner.dtype), max(torch.get_num_threads() - 1, 1)
+        # A copy of the format: it has a buffer on the host that is the thread's own. One thread is
+        # left for launching kernels.
+        view = partial(copy(runner.format).view, dtype=runner.dtype)
+        n_threads = max(torch.get_num_threads() - 1, 1)
         host = HostExperts(tier, view, cache.copy_s, self.device, n_threads, self.cpus)
         cache.host = self.closes.enter_context(closing(host))
         return cache
 
     def _sources(self, resident: MemoryTier, engine_plan: "EnginePlan") -> LayerSources:
-        """Where the layers of a plan are, which gives up layers on the host where the driver has refused to pin some."""
-        plan, link = engine_plan.plan, engine_plan.link
+        """Where the layers of a plan are, which gives up layers on the host where the driver has
+        refused to pin some.
+        """
+        plan = engine_plan.plan
+        link = engine_plan.link
         now = with_host_slots(plan) if self.host.is_refused else plan
         if link.encodes and now.tiers != plan.tiers:
             change = "run offload-rt convert first, or use --link-format raw"
-            raise DeviceError("the driver pins too little memory of the host for layers encoded at load", change=change)
+            raise DeviceError(
+                "the driver pins too little memory of the host for layers encoded at load",
+                change=change,
+            )
         for i, (before, after) in enumerate(zip(plan.tiers, now.tiers, strict=True)):
             if before != after:
                 self.host.drop(i)
-        streamed = tuple({"device": None, "host": self.host, "disk": engine_plan.disk}[name] for name in now.tiers)
+        streamed = tuple(
+            {"device": None, "host": self.host, "disk": engine_plan.disk}[name]
+            for name in now.tiers
+        )
         encoded: dict[int, EncodedLayer] = {}
-        for i in (i for i, tier in enumerate(streamed) if tier is not None and self.device.type == "cuda"):
+        for i in (
+            i for i, tier in enumerate(streamed) if tier is not None and self.device.type == "cuda"
+        ):
             image = self.host.image(i) if link.encodes else None
             if isinstance(image, EncodedImage):
                 encoded[i] = image.encoded
@@ -177,7 +236,8 @@ class Loader:
         blocks: list[tuple[str, tuple[TensorRecord, ...]]],
         work: Callable[[str, int], Callable[[], PackedLayer]],
     ) -> None:
-        """Put each block, of a tier's name and its tensors, into its tier; the same bytes of a file are kept once.
+        """Put each block, of a tier's name and its tensors, into its tier; the same bytes of a file
+        are kept once.
 
         work  gives what brings a block to a tier, by the tier's name and the number of the block
         The next one is read while one is pinned.
@@ -186,7 +246,9 @@ class Loader:
         for i, block in enumerate(blocks):
             if block[0] in to:
                 same.setdefault(block, []).append(i)
-        with closing(done_ahead((work(name, one[0]) for (name, _), one in same.items()), "loads")) as images:
+        with closing(
+            done_ahead((work(name, one[0]) for (name, _), one in same.items()), "loads")
+        ) as images:
             for (name, _), numbers in same.items():
                 image = next(images)
                 for i in numbers:
@@ -194,18 +256,27 @@ class Loader:
 
     def _new_block(self, tier: str, nbytes: int) -> torch.Tensor:
         on_card = tier == "device" and self.device.type == "cuda"
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device) if on_card else host_block(nbytes)
+        return (
+            torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            if on_card
+            else host_block(nbytes)
+        )
 
     def _read(self, files: DiskTier | SidecarTier, i: int, block: torch.Tensor) -> PackedLayer:
         read_parallel(files.reads(i, block), files.n_parallel, self.meter, self.cpus)
         return PackedLayer(block, files.layout(i))
 
     def _encode(self, files: DiskTier, i: int, planned: int) -> PackedLayer:
-        """A layer that is encoded once it is read. Raises CapacityError if it takes more than was planned."""
-        image = encode_layer(self._read(files, i, host_block(files.layout(i).nbytes)), files.n_parallel)
+        """A layer that is encoded once it is read. Raises CapacityError if it takes more than was
+        planned.
+        """
+        image = encode_layer(
+            self._read(files, i, host_block(files.layout(i).nbytes)), files.n_parallel
+        )
         if len(image.block) > planned:
             raise CapacityError(
                 f"layer {i} shrinks less than a sample of it", need=format_size(len(image.block)),
-                have=f"{format_size(planned)} planned", change="run offload-rt convert first, or use --link-format raw",
+                have=f"{format_size(planned)} "
+                     f"planned", change="run offload-rt convert first, or use --link-format raw",
             )  # fmt: skip
         return image

@@ -1,4 +1,5 @@
-"""How much of what fits: the bytes beside the layers, how large trees and how long contexts may be, and the placement.
+"""How much of what fits: the bytes beside the layers, how large trees and how long contexts may be,
+and the placement.
 
 It needs only the sizes of a model, so a machine can be planned for from a config.json alone.
 """
@@ -33,17 +34,20 @@ from offload_rt.weights.formats import Source, StoredTensor, WeightFormat, dense
 from offload_rt.weights.layout import packed_layout
 
 # Part of the free memory that is left to others, and at least so many bytes of it.
-_MARGIN, _LEAST_MARGIN = 0.05, 256 << 20
-# What libraries of a GPU take of the budget for their own work, and what is lost between blocks of different sizes.
+_MARGIN = 0.05
+_LEAST_MARGIN = 256 << 20
+# What libraries of a GPU take of the budget for their own work, and what is lost between blocks of
+# different sizes.
 LIBRARIES = 256 << 20
 # Bytes that the driver takes of a card after planning: modules of kernels, instances of graphs.
 DRIVER = 256 << 20
-# What threads that read take of the host's budget: buffers of at most 8 MiB and some pages in all, while loading a draft
-# model and while layers come from the disk.
+# What threads that read take of the host's budget: buffers of at most 8 MiB and some pages in all,
+# while loading a draft model and while layers come from the disk.
 READ_BUFFERS = 17 << 20
 # Part of the budget that the default context may take.
 _CACHE_SHARE = 1 / 8
-# The default context is never shorter, however small the budget: a refusal is better than a model that forgets at once.
+# The default context is never shorter, however small the budget: a refusal is better than a model
+# that forgets at once.
 SHORTEST_CONTEXT = 256
 
 
@@ -54,10 +58,13 @@ class Sizes:
     layer_nbytes      bytes of each layer's block
     non_layer_nbytes  bytes of the weights outside the layers
     dtype             of the weights
-    view_nbytes       bytes that using the weights where they lie takes besides, such as a copy of a converted matrix
-    stand_in          bytes of the copy of a layer, where these are the copies by which a target drafts itself
+    view_nbytes       bytes that using the weights where they lie takes besides, such as a copy of a
+                      converted matrix
+    stand_in          bytes of the copy of a layer, where these are the copies by which a target
+                      drafts itself
     link              sizes of the layers on their way; None: as where they are computed
-    experts           that are no part of the layers but blocks of their own; None: there are no such
+    experts           that are no part of the layers but blocks of their own; None: there are no
+                      such
     """
 
     spec: Architecture
@@ -77,25 +84,39 @@ class Sizes:
     @classmethod
     def of_checkpoint(cls, checkpoint: Checkpoint, dtype: DType) -> "Sizes":
         """Of the tensors as they are stored, computed with in `dtype`."""
-        stored = [StoredTensor(one.key, one.shape, one.stored_dtype()) for one in checkpoint.records]
+        stored = [
+            StoredTensor(one.key, one.shape, one.stored_dtype()) for one in checkpoint.records
+        ]
         return cls(
             spec=checkpoint.spec,
             layer_nbytes=tuple(sum(one.nbytes for one in layer) for layer in checkpoint.layers),
             non_layer_nbytes=sum(record.nbytes for record in checkpoint.non_layer),
             dtype=dtype if checkpoint.spec.taps else checkpoint.dtype,
-            view_nbytes=max(checkpoint.format.scratch_nbytes(one, CHUNK_ROWS, dtype) for one in stored),
+            view_nbytes=max(
+                checkpoint.format.scratch_nbytes(one, CHUNK_ROWS, dtype) for one in stored
+            ),
         )
 
     @classmethod
-    def of_spec(cls, spec: Architecture, dtype: DType, layer_format: WeightFormat | None = None) -> "Sizes":
-        """Of a model whose weights are of `dtype`, its layers as a format stores them, laid out as they are on a device."""
+    def of_spec(
+        cls, spec: Architecture, dtype: DType, layer_format: WeightFormat | None = None
+    ) -> "Sizes":
+        """Of a model whose weights are of `dtype`, its layers as a format stores them, laid out as
+        they are on a device.
+        """
         stores: WeightFormat = layer_format or dense.Format(None)
         nbytes: dict[tuple[TensorShape, ...], int] = {}
         view_nbytes = 0
         for layer in {spec.layer_tensors(i) for i in range(spec.n_layers)}:
             matrices = [one for tensor in layer for one in _matrices(tensor)]
-            stored = [one for name, shape in matrices for one in stores.stored(name, shape, dtype, Source({}))]
-            nbytes[layer] = packed_layout((one.key, one.shape, one.dtype or dtype) for one in stored).nbytes
+            stored = [
+                one
+                for name, shape in matrices
+                for one in stores.stored(name, shape, dtype, Source({}))
+            ]
+            nbytes[layer] = packed_layout(
+                (one.key, one.shape, one.dtype or dtype) for one in stored
+            ).nbytes
             scratch = (stores.scratch_nbytes(one, CHUNK_ROWS, dtype) for one in stored)
             view_nbytes = max(view_nbytes, *scratch)
         non_layer = sum(math.prod(shape) for _, shape in spec.non_layer_tensors()) * dtype.itemsize
@@ -104,7 +125,9 @@ class Sizes:
 
 
 def _matrices(tensor: TensorShape) -> list[TensorShape]:
-    """A tensor, or of one that holds the experts of a mixture the matrix of each, as checkpoints have them."""
+    """A tensor, or of one that holds the experts of a mixture the matrix of each, as checkpoints
+    have them.
+    """
     name, shape = tensor
     if len(shape) != 3 or shape[1] == 1:  # of a convolution
         return [tensor]
@@ -138,20 +161,24 @@ def plan_touched(
     config: EngineConfig, drafting: Drafting, models: tuple[Sizes, Sizes | None],
     divide: Callable[[], Sizes | None], dtype: DType, budget: MemoryBudget,
 ) -> MemoryPlan:  # fmt: skip
-    """`plan_memory`, by whole layers or with the experts of the target as blocks of their own, whichever moves less.
+    """`plan_memory`, by whole layers or with the experts of the target as blocks of their own,
+    whichever moves less.
 
-    divide  gives the target so divided; None: it cannot be
-    Beside a card the host has as many experts as fit, with slots for what is left of layers where these are not all. Raises
-    CapacityError as `plan_memory` where neither can lie anywhere.
+    divide  gives the target so divided; None: it cannot be Beside a card the host has as many
+            experts as fit, with slots for what is left of layers where these are not all. Raises
+            CapacityError as `plan_memory` where neither can lie anywhere.
     """
-    whole, besides = None, budget
+    whole = None
+    besides = budget
     with suppress(CapacityError):
         whole = plan_memory(config, drafting, models, dtype, budget)
     divided = None if whole is not None and whole.plan.is_resident else divide()
     if divided is not None and divided.experts is not None:
-        experts, n_on_host = divided.experts, 0
+        experts = divided.experts
+        n_on_host = 0
         if budget.has_card:
-            besides = replace(budget, buffers=budget.buffers + divided.view_nbytes)  # where the host computes some
+            # where the host computes some
+            besides = replace(budget, buffers=budget.buffers + divided.view_nbytes)
             n_on_host = min(besides.host_room(experts.nbytes), experts.n_blocks)
             if n_on_host < experts.n_blocks:
                 n_on_host -= -(-BEST_SLOTS * max(divided.layer_nbytes) // experts.nbytes)
@@ -162,7 +189,8 @@ def plan_touched(
                 touched = plan_memory(config, drafting, (divided, models[1]), dtype, besides)
                 if whole is None or _moved(touched, config) < _moved(whole, config):
                     return touched
-    return whole or plan_memory(config, drafting, models, dtype, budget)  # which says what is lacking
+    # which says what is lacking
+    return whole or plan_memory(config, drafting, models, dtype, budget)
 
 
 def _moved(memory: MemoryPlan, config: EngineConfig) -> int:
@@ -183,14 +211,22 @@ def plan_memory(
     Raises CapacityError if it cannot lie anywhere.
     """
     memory = _Memory(config, *models, dtype, budget, drafting.view_rows)
-    target, limit, asked = memory.target, memory.target.spec.max_positions, config.max_model_len
+    target = memory.target
+    limit = memory.target.spec.max_positions
+    asked = config.max_model_len
     drafts_itself = drafting.type.view is not None or drafting.type.drafts_by_copy
     if drafts_itself and not target.spec.is_native:
         problem = f"a model of type {target.spec.family} cannot draft for itself"
         raise UnsupportedModelError(problem, change="take another --drafter")
     if asked is not None and asked > limit:
-        raise CapacityError("--max-model-len", need=str(asked), have=f"a model of {limit} positions", change="lower it")
-    shortest, n = asked or min(SHORTEST_CONTEXT, limit), config.max_num_seqs
+        raise CapacityError(
+            "--max-model-len",
+            need=str(asked),
+            have=f"a model of {limit} positions",
+            change="lower it",
+        )
+    shortest = asked or min(SHORTEST_CONTEXT, limit)
+    n = config.max_num_seqs
 
     def together(max_len: int) -> int:
         """Tokens of all sequences; each but the first may need a row more, of its tree."""
@@ -201,7 +237,10 @@ def plan_memory(
     plain = needed(together(shortest), 1)
     least_plain = least_budget(target.layer_nbytes, plain, target.link)
     limits = drafting.limits(
-        config, lambda nodes: needed(together(shortest), nodes).total - plain.total, budget.device, least_plain
+        config,
+        lambda nodes: needed(together(shortest), nodes).total - plain.total,
+        budget.device,
+        least_plain,
     )
 
     def least(max_len: int) -> int:
@@ -209,23 +248,29 @@ def plan_memory(
         n_rows = together(max_len) + n * state_rows(target.spec, dtype.itemsize)
         cache = n_rows * target.spec.kv_nbytes(dtype.itemsize)
         reserved = needed(together(max_len), limits.n_nodes)
-        return max(least_budget(target.layer_nbytes, reserved, target.link), int(cache / _CACHE_SHARE))
+        return max(
+            least_budget(target.layer_nbytes, reserved, target.link), int(cache / _CACHE_SHARE)
+        )
 
     longer = range(shortest + 1, limit + 1) if asked is None and fits else ()
     max_len = shortest + bisect_right(longer, budget.device, key=least)
     n_view_rows = _view_rows(drafting.view_rows, max_len, limits.n_nodes)
     plan = memory.place(together(max_len), limits.n_nodes)
-    return MemoryPlan(plan, limits, max_len, _cache_rows(together(max_len), limits.n_nodes), n_view_rows, n)
+    return MemoryPlan(
+        plan, limits, max_len, _cache_rows(together(max_len), limits.n_nodes), n_view_rows, n
+    )
 
 
 @dataclass(frozen=True)
 class _Memory:
-    """Divides a budget between the layers of a target and its keys and values, by `max_len` tokens of all sequences together.
+    """Divides a budget between the layers of a target and its keys and values, by `max_len` tokens
+    of all sequences together.
 
-    A resident layer saves its bytes in every pass. A row of keys and values that is resident in all layers saves its bytes
-    in passes whose context has come that far, so byte for byte never more, and less where rows beyond are in fp8 or out of a
-    window. So as many layers as fit come first; rows get what they leave, which is less than a layer, or all there is where
-    no layer is streamed. But where all rows fit beside the slots for layers, all are on the device.
+    A resident layer saves its bytes in every pass. A row of keys and values that is resident in all
+    layers saves its bytes in passes whose context has come that far, so byte for byte never more,
+    and less where rows beyond are in fp8 or out of a window. So as many layers as fit come first;
+    rows get what they leave, which is less than a layer, or all there is where no layer is
+    streamed. But where all rows fit beside the slots for layers, all are on the device.
     """
 
     config: EngineConfig
@@ -237,17 +282,25 @@ class _Memory:
 
     def whole(self, max_len: int, n_nodes: int) -> ReservedMemory:
         """Bytes beside layers, with all keys and values on the device."""
-        spec, n = self.target.spec, self.config.max_num_seqs
+        spec = self.target.spec
+        n = self.config.max_num_seqs
         reserved = reserved_memory(self.target, self.draft, self.dtype, max_len, n_nodes, n)
         # Besides the views a layer's rows, and about as much again, while some of them are chosen.
         n_rows = _view_rows(self.view_rows, max_len, n_nodes) + 2 * max_len // spec.n_layers
         views = n_rows * spec.kv_nbytes(self.dtype.itemsize) if self.view_rows else 0
         reserved = replace(reserved, draft=reserved.draft + views, libraries=self.budget.libraries)
-        return replace(reserved, graphs=self._graphs(reserved.total, n_nodes)) if self.budget.has_card else reserved
+        return (
+            replace(reserved, graphs=self._graphs(reserved.total, n_nodes))
+            if self.budget.has_card
+            else reserved
+        )
 
     def _graphs(self, others: int, n_nodes: int) -> int:
-        """Bytes of captured passes beside `others`: of the draft, and of the target if all of its layers fit as well."""
-        draft, target = self.draft, replace(self.target, dtype=self.dtype)
+        """Bytes of captured passes beside `others`: of the draft, and of the target if all of its
+        layers fit as well.
+        """
+        draft = self.draft
+        target = replace(self.target, dtype=self.dtype)
         drafts = (draft,) if draft and draft.spec.is_native and not draft.spec.taps else ()
         both = _graphs_nbytes((*drafts, target), n_nodes)
         is_captured = target.spec.is_native and self.config.pipeline == 1
@@ -259,10 +312,14 @@ class _Memory:
         return self._reserved(max_len, self._split(max_len, n_nodes))
 
     def fits_whole(self, max_len: int, n_nodes: int) -> bool:
-        """Whether all keys and values are on the device: where they may and can, or where nothing would take less."""
-        whole, most = self.whole(max_len, n_nodes), self.config.kv_nbytes
+        """Whether all keys and values are on the device: where they may and can, or where nothing
+        would take less.
+        """
+        whole = self.whole(max_len, n_nodes)
+        most = self.config.kv_nbytes
         may = most is None or whole.cache <= most
-        if not self.target.spec.is_native:  # caches beyond the device, and views of a cache, know its attention alone
+        # caches beyond the device, and views of a cache, know its attention alone
+        if not self.target.spec.is_native:
             return True
         return (may and self._least(whole) <= self.budget.device) or (
             whole.cache <= self.divided(max_len, n_nodes).cache
@@ -270,15 +327,22 @@ class _Memory:
 
     def place(self, max_len: int, n_nodes: int) -> Plan:
         """What lies where. Raises CapacityError if it cannot lie anywhere."""
-        is_whole, most = self.fits_whole(max_len, n_nodes), self.config.kv_nbytes
+        is_whole = self.fits_whole(max_len, n_nodes)
+        most = self.config.kv_nbytes
         needed = (self.whole if is_whole else self.divided)(max_len, n_nodes)
         if most is not None and most < needed.cache:
             need = f"{format_size(needed.cache)} ({needed.cache} bytes) at least"
             change = "raise it, or lower --max-model-len or --tree-size"
-            raise CapacityError("--kv-memory is too small", need=need, have=format_size(most), change=change)
+            raise CapacityError(
+                "--kv-memory is too small", need=need, have=format_size(most), change=change
+            )
         if is_whole:
             plan = place_layers(self.target.layer_nbytes, needed, self.budget, self.target.link)
-            return plan if self.target.experts is None else with_expert_slots(plan, self.target.experts)
+            return (
+                plan
+                if self.target.experts is None
+                else with_expert_slots(plan, self.target.experts)
+            )
         split = self._split(max_len, n_nodes)
         if most is None:
             spare = self.budget.device - self._place(max_len, split).device_nbytes
@@ -308,17 +372,22 @@ class _Memory:
             budget = replace(budget, buffers=budget.buffers + self._bytes(max_len, split).host)
         if budget.host < budget.buffers:
             raise CapacityError(
-                "the host memory budget is too small for keys and values", need=f"{format_size(budget.buffers)} at least",
-                have=format_size(budget.host), change="raise --host-memory or --device-memory, or lower --max-model-len",
+                "the host memory budget is too small for keys and "
+                "values", need=f"{format_size(budget.buffers)} at least",
+                have=format_size(budget.host), change="raise --host-memory or --device-memory, or "
+                                                      "lower --max-model-len",
             )  # fmt: skip
-        reserved, link = self._reserved(max_len, split), self.target.link
+        reserved = self._reserved(max_len, split)
+        link = self.target.link
         return replace(place_layers(self.target.layer_nbytes, reserved, budget, link), split=split)
 
 
 def reserved_memory(
     target: Sizes, draft: Sizes | None, dtype: DType, max_len: int, n_nodes: int, n: int = 1
 ) -> ReservedMemory:
-    """Bytes on the device besides layers, for n sequences of `max_len` tokens together and trees of up to `n_nodes`."""
+    """Bytes on the device besides layers, for n sequences of `max_len` tokens together and trees of
+    up to `n_nodes`.
+    """
     spec = target.spec
     hidden = 2 * (max_len + n_nodes) * spec.hidden_size * dtype.itemsize
     rows = min(CHUNK_ROWS, max_len + n_nodes)
@@ -327,7 +396,10 @@ def reserved_memory(
     return ReservedMemory(
         non_layer=target.non_layer_nbytes,
         cache=_cache_nbytes(spec, _cache_rows(max_len, n_nodes), n_nodes, dtype.itemsize, n),
-        scratch=hidden + tapped + target.view_nbytes + spec.scratch_nbytes(rows, n_nodes, dtype.itemsize),
+        scratch=hidden
+        + tapped
+        + target.view_nbytes
+        + spec.scratch_nbytes(rows, n_nodes, dtype.itemsize),
         draft=_draft_nbytes(draft, spec.vocab_size, max_len, n_nodes, n) if draft else 0,
         stand_in=draft.stand_in if draft else 0,
         experts=target.experts.least if target.experts else 0,
@@ -335,29 +407,44 @@ def reserved_memory(
 
 
 def _cache_nbytes(spec: Architecture, n_rows: int, n_nodes: int, itemsize: int, n: int) -> int:
-    """Of n sequences: so many rows, their states, and what so many rows of trees would add to these."""
+    """Of n sequences: so many rows, their states, and what so many rows of trees would add to
+    these.
+    """
     of_nodes = n_nodes * sum(one.row_nbytes(itemsize) for one in spec.state_shapes)
     return (n_rows + n * state_rows(spec, itemsize)) * spec.kv_nbytes(itemsize) + of_nodes
 
 
 def _draft_nbytes(draft: Sizes, vocab_size: int, max_len: int, n_nodes: int, n: int) -> int:
-    """Bytes a draft model takes on the device: weights, cache, activations, and the distributions its trees were drawn from."""
+    """Bytes a draft model takes on the device: weights, cache, activations, and the distributions
+    its trees were drawn from.
+    """
     itemsize = draft.dtype.itemsize
-    cache = _cache_nbytes(draft.spec, draft_rows(max_len, n_nodes), ROWS_PER_NODE * n_nodes, itemsize, n)
-    # Noise, its order and a copy of the distribution, of float32, for one level; and the distributions of all nodes.
+    cache = _cache_nbytes(
+        draft.spec, draft_rows(max_len, n_nodes), ROWS_PER_NODE * n_nodes, itemsize, n
+    )
+    # Noise, its order and a copy of the distribution, of float32, for one level; and the
+    # distributions of all nodes.
     draft_probs = n_nodes * vocab_size * 4 * 4
     scratch = draft.view_nbytes + draft.spec.scratch_nbytes(n_nodes, n_nodes, itemsize)
     if draft.spec.taps:  # a part of a prompt, and what all rows of a tree take of their parents
         rows = CHUNK_ROWS + ROWS_PER_NODE * n_nodes
-        scratch += draft.spec.scratch_nbytes(rows, 0, itemsize) + 4 * rows * draft.spec.hidden_size * itemsize
+        scratch += (
+            draft.spec.scratch_nbytes(rows, 0, itemsize)
+            + 4 * rows * draft.spec.hidden_size * itemsize
+        )
     return draft.nbytes + cache + scratch + draft_probs
 
 
 def _graphs_nbytes(models: Sequence[Sizes], n_nodes: int) -> int:
-    """Bytes of the captured passes of models: one pool, as no two passes run at once, and the logits of each model."""
+    """Bytes of the captured passes of models: one pool, as no two passes run at once, and the
+    logits of each model.
+    """
     n = most_captured_rows(n_nodes)
     itemsizes = [model.dtype.itemsize for model in models]
-    pools = (one.view_nbytes + one.spec.scratch_nbytes(n, n, size) for one, size in zip(models, itemsizes, strict=True))
+    pools = (
+        one.view_nbytes + one.spec.scratch_nbytes(n, n, size)
+        for one, size in zip(models, itemsizes, strict=True)
+    )
     logits = (n * one.spec.vocab_size * size for one, size in zip(models, itemsizes, strict=True))
     return max(pools, default=0) + sum(logits)
 
@@ -368,5 +455,7 @@ def _cache_rows(max_len: int, max_nodes: int) -> int:
 
 
 def _view_rows(budget: int, max_len: int, max_nodes: int) -> int:
-    """Rows for the views of a few sequences together, which take an eighth of the cache beyond the first one's."""
+    """Rows for the views of a few sequences together, which take an eighth of the cache beyond the
+    first one's.
+    """
     return view_rows(min(budget, max_len), max_nodes) + max_len // 8 if budget else 0

@@ -14,14 +14,17 @@ from offload_rt.tree.topology import Topology
 
 @dataclass(frozen=True)
 class Stats:
-    """How a sequence was generated. It may have shared passes with others; seconds and bytes are those of whole passes.
+    """How a sequence was generated. It may have shared passes with others; seconds and bytes are
+    those of whole passes.
 
     seconds                  from the start of its first pass to the end of its last
     wait_seconds             in which no layer was there to compute
     link_busy                share of the seconds in which the link moved bytes
     nodes_per_tree           mean size of the verified trees, roots included; and so levels_per_tree
-    acceptance_by_rank       how often the k-th child was accepted, of the times it was there and its parent reached
-    predicted_*, measured_*  of the passes that computed no prompt, predicted before each; None where there was none
+    acceptance_by_rank       how often the k-th child was accepted, of the times it was there and
+                             its parent reached
+    predicted_*, measured_*  of the passes that computed no prompt, predicted before each; None
+                             where there was none
     tree_widths              nodes on each level of the largest tree
     """
 
@@ -49,12 +52,17 @@ class Stats:
     @classmethod
     def of(cls, sequence: Sequence) -> "Stats":
         """Of a sequence that has ended."""
-        sums, n_new = sequence.stats, sequence.n_new
-        times, n_passes = [one for one, _, _ in sums.passes], sums.n_passes
+        sums = sequence.stats
+        n_new = sequence.n_new
+        times = [one for one, _, _ in sums.passes]
+        n_passes = sums.n_passes
         seconds = times[-1].ended - times[0].started
-        link_nbytes, link_s = sum(one.link_nbytes for one in times), sum(one.link_busy_s for one in times)
+        link_nbytes = sum(one.link_nbytes for one in times)
+        link_s = sum(one.link_busy_s for one in times)
         measured = [one for one in sums.passes if one[0].predicted_s is not None]
-        n_measured, expected, produced = len(measured), sum(one[1] for one in measured), sum(one[2] for one in measured)
+        n_measured = len(measured)
+        expected = sum(one[1] for one in measured)
+        produced = sum(one[2] for one in measured)
         predicted_s = sum(one.predicted_s or 0.0 for one, _, _ in measured)
         return cls(
             n_tokens=n_new,
@@ -71,9 +79,12 @@ class Stats:
             link_busy=link_s / seconds,
             nodes_per_tree=sums.n_nodes / n_passes,
             levels_per_tree=sums.n_levels / n_passes,
-            acceptance_by_rank=[taken / tried for taken, tried in zip(sums.taken, sums.tried, strict=True) if tried],
+            acceptance_by_rank=[
+                taken / tried for taken, tried in zip(sums.taken, sums.tried, strict=True) if tried
+            ],
             predicted_seconds_per_token=predicted_s / expected if measured else None,
-            measured_seconds_per_token=sum(one.ended - one.started for one, _, _ in measured) / produced
+            measured_seconds_per_token=sum(one.ended - one.started for one, _, _ in measured)
+            / produced
             if measured
             else None,
             predicted_tokens_per_pass=expected / n_measured if measured else None,
@@ -87,7 +98,8 @@ class Output:
     """What became of one prompt; `text` is empty where there is no tokenizer.
 
     topology         of the largest tree that was verified
-    logprobs         for each token its own log-probability and those of the most probable ones, by token id; None: not asked
+    logprobs         for each token its own log-probability and those of the most probable ones, by
+                     token id; None: not asked
     prompt_logprobs  the same for the prompt, whose first token has none
     index, others    of several answers to the prompt, those after the first
     """
@@ -111,15 +123,34 @@ class Output:
     @classmethod
     def of(cls, sequence: Sequence, index: int = 0) -> "Output":
         """Of a sequence that has ended."""
-        ids, n, text = sequence.tokens, sequence.n_prompt, sequence.text.text if sequence.text else ""
-        stats, topology = Stats.of(sequence), sequence.stats.topology
-        of_answer = None if sequence.sampling.logprobs is None else [one for one in sequence.logprobs[n:] if one]
+        ids = sequence.tokens
+        n = sequence.n_prompt
+        text = sequence.text.text if sequence.text else ""
+        stats = Stats.of(sequence)
+        topology = sequence.stats.topology
+        of_answer = (
+            None
+            if sequence.sampling.logprobs is None
+            else [one for one in sequence.logprobs[n:] if one]
+        )
         of_prompt = None if sequence.sampling.prompt_logprobs is None else sequence.logprobs[:n]
-        return cls(ids[:n], ids[n:], text, sequence.finish_reason or "", stats, topology, of_answer, of_prompt, index)
+        return cls(
+            ids[:n],
+            ids[n:],
+            text,
+            sequence.finish_reason or "",
+            stats,
+            topology,
+            of_answer,
+            of_prompt,
+            index,
+        )
 
 
 class Pass(NamedTuple):
-    """The tree of a pass, the nodes of it that were accepted, without the root, and what the pass took."""
+    """The tree of a pass, the nodes of it that were accepted, without the root, and what the pass
+    took.
+    """
 
     topology: Topology
     path: Tokens[int]
@@ -128,9 +159,11 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """What one pass added to an answer; `output` is there with the last piece of all answers to the prompt.
+    """What one pass added to an answer; `output` is there with the last piece of all answers to the
+    prompt.
 
-    logprobs, prompt_logprobs, index  see `Output`; empty where not asked; those of the prompt come with the first piece
+    logprobs, prompt_logprobs, index  see `Output`; empty where not asked; those of the prompt come
+                                      with the first piece
     made_by  the pass that did
     """
 
@@ -168,13 +201,18 @@ class Request:
 
     def pieces(self) -> list[Piece]:
         """What there is now and was not shown before. Raises as `is_done` does."""
-        found, is_done = [], self.is_done
+        found = []
+        is_done = self.is_done
         for i, (one, n) in enumerate(zip(self.sequences, self._n_shown, strict=True)):
             if one.n_new > n:
                 text = one.text.take(final=one.finish_reason is not None) if one.text else ""
                 first = one.n_prompt + n
                 logprobs = [of_token for of_token in one.logprobs[first:] if of_token]
-                of_prompt = one.logprobs[:first] if n == 0 and one.sampling.prompt_logprobs is not None else []
+                of_prompt = (
+                    one.logprobs[:first]
+                    if n == 0 and one.sampling.prompt_logprobs is not None
+                    else []
+                )
                 made_by = Pass(*one.stats.last, one.stats.passes[-1][0])
                 found.append(Piece(text, one.tokens[first:], None, logprobs, of_prompt, i, made_by))
                 self._n_shown[i] = one.n_new

@@ -1,4 +1,6 @@
-"""Measures what the machine can do: how its disk likes to be read, and how fast the device reads weights."""
+"""Measures what the machine can do: how its disk likes to be read, and how fast the device reads
+weights.
+"""
 
 import hashlib
 import os
@@ -27,19 +29,36 @@ from offload_rt.offload.streamer import LayerView
 from offload_rt.offload.tier import Tier, read_parallel
 from offload_rt.ops.linear import linear
 from offload_rt.system.files import read_cached, write_cached
-from offload_rt.system.machine import ComputeTimes, MachineProfile, PassBytes, cache_nbytes, memory_free
+from offload_rt.system.machine import (
+    ComputeTimes,
+    MachineProfile,
+    PassBytes,
+    cache_nbytes,
+    memory_free,
+)
 from offload_rt.system.numa import cpus_near, staying_near
 from offload_rt.tree.choose import ExpertsBias
 from offload_rt.tree.topology import Topology
 from offload_rt.weights.header import TensorRecord
 from offload_rt.weights.layout import host_block
 
-_CACHE, _VERSION = "disk.json", 1
-_CANDIDATES = (ReadSettings(1 << 20, 4), ReadSettings(4 << 20, 2), ReadSettings(512 << 10, 8), ReadSettings(2 << 20, 4))
+_CACHE = "disk.json"
+_VERSION = 1
+_CANDIDATES = (
+    ReadSettings(1 << 20, 4),
+    ReadSettings(4 << 20, 2),
+    ReadSettings(512 << 10, 8),
+    ReadSettings(2 << 20, 4),
+)
 _ROUNDS = 3
-_PASSES, _PASSES_VERSION, _REPEATS, _EXPERTS = "passes.json", 2, 2, "experts.json"
-# Of a pass; a cache that says anything else is damaged, and numbers of other sizes overflow in what follows from them.
-_SHORTEST_S, _LONGEST_S = 1e-9, 1e6
+_PASSES = "passes.json"
+_PASSES_VERSION = 2
+_REPEATS = 2
+_EXPERTS = "experts.json"
+# Of a pass; a cache that says anything else is damaged, and numbers of other sizes overflow in what
+# follows from them.
+_SHORTEST_S = 1e-9
+_LONGEST_S = 1e6
 # Remembered times are measured anew when they are off by this much.
 _STALE = 1.3
 # A setting must win by this much before it displaces the first: less is noise on a shared disk.
@@ -61,16 +80,21 @@ def read_settings(layers: Sequence[Sequence[TensorRecord]]) -> ReadSettings:
 def link_gbps(tier: Tier, n_layers: int, seconds: float = 0.5) -> float:
     """GB/s at which a tier delivers, reading whole blocks one after the other for about so long."""
     block = host_block(max(tier.layout(i).nbytes for i in range(n_layers)))
-    started, nbytes, i = time.perf_counter(), 0, 0
+    started = time.perf_counter()
+    nbytes = 0
+    i = 0
     while True:
         nbytes += read_parallel(tier.reads(i % n_layers, block), tier.n_parallel)
-        elapsed, i = time.perf_counter() - started, i + 1
+        elapsed = time.perf_counter() - started
+        i = i + 1
         if elapsed >= seconds:
             return nbytes / elapsed / 1e9
 
 
 def disk_gbps(folder: Path, nbytes: int = 128 << 20) -> float:
-    """GB/s of the disk that a folder is on, by a file that is written there and read. Raises OSError."""
+    """GB/s of the disk that a folder is on, by a file that is written there and read. Raises
+    OSError.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with NamedTemporaryFile(dir=folder) as file:
         file.write(os.urandom(nbytes))
@@ -83,14 +107,20 @@ def disk_gbps(folder: Path, nbytes: int = 128 << 20) -> float:
 def beyond_caches(device: torch.device) -> int:
     """Bytes of which the device's caches hold little, and at most a quarter of what is free."""
     if device.type == "cuda":
-        return min(1 << 30, torch.cuda.mem_get_info(device)[0] // 4)  # the cache of a 4090 holds 72 MB
+        # the cache of a 4090 holds 72 MB
+        return min(1 << 30, torch.cuda.mem_get_info(device)[0] // 4)
     return min(max(256 << 20, 4 * cache_nbytes()), memory_free() // 4)
 
 
 def memory_gbps(dtype: torch.dtype, device: torch.device, n_rows: int = 1) -> float:
     """GB/s at which the device reads a matrix in a product with one vector, or several."""
     width = 4096
-    matrix = torch.ones(beyond_caches(device) // dtype.itemsize // width // n_rows, width, dtype=dtype, device=device)
+    matrix = torch.ones(
+        beyond_caches(device) // dtype.itemsize // width // n_rows,
+        width,
+        dtype=dtype,
+        device=device,
+    )
     vectors = torch.ones(n_rows, width, dtype=dtype, device=device)
     seconds = timed(device, lambda: linear(vectors, matrix))
     return matrix.nbytes / median(seconds) / 1e9
@@ -98,15 +128,19 @@ def memory_gbps(dtype: torch.dtype, device: torch.device, n_rows: int = 1) -> fl
 
 def profile(tier: Tier, n_layers: int, dtype: torch.dtype, device: torch.device) -> MachineProfile:
     """Measure this machine with the layers of a tier on the disk."""
-    disk, memory = link_gbps(tier, n_layers), memory_gbps(dtype, device)
+    disk = link_gbps(tier, n_layers)
+    memory = memory_gbps(dtype, device)
     # Without a GPU host and device are the same memory.
     host = memory if device.type == "cpu" else upload_gbps(device)
-    return MachineProfile(f"this machine, {device.type}", True, (("disk", disk), ("host", host)), memory)
+    return MachineProfile(
+        f"this machine, {device.type}", True, (("disk", disk), ("host", host)), memory
+    )
 
 
 def upload_gbps(device: torch.device, nbytes: int = 256 << 20) -> float:
     """GB/s at which a GPU copies pinned memory of the host."""
-    source, target = host_block(nbytes), torch.empty(nbytes, dtype=torch.uint8, device=device)
+    source = host_block(nbytes)
+    target = torch.empty(nbytes, dtype=torch.uint8, device=device)
     with staying_near(cpus_near(device)):
         pinned = pin(source)
     try:
@@ -118,7 +152,9 @@ def upload_gbps(device: torch.device, nbytes: int = 256 << 20) -> float:
 
 
 def timed(device: torch.device, work: Callable[[], object], n_times: int = 3) -> list[float]:
-    """Seconds of some work each time, by the device's own clock where it is a card, after a first time that is not counted."""
+    """Seconds of some work each time, by the device's own clock where it is a card, after a first
+    time that is not counted.
+    """
     seconds = []
     for _ in range(1 + n_times):
         if device.type == "cuda":
@@ -136,13 +172,23 @@ def timed(device: torch.device, work: Callable[[], object], n_times: int = 3) ->
     return seconds[1:]
 
 
-def pass_profile(runner: Runner, moved: PassBytes, rows: tuple[int, int], disk: Tier | None = None) -> MachineProfile:
-    """What passes of a loaded model cost: computing is remembered for each machine, model and dtype, the link measured.
+def pass_profile(
+    runner: Runner, moved: PassBytes, rows: tuple[int, int], disk: Tier | None = None
+) -> MachineProfile:
+    """What passes of a loaded model cost: computing is remembered for each machine, model and
+    dtype, the link measured.
 
     rows  the most rows of a pass and the longest context
-    disk  its layers, by which the disk is measured where no layer but keys and values come from there, or far experts
+    disk  its layers, by which the disk is measured where no layer but keys and values come from
+          there, or far experts
     """
-    machine = (platform.machine(), platform.processor(), os.cpu_count(), torch.get_num_threads(), torch.__version__)
+    machine = (
+        platform.machine(),
+        platform.processor(),
+        os.cpu_count(),
+        torch.get_num_threads(),
+        torch.__version__,
+    )
     model = (runner.spec, runner.format.name, runner.dtype, str(runner.device), rows)
     key = hashlib.sha256(repr((*machine, *model)).encode()).hexdigest()[:24]
     known = read_cached(_PASSES, _PASSES_VERSION)
@@ -151,7 +197,9 @@ def pass_profile(runner: Runner, moved: PassBytes, rows: tuple[int, int], disk: 
         compute = runner.do(compute_times, *rows)
         write_cached(_PASSES, _PASSES_VERSION, {**known, key: compute.seconds})
     streamed = {tier for tier, nbytes in moved.streamed if nbytes}
-    rate = runner.do(_arrival_gbps, max(nbytes for _, nbytes in moved.streamed)) if streamed else 0.0
+    rate = (
+        runner.do(_arrival_gbps, max(nbytes for _, nbytes in moved.streamed)) if streamed else 0.0
+    )
     beside = {one.tier for one in (moved.rows, moved.experts) if one is not None}
     is_asked = beside and (not rate or moved.far is not None)
     of_disk = link_gbps(disk, runner.spec.n_layers) if disk is not None and is_asked else 0.0
@@ -159,29 +207,37 @@ def pass_profile(runner: Runner, moved: PassBytes, rows: tuple[int, int], disk: 
         streamed |= beside
         if not rate:
             rate = upload_gbps(runner.device) if runner.device.type == "cuda" else of_disk
-    links = dict.fromkeys(sorted(streamed), rate) | ({"disk": of_disk} if moved.far is not None else {})
+    links = dict.fromkeys(sorted(streamed), rate) | (
+        {"disk": of_disk} if moved.far is not None else {}
+    )
     at_rate = moved.computed / compute.seconds[0][0] / 1e9
     return MachineProfile("this machine", True, tuple(links.items()), at_rate, 0.0, compute)
 
 
 def experts_bias(target: str, n_slots: int, closes: ExitStack) -> ExpertsBias:
-    """What earlier runs learned of the experts of a checkpoint in so many slots; what this one learns is kept with `closes`."""
+    """What earlier runs learned of the experts of a checkpoint in so many slots; what this one
+    learns is kept with `closes`.
+    """
     key = hashlib.sha256(repr((target, n_slots)).encode()).hexdigest()[:24]
     try:
         bias = ExpertsBias.of(*read_cached(_EXPERTS, 1)[key])
     except (KeyError, TypeError, ValueError, OverflowError):
         bias = ExpertsBias()
-    closes.callback(lambda: write_cached(_EXPERTS, 1, {**read_cached(_EXPERTS, 1), key: bias.counts()}))
+    closes.callback(
+        lambda: write_cached(_EXPERTS, 1, {**read_cached(_EXPERTS, 1), key: bias.counts()})
+    )
     return bias
 
 
 def _arrival_gbps(runner: Runner, nbytes: int, n_layers: int = 4) -> float:
     """GB/s at which layers come in while nothing is computed, all links together.
 
-    nbytes  of all that are streamed, as they cross the link
-    By the clock, for a meter of events lags behind on a card. The first few layers may have come in already.
+    nbytes  of all that are streamed, as they cross the link By the clock, for a meter of events
+            lags behind on a card. The first few layers may have come in already.
     """
-    order, arrived, seconds = runner.streamer.order, [], 0.0
+    order = runner.streamer.order
+    arrived = []
+    seconds = 0.0
     n_there = min(3, len(order) - 1)
     started = _now(runner)
     with closing(runner.streamer.sweep()) as sweep:
@@ -203,12 +259,17 @@ def _of_all(runner: Runner, seconds: float) -> float:
 
 
 def _restore(entry: Any, widths: tuple[int, ...], contexts: tuple[int, ...]) -> ComputeTimes | None:
-    """The times of a cache entry; None if there is none, or it cannot be times of these widths and contexts."""
+    """The times of a cache entry; None if there is none, or it cannot be times of these widths and
+    contexts.
+    """
     try:
         seconds = np.array(entry, dtype=np.float64)
     except (TypeError, ValueError, OverflowError):
         return None
-    if seconds.shape != (len(contexts), len(widths)) or not ((seconds > _SHORTEST_S) & (seconds < _LONGEST_S)).all():
+    if (
+        seconds.shape != (len(contexts), len(widths))
+        or not ((seconds > _SHORTEST_S) & (seconds < _LONGEST_S)).all()
+    ):
         return None
     return ComputeTimes(widths, contexts, tuple(map(tuple, seconds.tolist())))
 
@@ -220,8 +281,11 @@ def _grid(n_rows: int, max_context: int) -> tuple[tuple[int, ...], tuple[int, ..
 
 
 def _still_holds(runner: Runner, compute: ComputeTimes) -> bool:
-    """Whether one width takes about as long as it did; the times may be of an hour in which others used the machine."""
-    width, context = compute.widths[len(compute.widths) // 2], compute.contexts[0]
+    """Whether one width takes about as long as it did; the times may be of an hour in which others
+    used the machine.
+    """
+    width = compute.widths[len(compute.widths) // 2]
+    context = compute.contexts[0]
     (now,) = seconds_of_passes(runner, [(width, context)])
     return 1 / _STALE < now / float(compute.at(np.array([width]), context)[0]) < _STALE
 
@@ -229,24 +293,34 @@ def _still_holds(runner: Runner, compute: ComputeTimes) -> bool:
 def compute_times(runner: Runner, n_rows: int, max_context: int) -> ComputeTimes:
     """Time passes of several widths, at a short and a long context.
 
-    Attention's share is linear in both, so the long context is timed at the least and the largest width only.
+    Attention's share is linear in both, so the long context is timed at the least and the largest
+    width only.
     """
     widths, contexts = _grid(n_rows, max_context)
-    passes = [*((one, contexts[0]) for one in widths), *((one, contexts[1]) for one in (widths[0], widths[-1]))]
+    passes = [
+        *((one, contexts[0]) for one in widths),
+        *((one, contexts[1]) for one in (widths[0], widths[-1])),
+    ]
     seconds = seconds_of_passes(runner, passes)
-    short, far = seconds[:-2], seconds[-2:]
+    short = seconds[:-2]
+    far = seconds[-2:]
     more = np.interp(widths, (widths[0], widths[-1]), (far[0] - short[0], far[1] - short[-1]))
-    return ComputeTimes(widths, contexts, (tuple(short), tuple((np.array(short) + np.maximum(more, 0)).tolist())))
+    return ComputeTimes(
+        widths, contexts, (tuple(short), tuple((np.array(short) + np.maximum(more, 0)).tolist()))
+    )
 
 
 def seconds_of_passes(runner: Runner, passes: Sequence[tuple[int, int]]) -> list[float]:
-    """Seconds of passes for which no layer is waited: replayed ones, or all layers, each as slow as the first of its kind.
+    """Seconds of passes for which no layer is waited: replayed ones, or all layers, each as slow as
+    the first of its kind.
 
     passes  rows of each, and the context before
     """
-    seconds, spec = [0.0] * len(passes), runner.spec
+    seconds = [0.0] * len(passes)
+    spec = runner.spec
     cache = runner.new_cache(max(map(sum, passes)) + 1, is_alone=True)
-    # Layers with experts and without; others may need what layers before them leave behind, and cannot be timed alone.
+    # Layers with experts and without; others may need what layers before them leave behind, and
+    # cannot be timed alone.
     mixed = spec.mixture.layers if spec.mixture else ()
     n_left = Counter(i in mixed for i in range(spec.n_layers))
     with closing(runner.streamer.sweep()) as sweep:
@@ -282,7 +356,8 @@ def _seconds_replayed(runner: Runner, step: Step) -> float:
 @torch.inference_mode()
 def _seconds_of_parts(runner: Runner, block: LayerView, step: Step) -> list[float]:
     """Seconds of a layer, and of the head."""
-    best, alone = [float("inf"), float("inf")], copy(runner)
+    best = [float("inf"), float("inf")]
+    alone = copy(runner)
     if isinstance(runner.spec, Stage):
         alone.spec = replace(runner.spec, ranks=None)
     for _ in range(_REPEATS):
@@ -304,12 +379,19 @@ def _now(runner: Runner) -> float:
 def _measure_settings(layers: Sequence[Sequence[TensorRecord]]) -> ReadSettings:
     rates: dict[ReadSettings, list[float]] = {settings: [] for settings in _CANDIDATES}
     with ExitStack() as closes:
-        tiers = {settings: closes.enter_context(closing(DiskTier(layers, settings))) for settings in _CANDIDATES}
-        block = host_block(max(tier.layout(i).nbytes for tier in tiers.values() for i in range(len(layers))))
+        tiers = {
+            settings: closes.enter_context(closing(DiskTier(layers, settings)))
+            for settings in _CANDIDATES
+        }
+        block = host_block(
+            max(tier.layout(i).nbytes for tier in tiers.values() for i in range(len(layers)))
+        )
         for _ in range(_ROUNDS):
             for settings, tier in tiers.items():
                 started = time.perf_counter()
-                nbytes = sum(read_parallel(tier.reads(i, block), tier.n_parallel) for i in range(len(layers)))
+                nbytes = sum(
+                    read_parallel(tier.reads(i, block), tier.n_parallel) for i in range(len(layers))
+                )
                 rates[settings].append(nbytes / (time.perf_counter() - started))
     best = max(rates, key=lambda settings: median(rates[settings]))
     return best if median(rates[best]) > _MARGIN * median(rates[_CANDIDATES[0]]) else _CANDIDATES[0]

@@ -1,4 +1,6 @@
-"""Which way ranks divide weights that come from a disk: by what a token takes, whose parts are measured for each way."""
+"""Which way ranks divide weights that come from a disk: by what a token takes, whose parts are
+measured for each way.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -21,18 +23,29 @@ if TYPE_CHECKING:  # it asks what is here
 
 
 def token_seconds(plan: "EnginePlan", product_gbps: Sequence[float]) -> float:
-    """Seconds for a token on the slowest rank, with the best tree for a fair draft; all ranks ask together.
+    """Seconds for a token on the slowest rank, with the best tree for a fair draft; all ranks ask
+    together.
 
-    The disk is timed as this rank reads it: what lies between parts of rows takes time, and so does decoding.
+    The disk is timed as this rank reads it: what lies between parts of rows takes time, and so does
+    decoding.
 
-    product_gbps  at which weights in the dtype of the computation are multiplied by one row, and by those of the largest tree
+    product_gbps  at which weights in the dtype of the computation are multiplied by one row, and by
+                  those of the largest tree
     """
-    model, disk, limits = plan.checkpoint.spec, plan.disk, plan.limits
+    model = plan.checkpoint.spec
+    disk = plan.disk
+    limits = plan.limits
     assert isinstance(model, TensorParallelModel), "a rank has a part of it"
     exchanges = Counter(one for i in range(model.n_layers) for one in model.exchanges(i))
-    widths, compute = sorted({1, limits.n_nodes}), list[float]()
+    widths = sorted({1, limits.n_nodes})
+    compute = list[float]()
     for n_rows, gbps in zip(widths, product_gbps, strict=False):
-        weights = sum(model.flops(i, n_rows, 0) for i in range(model.n_layers)) / 2 / n_rows * plan.dtype.itemsize
+        weights = (
+            sum(model.flops(i, n_rows, 0) for i in range(model.n_layers))
+            / 2
+            / n_rows
+            * plan.dtype.itemsize
+        )
         compute.append(weights / gbps / 1e9)
         for (adds, width), n in sorted(exchanges.items()):
             x = torch.zeros(n_rows, width, dtype=plan.dtype, device=plan.device)
@@ -50,12 +63,18 @@ def token_seconds(plan: "EnginePlan", product_gbps: Sequence[float]) -> float:
 
 
 def reading_notice(plan: "EnginePlan", size: int, is_exact: bool) -> str:
-    """Says so where much is read in vain, and what files have none of it; is_exact: for runs with --exact-parallel."""
-    disk, layers = plan.disk, range(plan.checkpoint.spec.n_layers)
+    """Says so where much is read in vain, and what files have none of it; is_exact: for runs with
+    --exact-parallel.
+    """
+    disk = plan.disk
+    layers = range(plan.checkpoint.spec.n_layers)
     own = sum(map(disk.nbytes, layers))
     read = sum(map(disk.read_nbytes, layers)) if isinstance(disk, DiskTier) else own
     if read < 1.1 * own:
         return ""
-    what = f"layers are read from the disk with what lies between a rank's parts, in {read / own:.1f} times their bytes"
+    what = (
+        f"layers are read from the disk with what lies between a rank's parts, in {read / own:.1f}"
+        " times their bytes"
+    )
     change = f"offload-rt convert{convert_flags(size, is_exact)} writes files without it"
     return f"{what}; {change}"

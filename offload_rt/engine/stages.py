@@ -17,7 +17,11 @@ from offload_rt.weights.checkpoint import Checkpoint
 
 
 def stage_of(
-    config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting, dtype: DType, budget: MemoryBudget
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    drafting: Drafting,
+    dtype: DType,
+    budget: MemoryBudget,
 ) -> Checkpoint:
     """Select this rank's part of a checkpoint, equalizing the fill level of all ranks.
 
@@ -26,11 +30,17 @@ def stage_of(
     """
     ranks = joined()
     spec = checkpoint.spec
-    if ranks is None or ranks.size != config.pipeline or config.pipeline > len(parts := divisible(spec)):
+    if (
+        ranks is None
+        or ranks.size != config.pipeline
+        or config.pipeline > len(parts := divisible(spec))
+    ):
         n_ranks = ranks.size if ranks else 1
         have = f"{n_ranks} started, and {spec.n_layers} layers in {len(divisible(spec))} parts"
         change = "start it by torchrun, with --nproc-per-node and --nnodes"
-        raise SettingsError(f"--pipeline {config.pipeline}", need="as many ranks", have=have, change=change)
+        raise SettingsError(
+            f"--pipeline {config.pipeline}", need="as many ranks", have=have, change=change
+        )
     reads_target = drafting.type.view is not None or drafting.type.drafts_by_copy
     if reads_target or (drafting.draft is not None and drafting.draft.spec.taps):
         need = "a drafter that uses only the model's logits"
@@ -39,16 +49,26 @@ def stage_of(
     sizes = Sizes.of_checkpoint(checkpoint, dtype)
     n_rows = config.max_model_len or SHORTEST_CONTEXT
     stage = _part(checkpoint, range(spec.n_layers), ranks)
-    draft = Sizes.of_checkpoint(drafting.draft, drafting.draft_dtype(dtype)) if drafting.draft else None
-    stage_sizes = replace(sizes, non_layer_nbytes=Sizes.of_checkpoint(stage, dtype).non_layer_nbytes)
+    draft = (
+        Sizes.of_checkpoint(drafting.draft, drafting.draft_dtype(dtype)) if drafting.draft else None
+    )
+    stage_sizes = replace(
+        sizes, non_layer_nbytes=Sizes.of_checkpoint(stage, dtype).non_layer_nbytes
+    )
     reserved = reserved_memory(stage_sizes, draft, dtype, n_rows, config.tree_size or 1)
     on_device = max(budget.device - reserved.total + reserved.cache - budget.libraries, 1)
     with_host = on_device + max(budget.host - budget.buffers, 0)
     rooms = ranks.all_gather(torch.tensor([[on_device, with_host]])).view(-1, 2)
-    kv = [sum(spec.kv_shapes[n].n_numbers for n in spec.kv_layers(i)) * dtype.itemsize for i in range(spec.n_layers)]
+    kv = [
+        sum(spec.kv_shapes[n].n_numbers for n in spec.kv_layers(i)) * dtype.itemsize
+        for i in range(spec.n_layers)
+    ]
     state_nbytes = sum(shape.nbytes(dtype.itemsize) for shape in spec.state_shapes[:1])
     held = [
-        sum(sizes.layer_nbytes[i] + n_rows * kv[i] + (state_nbytes if i in spec.state_layers else 0) for i in part)
+        sum(
+            sizes.layer_nbytes[i] + n_rows * kv[i] + (state_nbytes if i in spec.state_layers else 0)
+            for i in part
+        )
         for part in parts
     ]
     device_rooms, all_rooms = rooms.T.tolist()
@@ -62,7 +82,12 @@ def _part(checkpoint: Checkpoint, layers: range, ranks: Ranks) -> Checkpoint:
     stage = Stage.of(checkpoint.spec, layers, ranks)
     is_all = stage.rank == 0 or not stage.is_native
     non_layer = tuple(tensor for tensor in checkpoint.non_layer if is_all or len(tensor.shape) == 1)
-    return replace(checkpoint, spec=stage, layers=checkpoint.layers[layers.start : layers.stop], non_layer=non_layer)
+    return replace(
+        checkpoint,
+        spec=stage,
+        layers=checkpoint.layers[layers.start : layers.stop],
+        non_layer=non_layer,
+    )
 
 
 def of_all(plan: Plan, ranks: Ranks) -> PassBytes:

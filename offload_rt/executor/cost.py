@@ -50,7 +50,11 @@ class CostEstimator:
         return estimator
 
     def seconds(
-        self, n_rows: np.ndarray, context: int, draft_s: np.ndarray | float = 0.0, n_sequences: int = 1
+        self,
+        n_rows: np.ndarray,
+        context: int,
+        draft_s: np.ndarray | float = 0.0,
+        n_sequences: int = 1,
     ) -> np.ndarray:
         """Predict the seconds of a step for each number of rows.
 
@@ -58,7 +62,9 @@ class CostEstimator:
         draft_s      seconds of drafting
         n_sequences  number of sequences that share the rows
         """
-        return self._slack * pass_times(self.profile, self._moved, n_rows, context, draft_s, n_sequences)
+        return self._slack * pass_times(
+            self.profile, self._moved, n_rows, context, draft_s, n_sequences
+        )
 
     def level(self, n_sequences: int) -> float:
         """Predict the seconds of a level of `n_sequences` trees, measured or computed."""

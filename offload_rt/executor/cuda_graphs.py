@@ -24,20 +24,24 @@ from offload_rt.weights.layout import packed_layout
 _KEYS = 256
 # Where keys that are not there cost nothing, a pass has room for so many at least.
 _LEAST_KEYS = 1024
-# Captured shapes of one buffer. Each takes some megabytes of the driver's; a tree seldom needs more than twenty.
+# Captured shapes of one buffer. Each takes some megabytes of the driver's; a tree seldom needs more
+# than twenty.
 _MOST_KEPT = 40
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 Replay = Callable[[], None]
-# What is made of logits (rows, vocabulary) on the device: one row for each. Of equal ones the first is captured for all.
+# What is made of logits (rows, vocabulary) on the device: one row for each. Of equal ones the first
+# is captured for all.
 Reduce = Callable[[Tensor], Tensor]
 Capture = Callable[[Callable[[], None]], Replay]
 
 
 @dataclass(frozen=True)
 class ResidentModel:
-    """A model whose layers are all on the device, and after which of them a drafter takes hidden states."""
+    """A model whose layers are all on the device, and after which of them a drafter takes hidden
+    states.
+    """
 
     spec: Architecture
     layers: Sequence[LayerWeights]
@@ -46,7 +50,9 @@ class ResidentModel:
 
 
 def keep_tapped(taps: Sequence[int], tapped: Tensor, hidden: Tensor, n_layers: int) -> None:
-    """Copy hidden states (n, hidden_size) behind `n_layers` layers to their places in tapped (n, len(taps), hidden_size)."""
+    """Copy hidden states (n, hidden_size) behind `n_layers` layers to their places in tapped (n,
+    len(taps), hidden_size).
+    """
     for place, tap in enumerate(taps):
         if tap == n_layers:
             tapped[:, place] = hidden
@@ -54,7 +60,9 @@ def keep_tapped(taps: Sequence[int], tapped: Tensor, hidden: Tensor, n_layers: i
 
 @dataclass(frozen=True)
 class GraphShape:
-    """The most a pass may have: rows computed, cache rows attended to, and those of them that belong to the tree."""
+    """The most a pass may have: rows computed, cache rows attended to, and those of them that
+    belong to the tree.
+    """
 
     n_rows: int
     n_keys: int
@@ -78,7 +86,8 @@ class PassRows:
 
 @dataclass(frozen=True)
 class GraphInputs(PassRows):
-    """Rows at fixed addresses, for passes of at most so many; what the mask's tensors hold changes from pass to pass.
+    """Rows at fixed addresses, for passes of at most so many; what the mask's tensors hold changes
+    from pass to pass.
 
     block  uint8, of which all these are views
     """
@@ -86,13 +95,19 @@ class GraphInputs(PassRows):
     block: Tensor
 
     @classmethod
-    def empty(cls, shape: GraphShape, of_row: Sequence[Tensor], device: torch.device) -> "GraphInputs":
+    def empty(
+        cls, shape: GraphShape, of_row: Sequence[Tensor], device: torch.device
+    ) -> "GraphInputs":
         """Inputs of a model whose `row_inputs` of one row are `of_row`."""
-        n, int32 = shape.n_rows, DType.INT32
+        n = shape.n_rows
+        int32 = DType.INT32
         layout = packed_layout((
-            ("ids", (n,), DType.INT64), ("rows", (n,), DType.INT64), ("bits", (n, -(-shape.n_tree_rows // 32)), int32),
-            ("depths", (n,), int32), ("key_depths", (shape.n_tree_rows,), int32), ("extent", (2,), int32),
-            *((f"row_inputs.{i}", (n, *one.shape[1:]), DType.of(one.dtype)) for i, one in enumerate(of_row)),
+            ("ids", (n,), DType.INT64), ("rows", (n,), DType.INT64),
+            ("bits", (n, -(-shape.n_tree_rows // 32)), int32),
+            ("depths", (n,), int32), ("key_depths", (shape.n_tree_rows,), int32),
+            ("extent", (2,), int32),
+            *((f"row_inputs.{i}", (n, *one.shape[1:]), DType.of(one.dtype)) for i,
+                one in enumerate(of_row)),
         ))  # fmt: skip
         block = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
         ids, rows, bits, depths, key_depths, extent, *row_inputs = layout.views(block).values()
@@ -102,11 +117,16 @@ class GraphInputs(PassRows):
     def fill(self, rows: PassRows, spare: int) -> None:
         """Copy the rows of a pass into these inputs, which are on the host.
 
-        Rows left over write to cache row `spare` and see what the first row sees: attention to nothing may give NaN.
+        Rows left over write to cache row `spare` and see what the first row sees: attention to
+        nothing may give NaN.
         """
-        n, mask, source = len(rows.ids), self.mask, rows.mask
+        n = len(rows.ids)
+        mask = self.mask
+        source = rows.mask
         self.block.zero_()
-        self.ids[:n], self.rows[:n], self.rows[n:] = rows.ids, rows.rows, spare
+        self.ids[:n] = rows.ids
+        self.rows[:n] = rows.rows
+        self.rows[n:] = spare
         for mine, one in zip(self.row_inputs, rows.row_inputs, strict=True):
             mine[:n] = one
         mask.bits[:n, : source.bits.shape[1]] = source.bits
@@ -117,14 +137,18 @@ class GraphInputs(PassRows):
 
 
 class _Captured:
-    """A computation that runs as it is the first time, is captured the second time, and replayed from then on."""
+    """A computation that runs as it is the first time, is captured the second time, and replayed
+    from then on.
+    """
 
     def __init__(self) -> None:
         self._n_runs = 0
         self._replay: Replay | None = None
 
     def run(self, compute: Callable[[], None], capture: Capture) -> None:
-        """Compute. Where memory runs out while it is captured, or it cannot be captured, it goes on running as it is."""
+        """Compute. Where memory runs out while it is captured, or it cannot be captured, it goes on
+        running as it is.
+        """
         if self._n_runs == 1:
             with suppress(torch.OutOfMemoryError, extension.NotCapturable):
                 self._replay = capture(compute)
@@ -139,14 +163,21 @@ class GraphPass:
     """
 
     def __init__(
-        self, model: ResidentModel, buffer: KVBuffer, shape: GraphShape, logits: Tensor, tapped: Tensor
+        self,
+        model: ResidentModel,
+        buffer: KVBuffer,
+        shape: GraphShape,
+        logits: Tensor,
+        tapped: Tensor,
     ) -> None:
-        self._model, self._buffer = model, buffer
+        self._model = model
+        self._buffer = buffer
         one = torch.ones(1, dtype=torch.int64)
         of_row = model.spec.row_inputs(one, one, buffer.keys.dtype)
         self._host = GraphInputs.empty(shape, of_row, torch.device("cpu"))
         self._inputs = GraphInputs.empty(shape, of_row, buffer.keys.device)
-        self.row_inputs, self._mask = self._inputs.row_inputs, self._inputs.mask
+        self.row_inputs = self._inputs.row_inputs
+        self._mask = self._inputs.mask
         self._logits, self._tapped = logits[: shape.n_rows], tapped[: shape.n_rows]
         self._captured = _Captured()
 
@@ -159,8 +190,10 @@ class GraphPass:
     @torch.inference_mode()
     def compute(self) -> None:
         """Embedding, layers and head; writes the rows of the cache and the logits."""
-        model, non_layer = self._model.spec, self._model.non_layer
-        self._mask = replace(self._inputs.mask)  # what the reference makes of a mask is part of what is captured
+        model = self._model.spec
+        non_layer = self._model.non_layer
+        # what the reference makes of a mask is part of what is captured
+        self._mask = replace(self._inputs.mask)
         hidden, _ = model.embed(non_layer, self._inputs.ids, self.row_inputs)
         keep_tapped(self._model.taps, self._tapped, hidden, 0)
         for i, weights in enumerate(self._model.layers):
@@ -174,7 +207,9 @@ class GraphPass:
         softcap: float | None = None, sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """See `PassContext.attend`."""
-        asked = Attention(layer, 0, q, k, v, self._mask.within(window), scale, rotary, softcap, sinks)
+        asked = Attention(
+            layer, 0, q, k, v, self._mask.within(window), scale, rotary, softcap, sinks
+        )
         return self._buffer.attend(layer, self._inputs.rows, asked)
 
 
@@ -205,10 +240,14 @@ class GraphRunner:
     """
 
     def __init__(
-        self, model: ResidentModel, most: GraphShape, new_buffer: Callable[[int], KVBuffer], capture: Capture,
+        self, model: ResidentModel, most: GraphShape, new_buffer: Callable[[int], KVBuffer],
+        capture: Capture,
         ranks: Ranks | None = None,
     ) -> None:  # fmt: skip
-        self._model, self._most, self._new_buffer, self._capture = model, most, new_buffer, capture
+        self._model = model
+        self._most = most
+        self._new_buffer = new_buffer
+        self._capture = capture
         self._capture_pass = capture if ranks is None else partial(capture_together, capture, ranks)
         self._most_rows = most_captured_rows(most.n_rows)
         self._passes: dict[KVBuffer, dict[GraphShape, GraphPass]] = {}
@@ -218,30 +257,37 @@ class GraphRunner:
         self.tapped = torch.empty(0)
 
     def prepare(self, seconds: float) -> None:
-        """Capture passes of all widths, each at the shortest length, for as long as `seconds` allow.
+        """Capture passes of all widths, each at the shortest length, for as long as `seconds`
+        allow.
 
         The largest comes first: the others find room in the memory that it took.
         """
         buffer = self.reuse(self._most.n_keys, is_alone=True)
         assert buffer is not None, "it is as large as the largest"
-        widths = [width for width in GRAPH_WIDTHS if width <= self._most_rows and width < buffer.capacity]
+        widths = [
+            width for width in GRAPH_WIDTHS if width <= self._most_rows and width < buffer.capacity
+        ]
         started = time.perf_counter()
         for width in (*widths[-1:], *widths[:-1]):
             if time.perf_counter() - started > seconds:
                 break
             nodes = torch.arange(width)
             row_inputs = self._model.spec.row_inputs(nodes, nodes + 1, buffer.keys.dtype)
-            rows = PassRows(nodes * 0, nodes, row_inputs, ops.make_tree_mask(nodes.numpy() - 1, 0, 0))
+            rows = PassRows(
+                nodes * 0, nodes, row_inputs, ops.make_tree_mask(nodes.numpy() - 1, 0, 0)
+            )
             for _ in range(2):
                 self.forward(buffer, rows)
 
     def reuse(self, capacity: int, is_alone: bool) -> KVBuffer | None:
-        """The buffer that sequences use which run alone, one after the other, with its passes; None if it is too small.
+        """The buffer that sequences use which run alone, one after the other, with its passes; None
+        if it is too small.
 
         For any other cache it is dropped, since that one needs the memory.
         """
         if not is_alone or capacity > self._most.n_keys:
-            dropped, self._reusable = self._reusable, None
+            dropped = self._reusable
+            self._reusable = None
             if dropped is not None:
                 self.free(dropped)
             return None
@@ -260,7 +306,8 @@ class GraphRunner:
         return isinstance(cache, ContiguousCache) and has_rows and shape.n_keys < cache.capacity
 
     def forward(self, buffer: KVBuffer, rows: PassRows, reduce: Reduce | None = None) -> Tensor:
-        """Logits (n, vocabulary) of the rows, or what `reduce` makes of them, one row for each; valid until the next pass.
+        """Logits (n, vocabulary) of the rows, or what `reduce` makes of them, one row for each;
+        valid until the next pass.
 
         Writes their keys and values to the buffer.
         """
@@ -268,19 +315,25 @@ class GraphRunner:
         if self._logits is None:
             size = (self._most_rows, self._model.spec.vocab_size)
             self._logits = torch.empty(size, dtype=buffer.keys.dtype, device=buffer.keys.device)
-            self.tapped = self._logits.new_empty(size[0], len(self._model.taps), self._model.spec.hidden_size)
+            self.tapped = self._logits.new_empty(
+                size[0], len(self._model.taps), self._model.spec.hidden_size
+            )
         logits = self._logits
         if buffer not in self._passes:
             self._passes[buffer] = {}
             buffer.clear(rows.mask.n_keys - n)  # 0 times what an uninitialised row holds may be NaN
         shape = self._rounded(n, rows.mask.n_keys, buffer)
         _most_recent(
-            self._passes[buffer], shape, lambda: GraphPass(self._model, buffer, shape, logits, self.tapped)
+            self._passes[buffer],
+            shape,
+            lambda: GraphPass(self._model, buffer, shape, logits, self.tapped),
         ).run(rows, self._capture_pass)
         if reduce is None:
             return logits[:n]
         reduction = _most_recent(
-            self._reductions, (shape.n_rows, reduce), lambda: _Reduction(reduce, logits[: shape.n_rows])
+            self._reductions,
+            (shape.n_rows, reduce),
+            lambda: _Reduction(reduce, logits[: shape.n_rows]),
         )
         reduction.run(self._capture)
         return reduction.out[:n]
@@ -297,7 +350,9 @@ class GraphRunner:
 
 
 def _most_recent(kept: dict[_Key, _Value], key: _Key, make: Callable[[], _Value]) -> _Value:
-    """The value of a key, which becomes the most recently used one; of too many the least recently used one goes."""
+    """The value of a key, which becomes the most recently used one; of too many the least recently
+    used one goes.
+    """
     kept[key] = kept.pop(key) if key in kept else make()
     if len(kept) > _MOST_KEPT:
         del kept[next(iter(kept))]
@@ -326,17 +381,20 @@ class CudaCapture:
     def __init__(self) -> None:
         self._is_broken = False
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        # This graph stays for ever. A pool that its last graph has left cannot be captured into again while anything still
-        # lies in it, and cuBLAS keeps there what it took in the first capture (vllm-project/vllm issue 28426). It also keeps
-        # that memory mapped where a graph that is dropped gives up cuBLAS's workspace, which others were captured with.
+        # This graph stays for ever. A pool that its last graph has left cannot be captured into
+        # again while anything still lies in it, and cuBLAS keeps there what it took in the first
+        # capture (vllm-project/vllm issue 28426). It also keeps that memory mapped where a graph
+        # that is dropped gives up cuBLAS's workspace, which others were captured with.
         self._flag = torch.zeros(1, device="cuda")
         with suppress(extension.NotCapturable):
             self._anchor = self(self._flag.zero_)
 
     def __call__(self, compute: Callable[[], object]) -> Replay:
-        """Capture what `compute` launches; it has run before, so that nothing is set up for the first time.
+        """Capture what `compute` launches; it has run before, so that nothing is set up for the
+        first time.
 
-        Raises OutOfMemoryError without room for the graph, and NotCapturable after any other failure.
+        Raises OutOfMemoryError without room for the graph, and NotCapturable after any other
+        failure.
         """
         if self._is_broken:
             raise extension.NotCapturable
@@ -351,11 +409,17 @@ class CudaCapture:
         except RuntimeError as error:
             self._is_broken = True
             reason = str(error).splitlines()[0]
-            print(f"CUDA graphs are off, which slows small passes: {reason}", file=sys.stderr, flush=True)
+            print(
+                f"CUDA graphs are off, which slows small passes: {reason}",
+                file=sys.stderr,
+                flush=True,
+            )
             raise extension.NotCapturable from error
 
     def _capture(self, compute: Callable[[], object]) -> Replay:
-        """By the graph's own methods: `torch.cuda.graph` waits for the device, copies included, and empties the cache."""
+        """By the graph's own methods: `torch.cuda.graph` waits for the device, copies included, and
+        empties the cache.
+        """
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
             # Other threads go on enqueueing copies during the capture.

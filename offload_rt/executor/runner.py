@@ -13,7 +13,14 @@ from torch import Tensor
 from offload_rt import ops
 from offload_rt.chunks import CHUNK_ROWS
 from offload_rt.errors import machine_error
-from offload_rt.executor.cuda_graphs import Capture, GraphRunner, GraphShape, PassRows, ResidentModel, keep_tapped
+from offload_rt.executor.cuda_graphs import (
+    Capture,
+    GraphRunner,
+    GraphShape,
+    PassRows,
+    ResidentModel,
+    keep_tapped,
+)
 from offload_rt.executor.step import Chunk, Segment, Step
 from offload_rt.kv.cache import ContiguousCache, KVBuffer, KVCache
 from offload_rt.kv.chosen import best_chunks
@@ -114,7 +121,9 @@ class Runner:
             tapped = hidden.new_empty(len(hidden), len(self.taps), hidden.shape[1])
             keep_tapped(self.taps, tapped, hidden, 0)
             # Without streaming, chunks pass through the pipeline ranks individually.
-            goes_by_chunk = isinstance(self.spec, Stage) and not self.streamer.order and self.far is None
+            goes_by_chunk = (
+                isinstance(self.spec, Stage) and not self.streamer.order and self.far is None
+            )
             for part in [[chunk] for chunk in chunks] if goes_by_chunk else [chunks]:
                 with self._bring_rows(part), closing(self.streamer.sweep()) as sweep:
                     for block in sweep:
@@ -141,10 +150,14 @@ class Runner:
             return nullcontext()
         segments = [segment for chunk in chunks for segment in chunk.segments]
         layers = range(self.spec.n_layers)
-        return self.far.bring([rows for i in layers for segment in segments for rows in segment.cache.beyond(i)])
+        return self.far.bring(
+            [rows for i in layers for segment in segments for rows in segment.cache.beyond(i)]
+        )
 
     @contextmanager
-    def everywhere(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Iterator[None]:
+    def everywhere(
+        self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
+    ) -> Iterator[None]:
         """Broadcast a method call to the runners of further ranks; nested calls stay local."""
         tell = self.tell
         self.tell = _tell_nobody
@@ -167,7 +180,9 @@ class Runner:
         if self.device.type == "cpu":
             return [True] * len(logits)
         done = torch.ones((), dtype=torch.bool, device=self.device)
-        _, *flags = ops.to_host([done, *(rows.amax(-1).isfinite().all() for rows in logits)], is_long=True)
+        _, *flags = ops.to_host(
+            [done, *(rows.amax(-1).isfinite().all() for rows in logits)], is_long=True
+        )
         return [bool(flag) for flag in flags]
 
     def use_graphs(self, limit: GraphShape, capture: Capture, seconds: float = 0.0) -> None:
@@ -176,10 +191,16 @@ class Runner:
         limit    largest captured shape
         seconds  time limit for capturing likely shapes in advance
         """
-        if self.kv is not ContiguousCache or not self.spec.is_native or isinstance(self.spec, Stage):
+        if (
+            self.kv is not ContiguousCache
+            or not self.spec.is_native
+            or isinstance(self.spec, Stage)
+        ):
             return
         model = ResidentModel(self.spec, self.resident_layers(), self.non_layer, self.taps)
-        new_buffer = partial(KVBuffer.empty, self.spec.kv_shapes, dtype=self.dtype, device=self.device)
+        new_buffer = partial(
+            KVBuffer.empty, self.spec.kv_shapes, dtype=self.dtype, device=self.device
+        )
         ranks = self.spec.ranks if isinstance(self.spec, TensorParallelModel) else None
         self._graphs = GraphRunner(model, limit, new_buffer, capture, ranks)
         if seconds and ranks is None:  # ranks must capture equal shapes, but have separate clocks
@@ -187,7 +208,10 @@ class Runner:
 
     def resident_layers(self) -> list[LayerWeights]:
         """Return the weights of all layers, which must be resident."""
-        return [self.format.view(block.layout, block.data, self.dtype) for block in self.streamer.sweep()]
+        return [
+            self.format.view(block.layout, block.data, self.dtype)
+            for block in self.streamer.sweep()
+        ]
 
     def close(self) -> None:
         """Stop all transfers and drop CUDA graphs, which reference the weights."""
@@ -220,13 +244,17 @@ class Runner:
         rows = torch.arange(step.n_done, n_tokens) + cache.n_held
         inputs = PassRows(step.tokens[step.n_done :], rows, self._row_inputs([whole]), whole.mask())
         with self.trace.span(COMPUTE, "all layers"):
-            out = self._graphs.forward(cache.buffer, inputs, step.reduce)[step.n_rows - step.n_wanted :]
+            out = self._graphs.forward(cache.buffer, inputs, step.reduce)[
+                step.n_rows - step.n_wanted :
+            ]
         self.tapped = (self._graphs.tapped[: step.n_rows],)
         return out
 
     def embed(self, ids: Tensor, chunks: Sequence[Chunk]) -> tuple[Tensor, list[Chunk]]:
         """Embed tokens (n,); return hidden states (n, hidden_size) and chunks with layer inputs."""
-        parts = [self.spec.embed(self.non_layer, ids[chunk.rows], chunk.row_inputs) for chunk in chunks]
+        parts = [
+            self.spec.embed(self.non_layer, ids[chunk.rows], chunk.row_inputs) for chunk in chunks
+        ]
         hidden = parts[0][0] if len(parts) == 1 else torch.cat([part for part, _ in parts])
         embedded = zip(chunks, parts, strict=True)
         return hidden, [replace(chunk, row_inputs=inputs) for chunk, (_, inputs) in embedded]
@@ -270,7 +298,11 @@ class Runner:
         is_alone  no other sequence runs concurrently, so CUDA graphs can be reused
         share     rows on the device; None for all rows
         """
-        buffer = self._graphs.reuse(capacity, is_alone and not self._caches) if self._graphs is not None else None
+        buffer = (
+            self._graphs.reuse(capacity, is_alone and not self._caches)
+            if self._graphs is not None
+            else None
+        )
         id = next(self._ids)
         empty = partial(KVBuffer.empty, self.spec.kv_shapes, dtype=self.dtype, device=self.device)
         if self.far is not None and share is not None and share.n_on_device < capacity:
@@ -380,7 +412,11 @@ class Runner:
         """Copy tokens and all layer inputs of a pass to the device in a single transfer."""
         chunks = self._chunks(steps)
         ids = torch.cat([step.tokens[step.n_done :] for step in steps])
-        tensors = iter(ops.to_device([ids, *(tensor for chunk in chunks for tensor in chunk.tensors)], self.device))
+        tensors = iter(
+            ops.to_device(
+                [ids, *(tensor for chunk in chunks for tensor in chunk.tensors)], self.device
+            )
+        )
         return next(tensors), [chunk.with_tensors(tensors) for chunk in chunks]
 
     def _chunks(self, steps: Sequence[Step]) -> list[Chunk]:
@@ -404,7 +440,9 @@ class Runner:
             masks = tuple(segment.mask() for segment in segments)
             rows = slice(first, first + segments[-1].rows.stop)
             inputs = tuple(
-                segment.inputs(self.spec.state_shapes[0].kernel) for segment in segments if self.spec.state_shapes
+                segment.inputs(self.spec.state_shapes[0].kernel)
+                for segment in segments
+                if self.spec.state_shapes
             )
             chunks.append(Chunk(rows, tuple(segments), masks, self._row_inputs(segments), inputs))
         return chunks
@@ -421,7 +459,10 @@ class Runner:
         """Return the inputs that layers need per row, on the host."""
         positions = torch.cat([segment.positions() for segment in segments])
         prompts = torch.cat(
-            [torch.full((segment.stop - segment.start,), segment.step.n_prompt) for segment in segments]
+            [
+                torch.full((segment.stop - segment.start,), segment.step.n_prompt)
+                for segment in segments
+            ]
         )
         return self.spec.row_inputs(positions, torch.maximum(prompts, positions + 1), self.dtype)
 
@@ -429,7 +470,9 @@ class Runner:
         """Apply the head to wanted rows: (n, hidden_size) -> (n_wanted, vocabulary) per step."""
         wanted = []
         n_wanted = [step.n_wanted for step in steps]
-        for step, rows in zip(steps, torch.split(hidden, [step.n_rows for step in steps]), strict=True):
+        for step, rows in zip(
+            steps, torch.split(hidden, [step.n_rows for step in steps]), strict=True
+        ):
             n_others = step.n_rows - step.n_wanted
             wanted.append(rows[n_others:])
             if step.read is not None and n_others:

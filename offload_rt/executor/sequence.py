@@ -43,7 +43,9 @@ class Sequence:
     def __post_init__(self) -> None:
         self.n_prompt = len(self.tokens)
         self.logprobs = [None] * self.n_prompt
-        self.end_ids = frozenset(self.sampling.stop_token_ids) | (set() if self.sampling.ignore_eos else self.end_ids)
+        self.end_ids = frozenset(self.sampling.stop_token_ids) | (
+            set() if self.sampling.ignore_eos else self.end_ids
+        )
         if self.sampling.seed is None:
             self.generator.seed()
         else:

@@ -52,7 +52,13 @@ class Step:
     def __reduce__(self) -> tuple[Any, ...]:
         """Serialize for further ranks, without the functions on logits."""
         counts = self.n_wanted, self.n_prompt, self.n_done, self.n_chain
-        return _sent, (self.cache, self.tokens.numpy(), self.topology, *counts, self.read is not None)
+        return _sent, (
+            self.cache,
+            self.tokens.numpy(),
+            self.topology,
+            *counts,
+            self.read is not None,
+        )
 
 
 def _sent(
@@ -67,7 +73,16 @@ def _sent(
 ) -> Step:
     """Rebuild a step of rank 0 on a further rank."""
     read = _unread if reads else None
-    return Step(cache, torch.from_numpy(tokens), topology, n_wanted, n_prompt, n_done, n_chain=n_chain, read=read)
+    return Step(
+        cache,
+        torch.from_numpy(tokens),
+        topology,
+        n_wanted,
+        n_prompt,
+        n_done,
+        n_chain=n_chain,
+        read=read,
+    )
 
 
 def _unread(logits: Tensor) -> None:
@@ -86,7 +101,10 @@ class Segment:
 
     def positions(self) -> Tensor:
         """Return the positions (n,) int64 in the sequence."""
-        return torch.from_numpy(self.step.topology.depths[self.start : self.stop]).long() + self.cache.n_committed
+        return (
+            torch.from_numpy(self.step.topology.depths[self.start : self.stop]).long()
+            + self.cache.n_committed
+        )
 
     def mask(self) -> ops.TreeMask:
         """Return the visibility of cached rows, without a window, on the host."""
@@ -98,7 +116,9 @@ class Segment:
         rows = [np.arange(self.start, self.stop)]
         for _ in range(kernel - 1):  # predecessors of node 0 are -1, -2, ...
             rows.append(np.where(rows[-1] > 0, parents[np.maximum(rows[-1], 0)], rows[-1] - 1))
-        return torch.from_numpy(np.stack(rows, axis=1)) + (kernel - 1 - min(self.start, self.step.n_chain))
+        return torch.from_numpy(np.stack(rows, axis=1)) + (
+            kernel - 1 - min(self.start, self.step.n_chain)
+        )
 
 
 @dataclass(frozen=True)
@@ -134,7 +154,9 @@ class Chunk:
             rows = segment.rows
             turn = None if rotary is None else (rotary[0][rows], rotary[1][rows])
             qkv = q[rows], None if k is None else k[rows], None if v is None else v[rows]
-            asked = Attention(layer, segment.start, *qkv, mask.within(window), scale, turn, softcap, sinks)
+            asked = Attention(
+                layer, segment.start, *qkv, mask.within(window), scale, turn, softcap, sinks
+            )
             # Each layer overwrites the request, so the last layer's request remains.
             segment.cache.asked = asked if segment.cache.keeps_query else None
             outs.append(segment.cache.attend(asked))
@@ -162,7 +184,11 @@ class Chunk:
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors that layers read."""
-        return [*self.row_inputs, *self.inputs, *(tensor for mask in self.masks for tensor in mask.tensors)]
+        return [
+            *self.row_inputs,
+            *self.inputs,
+            *(tensor for mask in self.masks for tensor in mask.tensors),
+        ]
 
     def with_tensors(self, tensors: Iterator[Tensor]) -> "Chunk":
         """Return this chunk with the next tensors of an iterator, e.g. device copies."""

@@ -50,8 +50,14 @@ class Attention:
     def query(self, row: int) -> "Attention | None":
         """Return the rotated query of a pending row, or None for a row outside this request."""
         at = slice(row - self.start, row - self.start + 1)
-        q = self.q[at] if self.rotary is None else rotate(self.q[at], *(turn[at] for turn in self.rotary))
-        return replace(self, q=q, k=None, v=None, rotary=None) if 0 <= at.start < len(self.q) else None
+        q = (
+            self.q[at]
+            if self.rotary is None
+            else rotate(self.q[at], *(turn[at] for turn in self.rotary))
+        )
+        return (
+            replace(self, q=q, k=None, v=None, rotary=None) if 0 <= at.start < len(self.q) else None
+        )
 
 
 class KVCache(ABC):
@@ -128,7 +134,9 @@ class KVCache(ABC):
         need = self.n_held + len(tokens)
         if need > self.capacity:
             change = "raise --max-model-len or lower --tree-size"
-            raise CapacityError("the KV cache", need=f"{need} rows", have=str(self.capacity), change=change)
+            raise CapacityError(
+                "the KV cache", need=f"{need} rows", have=str(self.capacity), change=change
+            )
         self._pending = list(tokens)
 
     def commit(self, rows: Sequence[int]) -> None:
@@ -165,7 +173,9 @@ class KVCache(ABC):
 
 def n_shared(a: Sequence[int], b: Sequence[int]) -> int:
     """Return the length of the longest common prefix."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,10 +186,17 @@ class KVBuffer:
     values: Tensor
 
     @classmethod
-    def empty(cls, shapes: Sequence[KVShape], capacity: int, dtype: torch.dtype, device: torch.device) -> "KVBuffer":
+    def empty(
+        cls, shapes: Sequence[KVShape], capacity: int, dtype: torch.dtype, device: torch.device
+    ) -> "KVBuffer":
         """Allocate uninitialised memory for layers of equal shape."""
         n_heads, *dims = shapes[0]
-        return cls(*(torch.empty(len(shapes), n_heads, capacity, dim, dtype=dtype, device=device) for dim in dims))
+        return cls(
+            *(
+                torch.empty(len(shapes), n_heads, capacity, dim, dtype=dtype, device=device)
+                for dim in dims
+            )
+        )
 
     @property
     def capacity(self) -> int:
@@ -218,14 +235,18 @@ class ContiguousCache(KVCache):
     places  (buffer index, layer index within the buffer) of each layer
     """
 
-    def __init__(self, buffer: KVBuffer, *more: KVBuffer, places: Sequence[tuple[int, int]] = ()) -> None:
+    def __init__(
+        self, buffer: KVBuffer, *more: KVBuffer, places: Sequence[tuple[int, int]] = ()
+    ) -> None:
         super().__init__(buffer.capacity)
         self.buffer = buffer
         self._buffers = (buffer, *more)
         self._places = places
 
     @classmethod
-    def empty(cls, model: Architecture, capacity: int, dtype: torch.dtype, device: torch.device) -> Self:
+    def empty(
+        cls, model: Architecture, capacity: int, dtype: torch.dtype, device: torch.device
+    ) -> Self:
         """Create an empty cache for `capacity` rows."""
         shapes = list(dict.fromkeys(model.kv_shapes))
         places = list[tuple[int, int]]()

@@ -13,7 +13,9 @@ from offload_rt.kv.sparse import SparseCache
 from offload_rt.models.architecture import Architecture
 
 # Last tokens, which select rows and are kept; rows per chunk; SnapKV pooling width.
-_N_RECENT, _CHUNK, _POOL = 32, 8, 5
+_N_RECENT = 32
+_CHUNK = 8
+_POOL = 5
 
 
 class ChosenCache(SparseCache):
@@ -83,7 +85,9 @@ class ChosenCache(SparseCache):
         partial = [ops.partial_attention(q, *rows, visible, scale) for rows, visible in parts]
         out, lse = ops.merge(*partial[0], *partial[1])
         group = (len(q), len(older[0]), -1)
-        best = self.select_rows(first, q.view(*group, q.shape[-1]), older[0], scale, lse.view(group))
+        best = self.select_rows(
+            first, q.view(*group, q.shape[-1]), older[0], scale, lse.view(group)
+        )
         for mine, rows in zip(layer_kv, older, strict=True):
             mine[:, :first] = rows.gather(1, best[..., None].expand(-1, -1, q.shape[-1]))
         return out
@@ -98,7 +102,10 @@ class SnapKVCache(ChosenCache):
         # Per head, to bound the memory of the scores.
         heads = zip((q.float() * scale).unbind(1), keys, lse.unbind(1), strict=True)
         attention = torch.stack(
-            [(q @ k.float().T - log_total[..., None]).exp_().sum((0, 1)) for q, k, log_total in heads]
+            [
+                (q @ k.float().T - log_total[..., None]).exp_().sum((0, 1))
+                for q, k, log_total in heads
+            ]
         )
         pooled = F.avg_pool1d(attention, _POOL, stride=1, padding=_POOL // 2)
         return pooled.topk(n).indices.sort().values

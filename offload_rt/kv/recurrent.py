@@ -12,7 +12,15 @@ from offload_rt import ops
 from offload_rt.kv.cache import ContiguousCache, KVCache, MovedRows
 from offload_rt.kv.split import N_KEPT
 from offload_rt.models.architecture import Architecture, StateShape
-from offload_rt.ops.delta_rule import BLOCK_ROWS, DeltaRows, DeltaTerms, convolve, delta_rule, fold, normed
+from offload_rt.ops.delta_rule import (
+    BLOCK_ROWS,
+    DeltaRows,
+    DeltaTerms,
+    convolve,
+    delta_rule,
+    fold,
+    normed,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,13 +92,17 @@ class RecurrentCache(ContiguousCache):
         self._held = dict[int, list[Tensor]]()
 
     @classmethod
-    def empty(cls, model: Architecture, capacity: int, dtype: torch.dtype, device: torch.device) -> Self:
+    def empty(
+        cls, model: Architecture, capacity: int, dtype: torch.dtype, device: torch.device
+    ) -> Self:
         """See `ContiguousCache.empty`."""
         made = super().empty(model, capacity, dtype, device)
         n = len(model.state_shapes)
         shape = model.state_shapes[0]
         wide = torch.promote_types(dtype, torch.float32)
-        memory = torch.zeros(n, shape.n_v_heads, shape.k_dim, shape.v_dim, dtype=wide, device=device)
+        memory = torch.zeros(
+            n, shape.n_v_heads, shape.k_dim, shape.v_dim, dtype=wide, device=device
+        )
         inputs = torch.zeros(n, shape.kernel - 1, sum(shape.widths), dtype=dtype, device=device)
         made.shape = shape
         made.state = State(memory, inputs)
@@ -119,7 +131,10 @@ class RecurrentCache(ContiguousCache):
         taps = [inputs[kernel - 1 - offset :][:n_chain] for offset in range(kernel)]
         if n_chain < len(asked.x):
             tree_inputs = (inputs[rows] for rows in asked.inputs[n_chain:].unbind(1))
-            taps = [torch.cat(pair) if n_chain else pair[1] for pair in zip(taps, tree_inputs, strict=True)]
+            taps = [
+                torch.cat(pair) if n_chain else pair[1]
+                for pair in zip(taps, tree_inputs, strict=True)
+            ]
         mixed = torch.split(convolve(taps, asked.weight).to(memory.dtype), list(shape.widths), 1)
         dims = shape.k_dim, shape.k_dim, shape.v_dim
         q, k, v = (part.view(len(part), -1, dim) for part, dim in zip(mixed, dims, strict=True))
@@ -131,7 +146,9 @@ class RecurrentCache(ContiguousCache):
             block_end = first + BLOCK_ROWS - position % BLOCK_ROWS
             ends = [n_chain, block_end, *(border - position + first for border, _ in borders)]
             stop = min(end for end in ends if end > first)
-            sees = torch.ones(stop - first, stop - first, dtype=torch.bool, device=memory.device).tril_()
+            sees = torch.ones(
+                stop - first, stop - first, dtype=torch.bool, device=memory.device
+            ).tril_()
             out, terms = delta_rule(rows.part(first, stop), memory, sees, DeltaTerms(*held[1:]))
             fold(memory, terms)
             last.copy_(inputs[stop : stop + len(last)])
@@ -141,8 +158,12 @@ class RecurrentCache(ContiguousCache):
             outs.append(out)
             first = stop
         if n_chain < len(asked.x):
-            out, terms = delta_rule(rows.part(n_chain), memory, asked.sees(self.n_committed), DeltaTerms(*held[1:]))
-            self._held[layer] = [torch.cat(pair) for pair in zip(held, (asked.x[n_chain:], *terms), strict=True)]
+            out, terms = delta_rule(
+                rows.part(n_chain), memory, asked.sees(self.n_committed), DeltaTerms(*held[1:])
+            )
+            self._held[layer] = [
+                torch.cat(pair) for pair in zip(held, (asked.x[n_chain:], *terms), strict=True)
+            ]
             outs.append(out)
         return torch.cat(outs).to(asked.x.dtype)
 
@@ -155,12 +176,15 @@ class RecurrentCache(ContiguousCache):
             return
         middle = (self.n_committed + last) // 2 // BLOCK_ROWS * BLOCK_ROWS
         wanted = sorted({*self._kept, last} | ({middle} if middle > self.n_committed else set()))
-        while len(wanted) > N_KEPT:  # drop the boundary closest to its predecessor, but not the last
+        # drop the boundary closest to its predecessor, but not the last
+        while len(wanted) > N_KEPT:
             gaps = [stop - start for start, stop in pairwise([0, *wanted[:-1]])]
             del wanted[gaps.index(min(gaps))]
         free = [self._kept.pop(position) for position in self._kept.keys() - set(wanted)]
         for position in set(wanted) - self._kept.keys():
-            self._coming[position] = free.pop() if free else State(*map(torch.empty_like, self.state))
+            self._coming[position] = (
+                free.pop() if free else State(*map(torch.empty_like, self.state))
+            )
 
     @torch.inference_mode()
     def commit(self, rows: Sequence[int]) -> None:
@@ -170,7 +194,10 @@ class RecurrentCache(ContiguousCache):
         if path:
             memory, last = self.state
             (at,) = ops.to_device([torch.tensor(path)], last.device)
-            of_layers = ([held_part.index_select(0, at) for held_part in held] for held in self._held.values())
+            of_layers = (
+                [held_part.index_select(0, at) for held_part in held]
+                for held in self._held.values()
+            )
             inputs, *added = (torch.stack(parts) for parts in zip(*of_layers, strict=True))
             terms = DeltaTerms(*added)
             fold(memory, terms)

@@ -14,15 +14,20 @@ from offload_rt.system.machine import StreamedRows
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Bytes of a block of one layer: large enough for a link, small enough for a few blocks in any budget. A GPU's link copies
-# 4 MiB in 160 us, less than the host needs to launch the attention to a block (250 us, estimated).
-_BLOCK_NBYTES, _CARD_BLOCK_NBYTES = 4 << 20, 16 << 20
-# Blocks begin, and are read, at multiples of so many rows: with rows of whole 64 bytes these are pages of any disk.
+# Bytes of a block of one layer: large enough for a link, small enough for a few blocks in any
+# budget. A GPU's link copies 4 MiB in 160 us, less than the host needs to launch the attention to a
+# block (250 us, estimated).
+_BLOCK_NBYTES = 4 << 20
+_CARD_BLOCK_NBYTES = 16 << 20
+# Blocks begin, and are read, at multiples of so many rows: with rows of whole 64 bytes these are
+# pages of any disk.
 PAGE_ROWS = 64
 N_SLOTS = 4  # blocks on the device for rows on their way
 # Committed rows kept on the device until a block of them moves, and sequences with room for a tree.
-_TAIL_ROWS, _N_SEQUENCES = 64, 4
-_FP8, _FP8_MOST = DType.FLOAT8_E4M3FN, 448.0
+_TAIL_ROWS = 64
+_N_SEQUENCES = 4
+_FP8 = DType.FLOAT8_E4M3FN
+_FP8_MOST = 448.0
 
 # States kept for a rewind, besides the last one.
 N_KEPT = 2
@@ -32,7 +37,9 @@ LEAST_BUDGET = 32
 
 @dataclass(frozen=True)
 class KVBytes:
-    """Bytes that a cache takes on the device and on the host, and moves over the link in each pass."""
+    """Bytes that a cache takes on the device and on the host, and moves over the link in each
+    pass.
+    """
 
     device: int
     host: int = 0
@@ -54,7 +61,11 @@ class RowFormat:
     @property
     def nbytes(self) -> int:
         """Bytes of a row, a multiple of 64."""
-        n = 2 * self.n_kv_heads * (4 + self.head_dim if self.is_fp8 else self.head_dim * self.dtype.itemsize)
+        n = (
+            2
+            * self.n_kv_heads
+            * (4 + self.head_dim if self.is_fp8 else self.head_dim * self.dtype.itemsize)
+        )
         return -(-n // 64) * 64
 
     def pack(self, keys: Tensor, values: Tensor) -> Tensor:
@@ -65,7 +76,9 @@ class RowFormat:
         parts = [pair]
         if self.is_fp8:
             wide = pair.float()
-            scales = (wide.abs().amax(-1, keepdim=True) / _FP8_MOST).clamp_min(torch.finfo(torch.float32).tiny)
+            scales = (wide.abs().amax(-1, keepdim=True) / _FP8_MOST).clamp_min(
+                torch.finfo(torch.float32).tiny
+            )
             parts = [scales, (wide / scales).to(_FP8.torch)]
         content = torch.cat([part.contiguous().flatten(-3).view(torch.uint8) for part in parts], -1)
         rows = content.new_zeros(*content.shape[:-1], self.nbytes)
@@ -73,11 +86,14 @@ class RowFormat:
         return rows
 
     def unpack(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """rows (n, nbytes) uint8 as keys and values (n_kv_heads, n, head_dim); without fp8 nothing is copied."""
+        """rows (n, nbytes) uint8 as keys and values (n_kv_heads, n, head_dim); without fp8 nothing
+        is copied.
+        """
         import torch
 
         n_scales = 8 * self.n_kv_heads if self.is_fp8 else 0
-        shape, n = (-1, 2, self.n_kv_heads, self.head_dim), 2 * self.n_kv_heads * self.head_dim
+        shape = (-1, 2, self.n_kv_heads, self.head_dim)
+        n = 2 * self.n_kv_heads * self.head_dim
         if self.is_fp8:
             scales = rows[:, :n_scales].view(torch.float32).view(-1, 2, self.n_kv_heads, 1)
             codes = rows[:, n_scales : n_scales + n].view(_FP8.torch).view(shape)
@@ -90,7 +106,9 @@ class RowFormat:
 
 @dataclass(frozen=True)
 class KVShare:
-    """Rows of one cache on the device: the first `n_resident` of `n_rows`; a tree takes up to `n_nodes`."""
+    """Rows of one cache on the device: the first `n_resident` of `n_rows`; a tree takes up to
+    `n_nodes`.
+    """
 
     n_rows: int
     n_nodes: int
@@ -130,7 +148,13 @@ class KVSplit:
 
     @classmethod
     def least(
-        cls, model: Architecture, n_rows: int, n_nodes: int, format: RowFormat, chunk_rows: int, has_card: bool = False
+        cls,
+        model: Architecture,
+        n_rows: int,
+        n_nodes: int,
+        format: RowFormat,
+        chunk_rows: int,
+        has_card: bool = False,
     ) -> KVSplit:
         """Keep the fewest possible rows on the device."""
         nbytes = _CARD_BLOCK_NBYTES if has_card else _BLOCK_NBYTES
@@ -163,8 +187,9 @@ class KVSplit:
     def nbytes(self, model: Architecture, longest: int, has_card: bool) -> KVBytes:
         """Bytes on the device and the host, and over the link in each pass.
 
-        The device holds its rows, the slots, a block under conversion, scores, and one layer's rows of a prompt of
-        `longest` rows with a copy on the way out; beside a card two copies are under way.
+        The device holds its rows, the slots, a block under conversion, scores, and one layer's rows
+        of a prompt of `longest` rows with a copy on the way out; beside a card two copies are under
+        way.
         """
         itemsize = self.format.dtype.itemsize
         of_layer = model.kv_nbytes(itemsize) // model.n_layers
@@ -175,20 +200,31 @@ class KVSplit:
         slots = N_SLOTS * self.block_nbytes
         beyond = self.n_blocks * self.block_nbytes * model.n_layers
         return KVBytes(
-            device=self.n_on_device * model.kv_nbytes(itemsize) + slots + converted + scores + passing,
-            host=beyond + (slots if has_card else 0),  # slots there, too, where the driver pins nothing
+            device=self.n_on_device * model.kv_nbytes(itemsize)
+            + slots
+            + converted
+            + scores
+            + passing,
+            # slots there, too, where the driver pins nothing
+            host=beyond + (slots if has_card else 0),
             link=self.n_beyond * self.format.nbytes * model.n_layers,
         )
 
     def streamed(self, tier: str) -> StreamedRows:
         """Rows that passes read over the link of a tier."""
-        return StreamedRows(tier, self.n_resident, self.format.nbytes, self.windows, self.chunk_rows)
+        return StreamedRows(
+            tier, self.n_resident, self.format.nbytes, self.windows, self.chunk_rows
+        )
 
     def share(self, n_rows: int, n_nodes: int, is_alone: bool = False) -> KVShare:
-        """Share of a cache of so many rows and tree nodes: proportional, or alone all but the room of other sequences."""
+        """Share of a cache of so many rows and tree nodes: proportional, or alone all but the room
+        of other sequences.
+        """
         n_near = n_rows * self.n_on_device // self.n_rows
         if is_alone:
-            n_near = max(n_near, self.n_on_device - (_N_SEQUENCES - 1) * (_TAIL_ROWS + n_nodes // 2))
+            n_near = max(
+                n_near, self.n_on_device - (_N_SEQUENCES - 1) * (_TAIL_ROWS + n_nodes // 2)
+            )
         return KVShare(n_rows, n_nodes, max(n_near - _TAIL_ROWS - n_nodes, 0))
 
     def fits(self, shares: Sequence[KVShare]) -> bool:

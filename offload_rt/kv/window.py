@@ -21,7 +21,9 @@ class WindowCache(SparseCache):
         self.n_kept = min(_N_SINKS, self.budget // 8)
         self.first_recent = n_verified - n_filled + self.n_kept
         shift = torch.tensor([self.first_recent - self.n_kept])
-        cos, sin = ops.to_device(self.spec.row_inputs(shift, shift + 1, torch.float32), self.buffer.keys.device)
+        cos, sin = ops.to_device(
+            self.spec.row_inputs(shift, shift + 1, torch.float32), self.buffer.keys.device
+        )
         size = torch.hypot(cos, sin)  # divide out RoPE scaling: cached keys already include it
         self.copy(range(self.n_kept), 0, (cos / size, sin / size))
         return n_verified

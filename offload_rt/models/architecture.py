@@ -62,7 +62,9 @@ class LayerExperts:
     has_host   the host computes some experts and needs their rows
     """
 
-    arrive: Callable[[Mapping[int, int], HostWork | None], Iterator[tuple[int, LayerWeights | Tensor]]]
+    arrive: Callable[
+        [Mapping[int, int], HostWork | None], Iterator[tuple[int, LayerWeights | Tensor]]
+    ]
     following: Callable[[], LayerWeights | None]
     expect: Callable[[Sequence[int]], None]
     has_host: bool = False
@@ -192,7 +194,13 @@ class StateContext(PassContext, Protocol):
     """The current pass as seen by a layer with recurrent state."""
 
     def recur(
-        self, layer: int, shape: StateShape, x: Tensor, weight: Tensor, log_decays: Tensor, beta: Tensor
+        self,
+        layer: int,
+        shape: StateShape,
+        x: Tensor,
+        weight: Tensor,
+        log_decays: Tensor,
+        beta: Tensor,
     ) -> Tensor:
         """Apply the gated delta rule, each row after its visible rows (`ops.delta_rule`).
 
@@ -229,9 +237,13 @@ class Architecture(ABC):
     head_dim: int
     max_positions: int
     taps: tuple[int, ...] = field(default=(), kw_only=True)
-    tp_plan: Mapping[str, str] = field(default_factory=dict, kw_only=True, compare=False, repr=False)
+    tp_plan: Mapping[str, str] = field(
+        default_factory=dict, kw_only=True, compare=False, repr=False
+    )
 
-    def of_checkpoint(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Self, Mapping[str, Part]]:
+    def of_checkpoint(
+        self, shapes: Mapping[str, tuple[int, ...]]
+    ) -> tuple[Self, Mapping[str, Part]]:
         """Adapt to a checkpoint with tensors of these shapes; map tensor names to stored parts.
 
         Raises UnsupportedModelError if tensors would need conversion.
@@ -287,7 +299,9 @@ class Architecture(ABC):
         """Return whether a checkpoint tensor is not needed for computation."""
 
     @abstractmethod
-    def row_inputs(self, positions: Tensor, lengths: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    def row_inputs(
+        self, positions: Tensor, lengths: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, ...]:
         """Return additional layer inputs per row, e.g. cosines and sines, shape (n, ...) each.
 
         positions  (n,) int64, on the host

@@ -17,10 +17,14 @@ _REQUIRED = (
 _SIZES = (*_REQUIRED[:-1], "num_key_value_heads", "head_dim")
 # Keys of every family; most describe training or saving.
 _COMMON = {
-    *_REQUIRED, "num_key_value_heads", "head_dim", "hidden_act", "tie_word_embeddings", "rope_theta", "rope_scaling",
-    "rope_parameters", "torch_dtype", "initializer_range", "attention_dropout", "pretraining_tp", "auto_map",
-    "unk_token_id", "sep_token_id", "cls_token_id", "max_sequence_length", "rope_interleaved", "unsloth_fixed",
-    "unsloth_version", "num_parameters", "num_nextn_predict_layers", "architectures", "model_type", "dtype",
+    *_REQUIRED, "num_key_value_heads", "head_dim", "hidden_act", "tie_word_embeddings",
+    "rope_theta", "rope_scaling",
+    "rope_parameters", "torch_dtype", "initializer_range", "attention_dropout", "pretraining_tp",
+    "auto_map",
+    "unk_token_id", "sep_token_id", "cls_token_id", "max_sequence_length", "rope_interleaved",
+    "unsloth_fixed",
+    "unsloth_version", "num_parameters", "num_nextn_predict_layers", "architectures", "model_type",
+    "dtype",
     "transformers_version", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id",
 }  # fmt: skip
 # Larger than any real size. Bounds allocations from an invalid config before weights are checked.
@@ -28,7 +32,8 @@ _MOST = 2**24
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 _SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
 # Of a config.json without one, as transformers has it.
-_WINDOW, _FIRST_WINDOWED = 4096, 28
+_WINDOW = 4096
+_FIRST_WINDOWED = 28
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,9 @@ def spec_of(raw: dict[str, Any]) -> Architecture:
         return transformers.spec_of(raw)
     named = raw.get("architectures")
     if named not in (None, [family.architecture]):
-        raise UnsupportedModelError(f"config.json: architecture {named!r} is not supported", need=family.architecture)
+        raise UnsupportedModelError(
+            f"config.json: architecture {named!r} is not supported", need=family.architecture
+        )
     _check_keys(raw, family)
     return family.build(raw)
 
@@ -70,19 +77,24 @@ def _check_keys(raw: dict[str, Any], family: Family) -> None:
     for key in _SIZES:
         value = raw.get(key)
         if value is not None and (type(value) is not int or not 1 <= value <= _MOST):
-            raise UnsupportedModelError(f"config.json: {key} is {value!r}", need=f"an integer from 1 to {_MOST}")
+            raise UnsupportedModelError(
+                f"config.json: {key} is {value!r}", need=f"an integer from 1 to {_MOST}"
+            )
     for key in _SWITCHES:
         if type(raw.get(key, False)) is not bool:
             raise UnsupportedModelError(f"config.json: {key} is {raw[key]!r}", need="true or false")
     unknown = [key for key in raw if key not in _COMMON | family.keys and not key.startswith("_")]
     if unknown and (unknown := sorted({*unknown} - _keys_of_any_model())):
-        problem = f"config.json: {unknown[0]!r} is not understood for model_type {raw['model_type']!r}"
+        problem = (
+            f"config.json: {unknown[0]!r} is not understood for model_type {raw['model_type']!r}"
+        )
         raise UnsupportedModelError(problem)
 
 
 def _keys_of_any_model() -> set[str]:
     """Keys that transformers writes for any model, generation defaults included."""
-    from transformers import GenerationConfig, PreTrainedConfig  # takes seconds, for configs with rare keys
+    # takes seconds, for configs with rare keys
+    from transformers import GenerationConfig, PreTrainedConfig
 
     return {*PreTrainedConfig().to_dict(), *GenerationConfig().to_dict()}  # type: ignore[no-untyped-call]  # theirs
 
@@ -90,12 +102,21 @@ def _keys_of_any_model() -> set[str]:
 def _native(raw: dict[str, Any], **changes: Any) -> NativeDecoder:
     """Build a decoder from a config.json; `changes`: biases, head norms and windows of families."""
     dtype_name = raw.get("dtype") or raw.get("torch_dtype")
-    hidden_size, n_heads, n_layers = (raw[key] for key in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
-    n_kv_heads, eps = raw.get("num_key_value_heads") or n_heads, raw["rms_norm_eps"]
-    activation, n_mtp = raw.get("hidden_act", "silu"), raw.get("num_nextn_predict_layers") or 0
+    hidden_size, n_heads, n_layers = (
+        raw[key] for key in ("hidden_size", "num_attention_heads", "num_hidden_layers")
+    )
+    n_kv_heads = raw.get("num_key_value_heads") or n_heads
+    eps = raw["rms_norm_eps"]
+    activation = raw.get("hidden_act", "silu")
+    n_mtp = raw.get("num_nextn_predict_layers") or 0
     for name, value, holds, need in (
         ("dtype", dtype_name, dtype_name in (None, *_DTYPES), ", ".join(_DTYPES)),
-        ("num_key_value_heads", n_kv_heads, n_heads % n_kv_heads == 0, f"a divisor of {n_heads} heads"),
+        (
+            "num_key_value_heads",
+            n_kv_heads,
+            n_heads % n_kv_heads == 0,
+            f"a divisor of {n_heads} heads",
+        ),
         (
             "hidden_size",
             hidden_size,
@@ -104,10 +125,17 @@ def _native(raw: dict[str, Any], **changes: Any) -> NativeDecoder:
         ),
         ("hidden_act", activation, activation == "silu", "silu"),
         ("rms_norm_eps", eps, type(eps) in (int, float) and 0 <= eps < math.inf, "a number >= 0"),
-        ("num_nextn_predict_layers", n_mtp, type(n_mtp) is int and 0 <= n_mtp <= _MOST, "a number of layers"),
+        (
+            "num_nextn_predict_layers",
+            n_mtp,
+            type(n_mtp) is int and 0 <= n_mtp <= _MOST,
+            "a number of layers",
+        ),
     ):
         if not holds:
-            raise UnsupportedModelError(f"config.json: {name} {value!r} is not supported", need=need)
+            raise UnsupportedModelError(
+                f"config.json: {name} {value!r} is not supported", need=need
+            )
     head_dim = raw.get("head_dim") or hidden_size // n_heads
     decoder = NativeDecoder(
         family=raw["model_type"],
@@ -134,25 +162,34 @@ def _window(raw: dict[str, Any]) -> int | None:
     """Return the attention window in positions; None without a window."""
     window: int | None = raw.get("sliding_window", _WINDOW)
     if window is not None and (type(window) is not int or not 1 <= window <= _MOST):
-        raise UnsupportedModelError(f"config.json: sliding_window is {window!r}", need=f"a number from 1 to {_MOST}")
+        raise UnsupportedModelError(
+            f"config.json: sliding_window is {window!r}", need=f"a number from 1 to {_MOST}"
+        )
     return window
 
 
 def _windows(raw: dict[str, Any]) -> tuple[int | None, ...]:
     """Return the window per layer from `layer_types` (Qwen families)."""
-    window, n = _window(raw) if raw.get("use_sliding_window") else None, raw["num_hidden_layers"]
+    window = _window(raw) if raw.get("use_sliding_window") else None
+    n = raw["num_hidden_layers"]
     kinds = raw.get("layer_types")
     if kinds is None:
         first = raw.get("max_window_layers", _FIRST_WINDOWED)
         if type(first) is not int:
-            raise UnsupportedModelError(f"config.json: max_window_layers is {first!r}", need="a number of layers")
+            raise UnsupportedModelError(
+                f"config.json: max_window_layers is {first!r}", need="a number of layers"
+            )
         return tuple(window if i >= first else None for i in range(n))
     if not isinstance(kinds, list) or len(kinds) != n:
-        raise UnsupportedModelError(f"config.json: layer_types is {str(kinds)[:80]}", need=f"a list for {n} layers")
+        raise UnsupportedModelError(
+            f"config.json: layer_types is {str(kinds)[:80]}", need=f"a list for {n} layers"
+        )
     known = {"full_attention": None, "sliding_attention": window}
     for kind in kinds:
         if not isinstance(kind, str) or kind not in known:
-            raise UnsupportedModelError(f"config.json: layer type {kind!r} is not understood", have=", ".join(known))
+            raise UnsupportedModelError(
+                f"config.json: layer type {kind!r} is not understood", have=", ".join(known)
+            )
     return tuple(known[kind] for kind in kinds)
 
 
@@ -184,7 +221,10 @@ def _qwen3(raw: dict[str, Any]) -> NativeDecoder:
 _TP_PLAN = {
     **{f"layers.*.{name}": "colwise" for name in (*QKV, *GATE_UP)},
     **{f"layers.*.{name}": "rowwise" for name in ("self_attn.o_proj", "mlp.down_proj")},
-    **{f"layers.*.self_attn.{name}": "replicated_with_grad_allreduce" for name in ("q_norm", "k_norm")},
+    **{
+        f"layers.*.self_attn.{name}": "replicated_with_grad_allreduce"
+        for name in ("q_norm", "k_norm")
+    },
 }
 _KV = ("num_key_value_heads",)
 _QWEN_KEYS = frozenset({"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"})
@@ -193,5 +233,7 @@ FAMILIES = {
     "mistral": Family("MistralForCausalLM", _mistral, frozenset({"sliding_window"}), _KV),
     "qwen2": Family("Qwen2ForCausalLM", _qwen2, _QWEN_KEYS | {"use_mrope"}, _KV),
     "mimo": Family("MiMoForCausalLM", _mimo, _QWEN_KEYS | {"use_mrope", "attention_bias"}, _KV),
-    "qwen3": Family("Qwen3ForCausalLM", _qwen3, _QWEN_KEYS | {"attention_bias"}, (*_KV, "head_dim")),
+    "qwen3": Family(
+        "Qwen3ForCausalLM", _qwen3, _QWEN_KEYS | {"attention_bias"}, (*_KV, "head_dim")
+    ),
 }

@@ -63,10 +63,14 @@ class Head(Architecture):
 
     token_ids: Tensor | None = field(default=None, compare=False, repr=False)
 
-    def weights_beside(self, head: LayerWeights, target: LayerWeights, device: torch.device) -> HeadWeights:
+    def weights_beside(
+        self, head: LayerWeights, target: LayerWeights, device: torch.device
+    ) -> HeadWeights:
         """Combine the head's weights outside the layers with the target's weights."""
         names = frozenset(name for name, _ in self.non_layer_tensors())
-        return HeadWeights(head, target, names, None if self.token_ids is None else self.token_ids.to(device))
+        return HeadWeights(
+            head, target, names, None if self.token_ids is None else self.token_ids.to(device)
+        )
 
     @abstractmethod
     def reduce_states(self, weights: LayerWeights, states: Tensor) -> Tensor:
@@ -109,7 +113,10 @@ class Eagle3(HeadDecoder, NativeDecoder):
         d = self.hidden_size
         wide = tuple(f"{name}.weight" for name in QKV)
         of_llama = super().layer_tensors(i)
-        doubled = (TensorShape(name, (shape[0], 2 * d) if name in wide else shape) for name, shape in of_llama)
+        doubled = (
+            TensorShape(name, (shape[0], 2 * d) if name in wide else shape)
+            for name, shape in of_llama
+        )
         return (norm("hidden_norm", d), *doubled)
 
     def non_layer_tensors(self) -> tuple[TensorShape, ...]:
@@ -137,9 +144,13 @@ class Eagle3(HeadDecoder, NativeDecoder):
 
         embedded, hidden = (part.contiguous() for part in x.chunk(2, 1))
         normed = ops.rms_norm(hidden, weights.vector("hidden_norm"), self.eps)
-        both = torch.cat((ops.rms_norm(embedded, weights.vector("input_layernorm"), self.eps), normed), 1)
+        both = torch.cat(
+            (ops.rms_norm(embedded, weights.vector("input_layernorm"), self.eps), normed), 1
+        )
         out = self.attention(i, weights, both, context)
-        return torch.cat((embedded, self.mlp(weights, normed if self.norm_before else hidden, out)), 1)
+        return torch.cat(
+            (embedded, self.mlp(weights, normed if self.norm_before else hidden, out)), 1
+        )
 
     def child_inputs(self, weights: LayerWeights, x: Tensor) -> Tensor:
         """Return the residual stream."""
@@ -149,7 +160,9 @@ class Eagle3(HeadDecoder, NativeDecoder):
         """Return logits over the target's vocabulary, -inf outside the reduced vocabulary."""
         from offload_rt import ops
 
-        normed = ops.rms_norm(self.child_inputs(weights, x).contiguous(), weights.vector("norm"), self.eps)
+        normed = ops.rms_norm(
+            self.child_inputs(weights, x).contiguous(), weights.vector("norm"), self.eps
+        )
         logits = weights.linear(normed, "lm_head")
         assert isinstance(weights, HeadWeights), "created by weights_beside"
         if weights.token_ids is None:
@@ -238,7 +251,9 @@ class Mtp(HeadDecoder):
         """Return the last hidden state, after the target's norm if the layout requires it."""
         assert isinstance(weights, HeadWeights), "created by weights_beside"
         last = states[:, 0]
-        return self.normed(weights.target, self.target_norm, last) if self.layout.is_normed else last
+        return (
+            self.normed(weights.target, self.target_norm, last) if self.layout.is_normed else last
+        )
 
     def combine(self, weights: LayerWeights, x: Tensor, states: Tensor) -> Tensor:
         """Norm both inputs and project their concatenation."""
@@ -322,7 +337,9 @@ class Medusa(Head, NativeDecoder):
 
     def flops(self, i: int, n_rows: int, context: int) -> float:
         """Count 2 per weight and row."""
-        return 2.0 * n_rows * self.hidden_size * (self.n_blocks * self.hidden_size + self.vocab_size)
+        return (
+            2.0 * n_rows * self.hidden_size * (self.n_blocks * self.hidden_size + self.vocab_size)
+        )
 
 
 _EAGLE_KEYS = {
@@ -388,7 +405,9 @@ def _medusa_of(raw: dict[str, Any], target: NativeDecoder) -> Medusa:
     n_blocks = raw.get("medusa_num_layers", raw.get("num_hidden_layers", 1))
     for name, value in (("medusa_num_heads", n_heads), ("medusa_num_layers", n_blocks)):
         if type(value) is not int or not 0 < value < 100:
-            raise UnsupportedModelError(f"config.json: {name} is {value!r}", need="an integer from 1 to 99")
+            raise UnsupportedModelError(
+                f"config.json: {name} is {value!r}", need="an integer from 1 to 99"
+            )
     changes = {"family": "medusa", "n_layers": n_heads, "taps": (target.n_layers,), "n_mtp": 0}
     return Medusa(**{**vars(target), **changes, "n_blocks": n_blocks})
 
@@ -397,7 +416,9 @@ def head_kind(raw: dict[str, Any]) -> str | None:
     """Return the drafter name of a head's config.json, or None for a complete model."""
     if raw.get("model_type") == "medusa" or "medusa_num_heads" in raw:
         return "medusa"
-    is_eagle = "draft_vocab_size" in raw or any("Eagle3" in str(name) for name in raw.get("architectures") or ())
+    is_eagle = "draft_vocab_size" in raw or any(
+        "Eagle3" in str(name) for name in raw.get("architectures") or ()
+    )
     return "eagle" if is_eagle else None
 
 
@@ -407,13 +428,19 @@ def head_of(raw: dict[str, Any] | None, target: Architecture) -> Head | None:
     Raises UnsupportedModelError for an unsupported config, SettingsError for a different target.
     """
     if raw is None:
-        return mtp_of(target, MTP_LAYOUTS[0]) if isinstance(target, NativeDecoder) and target.n_mtp else None
+        return (
+            mtp_of(target, MTP_LAYOUTS[0])
+            if isinstance(target, NativeDecoder) and target.n_mtp
+            else None
+        )
     kind = head_kind(raw)
     if kind is None:
         return None
     if not isinstance(target, NativeDecoder):
         change = "omit --draft-model, or use a complete draft model"
-        raise UnsupportedModelError(f"heads cannot draft for a model of type {target.family}", change=change)
+        raise UnsupportedModelError(
+            f"heads cannot draft for a model of type {target.family}", change=change
+        )
     return _medusa_of(raw, target) if kind == "medusa" else _eagle_of(raw, target)
 
 

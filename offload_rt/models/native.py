@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
-EMBED, NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
+EMBED = "model.embed_tokens"
+NORM = "model.norm"
+HEAD = "lm_head"
 # Old Llama checkpoints store rotary frequencies, which the config determines.
 _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
@@ -52,7 +54,10 @@ class NativeDecoder(Architecture):
         m = self.intermediate_size
         q = self.n_heads * self.head_dim
         kv = self.n_kv_heads * self.head_dim
-        head_norms = (norm("self_attn.q_norm", self.head_dim), norm("self_attn.k_norm", self.head_dim))
+        head_norms = (
+            norm("self_attn.q_norm", self.head_dim),
+            norm("self_attn.k_norm", self.head_dim),
+        )
         return (
             norm("input_layernorm", d),
             *_linears(dict(zip(QKV, (q, kv, kv), strict=True)), d, self.qkv_bias),
@@ -78,7 +83,9 @@ class NativeDecoder(Architecture):
             or (self.n_mtp > 0 and name.startswith(("mtp.", "model.mtp_layers.", *drafting)))
         )
 
-    def row_inputs(self, positions: Tensor, lengths: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    def row_inputs(
+        self, positions: Tensor, lengths: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, ...]:
         """Return cosines and sines, each (n, head_dim)."""
         return self.rope.cos_sin(positions, lengths, dtype)
 
@@ -119,12 +126,17 @@ class NativeDecoder(Architecture):
         """Apply the final norm and the head."""
         from offload_rt import ops
 
-        return weights.linear(ops.rms_norm(x, weights.vector(NORM), self.eps), EMBED if self.tied else HEAD)
+        return weights.linear(
+            ops.rms_norm(x, weights.vector(NORM), self.eps), EMBED if self.tied else HEAD
+        )
 
     def flops(self, i: int, n_rows: int, context: int) -> float:
         """Count 2 per weight and row, and 4 per query element and visible key."""
         n_weights = sum(math.prod(shape) for _, shape in self.layer_tensors(i))
-        return 2.0 * n_rows * n_weights + 4.0 * n_rows * (context + n_rows) * self.n_heads * self.head_dim
+        return (
+            2.0 * n_rows * n_weights
+            + 4.0 * n_rows * (context + n_rows) * self.n_heads * self.head_dim
+        )
 
     def window(self, i: int) -> int | None:
         """See `Architecture.window`."""
@@ -145,4 +157,6 @@ def norm(name: str, width: int) -> TensorShape:
 def _linears(n_out: Mapping[str, int], n_in: int, bias: bool) -> tuple[TensorShape, ...]:
     """Return matrices with a shared input, followed by their biases: stored as a single product."""
     weights = tuple(TensorShape(f"{name}.weight", (n, n_in)) for name, n in n_out.items())
-    return weights + (tuple(TensorShape(f"{name}.bias", (n,)) for name, n in n_out.items()) if bias else ())
+    return weights + (
+        tuple(TensorShape(f"{name}.bias", (n,)) for name, n in n_out.items()) if bias else ()
+    )

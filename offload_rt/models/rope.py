@@ -19,7 +19,8 @@ _FACTORS = ("short_factor", "long_factor")
 _LENGTH = "original_max_position_embeddings"
 KINDS = {
     "default": (), "linear": ("factor",), "dynamic": ("factor",), "yarn": ("factor", _LENGTH),
-    "longrope": (*_FACTORS, _LENGTH), "llama3": ("factor", "low_freq_factor", "high_freq_factor", _LENGTH),
+    "longrope": (*_FACTORS, _LENGTH),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _LENGTH),
 }  # fmt: skip
 _NOT_NUMBERS = {"rope_type", "type", "truncate", "finetuned", *_FACTORS}
 KEYS = _NOT_NUMBERS | {
@@ -32,7 +33,8 @@ _THETA = 10_000.0  # of a config.json without one
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Part of a config.json that rotary embeddings depend on; transformers' functions read these names.
+    """Part of a config.json that rotary embeddings depend on; transformers' functions read these
+    names.
 
     rope_parameters  with type and theta
     """
@@ -51,9 +53,15 @@ class RopeConfig:
         """
         given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
         if not isinstance(given, dict):
-            raise UnsupportedModelError(f"config.json: the rope settings are {given!r}", need="a table")
+            raise UnsupportedModelError(
+                f"config.json: the rope settings are {given!r}", need="a table"
+            )
         limit = raw["max_position_embeddings"]
-        found = {"rope_theta": raw.get("rope_theta", _THETA), "rope_type": given.get("type", "default"), **given}
+        found = {
+            "rope_theta": raw.get("rope_theta", _THETA),
+            "rope_type": given.get("type", "default"),
+            **given,
+        }
         if _LENGTH in KINDS.get(str(found["rope_type"]), ()):
             found.setdefault(_LENGTH, limit)
         return cls(found, head_dim, limit)
@@ -76,13 +84,16 @@ class Rope:
         _check(config, parameters)
         kind = parameters["rope_type"]
         if kind == "default":
-            # transformers keeps the plain rope inside each model; linear scaling by one is the same.
+            # transformers keeps the plain rope inside each model; linear scaling by one is the
+            # same.
             parameters = {**parameters, "rope_type": "linear", "factor": 1.0}
         self._config = RopeConfig(parameters, config.head_dim, config.max_position_embeddings)
         self._is_dynamic = kind == "dynamic"
 
     def _init(self, length: int | None = None) -> tuple[Tensor, float]:
-        """Inverse frequencies (head_dim / 2,) and the scale of cosines and sines, for a text of this length."""
+        """Inverse frequencies (head_dim / 2,) and the scale of cosines and sines, for a text of
+        this length.
+        """
         import torch  # not at the top, nor transformers: a plan rotates nothing
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -94,26 +105,35 @@ class Rope:
     def _plain(self) -> tuple[Tensor, float]:
         try:
             frequencies, scale = self._init()
-        except Exception as error:  # transformers computes with whatever stands there and raises anything
+        # transformers computes with whatever stands there and raises anything
+        except Exception as error:
             said = " ".join(str(error).split())
-            raise UnsupportedModelError(f"config.json: the rope settings are not understood: {said}") from error
+            raise UnsupportedModelError(
+                f"config.json: the rope settings are not understood: {said}"
+            ) from error
         if not bool(frequencies.isfinite().all()):
-            raise UnsupportedModelError("config.json: the rope settings give frequencies that are not numbers")
+            raise UnsupportedModelError(
+                "config.json: the rope settings give frequencies that are not numbers"
+            )
         return frequencies, scale
 
-    def cos_sin(self, positions: Tensor, lengths: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def cos_sin(
+        self, positions: Tensor, lengths: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
         """Return cosines and sines, each (n, head_dim) in `dtype`.
 
         positions  (n,) int64
         lengths    (n,) int64 sequence length at which plain decoding computes each row
         """
         angles = positions[:, None].float() * self._rows(lengths).to(positions.device)
-        angles, scale = angles.repeat(1, 2), self._plain[1]
+        angles = angles.repeat(1, 2)
+        scale = self._plain[1]
         return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
 
     def _rows(self, lengths: Tensor) -> Tensor:
         """Return the inverse frequencies per row, (n or 1, head_dim / 2) float32."""
-        limit, plain = self._config.max_position_embeddings, self._plain[0]
+        limit = self._config.max_position_embeddings
+        plain = self._plain[0]
         if not self._is_dynamic or int(lengths.max()) <= limit:
             return plain[None]
         rows = plain.repeat(len(lengths), 1)
@@ -126,10 +146,14 @@ class Rope:
 def _check(config: Any, parameters: Mapping[str, Any]) -> None:
     kind = parameters.get("rope_type")
     if not isinstance(kind, str) or kind not in KINDS:
-        raise UnsupportedModelError(f"config.json: rope type {kind!r} is not understood", have=", ".join(KINDS))
+        raise UnsupportedModelError(
+            f"config.json: rope type {kind!r} is not understood", have=", ".join(KINDS)
+        )
     lacking = [name for name in ("rope_theta", *KINDS[kind]) if parameters.get(name) is None]
     if lacking:
-        raise UnsupportedModelError(f"config.json: rope setting {lacking[0]!r} is missing for rope type {kind!r}")
+        raise UnsupportedModelError(
+            f"config.json: rope setting {lacking[0]!r} is missing for rope type {kind!r}"
+        )
     unknown = sorted(set(parameters) - KEYS)
     if unknown:
         raise UnsupportedModelError(f"config.json: rope setting {unknown[0]!r} is not understood")
@@ -138,9 +162,15 @@ def _check(config: Any, parameters: Mapping[str, Any]) -> None:
         if value is not None and not (type(value) in (int, float) and abs(value) < math.inf):
             raise UnsupportedModelError(f"config.json: {name} is {value!r}", need="a number")
     low, high = (parameters.get(f"{name}_freq_factor") for name in ("low", "high"))
-    positive = [parameters[name] for name in ("rope_theta", "factor", _LENGTH) if parameters.get(name) is not None]
+    positive = [
+        parameters[name]
+        for name in ("rope_theta", "factor", _LENGTH)
+        if parameters.get(name) is not None
+    ]
     if min(positive) <= 0 or (low is not None and low == high):
-        raise UnsupportedModelError("config.json: the rope settings give frequencies that are not numbers")
+        raise UnsupportedModelError(
+            "config.json: the rope settings give frequencies that are not numbers"
+        )
     short, long = (parameters.get(name) for name in _FACTORS)
     if short != long or (short is None) != (kind != "longrope"):
         problem = "config.json: short_factor and long_factor differ, or rope type is not 'longrope'"
@@ -148,4 +178,6 @@ def _check(config: Any, parameters: Mapping[str, Any]) -> None:
     if parameters.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise UnsupportedModelError("config.json: partial_rotary_factor must be 1")
     if config.head_dim < 2 or config.head_dim % 2:
-        raise UnsupportedModelError(f"config.json: head_dim is {config.head_dim}", need="an even number")
+        raise UnsupportedModelError(
+            f"config.json: head_dim is {config.head_dim}", need="an even number"
+        )

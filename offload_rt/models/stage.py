@@ -35,7 +35,9 @@ class _OfStage:
     def row_inputs(self) -> tuple[Any, ...]:
         return self.context.row_inputs
 
-    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, **options: Any) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, **options: Any
+    ) -> Tensor:
         return self.context.attend(layer - self.first, q, k, v, **options)
 
     def recur(self, layer: int, shape: StateShape, *rows: Tensor) -> Tensor:
@@ -83,10 +85,14 @@ class Stage(Architecture):
     def mixture(self) -> Mixture | None:
         """Expert layers of this stage."""
         whole = self.whole.mixture
-        layers = tuple(self.layers.index(i) for i in whole.layers if i in self.layers) if whole else ()
+        layers = (
+            tuple(self.layers.index(i) for i in whole.layers if i in self.layers) if whole else ()
+        )
         return whole._replace(layers=layers) if whole and layers else None
 
-    layer_prefix, layer_tensors, flops, window = map(_of_layer, ("layer_prefix", "layer_tensors", "flops", "window"))
+    layer_prefix, layer_tensors, flops, window = map(
+        _of_layer, ("layer_prefix", "layer_tensors", "flops", "window")
+    )
     expert_names = _of_layer("expert_names")
     is_unused, row_inputs = map(of_whole, ("is_unused", "row_inputs"))
     is_native, notice = (property(of_whole(name)) for name in ("is_native", "notice"))
@@ -95,12 +101,18 @@ class Stage(Architecture):
     def _first(self) -> tuple[int, int]:
         """Number of cache layers and of state layers before this stage."""
         before = range(self.layers.start)
-        return sum(len(self.whole.kv_layers(i)) for i in before), sum(i in before for i in self.whole.state_layers)
+        return sum(len(self.whole.kv_layers(i)) for i in before), sum(
+            i in before for i in self.whole.state_layers
+        )
 
     def non_layer_tensors(self) -> tuple[TensorShape, ...]:
         """Return all tensors on rank 0; native decoders need no tables on further ranks."""
         tensors = self.whole.non_layer_tensors()
-        return tuple(tensor for tensor in tensors if self.rank == 0 or not self.is_native or len(tensor.shape) == 1)
+        return tuple(
+            tensor
+            for tensor in tensors
+            if self.rank == 0 or not self.is_native or len(tensor.shape) == 1
+        )
 
     def embed(
         self, weights: LayerWeights, ids: Tensor, row_inputs: tuple[Tensor, ...]
@@ -108,7 +120,9 @@ class Stage(Architecture):
         """Embed on rank 0; further ranks of a native decoder allocate room for hidden states."""
         if self.rank == 0 or not self.is_native:
             return self.whole.embed(weights, ids, row_inputs)
-        return torch.zeros(len(ids), self.hidden_size, dtype=weights.dtype, device=ids.device), row_inputs
+        return torch.zeros(
+            len(ids), self.hidden_size, dtype=weights.dtype, device=ids.device
+        ), row_inputs
 
     def layer(self, i: int, weights: LayerWeights, x: Tensor, context: PassContext) -> Tensor:
         """Apply a layer; receive input from the previous rank, send output to the next rank."""
@@ -150,7 +164,11 @@ def divisible(model: Architecture) -> list[range]:
         part = range(first, stop)
         later_reads = (layer for i in range(stop, n) for layer in model.kv_read(i))
         has_state = not states or any(i in part for i in states)
-        if has_state and n_before[stop] > n_before[first] and all(layer >= n_before[stop] for layer in later_reads):
+        if (
+            has_state
+            and n_before[stop] > n_before[first]
+            and all(layer >= n_before[stop] for layer in later_reads)
+        ):
             parts.append(part)
             first = stop
     return [*parts[:-1], range(parts[-1].start, n)]
@@ -169,14 +187,18 @@ def divide_layers(nbytes: Sequence[int], rooms: Sequence[int]) -> list[range]:
         for rank, room in enumerate(rooms):
             last = first + 1
             nbytes_taken = nbytes[first]
-            while last < len(nbytes) - (len(rooms) - 1 - rank) and nbytes_taken + nbytes[last] <= load * room:
+            while (
+                last < len(nbytes) - (len(rooms) - 1 - rank)
+                and nbytes_taken + nbytes[last] <= load * room
+            ):
                 nbytes_taken += nbytes[last]
                 last += 1
             cuts.append(range(first, last))
             first = last
         return cuts
 
-    low, high = 0.0, 2 * sum(nbytes) / min(rooms)
+    low = 0.0
+    high = 2 * sum(nbytes) / min(rooms)
     for _ in range(50):
         middle = (low + high) / 2
         low, high = (low, middle) if cut(middle)[-1].stop == len(nbytes) else (middle, high)

@@ -27,7 +27,8 @@ from offload_rt.models.architecture import (
 from offload_rt.ops.linear import linear
 
 # Registry names in transformers: for passes, which need no masks, and for tracing.
-NAME, TRACED = "offload_rt", "offload_rt_traced"
+NAME = "offload_rt"
+TRACED = "offload_rt_traced"
 OTHER_STATE = "keep state other than keys and values"
 # Further tensor arguments of attention that are supported or have no effect.
 _KNOWN = {"s_aux", "position_ids", "cache_position"}
@@ -121,7 +122,9 @@ class PassCache(Cache):
         self._at = (self._at[0], self._at[1] + 1)
         rows = q[0].transpose(0, 1).contiguous()
         new = (None, None) if is_kept else (k[0].transpose(0, 1), v[0].transpose(0, 1))
-        out = self._context.attend(number, rows, *new, scale=scale, window=window, softcap=softcap, sinks=sinks)
+        out = self._context.attend(
+            number, rows, *new, scale=scale, window=window, softcap=softcap, sinks=sinks
+        )
         k.kv_layer = v.kv_layer = number  # type: ignore[attr-defined]
         return out[None]
 
@@ -152,14 +155,18 @@ def delta_net(net: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         x = torch.cat([part.flatten(2) for part in parts[:3]], -1)
         gate, b, a = parts[3:]
     elif hasattr(net, "in_proj_qkv"):
-        x, gate, b, a = (getattr(net, f"in_proj_{name}")(hidden_states) for name in ("qkv", "z", "b", "a"))
+        x, gate, b, a = (
+            getattr(net, f"in_proj_{name}")(hidden_states) for name in ("qkv", "z", "b", "a")
+        )
     else:  # OLMo Hybrid
         *parts, gate, b, a = (getattr(net, f"{name}_proj")(hidden_states) for name in "qkvgba")
         x = torch.cat(parts, -1)
     beta = b[0].sigmoid() * (2 if getattr(net, "allow_neg_eigval", False) else 1)
     log_decays = -net.A_log.float().exp() * F.softplus(a.float() + net.dt_bias)
     weight = net.conv1d.weight.squeeze(1)
-    shape = StateShape(net.num_k_heads, net.num_v_heads, net.head_k_dim, net.head_v_dim, weight.shape[1])
+    shape = StateShape(
+        net.num_k_heads, net.num_v_heads, net.head_k_dim, net.head_v_dim, weight.shape[1]
+    )
     out = net.__dict__["pass_cache"].recur(shape, x[0], weight, log_decays[0], beta)
     norm = net.norm if hasattr(net, "norm") else net.o_norm
     project = net.out_proj if hasattr(net, "norm") else net.o_proj
@@ -177,7 +184,9 @@ def _traced_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention for tracing. Raises UnsupportedModelError for unsupported attention."""
-    unknown = sorted(key for key, value in kwargs.items() if isinstance(value, Tensor) and key not in _KNOWN)
+    unknown = sorted(
+        key for key, value in kwargs.items() if isinstance(value, Tensor) and key not in _KNOWN
+    )
     is_ours = attention_mask is None or hasattr(attention_mask, "window")
     if unknown or not is_ours or not getattr(module, "is_causal", True):
         raise UnsupportedModelError(f"its attention uses {(unknown or ['a custom mask'])[0]}")
@@ -227,7 +236,11 @@ def _mixture(module: nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) -> Te
 
 
 def mix_of_all(
-    share: ExpertShare, mix: Callable[[Tensor, Tensor, Tensor], Tensor], hidden: Tensor, chosen: Tensor, scores: Tensor
+    share: ExpertShare,
+    mix: Callable[[Tensor, Tensor, Tensor], Tensor],
+    hidden: Tensor,
+    chosen: Tensor,
+    scores: Tensor,
 ) -> Tensor:
     """Combine the experts of all ranks; `mix` computes the contribution of this rank's experts.
 
@@ -270,14 +283,18 @@ class Table:
         self.device = device
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None) -> Tensor:
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None
+    ) -> Tensor:
         assert function is F.embedding, "embedding modules only look up rows"
         ids, table = args[:2]
         rows: Tensor = table._weights.rows(ids.flatten(), table._name)
         return rows.view(*ids.shape, rows.shape[1])
 
 
-def experts_of(names: list[list[str]], shape: tuple[int, ...], weights: LayerWeights, is_card: bool) -> Any:
+def experts_of(
+    names: list[list[str]], shape: tuple[int, ...], weights: LayerWeights, is_card: bool
+) -> Any:
     """Return a parameter of this shape that contains the named expert matrices."""
     whole = weights.joined([name for modules in names for name in modules]) if is_card else None
     return _Experts(names, shape, weights) if whole is None else whole.view(shape)
@@ -286,7 +303,9 @@ def experts_of(names: list[list[str]], shape: tuple[int, ...], weights: LayerWei
 class _Experts:
     """Parameter of an expert module: a matrix, or several concatenated by output, per expert."""
 
-    def __init__(self, names: list[list[str]], shape: tuple[int, ...], weights: LayerWeights) -> None:
+    def __init__(
+        self, names: list[list[str]], shape: tuple[int, ...], weights: LayerWeights
+    ) -> None:
         self._names = names
         self.shape = shape
         self._weights = weights
@@ -303,7 +322,9 @@ class _Matrix:
         self._weights = weights
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None) -> Tensor:
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None
+    ) -> Tensor:
         x, matrix, *bias = args
         is_product = function in (F.linear, Tensor.matmul) and bias in ([], [None])
         assert is_product, "experts compute products without bias"
@@ -338,7 +359,9 @@ class Touched:
         choices = [chosen] if predicted is None else [chosen, predicted]
         on_host = ops.to_host([*choices, *([hidden.contiguous()] if has_host else [])])
         n_experts = module.num_experts
-        counts = [choice.flatten().bincount(minlength=n_experts) for choice in on_host[: len(choices)]]
+        counts = [
+            choice.flatten().bincount(minlength=n_experts) for choice in on_host[: len(choices)]
+        ]
         part = slice(self.owned.start, self.owned.stop)
         start = sum(counts[0][: self.owned.start].tolist())
         self.experts.expect([] if predicted is None else _ranked(counts[1][part]))
@@ -360,7 +383,11 @@ class Touched:
         for expert, came in self.experts.arrive(wanted, work):
             at = places(expert, order)
             rows = at // n_used
-            out = came if isinstance(came, Tensor) else self._expert(module, hidden[rows], expert, came)
+            out = (
+                came
+                if isinstance(came, Tensor)
+                else self._expert(module, hidden[rows], expert, came)
+            )
             out = module.post_expert_norm(out) if module.has_post_expert_norm else out
             outputs[expert] = rows, (out * scores.flatten()[at, None]).to(hidden.dtype)
         mixed = torch.zeros_like(hidden)
@@ -370,14 +397,20 @@ class Touched:
 
     def _expert(self, module: Any, x: Tensor, expert: int, weights: LayerWeights) -> Tensor:
         """Compute an expert without a norm after it, by the attributes of transformers' experts."""
-        up = self._product(module, x, expert, weights, "gate_up_proj" if module.has_gate else "up_proj")
+        up = self._product(
+            module, x, expert, weights, "gate_up_proj" if module.has_gate else "up_proj"
+        )
         inner = module._apply_gate(up) if module.has_gate else module.act_fn(up)
         return self._product(module, inner, expert, weights, "down_proj")
 
-    def _product(self, module: Any, x: Tensor, expert: int, weights: LayerWeights, key: str) -> Tensor:
+    def _product(
+        self, module: Any, x: Tensor, expert: int, weights: LayerWeights, key: str
+    ) -> Tensor:
         name = f"{self.name}.{key}"
         if name in self.names:
-            out = torch.cat([weights.linear(x, module_name) for module_name in self.names[name][expert]], dim=-1)
+            out = torch.cat(
+                [weights.linear(x, module_name) for module_name in self.names[name][expert]], dim=-1
+            )
         else:
             matrix = weights.tensor(f"{name}.{expert}")
             out = linear(x, matrix.T if module.is_transposed else matrix)
@@ -386,5 +419,7 @@ class Touched:
 
 def _ranked(counts: Tensor) -> list[int]:
     """Return the indices with nonzero counts, most frequent first."""
-    ranked: list[int] = counts.argsort(descending=True, stable=True)[: int((counts > 0).sum())].tolist()
+    ranked: list[int] = counts.argsort(descending=True, stable=True)[
+        : int((counts > 0).sum())
+    ].tolist()
     return ranked

@@ -36,7 +36,10 @@ class TensorNames:
         self._converters = [name for name in transforms if isinstance(name, WeightConverter)]
         self._of_experts: dict[str, dict[str, dict[str, None]]] = {}
         self._split: dict[str, dict[str, TensorShape]] = {}
-        of_layers = ({f"{model.prefix}{i}.{name}" for name in names} for i, names in enumerate(model.shapes[:-1]))
+        of_layers = (
+            {f"{model.prefix}{i}.{name}" for name in names}
+            for i, names in enumerate(model.shapes[:-1])
+        )
         self._needed = set(model.shapes[-1]).union(*of_layers)
         for stored in sorted(shapes, key=dot_natural_key):
             self._add(stored, shapes[stored])
@@ -44,7 +47,8 @@ class TensorNames:
     def _add(self, stored: str, shape: tuple[int, ...]) -> None:
         """Locate a tensor; unknown tensors keep their names."""
         stem, _, last = stored.rpartition(".")
-        for probe, ending in ((stored, ""), (f"{stem}.weight", last)):  # codes and scales replace weights
+        # codes and scales replace weights
+        for probe, ending in ((stored, ""), (f"{stem}.weight", last)):
             name, pattern = self._renamed(probe)
             if name in self._model.state:
                 if name not in self._needed:  # no conversion required
@@ -68,9 +72,13 @@ class TensorNames:
         new, pattern = rename_source_key(name, self._renamings, self._converters, self._base, state)
         return (name, None) if new not in state and name in state else (new, pattern)
 
-    def _convert(self, stored: str, probe: str, ending: str, shape: tuple[int, ...], name: str, pattern: str) -> None:
+    def _convert(
+        self, stored: str, probe: str, ending: str, shape: tuple[int, ...], name: str, pattern: str
+    ) -> None:
         """Locate a tensor that is split into, or concatenated from, model tensors."""
-        converter = next(candidate for candidate in self._converters if pattern in candidate.source_patterns)
+        converter = next(
+            candidate for candidate in self._converters if pattern in candidate.source_patterns
+        )
         steps = [(type(step), getattr(step, "dim", None)) for step in converter.operations]
         own_name = apply_renamings(probe, self._renamings)
         base = f"{self._base}."
@@ -79,9 +87,14 @@ class TensorNames:
         if steps == [(Concatenate, 0)] and not ending:
             self.parts[own_name] = Part(stored)
             self._split.setdefault(name, {})[pattern] = TensorShape(own_name, shape)
-        elif steps in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]) and probe.endswith(".weight"):
+        elif steps in (
+            [(MergeModulelist, 0)],
+            [(MergeModulelist, 0), (Concatenate, 1)],
+        ) and probe.endswith(".weight"):
             self.parts[_ended(own_name, ending)] = Part(stored)
-            self._of_experts.setdefault(name, {}).setdefault(pattern, {})[own_name.removesuffix(".weight")] = None
+            self._of_experts.setdefault(name, {}).setdefault(pattern, {})[
+                own_name.removesuffix(".weight")
+            ] = None
         elif steps == [(Chunk, 0)] and not ending:
             targets = converter.target_patterns
             n_rows = shape[0] // len(targets)
@@ -99,7 +112,10 @@ class TensorNames:
         layers: list[dict[str, list[list[str]]]] = [{} for _ in self._model.layers]
         for name, by_pattern in self._of_experts.items():
             i, start = self._layer(name)
-            kinds = [[module[start:] for module in by_pattern[pattern]] for pattern in self._in_order(by_pattern)]
+            kinds = [
+                [module[start:] for module in by_pattern[pattern]]
+                for pattern in self._in_order(by_pattern)
+            ]
             layers[i][name[start:]] = [list(module) for module in zip(*kinds, strict=True)]
         return tuple(layers)
 
@@ -109,7 +125,9 @@ class TensorNames:
         for name, by_pattern in self._split.items():
             i, start = self._layer(name)
             parts = (by_pattern[pattern] for pattern in self._in_order(by_pattern))
-            layers[i][name[start:]] = tuple(TensorShape(name[start:], shape) for name, shape in parts)
+            layers[i][name[start:]] = tuple(
+                TensorShape(name[start:], shape) for name, shape in parts
+            )
         return tuple(layers)
 
     def _layer(self, name: str) -> tuple[int, int]:
@@ -119,7 +137,9 @@ class TensorNames:
 
     def _in_order(self, patterns: Iterable[str]) -> list[str]:
         order = {"": 0} | {
-            source: n for converter in self._converters for n, source in enumerate(converter.source_patterns)
+            source: n
+            for converter in self._converters
+            for n, source in enumerate(converter.source_patterns)
         }
         return sorted(patterns, key=order.__getitem__)
 

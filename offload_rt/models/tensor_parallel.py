@@ -59,7 +59,8 @@ _TABLE = Style(0, is_table=True)
 _GATHERED = _STYLES["colwise_gather_output"]
 # Matrices with a smaller share of a layer's weights stay replicated; the second limit applies to
 # matrices with rows that cannot be split evenly.
-_LEAST_SHARE, _UNEVEN_SHARE = 1 / 1024, 1 / 64
+_LEAST_SHARE = 1 / 1024
+_UNEVEN_SHARE = 1 / 64
 
 
 class Cut(NamedTuple):
@@ -119,7 +120,11 @@ class TensorParallelModel(Architecture):
         return replace(model, n_kv_heads=model.kv_shapes[0].n_heads)
 
     def _read_plan(self) -> None:
-        plan = {name.removeprefix(_LAYERS): style for name, style in self.whole.tp_plan.items() if _LAYERS in name}
+        plan = {
+            name.removeprefix(_LAYERS): style
+            for name, style in self.whole.tp_plan.items()
+            if _LAYERS in name
+        }
         layers = [self.whole.layer_tensors(i) for i in range(self.n_layers)]
         mixture = self.whole.mixture
         for i in mixture.layers if mixture else ():
@@ -127,7 +132,9 @@ class TensorParallelModel(Architecture):
         n_heads = self._n_heads(layers, plan)
         n_weights = max(sum(math.prod(shape) for _, shape in layer) for layer in layers)
         tensors = {tensor for layer in layers for tensor in layer}
-        for name, shape in sorted(tensor for tensor in tensors if not self._is_of_experts(tensor.name)):
+        for name, shape in sorted(
+            tensor for tensor in tensors if not self._is_of_experts(tensor.name)
+        ):
             style = self._style(name, shape, plan, n_heads)
             if style is None and len(shape) > 1 and not (mixture and shape[0] == mixture.n_experts):
                 # A row per expert identifies the router, which also predicts the next layer's
@@ -139,11 +146,17 @@ class TensorParallelModel(Architecture):
             if style is not None:
                 self.styles[_module(name)] = style
         for name, shape in self.whole.non_layer_tensors():
-            if len(shape) == 2 and shape[0] >= self.size**2 and math.prod(shape) > _LEAST_SHARE * n_weights:
+            if (
+                len(shape) == 2
+                and shape[0] >= self.size**2
+                and math.prod(shape) > _LEAST_SHARE * n_weights
+            ):
                 self.styles[_module(name)] = _TABLE
                 self._heights[_module(name)] = shape[0]
 
-    def _style(self, name: str, shape: tuple[int, ...], plan: Mapping[str, str], n_heads: set[int]) -> Style | None:
+    def _style(
+        self, name: str, shape: tuple[int, ...], plan: Mapping[str, str], n_heads: set[int]
+    ) -> Style | None:
         """Return the plan's sharding; None if not in the plan or not possible."""
         module = _module(name)
         style = _STYLES.get(plan.get(module, ""))
@@ -151,19 +164,34 @@ class TensorParallelModel(Architecture):
             return style._replace(dim=0) if self.is_exact else style
         owner = module if len(shape) == 1 else module.rpartition(".")[0]
         is_of_heads = shape[:1] != () and shape[0] in n_heads  # sinks and per-head norms
-        return _STYLES["colwise"] if is_of_heads and plan.get(f"{owner}.q_proj") == "colwise" else None
+        return (
+            _STYLES["colwise"] if is_of_heads and plan.get(f"{owner}.q_proj") == "colwise" else None
+        )
 
-    def _n_heads(self, layers: Sequence[Sequence[TensorShape]], plan: Mapping[str, str]) -> set[int]:
+    def _n_heads(
+        self, layers: Sequence[Sequence[TensorShape]], plan: Mapping[str, str]
+    ) -> set[int]:
         """Return the head counts of sharded attention; empty if ranks would differ in size."""
         counts = {shape.n_heads for shape in self.whole.kv_shapes}
         v_dim = self.whole.kv_shapes[0].v_dim
-        matrices = {item for layer in layers for item in layer if _is_attention(item.name) and len(item.shape) == 2}
+        matrices = {
+            item
+            for layer in layers
+            for item in layer
+            if _is_attention(item.name) and len(item.shape) == 2
+        }
         n_heads_found = {
-            shape[1] // v_dim for name, shape in matrices if plan.get(_module(name), "").startswith("rowwise")
+            shape[1] // v_dim
+            for name, shape in matrices
+            if plan.get(_module(name), "").startswith("rowwise")
         }
         is_shared = len(counts) == 1 and all(self.size % n == 0 for n in counts)
         is_even = is_shared or not any(n % self.size for n in counts)
-        return set() if any(n % self.size for n in n_heads_found) or not is_even else n_heads_found | counts
+        return (
+            set()
+            if any(n % self.size for n in n_heads_found) or not is_even
+            else n_heads_found | counts
+        )
 
     def _refusal(self, why: str) -> UnsupportedModelError:
         problem = f"a model of type {self.family} cannot be divided among {self.size} ranks: {why}"
@@ -198,7 +226,8 @@ class TensorParallelModel(Architecture):
     def _of_rank(self, tensors: Sequence[TensorShape]) -> tuple[TensorShape, ...]:
         cuts = [(tensor, self.cut(*tensor)) for tensor in tensors if self.has(tensor.name)]
         return tuple(
-            tensor if cut is None else TensorShape(tensor.name, cut.shape(tensor.shape)) for tensor, cut in cuts
+            tensor if cut is None else TensorShape(tensor.name, cut.shape(tensor.shape))
+            for tensor, cut in cuts
         )
 
     def has(self, name: str) -> bool:
@@ -220,7 +249,9 @@ class TensorParallelModel(Architecture):
         """Concatenate x (..., width) of all ranks along the last dimension."""
         return self.ranks.all_gather(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
 
-    is_native, notice, state_shapes = (property(of_whole(name)) for name in ("is_native", "notice", "state_shapes"))
+    is_native, notice, state_shapes = (
+        property(of_whole(name)) for name in ("is_native", "notice", "state_shapes")
+    )
     layer_prefix, is_unused, row_inputs = map(of_whole, ("layer_prefix", "is_unused", "row_inputs"))
     window, kv_layers = map(of_whole, ("window", "kv_layers"))
 
@@ -229,7 +260,10 @@ class TensorParallelModel(Architecture):
         """KV heads of this rank; ranks share KV heads if there are fewer heads than ranks."""
         if not any(_is_attention(name) and style.gives_part for name, style in self.styles.items()):
             return self.whole.kv_shapes
-        return tuple(shape._replace(n_heads=max(shape.n_heads // self.size, 1)) for shape in self.whole.kv_shapes)
+        return tuple(
+            shape._replace(n_heads=max(shape.n_heads // self.size, 1))
+            for shape in self.whole.kv_shapes
+        )
 
     @property
     def mixture(self) -> Mixture | None:
@@ -243,7 +277,11 @@ class TensorParallelModel(Architecture):
     def expert_names(self, i: int) -> Mapping[str, int | None]:
         """Return module names of this rank's experts, numbered from 0."""
         numbers = {expert: n for n, expert in enumerate(self.experts)} | {None: None}
-        return {name: numbers[expert] for name, expert in self.whole.expert_names(i).items() if expert in numbers}
+        return {
+            name: numbers[expert]
+            for name, expert in self.whole.expert_names(i).items()
+            if expert in numbers
+        }
 
     def layer_tensors(self, i: int) -> tuple[TensorShape, ...]:
         """Return this rank's shards."""
@@ -292,7 +330,8 @@ class TensorParallelModel(Architecture):
         """Return the complete model's activation bytes, plus gathered tensors."""
         layers = (self.whole.layer_tensors(i) for i in range(self.n_layers))
         joined = max(
-            sum(math.prod(shape) for name, shape in layer if _module(name) in self._joined) for layer in layers
+            sum(math.prod(shape) for name, shape in layer if _module(name) in self._joined)
+            for layer in layers
         )
         return self.whole.scratch_nbytes(n_rows, n_logits, itemsize) + joined * itemsize
 
@@ -378,7 +417,9 @@ class SharedWeights(DividedWeights):
     tell  broadcasts (method, args, kwargs) to the same weights on further ranks
     """
 
-    def __init__(self, weights: LayerWeights, model: TensorParallelModel, device: torch.device) -> None:
+    def __init__(
+        self, weights: LayerWeights, model: TensorParallelModel, device: torch.device
+    ) -> None:
         super().__init__(weights, model)
         self._device = device
         self.tell: Callable[..., AbstractContextManager[None]] = lambda *_: nullcontext()

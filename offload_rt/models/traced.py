@@ -17,7 +17,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from offload_rt.errors import UnsupportedModelError
-from offload_rt.models.architecture import KVShape, LayerExperts, LayerWeights, PassContext, StateShape, TensorShape
+from offload_rt.models.architecture import (
+    KVShape,
+    LayerExperts,
+    LayerWeights,
+    PassContext,
+    StateShape,
+    TensorShape,
+)
 from offload_rt.models.stand_ins import (
     NAME,
     OTHER_STATE,
@@ -79,7 +86,9 @@ class _Tensor(NamedTuple):
 
 def _all_there(weights: LayerWeights) -> LayerExperts:
     """Return experts that are part of a layer's weights."""
-    return LayerExperts(lambda n_rows, _: ((expert, weights) for expert in n_rows), lambda: None, lambda _: None)
+    return LayerExperts(
+        lambda n_rows, _: ((expert, weights) for expert in n_rows), lambda: None, lambda _: None
+    )
 
 
 class LayerMixture(NamedTuple):
@@ -118,7 +127,9 @@ class _Trace:
         self.first = torch.empty(0)
         self._hidden = self.first
 
-    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, **options: Any) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, **options: Any
+    ) -> Tensor:
         """Record the shapes of keys and values; see `PassContext.attend`."""
         self._n_calls += 1
         if k is not None and v is not None:
@@ -134,7 +145,9 @@ class _Trace:
     def visit(self, i: int, hidden: Tensor, call: Call) -> Tensor:
         """Run a layer. Raises UnsupportedModelError if layers cannot run separately in order."""
         if i != self.n_layers or (i > 0 and hidden is not self._hidden):
-            raise UnsupportedModelError("it computes between its layers, or calls them out of order")
+            raise UnsupportedModelError(
+                "it computes between its layers, or calls them out of order"
+            )
         self.first = hidden if i == 0 else self.first
         n_before = self._n_calls
         self._hidden = hidden
@@ -218,17 +231,24 @@ class TracedModel:
         for module in modules:  # freeze frequencies that would depend on the sequence length
             kind = getattr(module, "rope_type", None)
             if kind is not None:
-                module.rope_type = dict.fromkeys(kind, "default") if isinstance(kind, dict) else "default"
+                module.rope_type = (
+                    dict.fromkeys(kind, "default") if isinstance(kind, dict) else "default"
+                )
         return [(table, key, table[key]) for table, key in buffers]
 
     def _trace(self) -> list[nn.Module]:
         """Run the model on shapes and check assumptions; return the modules outside the layers."""
         called: dict[nn.Module, None] = {}
         modules = self.model.modules()
-        hooks = [module.register_forward_pre_hook(lambda module, _: called.setdefault(module)) for module in modules]
+        hooks = [
+            module.register_forward_pre_hook(lambda module, _: called.setdefault(module))
+            for module in modules
+        ]
         outputs: list[tuple[nn.Module, tuple[Any, ...]]] = []
 
-        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        def note(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+        ) -> None:
             if len(args) + len(kwargs) == 1 and isinstance(out, tuple):
                 outputs.append((module, out))
 
@@ -255,12 +275,19 @@ class TracedModel:
         self.mixtures = self._mixtures(outputs)
         return list(called)
 
-    def _mixtures(self, outputs: list[tuple[nn.Module, tuple[Any, ...]]]) -> dict[int, LayerMixture]:
+    def _mixtures(
+        self, outputs: list[tuple[nn.Module, tuple[Any, ...]]]
+    ) -> dict[int, LayerMixture]:
         """Describe the experts of layers; routers are modules whose outputs the experts receive."""
         mixtures: dict[int, LayerMixture] = {}
         parts = [(module, n, part) for module, out in outputs for n, part in enumerate(out)]
         for i, ((module, given), *more) in self._cache.chosen.items():
-            if more or len(given) != 3 or len(given[0].shape) != 2 or given[1].shape != given[2].shape:
+            if (
+                more
+                or len(given) != 3
+                or len(given[0].shape) != 2
+                or given[1].shape != given[2].shape
+            ):
                 return {}
             chosen = given[1]
             name = next(name for name, inner in self.layers[i].named_modules() if inner is module)
@@ -272,7 +299,10 @@ class TracedModel:
             routers = ((source, n) for source, n, part in parts if part is chosen)
             router, place = next(routers, (None, 0))
             mixtures[i] = LayerMixture(module, name, shapes, chosen.shape[1], router, place)
-        kinds = {(mixture.n_experts, mixture.n_used, *mixture.parameters.values()) for mixture in mixtures.values()}
+        kinds = {
+            (mixture.n_experts, mixture.n_used, *mixture.parameters.values())
+            for mixture in mixtures.values()
+        }
         self._cache.chosen.clear()
         return mixtures if len(kinds) == 1 else {}
 
@@ -292,7 +322,9 @@ class TracedModel:
         for i, module in ((i, module) for i, modules in enumerate(parts) for module in modules):
             start = len(f"{self.prefix}{i}.") if i < len(self.layers) else 0
             tensors: list[_Tensor] = []
-            for table, key in ((place, key) for place in (module._parameters, module._buffers) for key in place):
+            for table, key in (
+                (place, key) for place in (module._parameters, module._buffers) for key in place
+            ):
                 tensor = table[key]
                 if tensor is not None and key not in module._non_persistent_buffers_set:
                     name = (tied.get(id(tensor)) or f"{names[id(module)]}.{key}")[start:]
@@ -306,7 +338,9 @@ class TracedModel:
                 module.forward = linear  # type: ignore[method-assign]
                 self.linears.add(re.sub(r"(?<=\.)\d+(?=\.)", "*", f"layers.*.{linear.args[0]}"))
             elif isinstance(module, nn.Embedding):
-                self._tables[i].append((module._parameters, tensors[0].name.removesuffix(".weight")))
+                self._tables[i].append(
+                    (module._parameters, tensors[0].name.removesuffix(".weight"))
+                )
             else:
                 self._tensors[i] += tensors
 
@@ -321,7 +355,9 @@ class TracedModel:
     def _linear(self, name: str, x: Tensor) -> Tensor:
         return self._weights.linear(x, name)
 
-    def embed(self, weights: LayerWeights, ids: Tensor, positions: Tensor) -> tuple[Tensor, tuple[Call, ...]]:
+    def embed(
+        self, weights: LayerWeights, ids: Tensor, positions: Tensor
+    ) -> tuple[Tensor, tuple[Call, ...]]:
         """Return the first layer's input for tokens (n,), and the arguments of each layer."""
         calls: list[tuple[Tensor, Call]] = []
 
@@ -345,7 +381,9 @@ class TracedModel:
     ) -> Tensor:
         """Apply layer i to hidden states x (n, width)."""
         with self._given(i, weights, experts, split):
-            return self._to_rows(self.run_layer(i, self._of_rows(x), context.row_inputs[i], context))
+            return self._to_rows(
+                self.run_layer(i, self._of_rows(x), context.row_inputs[i], context)
+            )
 
     def head(self, weights: LayerWeights, x: Tensor) -> Tensor:
         """Map final hidden states x (n, width) to logits."""
@@ -378,7 +416,9 @@ class TracedModel:
             self._device = device
 
     @contextmanager
-    def _given(self, i: int, weights: LayerWeights, experts: ExpertNames, split: SplitTensors) -> Iterator[None]:
+    def _given(
+        self, i: int, weights: LayerWeights, experts: ExpertNames, split: SplitTensors
+    ) -> Iterator[None]:
         """Bind the weights of layer i, or for -1 the weights outside the layers; unbind on exit."""
         self._weights = weights
         is_card = self._device.type == "cuda"
@@ -395,9 +435,13 @@ class TracedModel:
         tensors = [tensor for tensor in self._tensors[i] if tensor.name not in apart]
         for tensor in tensors:
             if parts := experts.get(tensor.name):
-                tensor.table[tensor.key] = experts_of(parts, (len(parts), *tensor.shape[1:]), weights, is_card)
+                tensor.table[tensor.key] = experts_of(
+                    parts, (len(parts), *tensor.shape[1:]), weights, is_card
+                )
             elif part := split.get(tensor.name):
-                tensor.table[tensor.key] = torch.cat([weights.tensor(name, tensor.dtype) for name, _ in part])
+                tensor.table[tensor.key] = torch.cat(
+                    [weights.tensor(name, tensor.dtype) for name, _ in part]
+                )
             else:
                 tensor.table[tensor.key] = weights.tensor(tensor.name, tensor.dtype)
         for table, name in self._tables[i]:
@@ -416,7 +460,11 @@ class TracedModel:
         Source: Eliseev and Mazur 2023. None without an identified router, or off the device.
         """
         following = next(((j, mixture) for j, mixture in self.mixtures.items() if j > i), None)
-        if following is None or following[1].router is None or (weights := experts.following()) is None:
+        if (
+            following is None
+            or following[1].router is None
+            or (weights := experts.following()) is None
+        ):
             return None
         current = self._weights
         with self._given(following[0], weights, {}, {}):
@@ -427,7 +475,9 @@ class TracedModel:
     def _forward(self, module: nn.Module, visit: _Visit, ids: Tensor, positions: Tensor) -> Any:
         """Run the model or its decoder on tokens (n,), calling `visit` in place of each layer."""
         self.visit = visit
-        return module(ids[None], position_ids=positions[None], past_key_values=self._cache, use_cache=True)
+        return module(
+            ids[None], position_ids=positions[None], past_key_values=self._cache, use_cache=True
+        )
 
     def _to_rows(self, hidden: Tensor) -> Tensor:
         """Reshape hidden states from the model's shape to (n, width)."""

@@ -23,15 +23,21 @@ class TracedMtp(Mtp, TransformersModel):
 
     stored: MtpLayout = MTP_LAYOUTS[0]
 
-    def of_checkpoint(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Self, Mapping[str, Part]]:
+    def of_checkpoint(
+        self, shapes: Mapping[str, tuple[int, ...]]
+    ) -> tuple[Self, Mapping[str, Part]]:
         """Keep the head's tensors only. See `Architecture.of_checkpoint`."""
         known = dict[str, str]()
         for their_name, our_name in zip(self.stored, self.layout, strict=True):
             if isinstance(their_name, str):
                 known |= {
-                    f"{our_name}{name.removeprefix(their_name)}": name for name in shapes if name.startswith(their_name)
+                    f"{our_name}{name.removeprefix(their_name)}": name
+                    for name in shapes
+                    if name.startswith(their_name)
                 }
-        spec, parts = super().of_checkpoint({our_name: shapes[name] for our_name, name in known.items()})
+        spec, parts = super().of_checkpoint(
+            {our_name: shapes[name] for our_name, name in known.items()}
+        )
         return spec, {name: part._replace(name=known[part.name]) for name, part in parts.items()}
 
     def normed(self, weights: LayerWeights, name: str, x: Tensor) -> Tensor:
@@ -47,7 +53,9 @@ def traced_mtp(target: Architecture, layout: MtpLayout) -> TracedMtp:
     text.num_hidden_layers = 1
     text.layer_types = ["full_attention"]
     model = TracedModel(config, type(target.model.model))
-    norm = next(name for name, module in model.model.named_modules() if module is model.decoder.norm)
+    norm = next(
+        name for name, module in model.model.named_modules() if module is model.decoder.norm
+    )
     head_layout = layout._replace(layer=f"{model.prefix}0.", norm=norm)
     changes = {
         "family": "mtp",

@@ -38,7 +38,9 @@ def spec_of(raw: dict[str, Any]) -> "TransformersModel":
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         change = "remote code is not run; use a model type that transformers implements"
-        raise UnsupportedModelError(f"config.json: model_type {kind!r} is not supported", change=change)
+        raise UnsupportedModelError(
+            f"config.json: model_type {kind!r} is not supported", change=change
+        )
     try:
         made = CONFIG_MAPPING[kind]
         known = {key: value for key, value in raw.items() if key != "auto_map"}
@@ -66,7 +68,8 @@ def spec_of(raw: dict[str, Any]) -> "TransformersModel":
         max_positions=_max_positions(model.text, model.windows),
         config=config.to_json_string(),
         model=model,
-        tp_plan=dict.fromkeys(model.linears, "colwise_gather_output") | (model.text.base_model_tp_plan or {}),
+        tp_plan=dict.fromkeys(model.linears, "colwise_gather_output")
+        | (model.text.base_model_tp_plan or {}),
     )
 
 
@@ -105,9 +108,12 @@ def _class_of(kind: str, named: object) -> type[PreTrainedModel]:
 
 def _max_positions(text: PreTrainedConfig, windows: set[int | None]) -> int:
     """Return the number of positions without truncated attention or length-dependent RoPE."""
-    limits = [getattr(text, name, None) for name in ("max_position_embeddings", "attention_chunk_size")]
+    limits = [
+        getattr(text, name, None) for name in ("max_position_embeddings", "attention_chunk_size")
+    ]
     if windows == {None} and not getattr(text, "layer_types", None):
-        limits.append(getattr(text, "sliding_window", None))  # used by caches if masks have no window
+        # used by caches if masks have no window
+        limits.append(getattr(text, "sliding_window", None))
     ropes = getattr(text, "rope_parameters", None) or {}
     nested = [rope for rope in ropes.values() if isinstance(rope, dict)]
     for rope in (ropes, *nested):
@@ -161,10 +167,14 @@ class TransformersModel(Architecture):
         """Return the cache layers read, recorded by tracing."""
         return self.model.kv_read(i)
 
-    def of_checkpoint(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Self, Mapping[str, Part]]:
+    def of_checkpoint(
+        self, shapes: Mapping[str, tuple[int, ...]]
+    ) -> tuple[Self, Mapping[str, Part]]:
         """Locate tensors by transformers' key mapping. See `Architecture.of_checkpoint`."""
         names = TensorNames(self.model, shapes)
-        return replace(self, experts=names.experts(), split_tensors=names.split_tensors()), names.parts
+        return replace(
+            self, experts=names.experts(), split_tensors=names.split_tensors()
+        ), names.parts
 
     @property
     def mixture(self) -> Mixture | None:
@@ -180,7 +190,9 @@ class TransformersModel(Architecture):
         names: dict[str, int | None] = {}
         for name in self.model.mixtures[i].parameters if i in self.model.mixtures else ():
             matrices = self._experts(i).get(name)
-            names |= {matrix: expert for expert, group in enumerate(matrices or ()) for matrix in group}
+            names |= {
+                matrix: expert for expert, group in enumerate(matrices or ()) for matrix in group
+            }
             names |= {} if matrices else {name: None}
         return names
 
@@ -197,7 +209,9 @@ class TransformersModel(Architecture):
             rows = math.prod(shape[:2]) // max(len(parts), 1)
             matrix = shape[:0:-1] if name in self.model.transposed else (rows, *shape[2:])
             stored = self._split(i).get(name, [TensorShape(name, shape)])
-            tensors += [TensorShape(f"{matrix_name}.weight", matrix) for matrix_name in parts] or stored
+            tensors += [
+                TensorShape(f"{matrix_name}.weight", matrix) for matrix_name in parts
+            ] or stored
         return tuple(tensors)
 
     def non_layer_tensors(self) -> tuple[TensorShape, ...]:
@@ -207,10 +221,19 @@ class TransformersModel(Architecture):
     def is_unused(self, name: str) -> bool:
         """Ignore unused parts, copies of tied weights, derived buffers, and transformers' list."""
         ignored = self.model.model._keys_to_ignore_on_load_unexpected or ()
-        derived = name.endswith(("rotary_emb.inv_freq", ".masked_bias")) or name in self.model.buffer_names
-        return name in self.model.state or derived or any(re.search(pattern, name) for pattern in ignored)
+        derived = (
+            name.endswith(("rotary_emb.inv_freq", ".masked_bias"))
+            or name in self.model.buffer_names
+        )
+        return (
+            name in self.model.state
+            or derived
+            or any(re.search(pattern, name) for pattern in ignored)
+        )
 
-    def row_inputs(self, positions: Tensor, lengths: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    def row_inputs(
+        self, positions: Tensor, lengths: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, ...]:
         """Return the positions; the model derives all further inputs."""
         return (positions,)
 
@@ -235,7 +258,9 @@ class TransformersModel(Architecture):
         # A row reads a state twice and updates it; rows of a block interact with each other.
         if i in self.model.has_state:
             state = self.state_shapes[0]
-            of_head = 3 * state.k_dim * state.v_dim + min(n_rows, BLOCK_ROWS) * (state.k_dim + state.v_dim)
+            of_head = 3 * state.k_dim * state.v_dim + min(n_rows, BLOCK_ROWS) * (
+                state.k_dim + state.v_dim
+            )
             return 2.0 * n_rows * float(n_weights + state.n_v_heads * of_head)
         shape = self.kv_shapes[min(i, len(self.kv_shapes) - 1)]
         n_met = self.model.text.num_attention_heads * (shape.k_dim + shape.v_dim)
@@ -243,18 +268,30 @@ class TransformersModel(Architecture):
 
     def scratch_nbytes(self, n_rows: int, n_logits: int, itemsize: int) -> int:
         """Return the summed inputs and outputs of a layer's matrices, for all experts of a row."""
-        layers = ([shape for shape in shapes.values() if len(shape) > 1] for shapes in self.model.shapes[:-1])
-        widest = max(sum(self._n_met(shape) * sum(shape[-2:]) for shape in layer) for layer in layers)
+        layers = (
+            [shape for shape in shapes.values() if len(shape) > 1]
+            for shapes in self.model.shapes[:-1]
+        )
+        widest = max(
+            sum(self._n_met(shape) * sum(shape[-2:]) for shape in layer) for layer in layers
+        )
         logits = n_logits * self.vocab_size * (itemsize + 8)
         # State layers hold float32 channels (convolved, split, normed) and pairs of rows.
         n_pairs = min(n_rows, n_logits) * n_logits + BLOCK_ROWS**2
-        of_states = (5 * n_rows * sum(state.widths) + 4 * state.n_v_heads * n_pairs for state in self.state_shapes)
+        of_states = (
+            5 * n_rows * sum(state.widths) + 4 * state.n_v_heads * n_pairs
+            for state in self.state_shapes
+        )
         n_activations = n_rows * (widest + 4 * self.hidden_size)
         return n_activations * itemsize + 4 * max(of_states, default=0) + logits
 
     def _n_met(self, shape: tuple[int, ...]) -> int:
         """Return the number of matrices of a tensor that a row uses; fewer than all for experts."""
-        n_used = self.mixture.n_used if self.mixture else getattr(self.model.text, "num_experts_per_tok", None)
+        n_used = (
+            self.mixture.n_used
+            if self.mixture
+            else getattr(self.model.text, "num_experts_per_tok", None)
+        )
         return min(shape[0], n_used or shape[0]) if len(shape) == 3 else 1
 
     def _experts(self, i: int) -> ExpertNames:

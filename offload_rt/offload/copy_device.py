@@ -1,4 +1,6 @@
-"""What a streamer asks of a CUDA device, in one place, so that its logic can be tested against a device that is none."""
+"""What a streamer asks of a CUDA device, in one place, so that its logic can be tested against a
+device that is none.
+"""
 
 from collections.abc import Sequence
 from threading import Lock
@@ -7,16 +9,18 @@ import torch
 from torch import Tensor
 from torch.cuda import Event, Stream
 
-# One engine makes all copies to a card. It heeds no priority, takes what is ready first, and stays with a stream that has
-# another copy ready, so chunks of one stream pass as one (meta-pytorch/torchrec 4303, 4315, 4339: chunks of 32 MiB).
+# One engine makes all copies to a card. It heeds no priority, takes what is ready first, and stays
+# with a stream that has another copy ready, so chunks of one stream pass as one
+# (meta-pytorch/torchrec 4303, 4315, 4339: chunks of 32 MiB).
 _CHUNK = 32 << 20
 
 
 class CopyDevice:
-    """A CUDA device with streams for copies, either way, beside that for compute. Only `wait` and `synchronize` wait, asleep.
+    """A CUDA device with streams for copies, either way, beside that for compute. Only `wait` and
+    `synchronize` wait, asleep.
 
-    Chunks of a copy take turns on two streams, each ready when the one before has ended: a copy of another stream waits for
-    the chunk that is under way and no longer.
+    Chunks of a copy take turns on two streams, each ready when the one before has ended: a copy of
+    another stream waits for the chunk that is under way and no longer.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -28,7 +32,8 @@ class CopyDevice:
     def select(self) -> None:
         """Make the device current in the calling thread.
 
-        A thread begins with GPU 0, where leaving `torch.cuda.stream` would create a context of 0.5 GB.
+        A thread begins with GPU 0, where leaving `torch.cuda.stream` would create a context of 0.5
+        GB.
         """
         torch.cuda.set_device(self._device)
 
@@ -41,17 +46,21 @@ class CopyDevice:
         return Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]  # as above
 
     def copy(self, moves: Sequence[tuple[Tensor, Tensor]], after: Event) -> tuple[Event, Event]:
-        """Enqueue copies behind `after` and all earlier ones; returns events recorded before and after them.
+        """Enqueue copies behind `after` and all earlier ones; returns events recorded before and
+        after them.
 
         moves  targets and sources, (n,) uint8 each
         """
-        before, done = self.event(), self.event()
+        before = self.event()
+        done = self.event()
         with self._lock:
             stream = self._take_turns()
             stream.wait_event(after)
             before.record(stream)
             for target, source in moves:
-                for to, of in zip(torch.split(target, _CHUNK), torch.split(source, _CHUNK), strict=True):
+                for to, of in zip(
+                    torch.split(target, _CHUNK), torch.split(source, _CHUNK), strict=True
+                ):
                     stream = self._take_turns()
                     with torch.cuda.stream(stream):
                         self._move(to, of)
@@ -84,7 +93,9 @@ class CopyDevice:
         event.synchronize()
 
     def seconds_between(self, start: Event, end: Event) -> float | None:
-        """Seconds from one event to another, negative if it came first; None while not both have happened."""
+        """Seconds from one event to another, negative if it came first; None while not both have
+        happened.
+        """
         have_happened = start.query() and end.query()  # type: ignore[no-untyped-call]  # as above
         return start.elapsed_time(end) / 1e3 if have_happened else None
 

@@ -122,7 +122,10 @@ class DiskTier:
     """
 
     def __init__(
-        self, layers: Sequence[Sequence[TensorRecord]], settings: ReadSettings | None = None, packed: bool = False
+        self,
+        layers: Sequence[Sequence[TensorRecord]],
+        settings: ReadSettings | None = None,
+        packed: bool = False,
     ) -> None:
         """layers: tensor records per block; packed: always use packed layouts."""
         self.settings = settings or ReadSettings()
@@ -159,7 +162,9 @@ class DiskTier:
         at = part.offset - lead
         if part.phased and (into.data_ptr() + at) % PAGE == 0:
             # Boundary pages may contain further tensors of this block: they get equal content.
-            self._files.fill(part.path, part.start - lead, into[at : at + align_up(need, PAGE)], need)
+            self._files.fill(
+                part.path, part.start - lead, into[at : at + align_up(need, PAGE)], need
+            )
         else:
             piece = part.nbytes // part.n_pieces
             content = self._files.bounced(part.path, part.start, part.span)
@@ -184,11 +189,15 @@ def fill(into: Tensor, need: int, file: int, start: int, name: str) -> None:
             raise LinkError(problem, change="check the disk and the file") from error
         if got == 0:
             problem = f"{name} ends at byte {start + n}"
-            raise LinkError(problem, need=f"{start + need} bytes", change="it changed while in use: run again")
+            raise LinkError(
+                problem, need=f"{start + need} bytes", change="it changed while in use: run again"
+            )
         n += got
 
 
-def _plan(records: Sequence[TensorRecord], request_nbytes: int, packed: bool) -> tuple[Layout, tuple[_Part, ...]]:
+def _plan(
+    records: Sequence[TensorRecord], request_nbytes: int, packed: bool
+) -> tuple[Layout, tuple[_Part, ...]]:
     """Plan a block: its layout, and the requests that fill it."""
     packed = packed or any(record.n_pieces > 1 for record in records)
     runs = _runs(records)
@@ -198,7 +207,9 @@ def _plan(records: Sequence[TensorRecord], request_nbytes: int, packed: bool) ->
     layout = Layout(tuple(entries[record.key] for record in records), layout.nbytes)
     phased = not packed and not any(entry.offset % entry.dtype.itemsize for entry in layout.entries)
     if not phased:
-        layout = packed_layout((record.key, record.shape, record.stored_dtype()) for record in records)
+        layout = packed_layout(
+            (record.key, record.shape, record.stored_dtype()) for record in records
+        )
         runs = [_Run(record.path, record.start, record.stop, (record,)) for record in records]
     offset_of = {entry.name: entry.offset for entry in layout.entries}
     parts = (_parts(run, offset_of[run.records[0].key], request_nbytes, phased) for run in runs)
@@ -218,11 +229,14 @@ def _runs(records: Sequence[TensorRecord]) -> list[_Run]:
 
 
 def _phased_layout(runs: Sequence[_Run]) -> Layout:
-    entries, end = [], 0
+    entries = []
+    end = 0
     for run in runs:
         base = align_up(end, PAGE) + run.start % PAGE
         entries += [
-            TensorEntry(record.key, base + record.start - run.start, record.shape, record.stored_dtype())
+            TensorEntry(
+                record.key, base + record.start - run.start, record.shape, record.stored_dtype()
+            )
             for record in run.records
         ]
         end = base + run.stop - run.start
@@ -249,8 +263,15 @@ def _parts(run: _Run, offset: int, request_nbytes: int, phased: bool) -> list[_P
             )
             for first in range(0, record.n_pieces, n)
         ]
-    cuts = [run.start, *range(align_up(run.start + 1, request_nbytes), run.stop, request_nbytes), run.stop]
-    return [_Part(run.path, a, b - a, offset + a - run.start, phased) for a, b in itertools.pairwise(cuts)]
+    cuts = [
+        run.start,
+        *range(align_up(run.start + 1, request_nbytes), run.stop, request_nbytes),
+        run.stop,
+    ]
+    return [
+        _Part(run.path, a, b - a, offset + a - run.start, phased)
+        for a, b in itertools.pairwise(cuts)
+    ]
 
 
 def _open(path: Path) -> int:

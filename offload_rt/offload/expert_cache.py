@@ -52,7 +52,9 @@ class ExpertCache(ABC):
 
     host: HostExperts | None = None
 
-    def __init__(self, sizes: ExpertSizes, tier: Tier, view: MakeWeights, slots: list[Tensor]) -> None:
+    def __init__(
+        self, sizes: ExpertSizes, tier: Tier, view: MakeWeights, slots: list[Tensor]
+    ) -> None:
         """tier: block `k * mixture.n_experts + e` is expert e of layer `mixture.layers[k]`."""
         self.mixture = sizes.mixture
         self.tier = tier
@@ -111,7 +113,9 @@ class ExpertCache(ABC):
                 likely = np.argsort(-use[k * n : (k + 1) * n], kind="stable")[: self.mixture.n_used]
                 least = self._least_use()
                 experts = [expert for expert in likely.tolist() if use[k * n + expert] > least]
-            self._ahead = deque(k * n + expert for expert in experts[: ceil(_AHEAD * self.mixture.n_used)])
+            self._ahead = deque(
+                k * n + expert for expert in experts[: ceil(_AHEAD * self.mixture.n_used)]
+            )
 
     def _release(self, block: int) -> None:
         """Mark a block as computed and free its slot for eviction."""
@@ -150,7 +154,9 @@ class ExpertCache(ABC):
     def _settle(self) -> None:
         """Wait for running transfers, free slots of incomplete blocks, clear errors."""
 
-    def _want(self, first: int, n_rows: Mapping[int, int], work: HostWork | None = None) -> list[int]:
+    def _want(
+        self, first: int, n_rows: Mapping[int, int], work: HostWork | None = None
+    ) -> list[int]:
         """Start fetching missing blocks; return the blocks for the host to compute instead."""
         n = self.mixture.n_experts
         total = sum(n_rows.values())
@@ -166,18 +172,26 @@ class ExpertCache(ABC):
             host_blocks = []
             if self.host is not None and work is not None:
                 host_blocks = self._leave(self.host, first, n_rows, work)
-            self._needed = deque(block for block in sorted(self._wanted) if block not in self._slot_of)
-            self._taken[[self._slot_of[block] for block in self._wanted & self._slot_of.keys()]] = True
+            self._needed = deque(
+                block for block in sorted(self._wanted) if block not in self._slot_of
+            )
+            self._taken[[self._slot_of[block] for block in self._wanted & self._slot_of.keys()]] = (
+                True
+            )
             self._fill()
             return host_blocks
 
-    def _leave(self, host: HostExperts, first: int, n_rows: Mapping[int, int], work: HostWork) -> list[int]:
+    def _leave(
+        self, host: HostExperts, first: int, n_rows: Mapping[int, int], work: HostWork
+    ) -> list[int]:
         """Select missing blocks for the host; still prefetch the most used if worth a slot."""
         if host.times is None:
             host.measure(first, self.mixture.n_experts, work.rows(next(iter(n_rows)))[:1], work)
         coming, n_before = self._on_way()
         missing = {
-            block: n_rows[block - first] for block in self._wanted if block in coming or block not in self._slot_of
+            block: n_rows[block - first]
+            for block in self._wanted
+            if block in coming or block not in self._slot_of
         }
         host_blocks = host.select(missing, self._use, coming, n_before)
         self._wanted.difference_update(host_blocks)
@@ -279,12 +293,17 @@ class ThreadExperts(ReadThreads, ExpertCache):
 
     def _there(self, blocks: Iterable[int]) -> int | None:
         """Return the first block that has arrived, or None."""
-        return next((block for block in blocks if block in self._slot_of and block not in self._coming), None)
+        return next(
+            (block for block in blocks if block in self._slot_of and block not in self._coming),
+            None,
+        )
 
     def _await(self) -> int:
         started = time.perf_counter()
         with self._changed:
-            self._changed.wait_for(lambda: self._error or self._is_closed or self._there(self._wanted) is not None)
+            self._changed.wait_for(
+                lambda: self._error or self._is_closed or self._there(self._wanted) is not None
+            )
             if self._is_closed:
                 change = "close the model after the last token"
                 raise LinkError("the weights were released while in use", change=change)
@@ -345,7 +364,9 @@ class CardExperts(ExpertCache):
     A block counts as present once its copy is enqueued: compute waits for the event on the device.
     """
 
-    def __init__(self, sizes: ExpertSizes, n_slots: int, tier: Tier, view: MakeWeights, link: CudaStreamer) -> None:
+    def __init__(
+        self, sizes: ExpertSizes, n_slots: int, tier: Tier, view: MakeWeights, link: CudaStreamer
+    ) -> None:
         """link: streamer of the layers, whose streams copy the experts."""
         self._meter = link.meter
         self._device = link.device
@@ -388,10 +409,14 @@ class CardExperts(ExpertCache):
         idle = self._device.record_compute()
         self._gather()
         ready_events = {
-            block: self._ready[self._slot_of[block]] for block in sorted(self._wanted) if block in self._slot_of
+            block: self._ready[self._slot_of[block]]
+            for block in sorted(self._wanted)
+            if block in self._slot_of
         }
         happened = (
-            block for block, ready in ready_events.items() if self._device.seconds_between(ready, ready) is not None
+            block
+            for block, ready in ready_events.items()
+            if self._device.seconds_between(ready, ready) is not None
         )
         block = next(happened, next(iter(ready_events)))
         self._timings.append((idle, ready_events[block], 0))
@@ -400,8 +425,16 @@ class CardExperts(ExpertCache):
 
     def _on_way(self) -> tuple[set[int], int]:
         self._count_finished()
-        ready = {block: self._ready[self._slot_of[block]] for block in self._wanted if block in self._slot_of}
-        wanted = {block for block, event in ready.items() if self._device.seconds_between(event, event) is None}
+        ready = {
+            block: self._ready[self._slot_of[block]]
+            for block in self._wanted
+            if block in self._slot_of
+        }
+        wanted = {
+            block
+            for block, event in ready.items()
+            if self._device.seconds_between(event, event) is None
+        }
         return wanted, sum(nbytes > 0 for *_, nbytes in self._timings) - len(wanted)
 
     def _gather(self) -> None:
@@ -415,7 +448,10 @@ class CardExperts(ExpertCache):
         self._count_finished()
 
     def _count_finished(self) -> None:
-        while self._timings and (seconds := self._device.seconds_between(*self._timings[0][:2])) is not None:
+        while (
+            self._timings
+            and (seconds := self._device.seconds_between(*self._timings[0][:2])) is not None
+        ):
             nbytes = self._timings.popleft()[2]
             self._meter.add(nbytes, seconds if nbytes else 0.0)
             self._meter.waited_s += 0.0 if nbytes else max(seconds, 0.0)

@@ -46,7 +46,10 @@ class PinnedExperts(ThreadExperts):
         self._pinned.clear()
 
     def _reads(self, block: int, slot: int) -> list[Read]:
-        return [partial(self._read_behind, self._copied[slot], read) for read in super()._reads(block, slot)]
+        return [
+            partial(self._read_behind, self._copied[slot], read)
+            for read in super()._reads(block, slot)
+        ]
 
     def _read_behind(self, copied: Event, read: Read) -> int:
         self._device.wait(copied)
@@ -67,7 +70,12 @@ class FarExperts(CardExperts):
     """
 
     def __init__(
-        self, sizes: ExpertSizes, n_slots: int, host: PinnedExperts, view: MakeWeights, link: CudaStreamer
+        self,
+        sizes: ExpertSizes,
+        n_slots: int,
+        host: PinnedExperts,
+        view: MakeWeights,
+        link: CudaStreamer,
     ) -> None:
         self._host = host
         super().__init__(sizes, n_slots, host.tier, view, link)
@@ -83,8 +91,13 @@ class FarExperts(CardExperts):
         first = k * self.mixture.n_experts
         self._host.expect(k, [block - first for block in self._ahead if block not in self._slot_of])
 
-    def _want(self, first: int, n_rows: Mapping[int, int], work: HostWork | None = None) -> list[int]:
-        self._host._want(first, {expert: n for expert, n in n_rows.items() if first + expert not in self._slot_of})
+    def _want(
+        self, first: int, n_rows: Mapping[int, int], work: HostWork | None = None
+    ) -> list[int]:
+        self._host._want(
+            first,
+            {expert: n for expert, n in n_rows.items() if first + expert not in self._slot_of},
+        )
         return super()._want(first, n_rows, work)
 
     def _fill(self) -> None:
@@ -92,10 +105,14 @@ class FarExperts(CardExperts):
         self._needed.clear()
         host = self._host
         with host._changed:
-            while (block := host._there(host._wanted)) is not None and (slot := self._room()) is not None:
+            while (block := host._there(host._wanted)) is not None and (
+                slot := self._room()
+            ) is not None:
                 self._bring(block, slot, True)
             if not host._wanted:
-                self._ahead = deque(i for i in self._ahead if i in self._slot_of or host._there([i]) is not None)
+                self._ahead = deque(
+                    i for i in self._ahead if i in self._slot_of or host._there([i]) is not None
+                )
                 super()._fill()
 
     def _source(self, block: int) -> Tensor:

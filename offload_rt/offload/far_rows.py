@@ -1,4 +1,6 @@
-"""Rows of keys and values beyond the device, and how a pass gets them: over the link of the layers, each ahead of its use."""
+"""Rows of keys and values beyond the device, and how a pass gets them: over the link of the layers,
+each ahead of its use.
+"""
 
 import os
 from abc import ABC, abstractmethod
@@ -30,18 +32,23 @@ from offload_rt.weights.layout import PAGE, Layout, PackedLayer, TensorEntry, al
 class FarRows(ABC):
     """A `RowStore`, and the streamer that brings its rows beside that of the layers.
 
-    Both bring what they have in the order of its use and run ahead of it as far as they have slots, so the link stands still
-    only where both have none. What a pass reads is brought for the next one as well, which nearly always reads the same.
+    Both bring what they have in the order of its use and run ahead of it as far as they have slots,
+    so the link stands still only where both have none. What a pass reads is brought for the next
+    one as well, which nearly always reads the same.
     """
 
     def __init__(self, split: KVSplit, n_layers: int, link: Streamer) -> None:
         """link: the streamer of the layers."""
-        self.split, self.format, self.block_rows = split, split.format, split.block_rows
-        self._n_layers, self._link = n_layers, link
+        self.split = split
+        self.format = split.format
+        self.block_rows = split.block_rows
+        self._n_layers = n_layers
+        self._link = link
         self._free: list[int] = []
         self._n_blocks = 0
         self._stream: Streamer | None = None
-        self._asked: list[RowRange] = []  # of the pass before; empty where something was written after it
+        # of the pass before; empty where something was written after it
+        self._asked: list[RowRange] = []
         self._coming: Generator[LayerView, None, None] | None = None
 
     def take(self) -> int:
@@ -63,14 +70,22 @@ class FarRows(ABC):
 
     @contextmanager
     def bring(self, ranges: list[RowRange]) -> Iterator[None]:
-        """Bring these ranges, of which `arrive` gives one after the other, while the body of a `with` makes a pass."""
+        """Bring these ranges, of which `arrive` gives one after the other, while the body of a
+        `with` makes a pass.
+        """
         if not ranges:
             yield
             return
         if ranges != self._asked or self._stream is None:
-            n, nbytes = len(ranges), self.split.block_nbytes
+            n = len(ranges)
+            nbytes = self.split.block_nbytes
             sources = LayerSources(
-                MemoryTier(), (self.tier(ranges),) * n, N_SLOTS, N_SLOTS, self._cpus, slot_nbytes=nbytes
+                MemoryTier(),
+                (self.tier(ranges),) * n,
+                N_SLOTS,
+                N_SLOTS,
+                self._cpus,
+                slot_nbytes=nbytes,
             )
             if self._stream is None:
                 self._stream = self._link.beside(sources)
@@ -131,9 +146,13 @@ class _Pinned(MemoryTier):
 
 
 class HostRows(FarRows):
-    """Rows in memory of the host, beside a card. All planned blocks are pinned at once: pinning holds the process for long."""
+    """Rows in memory of the host, beside a card. All planned blocks are pinned at once: pinning
+    holds the process for long.
+    """
 
-    def __init__(self, split: KVSplit, n_layers: int, link: CudaStreamer, cpus: Cpus = frozenset()) -> None:
+    def __init__(
+        self, split: KVSplit, n_layers: int, link: CudaStreamer, cpus: Cpus = frozenset()
+    ) -> None:
         super().__init__(split, n_layers, link)
         self._cpus, self._card, self._blocks = cpus, link, list[Tensor]()
         self._pinned: list[Tensor] = []
@@ -155,7 +174,8 @@ class HostRows(FarRows):
         self._card.finish_writes()
         for block in self._pinned:
             unpin(block)
-        self._pinned, self._blocks = [], []
+        self._pinned = []
+        self._blocks = []
 
     def _at(self, one: RowRange) -> Tensor:
         rows = self._blocks[one.block].view(self._n_layers, self.block_rows, self.format.nbytes)
@@ -166,7 +186,8 @@ class HostRows(FarRows):
         with staying_near(self._cpus):
             is_pinned = pin(new)
         if not is_pinned and self._stream is not None and len(self._pinned) == len(self._blocks):
-            self._stream.close()  # rows go through slots on the host from now on, of which this one has none
+            # rows go through slots on the host from now on, of which this one has none
+            self._stream.close()
             self._stream = None
         self._pinned += [new] if is_pinned else []
         self._blocks.append(new)
@@ -181,9 +202,12 @@ class FileRows(FarRows):
     They are written through the page cache and read past it where the file system allows that.
     """
 
-    def __init__(self, split: KVSplit, n_layers: int, link: Streamer, settings: ReadSettings | None = None) -> None:
+    def __init__(
+        self, split: KVSplit, n_layers: int, link: Streamer, settings: ReadSettings | None = None
+    ) -> None:
         super().__init__(split, n_layers, link)
-        self._settings, self._nbytes = settings or ReadSettings(), n_layers * split.block_nbytes
+        self._settings = settings or ReadSettings()
+        self._nbytes = n_layers * split.block_nbytes
         try:
             self._place = str(cache_directory())
             os.makedirs(self._place, exist_ok=True)
@@ -196,7 +220,9 @@ class FileRows(FarRows):
             self._file.close()
             raise
         try:  # the same file once more
-            self._direct = os.open(f"/proc/self/fd/{self._file.fileno()}", os.O_RDONLY | os.O_DIRECT)
+            self._direct = os.open(
+                f"/proc/self/fd/{self._file.fileno()}", os.O_RDONLY | os.O_DIRECT
+            )
         except OSError:
             self._direct = os.dup(self._file.fileno())
 
@@ -205,10 +231,16 @@ class FileRows(FarRows):
         return _FileRanges(self, ranges, self._settings.n_parallel)
 
     def reads(self, one: RowRange, into: Tensor) -> list[Read]:
-        """Requests that together read a range; it begins on a page, and the block goes on to the end of one."""
-        start, size = self._offset(one), self._settings.request_nbytes
+        """Requests that together read a range; it begins on a page, and the block goes on to the
+        end of one.
+        """
+        start = self._offset(one)
+        size = self._settings.request_nbytes
         stop = start + (one.stop - one.start) * self.format.nbytes
-        return [partial(self._request, into[at - start :], at, min(size, stop - at)) for at in range(start, stop, size)]
+        return [
+            partial(self._request, into[at - start :], at, min(size, stop - at))
+            for at in range(start, stop, size)
+        ]
 
     def read(self, places: Sequence[RowRange]) -> Tensor:
         """One by one."""
@@ -230,7 +262,11 @@ class FileRows(FarRows):
         return nbytes
 
     def _offset(self, one: RowRange) -> int:
-        return one.block * self._nbytes + one.layer * self.split.block_nbytes + one.start * self.format.nbytes
+        return (
+            one.block * self._nbytes
+            + one.layer * self.split.block_nbytes
+            + one.start * self.format.nbytes
+        )
 
     def _extend(self, block: int) -> None:
         if block >= self.split.n_blocks:
@@ -245,7 +281,8 @@ class FileRows(FarRows):
     def _write(self, pieces: Sequence[tuple[RowRange, Tensor]]) -> None:
         try:
             for one, rows in pieces:
-                view, n = memoryview(rows.flatten().numpy().data), 0
+                view = memoryview(rows.flatten().numpy().data)
+                n = 0
                 while n < len(view):
                     n += os.pwrite(self._file.fileno(), view[n:], self._offset(one) + n)
         except OSError as error:
@@ -254,7 +291,8 @@ class FileRows(FarRows):
     def _no_room(self, error: OSError | RuntimeError) -> LinkError:
         return LinkError(
             f"no file for keys and values below {getattr(self, '_place', 'the home folder')}",
-            need=format_size(self.split.n_blocks * self._nbytes), have=getattr(error, "strerror", None) or str(error),
+            need=format_size(self.split.n_blocks * self._nbytes),
+            have=getattr(error, "strerror", None) or str(error),
             change="make room there, set XDG_CACHE_HOME to another disk, or lower --max-model-len",
         )  # fmt: skip
 

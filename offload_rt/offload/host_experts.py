@@ -18,7 +18,8 @@ from offload_rt.system.numa import Cpus, stay_near
 from offload_rt.weights.layout import Layout
 
 # Row counts and number of experts per timing. Each timing uses different experts, to avoid caches.
-_WIDTHS, _N_TIMED = (1, 8, 64), 5
+_WIDTHS = (1, 8, 64)
+_N_TIMED = 5
 
 
 class HostExperts:
@@ -60,7 +61,11 @@ class HostExperts:
         self._thread.shutdown()
 
     def select(
-        self, missing: Mapping[int, int], use: np.ndarray, coming: Collection[int] = (), n_before: int = 0
+        self,
+        missing: Mapping[int, int],
+        use: np.ndarray,
+        coming: Collection[int] = (),
+        n_before: int = 0,
     ) -> list[int]:
         """Select the missing blocks to compute on the host, in ascending order.
 
@@ -71,7 +76,9 @@ class HostExperts:
         """
         if self.times is None or not self.is_on:
             return []
-        blocks = sorted(missing, key=lambda block: (block not in coming, -missing[block], -use[block], block))
+        blocks = sorted(
+            missing, key=lambda block: (block not in coming, -missing[block], -use[block], block)
+        )
         computed = self.times.at(np.array([missing[block] for block in blocks]))
         host_s = np.append(computed[::-1].cumsum()[::-1], 0.0)
         n_copied = np.arange(len(blocks) + 1)
@@ -88,10 +95,15 @@ class HostExperts:
         return ops.to_device(begun.result(), self._device)
 
     @torch.inference_mode()
-    def _compute(self, work: HostWork, first: int, blocks: Sequence[int], rows: Sequence[Tensor]) -> list[Tensor]:
+    def _compute(
+        self, work: HostWork, first: int, blocks: Sequence[int], rows: Sequence[Tensor]
+    ) -> list[Tensor]:
         images = map(self._images.image, blocks)
         views = (self._view(image.layout, image.block) for image in images)
-        return [work.compute(x, block - first, view) for x, block, view in zip(rows, blocks, views, strict=True)]
+        return [
+            work.compute(x, block - first, view)
+            for x, block, view in zip(rows, blocks, views, strict=True)
+        ]
 
     def measure(self, first: int, n_experts: int, row: Tensor, work: HostWork) -> None:
         """Time experts of a layer on copies of a row (1, width)."""
@@ -108,5 +120,7 @@ class HostExperts:
             return median(times) + n_rows * on_link * self.copy_s
 
         # Discard the first timing, which includes kernel compilation.
-        _, *by_width = self._thread.submit(lambda: [seconds(n) for n in (_WIDTHS[0], *_WIDTHS)]).result()
+        _, *by_width = self._thread.submit(
+            lambda: [seconds(n) for n in (_WIDTHS[0], *_WIDTHS)]
+        ).result()
         self.times = HostTimes(_WIDTHS, tuple(np.maximum.accumulate(by_width).tolist()))

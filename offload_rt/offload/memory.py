@@ -60,7 +60,10 @@ class MemoryTier:
         """Return copies that together fill `into` with block i."""
         block = self._images[i].block
         starts = range(0, len(block), _PART)
-        return [partial(_copy, block[start : start + _PART], into[start : start + _PART]) for start in starts]
+        return [
+            partial(_copy, block[start : start + _PART], into[start : start + _PART])
+            for start in starts
+        ]
 
     def close(self) -> None:
         """Unpin and free the blocks."""

@@ -10,7 +10,8 @@ from offload_rt.models.architecture import Mixture
 from offload_rt.system.machine import PassBytes, TouchedExperts
 
 # Two slots overlap transfer and compute; a third absorbs jitter.
-_LEAST_SLOTS, BEST_SLOTS = 2, 3
+_LEAST_SLOTS = 2
+BEST_SLOTS = 3
 
 
 @dataclass(frozen=True)
@@ -203,14 +204,21 @@ class Plan:
         touched = self.touched
         far = None
         computed += touched.n_layers * touched.n_used * touched.nbytes if touched else 0
-        if touched and self.experts and touched.tier == "host" and self.experts.n_on_host < self.experts.n_blocks:
+        if (
+            touched
+            and self.experts
+            and touched.tier == "host"
+            and self.experts.n_on_host < self.experts.n_blocks
+        ):
             # Few experts are both on the device and on the host.
             n_there = touched.n_resident + self.experts.n_on_host / touched.n_layers
             far = replace(touched, tier="disk", n_resident=min(n_there, touched.n_experts))
         return PassBytes(streamed, computed, ahead, rows, touched, far=far)
 
 
-def least_budget(layer_nbytes: Sequence[int], reserved: ReservedMemory, link: LinkSizes | None = None) -> int:
+def least_budget(
+    layer_nbytes: Sequence[int], reserved: ReservedMemory, link: LinkSizes | None = None
+) -> int:
     """Return the minimum device budget: two slots, or all layers if smaller."""
     link = link or LinkSizes.of(layer_nbytes)
     moving = _LEAST_SLOTS * link.slot_nbytes + link.buffer + len(layer_nbytes) * reserved.stand_in
@@ -218,7 +226,10 @@ def least_budget(layer_nbytes: Sequence[int], reserved: ReservedMemory, link: Li
 
 
 def place_layers(
-    layer_nbytes: Sequence[int], reserved: ReservedMemory, budget: MemoryBudget, link: LinkSizes | None = None
+    layer_nbytes: Sequence[int],
+    reserved: ReservedMemory,
+    budget: MemoryBudget,
+    link: LinkSizes | None = None,
 ) -> Plan:
     """Keep as many layers resident as possible, spread evenly between streamed layers.
 
@@ -248,7 +259,9 @@ def place_layers(
     resident = spread(n, n_resident)
     streamed = [i for i in range(n) if i not in resident]
     room = budget.host_room(travelling)
-    n_host_slots = _host_slots(n_slots, travelling, budget) if budget.has_card and room < len(streamed) else 0
+    n_host_slots = (
+        _host_slots(n_slots, travelling, budget) if budget.has_card and room < len(streamed) else 0
+    )
     n_host = min(room - n_host_slots, len(streamed))
     host = {streamed[k] for k in spread(len(streamed), n_host)}
     tiers = tuple("device" if i in resident else "host" if i in host else "disk" for i in range(n))

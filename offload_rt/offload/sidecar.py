@@ -1,4 +1,6 @@
-"""Layers read from a sidecar, and writing one: a file for each layer, of the whole model or of a rank's part of it."""
+"""Layers read from a sidecar, and writing one: a file for each layer, of the whole model or of a
+rank's part of it.
+"""
 
 import os
 from collections.abc import Callable, Sequence
@@ -27,15 +29,20 @@ from offload_rt.weights.lossless import (
 
 
 class SidecarTier:
-    """Blocks that are decoded by the threads that read them, or that stay encoded for a card to decode.
+    """Blocks that are decoded by the threads that read them, or that stay encoded for a card to
+    decode.
 
-    Requests are of whole chunks, each checked against its digest. Direct reads go through a buffer of the thread, so that
-    a slot holds nothing but the layer.
+    Requests are of whole chunks, each checked against its digest. Direct reads go through a buffer
+    of the thread, so that a slot holds nothing but the layer.
     """
 
-    def __init__(self, layers: Sequence[SidecarLayer], settings: ReadSettings, decodes: bool) -> None:
-        self.settings, self.n_parallel = settings, settings.n_parallel
-        self._layers, self._decodes = layers, decodes
+    def __init__(
+        self, layers: Sequence[SidecarLayer], settings: ReadSettings, decodes: bool
+    ) -> None:
+        self.settings = settings
+        self.n_parallel = settings.n_parallel
+        self._layers = layers
+        self._decodes = decodes
         self._files = DirectFiles(one.payload for one in layers)
 
     def layout(self, i: int) -> Layout:
@@ -48,8 +55,12 @@ class SidecarTier:
         return self._layers[i].encoded.payload_nbytes
 
     def reads(self, i: int, into: Tensor) -> list[Read]:
-        """One read for each request; each raises LinkError if the file fails, or holds what it did not when it was written."""
-        encoded, firsts, filled = self._layers[i].encoded, [0], 0
+        """One read for each request; each raises LinkError if the file fails, or holds what it did
+        not when it was written.
+        """
+        encoded = self._layers[i].encoded
+        firsts = [0]
+        filled = 0
         for k, nbytes in enumerate(encoded.chunks["nbytes"].tolist()):
             if filled and filled + nbytes > self.settings.request_nbytes:
                 firsts.append(k)
@@ -58,16 +69,22 @@ class SidecarTier:
         if not self._decodes:
             encoded.write_table(into)
         stops = [*firsts[1:], len(encoded.chunks)]
-        return [partial(self._read, i, first, stop, into) for first, stop in zip(firsts, stops, strict=True)]
+        return [
+            partial(self._read, i, first, stop, into)
+            for first, stop in zip(firsts, stops, strict=True)
+        ]
 
     def close(self) -> None:
         """Close the files."""
         self._files.close()
 
     def _read(self, i: int, first: int, stop: int, into: Tensor) -> int:
-        layer, target = self._layers[i], into.numpy()
-        chunks, path = layer.encoded.chunks[first:stop], layer.payload.path
-        start, nbytes = int(chunks[0]["source"]), int(chunks["nbytes"].sum())
+        layer = self._layers[i]
+        target = into.numpy()
+        chunks = layer.encoded.chunks[first:stop]
+        path = layer.payload.path
+        start = int(chunks[0]["source"])
+        nbytes = int(chunks["nbytes"].sum())
         at = layer.payload.start + start - layer.encoded.table_nbytes
         content = self._files.bounced(path, at, nbytes).numpy()
         self._files.check(path)
@@ -78,26 +95,36 @@ class SidecarTier:
             if is_sound and self._decodes:
                 is_sound = lossless.decode(part, kind, n, target[to:])
             if not is_sound:
-                raise LinkError(f"{path} is damaged", change="run offload-rt convert again, or use --link-format raw")
+                raise LinkError(
+                    f"{path} is damaged",
+                    change="run offload-rt convert again, or use --link-format raw",
+                )
         if not self._decodes:
             target[start : start + nbytes] = content
         return nbytes
 
 
 def open_sidecar(checkpoint: Checkpoint, directory: Path) -> tuple[SidecarLayer, ...]:
-    """The layers of a checkpoint's sidecar. Raises CheckpointError unless all are there and sound, but for their content."""
+    """The layers of a checkpoint's sidecar. Raises CheckpointError unless all are there and sound,
+    but for their content.
+    """
     checkpoint = replace(checkpoint, whole=None)  # a file says which part it holds
     return tuple(_open_layer(checkpoint, directory, i) for i in range(checkpoint.spec.n_layers))
 
 
 def write_sidecar(
-    checkpoint: Checkpoint, directory: Path, progress: Callable[[int, int], None], is_raw: bool = False
+    checkpoint: Checkpoint,
+    directory: Path,
+    progress: Callable[[int, int], None],
+    is_raw: bool = False,
 ) -> tuple[int, int]:
-    """Write the layers that are not there yet or damaged; returns the bytes of the layers before and after.
+    """Write the layers that are not there yet or damaged; returns the bytes of the layers before
+    and after.
 
     is_raw    as they are, one tensor behind the other
     progress  told (bytes of layers so far, bytes in all)
-    Raises LinkError or CheckpointError where the checkpoint cannot be read, OSError where nothing can be written.
+    Raises LinkError or CheckpointError where the checkpoint cannot be read, OSError where nothing
+    can be written.
     """
     directory.mkdir(parents=True, exist_ok=True)
     checkpoint = replace(checkpoint, whole=None)
@@ -109,10 +136,13 @@ def write_sidecar(
             if layer is None:
                 block = host_block(files.layout(i).nbytes)
                 read_parallel(files.reads(i, block), files.n_parallel)
-                image = encode_layer(PackedLayer(block, files.layout(i)), os.cpu_count() or 1, is_raw)
+                image = encode_layer(
+                    PackedLayer(block, files.layout(i)), os.cpu_count() or 1, is_raw
+                )
                 write_layer(layer_path(directory, i), checkpoint.identity, i, image)
                 layer = _open_layer(checkpoint, directory, i)
-            raw, encoded = raw + nbytes, encoded + layer.encoded.payload_nbytes
+            raw = raw + nbytes
+            encoded = encoded + layer.encoded.payload_nbytes
             progress(raw, sum(sizes))
     return raw, encoded
 

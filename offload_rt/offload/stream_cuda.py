@@ -1,4 +1,6 @@
-"""The streamer of a CUDA device: copies on a stream of their own, ordered with the compute by events alone."""
+"""The streamer of a CUDA device: copies on a stream of their own, ordered with the compute by
+events alone.
+"""
 
 import time
 from collections import deque
@@ -32,32 +34,45 @@ class _Copy:
 
 
 class CudaStreamer(Streamer):
-    """Slots on the device, refilled in a circle by a feeder thread that enqueues copies ahead of the compute.
+    """Slots on the device, refilled in a circle by a feeder thread that enqueues copies ahead of
+    the compute.
 
-    A host block is copied from where it lies. A block from the disk comes through pinned slots on the host, which a
-    `ThreadStreamer` fills, so disk, link and compute overlap as three stages. The copy into a slot waits, on the copy
-    stream, for the event recorded after the slot's last compute; the compute of a layer waits, on its own stream, for the
-    event recorded after its copy. The host waits for neither.
+    A host block is copied from where it lies. A block from the disk comes through pinned slots on
+    the host, which a `ThreadStreamer` fills, so disk, link and compute overlap as three stages. The
+    copy into a slot waits, on the copy stream, for the event recorded after the slot's last
+    compute; the compute of a layer waits, on its own stream, for the event recorded after its copy.
+    The host waits for neither.
 
-    A layer that comes encoded is decoded on the compute stream, into one buffer for all of them, and its slot is free as
-    soon as that is done.
+    A layer that comes encoded is decoded on the compute stream, into one buffer for all of them,
+    and its slot is free as soon as that is done.
     """
 
     def __init__(
-        self, sources: LayerSources, trace: Trace, device: CopyDevice, meter: LinkMeter | None = None, lane: str = LINK
+        self,
+        sources: LayerSources,
+        trace: Trace,
+        device: CopyDevice,
+        meter: LinkMeter | None = None,
+        lane: str = LINK,
     ) -> None:
         super().__init__(sources, trace, meter)
-        self.device, self._lane = device, lane
+        self.device = device
+        self._lane = lane
         # The lanes of the disk are those of the layers.
-        self._upstream = ThreadStreamer(sources.on_host(), trace if lane == LINK else Trace(on=False), pinned=True)
+        self._upstream = ThreadStreamer(
+            sources.on_host(), trace if lane == LINK else Trace(on=False), pinned=True
+        )
         longest = max((sources.packed_layout(i).nbytes for i in self.order), default=0)
         longest = max(longest, sources.slot_nbytes)
-        self._slots = [device.allocate(longest) for _ in range(sources.n_slots if self.order else 0)]
+        self._slots = [
+            device.allocate(longest) for _ in range(sources.n_slots if self.order else 0)
+        ]
         self._free = [device.event() for _ in self._slots]  # after the last compute of each slot
         decoded = max((one.layout.nbytes for one in sources.encoded.values()), default=0)
         self._buffer = device.allocate(decoded) if decoded else None
         self._decoded: Event | None = None  # of the layer at which the sweep stands
-        self._ready: deque[Event] = deque()  # of the copies that have been enqueued and not consumed
+        # of the copies that have been enqueued and not consumed
+        self._ready: deque[Event] = deque()
         self._is_feeding = False
         self._timings: deque[_Copy] = deque()
         self._waits: deque[tuple[Event, Event]] = deque()
@@ -79,11 +94,13 @@ class CudaStreamer(Streamer):
         super().follow(sources)
 
     def write(self, moves: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Copy from the device what is computed so far to the host, ahead of whatever is asked for later.
+        """Copy from the device what is computed so far to the host, ahead of whatever is asked for
+        later.
 
         moves  targets and sources, (n,) uint8 each
         """
-        # What is copied from is kept until it has been copied: at most twice, the host waits for the third.
+        # What is copied from is kept until it has been copied: at most twice, the host waits for
+        # the third.
         while self._writes and (len(self._writes) > 1 or self._has_happened(self._writes[0][0])):
             self.device.wait(self._writes.popleft()[0])
         _, done = self.device.copy(moves, self.device.record_compute())
@@ -110,14 +127,17 @@ class CudaStreamer(Streamer):
         self._buffer = None
 
     def _arrive(self, i: int) -> LayerView:
-        """Wait until the copy of layer i has been enqueued, and let the compute wait for its end."""
+        """Wait until the copy of layer i has been enqueued, and let the compute wait for its
+        end.
+        """
         idle = self.device.record_compute()
         with self._changed:
             self._changed.wait_for(lambda: self._error or self._is_closed or self._ready)
             self._refuse_closed()
             if self._error is not None:
                 raise self._error
-            ready, slot = self._ready[0], self._slots[self._n_consumed % len(self._slots)]
+            ready = self._ready[0]
+            slot = self._slots[self._n_consumed % len(self._slots)]
         self._waits.append((idle, ready))
         self.device.compute_waits_for(ready)
         encoded = self._sources.encoded.get(i)
@@ -129,7 +149,8 @@ class CudaStreamer(Streamer):
 
     def _release(self) -> None:
         self._refuse_closed()
-        used, self._decoded = self._decoded or self.device.record_compute(), None
+        used = self._decoded or self.device.record_compute()
+        self._decoded = None
         with self._changed:
             self._free[self._n_consumed % len(self._free)] = used
             self._ready.popleft()
@@ -145,15 +166,22 @@ class CudaStreamer(Streamer):
         self._count_finished()
         self._ready.clear()
         self._free = [self.device.event() for _ in self._free]
-        self._n_consumed, self._error, self._decoded = 0, None, None
+        self._n_consumed = 0
+        self._error = None
+        self._decoded = None
 
     def _work(self) -> None:
-        """Enqueue copies whenever there is a slot, until closed; an error is for the caller of `sweep`."""
+        """Enqueue copies whenever there is a slot, until closed; an error is for the caller of
+        `sweep`.
+        """
         self.device.select()
         while True:
             with self._changed:
                 self._changed.wait_for(
-                    lambda: self._is_closed or (self._slots and not self._is_parked and self._error is None)
+                    lambda: (
+                        self._is_closed
+                        or (self._slots and not self._is_parked and self._error is None)
+                    )
                 )
                 if self._is_closed:
                     return
@@ -164,7 +192,8 @@ class CudaStreamer(Streamer):
             except BaseException as caught:
                 error = caught
             with self._changed:
-                self._error, self._is_feeding = error, False
+                self._error = error
+                self._is_feeding = False
                 self._changed.notify_all()
 
     def _feed_sweep(self) -> None:
@@ -180,13 +209,18 @@ class CudaStreamer(Streamer):
                     self._ready.append(done)
                     self._changed.notify_all()
                 if self._sources.is_transient(block.i):
-                    # The pinned slot is refilled at the next step of this loop: its copy must have ended.
+                    # The pinned slot is refilled at the next step of this loop: its copy must have
+                    # ended.
                     self.device.wait(done)
 
     def _wait_for_slot(self) -> int | None:
-        """The next slot, once its last compute has been enqueued; None when the streamer is parked or closed."""
+        """The next slot, once its last compute has been enqueued; None when the streamer is parked
+        or closed.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._is_parked or self._is_closed or len(self._ready) < len(self._slots))
+            self._changed.wait_for(
+                lambda: self._is_parked or self._is_closed or len(self._ready) < len(self._slots)
+            )
             if self._is_parked or self._is_closed:
                 return None
             return (self._n_consumed + len(self._ready)) % len(self._slots)
@@ -194,20 +228,30 @@ class CudaStreamer(Streamer):
     def _copy(self, block: LayerView, slot: int) -> Event:
         moves = self._moves(block, self._slots[slot])
         start, end = self.device.copy(moves, self._free[slot])
-        self._timings.append(_Copy(start, end, sum(len(target) for target, _ in moves), block.i, slot))
+        self._timings.append(
+            _Copy(start, end, sum(len(target) for target, _ in moves), block.i, slot)
+        )
         self._count_finished()
         return end
 
     def _moves(self, block: LayerView, target: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Targets and sources: one pair where the block lies on the host as on the device; otherwise one for each tensor."""
+        """Targets and sources: one pair where the block lies on the host as on the device;
+        otherwise one for each tensor.
+        """
         packed = self._sources.packed_layout(block.i)
         if block.layout == packed:
             return [(target[: packed.nbytes], block.data[: packed.nbytes])]
-        source = {at.name: block.data[at.offset : at.offset + at.nbytes] for at in block.layout.entries}
-        return [(target[to.offset : to.offset + to.nbytes], source[to.name]) for to in packed.entries]
+        source = {
+            at.name: block.data[at.offset : at.offset + at.nbytes] for at in block.layout.entries
+        }
+        return [
+            (target[to.offset : to.offset + to.nbytes], source[to.name]) for to in packed.entries
+        ]
 
     def _count_finished(self) -> None:
-        """Add up what has ended: copies, and from the end of a layer's compute to the arrival of the next one."""
+        """Add up what has ended: copies, and from the end of a layer's compute to the arrival of
+        the next one.
+        """
         while self._timings:
             copy = self._timings[0]
             seconds = self.device.seconds_between(copy.start, copy.end)
@@ -216,7 +260,9 @@ class CudaStreamer(Streamer):
             self._timings.popleft()
             self.meter.add(copy.nbytes, seconds)
             if self._trace.on:
-                started = self._epoch_s + (self.device.seconds_between(self._epoch, copy.start) or 0.0)
+                started = self._epoch_s + (
+                    self.device.seconds_between(self._epoch, copy.start) or 0.0
+                )
                 name = span_name(self._lane, copy.layer)
                 self._trace.add(slot_lane(self._lane, copy.slot), name, started, started + seconds)
         while self._waits:

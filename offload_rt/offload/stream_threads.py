@@ -15,7 +15,18 @@ from offload_rt.offload.pinning import pin, unpin
 from offload_rt.offload.streamer import LayerSources, LayerView, Streamer
 from offload_rt.offload.tier import Read
 from offload_rt.system.numa import Cpus, stay_near, staying_near
-from offload_rt.system.trace import DISK, KV, LINK, NOTHING_ASKED, SLOTS_FULL, WAIT, Trace, slot_lane, span_name, waits
+from offload_rt.system.trace import (
+    DISK,
+    KV,
+    LINK,
+    NOTHING_ASKED,
+    SLOTS_FULL,
+    WAIT,
+    Trace,
+    slot_lane,
+    span_name,
+    waits,
+)
 from offload_rt.weights.layout import host_block
 
 # Shorter intervals are lock acquisitions, not waits for a layer.
@@ -47,7 +58,9 @@ class ReadThreads(ABC):
 
     def _start(self, n_threads: int) -> None:
         # Daemon threads: the interpreter would join other threads before atexit handlers run.
-        self._threads = [Thread(target=self._work, name=f"read-{i}", daemon=True) for i in range(n_threads)]
+        self._threads = [
+            Thread(target=self._work, name=f"read-{i}", daemon=True) for i in range(n_threads)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -112,7 +125,9 @@ class ReadThreads(ABC):
             if fetch.n_missing == 0:
                 self._arrived(fetch)
                 lane = slot_lane(self._link, fetch.slot)
-                self._trace.add(lane, span_name(self._link, fetch.i), fetch.started, time.perf_counter())
+                self._trace.add(
+                    lane, span_name(self._link, fetch.i), fetch.started, time.perf_counter()
+                )
             if self._n_reading == 0:
                 self._note_standstill()
             # Waiting threads need a complete block, an error, or the end of all reads.
@@ -168,7 +183,11 @@ class ThreadStreamer(ReadThreads, Streamer):
         started = time.perf_counter()
         with self._changed:
             self._changed.wait_for(
-                lambda: self._error or self._is_closed or (self._fetches and self._fetches[0].n_missing == 0)
+                lambda: (
+                    self._error
+                    or self._is_closed
+                    or (self._fetches and self._fetches[0].n_missing == 0)
+                )
             )
             self._refuse_closed()
             if self._error is not None:

@@ -56,7 +56,9 @@ class LayerSources:
 
     def packed_layout(self, i: int) -> Layout:
         """Return the layout of layer i in a GPU slot: equal tensor order, aligned for kernels."""
-        return packed_layout((entry.name, entry.shape, entry.dtype) for entry in self.source(i).layout(i).entries)
+        return packed_layout(
+            (entry.name, entry.shape, entry.dtype) for entry in self.source(i).layout(i).entries
+        )
 
     def is_transient(self, i: int) -> bool:
         """Return whether layer i passes a host slot: read from disk, or from unpinned memory."""
@@ -67,8 +69,12 @@ class LayerSources:
         """Return sources that stop at the host: pinned layers in place, further layers in slots."""
         here = MemoryTier()
         for i, tier in enumerate(self.streamed):
-            here.put(i, tier.image(i) if isinstance(tier, MemoryTier) and tier.is_pinned(i) else _NOTHING)
-        streamed = tuple(tier if self.is_transient(i) else None for i, tier in enumerate(self.streamed))
+            here.put(
+                i, tier.image(i) if isinstance(tier, MemoryTier) and tier.is_pinned(i) else _NOTHING
+            )
+        streamed = tuple(
+            tier if self.is_transient(i) else None for i, tier in enumerate(self.streamed)
+        )
         return replace(self, resident=here, streamed=streamed, n_slots=self.n_host_slots)
 
 
@@ -120,7 +126,8 @@ class Streamer(ABC):
         try:
             for i, tier in enumerate(self._sources.streamed):
                 yield self.resident(i) or self._arrive(i)
-                if sweep != self._n_sweeps:  # an older generator is still referenced, e.g. by a traceback
+                # an older generator is still referenced, e.g. by a traceback
+                if sweep != self._n_sweeps:
                     change = "finish a pass before starting the next"
                     raise LinkError("the weights are in use by another pass", change=change)
                 if tier is not None:

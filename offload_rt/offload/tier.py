@@ -39,7 +39,10 @@ class Tier(Protocol):
 
 
 def read_parallel(
-    reads: Sequence[Read], n_parallel: int, progress: Progress | None = None, cpus: Cpus = frozenset()
+    reads: Sequence[Read],
+    n_parallel: int,
+    progress: Progress | None = None,
+    cpus: Cpus = frozenset(),
 ) -> int:
     """Run reads in parallel threads; return the bytes that crossed the link.
 

@@ -1,4 +1,6 @@
-"""One entry point per op. A kernel of csrc/ serves where it is built and fits, else the plain torch reference."""
+"""One entry point per op. A kernel of csrc/ serves where it is built and fits, else the plain torch
+reference.
+"""
 
 import torch
 from torch import Tensor
@@ -23,7 +25,9 @@ _WIDEST_NORMED = 16384
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last dimension of x (n, d) or (n, heads, d), weight (d,); see the reference."""
+    """Root-mean-square norm over the last dimension of x (n, d) or (n, heads, d), weight (d,); see
+    the reference.
+    """
     if layer_cpu.serves(x, weight):
         return layer_cpu.rms_norm(x, weight, eps)
     is_kernels = _in_vectors(x, weight) and x.shape[-1] <= _WIDEST_NORMED
@@ -61,8 +65,11 @@ def rotate_and_store(
 
 
 def _in_vectors(*tensors: Tensor) -> bool:
-    """Whether kernels that move 16 bytes at a time serve for these; memory itself begins at a multiple of 16 bytes."""
-    x, n = tensors[0], _VECTOR_BYTES // 2
+    """Whether kernels that move 16 bytes at a time serve for these; memory itself begins at a
+    multiple of 16 bytes.
+    """
+    x = tensors[0]
+    n = _VECTOR_BYTES // 2
     return extension.serves(x) and x.dtype in _HALVES and all(
         one.dtype == x.dtype and one.stride(-1) == 1 and not one.requires_grad
         and not any(size % n for size in (one.shape[-1], one.storage_offset(), *one.stride()[:-1]))
@@ -77,9 +84,11 @@ def tree_attention(
     """Attention of the rows of a tree to the keys before it, to their ancestors and to themselves.
 
     q      (n, heads, head_dim)
-    k, v   (kv_heads, mask.n_keys, head_dim), heads a multiple of kv_heads; finite numbers where there is no key;
+    k, v   (kv_heads, mask.n_keys, head_dim), heads a multiple of kv_heads; finite numbers where
+           there is no key;
            those of v may be of another width
-    sinks  (heads,) a score of each head that takes part in the softmax and stands for no value; None: there is none
+    sinks  (heads,) a score of each head that takes part in the softmax and stands for no value;
+           None: there is none
     Returns (n, heads, head_dim of v).
     """
     if attention_cpu.serves(q, k, v):
@@ -93,7 +102,9 @@ def tree_attention(
 def partial_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: float, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`tree_attention` to a part of the keys, and the log-sum-exp (n, heads) by which `merge` joins it with other parts."""
+    """`tree_attention` to a part of the keys, and the log-sum-exp (n, heads) by which `merge` joins
+    it with other parts.
+    """
     if attention_cpu.serves(q, k, v):
         return attention_cpu.tree_attention(q, k, v, mask, scale, softcap)
     if softcap is not None or not goes_by_extent(q) or q.shape[-1] != v.shape[-1]:
@@ -104,12 +115,16 @@ def partial_attention(
 
 
 def goes_by_extent(x: Tensor) -> bool:
-    """Whether the kernel serves for queries or keys (..., head_dim); its time does not depend on absent keys."""
+    """Whether the kernel serves for queries or keys (..., head_dim); its time does not depend on
+    absent keys.
+    """
     return extension.serves(x) and x.dtype in _HALVES and x.shape[-1] in _HEAD_DIMS
 
 
 def commit_rows(keys: Tensor, values: Tensor, rows: Tensor, first: int) -> None:
-    """Move rows `first + rows`, of the host, of a cache to `first` and on, in place; see the reference."""
+    """Move rows `first + rows`, of the host, of a cache to `first` and on, in place; see the
+    reference.
+    """
     if (
         extension.serves(keys)
         and keys.shape == values.shape

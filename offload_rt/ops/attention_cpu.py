@@ -1,4 +1,6 @@
-"""Tree attention on a CPU, in an order that depends on nothing but what a row sees; see csrc/attention_cpu.h."""
+"""Tree attention on a CPU, in an order that depends on nothing but what a row sees; see
+csrc/attention_cpu.h.
+"""
 
 import ctypes
 
@@ -13,16 +15,21 @@ class _TreeAttention(ctypes.Structure):
     """`TreeAttention` of csrc/attention_cpu.cpp."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "lse", "sinks", "bits", "depths")),
-        *((name, ctypes.c_int64) for name in ("n", "n_heads", "n_kv_heads", "k_dim", "v_dim", "n_words")),
-        *((name, ctypes.c_int64) for name in ("q_row", "q_head", "k_head", "k_row", "v_head", "v_row")),
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "lse", "sinks", "bits",
+            "depths")),
+        *((name, ctypes.c_int64) for name in ("n", "n_heads", "n_kv_heads", "k_dim", "v_dim",
+            "n_words")),
+        *((name, ctypes.c_int64) for name in ("q_row", "q_head", "k_head", "k_row", "v_head",
+            "v_row")),
         *((name, ctypes.c_int64) for name in ("n_before", "n_tree", "window")),
         ("scale", ctypes.c_float), ("softcap", ctypes.c_float), ("dtype", ctypes.c_int32),
     )  # fmt: skip
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the kernel computes attention of q (n, heads, dim) to k and v (kv_heads, n_keys, dim)."""
+    """Whether the kernel computes attention of q (n, heads, dim) to k and v (kv_heads, n_keys,
+    dim).
+    """
     return (
         q.device.type == "cpu"
         and q.dtype in cpu.DTYPES
@@ -37,19 +44,38 @@ def tree_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: float, softcap: float | None = None,
     sinks: Tensor | None = None, level: int | None = None, n_threads: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Output (n, heads, head_dim of v) and log-sum-exp (n, heads) float32 without sinks; see `ops.tree_attention`."""
+    """Output (n, heads, head_dim of v) and log-sum-exp (n, heads) float32 without sinks; see
+    `ops.tree_attention`.
+    """
     library = cpu.library()
     assert library is not None, "`serves` has been asked"
     n, n_heads, k_dim = q.shape
-    out, lse = q.new_empty(n, n_heads, v.shape[2]), q.new_empty(n, n_heads, dtype=torch.float32)
+    out = q.new_empty(n, n_heads, v.shape[2])
+    lse = q.new_empty(n, n_heads, dtype=torch.float32)
     n_before, n_tree = mask.extent.tolist()
-    bits, depths = mask.bits.contiguous(), mask.depths.contiguous()
+    bits = mask.bits.contiguous()
+    depths = mask.depths.contiguous()
     wide_sinks = None if sinks is None else sinks.float().contiguous()
-    pointers = (None if x is None else x.data_ptr() for x in (q, k, v, out, lse, wide_sinks, bits, depths))
+    pointers = (
+        None if x is None else x.data_ptr() for x in (q, k, v, out, lse, wide_sinks, bits, depths)
+    )
     strides = q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1)
-    sizes = n, n_heads, len(k), k_dim, v.shape[2], bits.shape[1], *strides, n_before, n_tree, mask.window or 0
+    sizes = (
+        n,
+        n_heads,
+        len(k),
+        k_dim,
+        v.shape[2],
+        bits.shape[1],
+        *strides,
+        n_before,
+        n_tree,
+        mask.window or 0,
+    )
     asked = _TreeAttention(*pointers, *sizes, scale, softcap or 0.0, cpu.DTYPES[q.dtype])
     library.offload_rt_tree_attention(
-        ctypes.byref(asked), cpu.level() if level is None else level, n_threads or torch.get_num_threads()
+        ctypes.byref(asked),
+        cpu.level() if level is None else level,
+        n_threads or torch.get_num_threads(),
     )
     return out, lse

@@ -1,4 +1,6 @@
-"""The CPU library: kernels of csrc/*_cpu.cpp, built by g++ at first use and called through ctypes."""
+"""The CPU library: kernels of csrc/*_cpu.cpp, built by g++ at first use and called through
+ctypes.
+"""
 
 import ctypes
 from functools import cache
@@ -7,7 +9,9 @@ import torch
 
 from offload_rt.ops import build
 
-_ADDRESS, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+_ADDRESS = ctypes.c_void_p
+_SIZE = ctypes.c_int64
+_INT = ctypes.c_int
 # Result and arguments of each function.
 _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "offload_rt_tree_attention": (None, (_ADDRESS, _INT, _INT)),
@@ -15,7 +19,10 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "offload_rt_silu_mul": (None, (_ADDRESS, _INT, _INT)),
     "offload_rt_digest": (ctypes.c_uint64, (_ADDRESS, _SIZE)),
     "offload_rt_decode": (ctypes.c_bool, (_ADDRESS, _SIZE, _INT, _SIZE, _ADDRESS, ctypes.c_bool)),
-    "offload_rt_linear": (None, (_ADDRESS, _ADDRESS, _SIZE, _SIZE, _ADDRESS, _SIZE, _INT, _INT, _INT)),
+    "offload_rt_linear": (
+        None,
+        (_ADDRESS, _ADDRESS, _SIZE, _SIZE, _ADDRESS, _SIZE, _INT, _INT, _INT),
+    ),
     "offload_rt_unpack": (None, (_ADDRESS, _ADDRESS, _SIZE, _ADDRESS, _INT, _INT, _INT)),
     "offload_rt_fma_rate": (ctypes.c_double, (_SIZE, _ADDRESS, _INT)),
 }
@@ -41,7 +48,8 @@ def library() -> ctypes.CDLL | None:
 def level() -> int:
     """The instruction set that kernels use, as LEVEL in csrc/every_isa.h.
 
-    0 portable, 1 AVX2, 2 AVX-512, 3 AVX-512 with bfloat16. ATEN_CPU_CAPABILITY limits it, as it limits torch.
+    0 portable, 1 AVX2, 2 AVX-512, 3 AVX-512 with bfloat16. ATEN_CPU_CAPABILITY limits it, as it
+    limits torch.
     """
     capability = torch.backends.cpu.get_cpu_capability()
     if capability == "AVX512" and torch.cpu._is_avx512_bf16_supported():

@@ -1,4 +1,6 @@
-"""Quantised matrices to plain ones: (code - zero) * scale in the dtype of the scales, rounded once, then cast."""
+"""Quantised matrices to plain ones: (code - zero) * scale in the dtype of the scales, rounded once,
+then cast.
+"""
 
 from dataclasses import dataclass
 from functools import cache
@@ -39,7 +41,8 @@ class CodedMatrix:
     """A matrix (n_out, n_in) as codes with scales. Orders `columns` and `awq` store its transpose.
 
     codes    packing.words of the stored shape
-    scales   (rows / block, columns / block) of the stored shape, float, or uint8 and float8_e8m0fnu for powers of two
+    scales   (rows / block, columns / block) of the stored shape, float, or uint8 and float8_e8m0fnu
+             for powers of two
     groups   (n_in,) int32, the group of each input in place of its position in a block
     product  dtype of (code - zero) * scale, which is rounded once
     """
@@ -67,13 +70,21 @@ class CodedMatrix:
         """The zero points, int32 in the shape of the scales."""
         if self.zeros is None:
             return None
-        zeros = unpack(self.zeros.codes, self.zeros.order, self.packing.bits, *self.scales.shape).int().contiguous()
-        return (zeros + self.zeros.plus) & (1 << self.packing.bits) - 1 if self.zeros.plus else zeros
+        zeros = (
+            unpack(self.zeros.codes, self.zeros.order, self.packing.bits, *self.scales.shape)
+            .int()
+            .contiguous()
+        )
+        return (
+            (zeros + self.zeros.plus) & (1 << self.packing.bits) - 1 if self.zeros.plus else zeros
+        )
 
 
 @dataclass(frozen=True)
 class BlockMatrix:
-    """A matrix (n_out, n_in) in blocks of a GGUF type of BLOCKS: blocks (n_out, bytes of a row) uint8."""
+    """A matrix (n_out, n_in) in blocks of a GGUF type of BLOCKS: blocks (n_out, bytes of a row)
+    uint8.
+    """
 
     shape: tuple[int, int]
     blocks: Tensor
@@ -81,12 +92,18 @@ class BlockMatrix:
 
 
 def dequantize_codes(
-    codes: Tensor, scales: Tensor, zeros: Tensor | None, groups: Tensor | None, packing: Packing, out: Tensor
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    groups: Tensor | None,
+    packing: Packing,
+    out: Tensor,
 ) -> None:
     """Write the matrix of these codes by the CUDA kernel, or the reference.
 
     codes   packing.words(rows, columns)
-    scales  (rows / block, columns / block), of the dtype of the product, float32 for nf4; with `groups` their side is as
+    scales  (rows / block, columns / block), of the dtype of the product, float32 for nf4; with
+            `groups` their side is as
             long as they say
     zeros   as scales, int32
     groups  (columns,) int32, or of rows: the scale of each, instead of its place by `block`
@@ -103,7 +120,8 @@ def dequantize_codes(
 
 
 def dequantize_blocks(blocks: Tensor, name: str, out: Tensor) -> None:
-    """Write the matrix of GGUF blocks by the CUDA kernel, or the reference: computed in float32, rounded once.
+    """Write the matrix of GGUF blocks by the CUDA kernel, or the reference: computed in float32,
+    rounded once.
 
     blocks  (rows, bytes of a row) uint8
     name    of their type, in BLOCKS
@@ -129,29 +147,47 @@ def unpack(codes: Tensor, order: Order, bits: int, n_rows: int, n_columns: int) 
     if order == "columns":
         return unpack(codes.T, "rows", bits, n_columns, n_rows).T
     at = bits * torch.arange(n_columns, device=codes.device)
-    word, shift = at // 32, (at % 32).int()
+    word = at // 32
+    shift = (at % 32).int()
     # A code may end in the next word; the last word is followed by none.
     words = torch.cat((codes, codes.new_zeros(n_rows, 1)), 1)
     low = words[:, word] >> shift & ~(-1 << (32 - shift).clamp(max=bits))
-    return low | (words[:, word + 1] << (32 - shift).clamp(max=31)) & (1 << bits) - 1 & -(shift > 32 - bits).int()
+    return (
+        low
+        | (words[:, word + 1] << (32 - shift).clamp(max=31))
+        & (1 << bits) - 1
+        & -(shift > 32 - bits).int()
+    )
 
 
 @cache
 def table(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return constants on a device, int32 or float32, copied once: the copy waits, and a capture refuses it."""
-    return torch.tensor(values, dtype=torch.int32 if isinstance(values[0], int) else None, device=device)
+    """Return constants on a device, int32 or float32, copied once: the copy waits, and a capture
+    refuses it.
+    """
+    return torch.tensor(
+        values, dtype=torch.int32 if isinstance(values[0], int) else None, device=device
+    )
 
 
 def reference_dequantize(
-    codes: Tensor, scales: Tensor, zeros: Tensor | None, groups: Tensor | None, packing: Packing, out: Tensor
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    groups: Tensor | None,
+    packing: Packing,
+    out: Tensor,
 ) -> None:
     """See `dequantize`; some rows at a time, so that what it takes besides stays small."""
     n_rows, n_columns = out.shape
     row_scale, column_scale = (
-        torch.arange(n, device=out.device) // size for n, size in zip(out.shape, packing.block, strict=True)
+        torch.arange(n, device=out.device) // size
+        for n, size in zip(out.shape, packing.block, strict=True)
     )
     if groups is not None:
-        row_scale, column_scale = (groups, column_scale) if packing.groups_rows else (row_scale, groups)
+        row_scale, column_scale = (
+            (groups, column_scale) if packing.groups_rows else (row_scale, groups)
+        )
     step = max(REFERENCE_WEIGHTS // max(n_columns, 1) // 32, 1) * 32
     for first in range(0, n_rows, step):
         last = min(first + step, n_rows)
@@ -165,7 +201,9 @@ def reference_dequantize(
 
 
 def reference_dequantize_blocks(blocks: Tensor, name: str, out: Tensor) -> None:
-    """See `dequantize_blocks`; some rows at a time, by transformers' own code, which copies tables to a card each time."""
+    """See `dequantize_blocks`; some rows at a time, by transformers' own code, which copies tables
+    to a card each time.
+    """
     if blocks.is_cuda and torch.cuda.is_current_stream_capturing():
         raise extension.NotCapturable
     step = max(REFERENCE_WEIGHTS // max(out.shape[1], 1), 1)
@@ -181,8 +219,11 @@ def reference_dequantize_blocks(blocks: Tensor, name: str, out: Tensor) -> None:
 
 
 def _five_bits(blocks: Tensor, name: str) -> Tensor:
-    """Q5_0 and Q5_1, which transformers' reader does not know: low bits in nibbles, the fifth in 32 bits of their own."""
-    scale, code = blocks[:, :2].view(torch.float16).float(), blocks[:, -16:]
+    """Q5_0 and Q5_1, which transformers' reader does not know: low bits in nibbles, the fifth in 32
+    bits of their own.
+    """
+    scale = blocks[:, :2].view(torch.float16).float()
+    code = blocks[:, -16:]
     fifth = blocks[:, -20:-16, None] >> torch.arange(8, dtype=torch.uint8, device=blocks.device) & 1
     codes = torch.cat((code & 15, code >> 4), 1) | fifth.view(-1, 32) << 4
     if name == "Q5_0":

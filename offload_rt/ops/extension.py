@@ -16,15 +16,20 @@ class NotCapturable(RuntimeError):
 
 @cache
 def missing() -> str:
-    """Load the kernels, which may build them, and launch one. Return why they cannot serve, or an empty string."""
+    """Load the kernels, which may build them, and launch one. Return why they cannot serve, or an
+    empty string.
+    """
     if not torch.cuda.is_available():
         return "torch sees no card"
-    cards, offered = filter(_is_able, range(torch.cuda.device_count())), build.architectures()
+    cards = filter(_is_able, range(torch.cuda.device_count()))
+    offered = build.architectures()
     known = {max(one for one in offered if one <= _capability(card)) for card in cards}
     if not known:
         return f"they need compute capability {build.ARCHITECTURES[0] / 10}"
     try:
-        library = build.find(*map(build.kernels, (build.ALL_ARCHITECTURES, build.ARCHITECTURES, known)))
+        library = build.find(
+            *map(build.kernels, (build.ALL_ARCHITECTURES, build.ARCHITECTURES, known))
+        )
         torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]  # torch gives it no types
     except (build.NotBuilt, OSError) as error:
         return str(error)
@@ -35,7 +40,8 @@ def missing() -> str:
 def _launch_failure() -> str:
     """Launch one kernel on the current card. Return why it failed, or an empty string.
 
-    A loadable library may lack code for the card, or may need a newer driver than the installed one.
+    A loadable library may lack code for the card, or may need a newer driver than the installed
+    one.
     """
     row = torch.ones(1, 8, dtype=torch.float16, device="cuda")
     try:
@@ -43,7 +49,10 @@ def _launch_failure() -> str:
         torch.cuda.synchronize()
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
-        return f"a first launch failed: {reason}; update the driver, or set CUDA_HOME to a toolkit that it supports"
+        return (
+            f"a first launch failed: {reason}; update the driver, or set CUDA_HOME to a toolkit"
+            " that it supports"
+        )
     return ""
 
 
@@ -62,7 +71,10 @@ def notice(device: torch.device) -> str:
     if device.type == "cpu" or serves(torch.empty(0, device=device)):
         return ""
     why = missing() or f"they need compute capability {build.ARCHITECTURES[0] / 10}"
-    return f"no kernels ({why}): plain torch gives the same tokens more slowly, and layers cross the link unencoded"
+    return (
+        f"no kernels ({why}): plain torch gives the same tokens more slowly, and layers cross the"
+        " link unencoded"
+    )
 
 
 def serves(x: Tensor) -> bool:
@@ -82,7 +94,10 @@ def describe(library: str) -> None:
     fakes: dict[str, Callable[..., object]] = {
         **dict.fromkeys(like_first, lambda x, *_: x.new_empty(x.shape)),
         **dict.fromkeys(nothing, lambda *_: None),
-        "tree_attention": lambda q, *_: (q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)),
+        "tree_attention": lambda q, *_: (
+            q.new_empty(q.shape),
+            q.new_empty(q.shape[:2], dtype=torch.float32),
+        ),
         "verify": lambda starts, *_: starts.new_empty((2,)),
     }
     for name, fake in fakes.items():

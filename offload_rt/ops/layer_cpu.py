@@ -1,4 +1,6 @@
-"""RMS norm and gated SiLU on a CPU, whose results for a row do not depend on other rows; see csrc/layer_cpu.h."""
+"""RMS norm and gated SiLU on a CPU, whose results for a row do not depend on other rows; see
+csrc/layer_cpu.h.
+"""
 
 import ctypes
 
@@ -13,7 +15,8 @@ class _Norm(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "delta", "weight", "out")),
-        *((name, ctypes.c_int64) for name in ("n", "n_heads", "dim", "x_row", "x_head", "delta_row")),
+        *((name, ctypes.c_int64) for name in ("n", "n_heads", "dim", "x_row", "x_head",
+            "delta_row")),
         ("eps", ctypes.c_float), ("dtype", ctypes.c_int32),
     )  # fmt: skip
 
@@ -34,7 +37,10 @@ def serves(*tensors: Tensor) -> bool:
     return (
         x.device.type == "cpu"
         and x.dtype in cpu.DTYPES
-        and all(one.dtype == x.dtype and one.stride(-1) == 1 and not one.requires_grad for one in tensors)
+        and all(
+            one.dtype == x.dtype and one.stride(-1) == 1 and not one.requires_grad
+            for one in tensors
+        )
         and cpu.library() is not None
     )
 
@@ -53,7 +59,9 @@ def rms_norm(
     return out
 
 
-def silu_mul(gate: Tensor, up: Tensor, level: int | None = None, n_threads: int | None = None) -> Tensor:
+def silu_mul(
+    gate: Tensor, up: Tensor, level: int | None = None, n_threads: int | None = None
+) -> Tensor:
     """`ops.silu_mul` of gate and up (n, d)."""
     out = gate.new_empty(gate.shape)
     pointers = (one.data_ptr() for one in (gate, up, out))
@@ -66,4 +74,8 @@ def _call(name: str, asked: ctypes.Structure, level: int | None, n_threads: int 
     library = cpu.library()
     assert library is not None, "`serves` has been asked"
     function = getattr(library, name)
-    function(ctypes.byref(asked), cpu.level() if level is None else level, n_threads or torch.get_num_threads())
+    function(
+        ctypes.byref(asked),
+        cpu.level() if level is None else level,
+        n_threads or torch.get_num_threads(),
+    )

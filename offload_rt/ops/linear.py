@@ -16,9 +16,12 @@ from offload_rt.system.files import read_cached, write_cached
 
 # Outputs that are widened to float32 at a time on a CPU without the library.
 _OUTPUTS = 256
-# Rows from which torch's product may be preferred, and the ratio of times that justifies the loss of batch invariance.
-_MANY_ROWS, _CLEARLY = 16, 1.25
-_CACHE, _VERSION = "products.json", 1
+# Rows from which torch's product may be preferred, and the ratio of times that justifies the loss
+# of batch invariance.
+_MANY_ROWS = 16
+_CLEARLY = 1.25
+_CACHE = "products.json"
+_VERSION = 1
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -28,14 +31,18 @@ def linear(
     bias: Tensor | None = None,
     is_batch_invariant: bool = False,
 ) -> Tensor:
-    """Multiply x (..., n_in) by the transposed weight (n_out, n_in) and add bias (n_out,): (..., n_out) in x's dtype.
+    """Multiply x (..., n_in) by the transposed weight (n_out, n_in) and add bias (n_out,): (...,
+    n_out) in x's dtype.
 
-    Accumulates in float32 or better. Encoded weights have the exact values of their format. On a CPU with the library, the
-    result of a row does not depend on other rows. Many rows are an exception where `prefers_torch` measured that torch's
-    product is faster, unless `is_batch_invariant`.
+    Accumulates in float32 or better. Encoded weights have the exact values of their format. On a
+    CPU with the library, the result of a row does not depend on other rows. Many rows are an
+    exception where `prefers_torch` measured that torch's product is faster, unless
+    `is_batch_invariant`.
     """
     if x.dim() != 2:
-        return linear(x.reshape(-1, x.shape[-1]), weight, bias, is_batch_invariant).view(*x.shape[:-1], -1)
+        return linear(x.reshape(-1, x.shape[-1]), weight, bias, is_batch_invariant).view(
+            *x.shape[:-1], -1
+        )
     needs_gradient = torch.is_grad_enabled() and x.requires_grad
     if linear_cpu.serves(x, weight) and not needs_gradient:
         is_torch_possible = not is_batch_invariant and len(x) >= _MANY_ROWS
@@ -45,16 +52,28 @@ def linear(
     if x.device.type == "cpu" and not needs_gradient and not _has_fast_product(x, weight):
         return _linear_by_parts(x, weight, bias)
     if not isinstance(weight, Tensor):
-        weight = dequantize(weight, torch.empty(math.prod(weight.shape), dtype=x.dtype, device=x.device))
+        weight = dequantize(
+            weight, torch.empty(math.prod(weight.shape), dtype=x.dtype, device=x.device)
+        )
     return F.linear(x, weight.to(x.dtype), bias)
 
 
 @cache
 def prefers_torch(dtype: torch.dtype) -> bool:
-    """Whether torch multiplies many rows much faster than the CPU library, e.g. by AMX; measured once per machine."""
-    if dtype != torch.float32 and cpu.level() < 3:  # torch has no fast product of 16 bits without AVX512-bf16
+    """Whether torch multiplies many rows much faster than the CPU library, e.g. by AMX; measured
+    once per machine.
+    """
+    # torch has no fast product of 16 bits without AVX512-bf16
+    if dtype != torch.float32 and cpu.level() < 3:
         return False
-    machine = (platform.machine(), cpu.level(), torch.get_num_threads(), torch.__version__, build.CPU.file, str(dtype))
+    machine = (
+        platform.machine(),
+        cpu.level(),
+        torch.get_num_threads(),
+        torch.__version__,
+        build.CPU.file,
+        str(dtype),
+    )
     key = repr(machine)
     known = read_cached(_CACHE, _VERSION)
     if not isinstance(known.get(key), bool):
@@ -85,10 +104,14 @@ def _has_fast_product(x: Tensor, weight: Tensor | CodedMatrix | BlockMatrix) -> 
     return is_same and (x.dtype not in _HALVES or torch.cpu._is_avx512_bf16_supported())
 
 
-def _linear_by_parts(x: Tensor, weight: Tensor | CodedMatrix | BlockMatrix, bias: Tensor | None) -> Tensor:
+def _linear_by_parts(
+    x: Tensor, weight: Tensor | CodedMatrix | BlockMatrix, bias: Tensor | None
+) -> Tensor:
     """`linear` by torch in float32 or better, with some outputs of the weight widened at a time."""
-    dtype, n_out = torch.promote_types(x.dtype, torch.float32), weight.shape[0]
-    wide, y = x.to(dtype), x.new_empty(len(x), n_out)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    n_out = weight.shape[0]
+    wide = x.to(dtype)
+    y = x.new_empty(len(x), n_out)
     part = torch.empty(_OUTPUTS, weight.shape[1], dtype=dtype)
     for first in range(0, n_out, _OUTPUTS):
         outputs = slice(first, min(first + _OUTPUTS, n_out))
@@ -101,7 +124,9 @@ def _linear_by_parts(x: Tensor, weight: Tensor | CodedMatrix | BlockMatrix, bias
     return y
 
 
-def dequantize(weight: CodedMatrix | BlockMatrix, out: Tensor, rows: Tensor | None = None) -> Tensor:
+def dequantize(
+    weight: CodedMatrix | BlockMatrix, out: Tensor, rows: Tensor | None = None
+) -> Tensor:
     """Write a weight, or its rows (n,) int64, to `out` and return it as (n_out, n_in) or (n, n_in).
 
     out  dense, any dtype, as many numbers as the result; values are rounded to this dtype at last
@@ -110,9 +135,14 @@ def dequantize(weight: CodedMatrix | BlockMatrix, out: Tensor, rows: Tensor | No
         return linear_cpu.unpack(weight, out.view(-1, weight.shape[1]), rows)
     if isinstance(weight, BlockMatrix):
         target = out.view(-1, weight.shape[1])
-        dequantize_blocks(weight.blocks if rows is None else weight.blocks[rows], weight.type, target)
+        dequantize_blocks(
+            weight.blocks if rows is None else weight.blocks[rows], weight.type, target
+        )
         return target
-    packing, codes, scales, zeros = weight.packing, weight.codes, weight.float_scales(), weight.int_zeros()
+    packing = weight.packing
+    codes = weight.codes
+    scales = weight.float_scales()
+    zeros = weight.int_zeros()
     if rows is not None:
         if weight.is_transposed:
             whole = dequantize(weight, out.new_empty(math.prod(weight.shape)))

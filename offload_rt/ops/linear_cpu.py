@@ -1,7 +1,9 @@
-"""Matrix products and dequantisation by the CPU library (csrc/linear_cpu.h), for every weight format.
+"""Matrix products and dequantisation by the CPU library (csrc/linear_cpu.h), for every weight
+format.
 
-The library reads weights as they are stored and unpacks one panel at a time. Each output is summed in an order that does not
-depend on the number of rows, so a tree pass and plain decoding give the same bits.
+The library reads weights as they are stored and unpacks one panel at a time. Each output is summed
+in an order that does not depend on the number of rows, so a tree pass and plain decoding give the
+same bits.
 """
 
 import ctypes
@@ -25,8 +27,14 @@ class _Matrix(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("codes", "scales", "zeros", "groups", "bias")),
-        *((name, ctypes.c_int64) for name in ("row_nbytes", "n_out", "n_in", "block_out", "block_in", "grid_columns")),
-        *((name, ctypes.c_int32) for name in ("kind", "bits", "offset", "scale_dtype", "product_dtype", "zero_order")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("row_nbytes", "n_out", "n_in", "block_out", "block_in", "grid_columns")
+        ),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("kind", "bits", "offset", "scale_dtype", "product_dtype", "zero_order")
+        ),
         *((name, ctypes.c_int32) for name in ("zero_plus", "bias_dtype")),
     )
 
@@ -38,16 +46,22 @@ def serves(x: Tensor, weight: Tensor | CodedMatrix | BlockMatrix) -> bool:
     if isinstance(weight, Tensor):
         is_known = weight.dtype in cpu.DTYPES and weight.stride(-1) == 1
     else:
-        is_known = weight.type in KERNEL_BLOCKS if isinstance(weight, BlockMatrix) else _has_scales(weight)
+        is_known = (
+            weight.type in KERNEL_BLOCKS if isinstance(weight, BlockMatrix) else _has_scales(weight)
+        )
     return is_known and cpu.library() is not None
 
 
 def _has_scales(weight: CodedMatrix) -> bool:
-    return weight.product in cpu.DTYPES and (weight.scales.dtype in cpu.DTYPES or weight.scales.dtype in POWERS_OF_TWO)
+    return weight.product in cpu.DTYPES and (
+        weight.scales.dtype in cpu.DTYPES or weight.scales.dtype in POWERS_OF_TWO
+    )
 
 
 def linear(x: Tensor, weight: Tensor | CodedMatrix | BlockMatrix, bias: Tensor | None) -> Tensor:
-    """Multiply x (n, n_in) by the transposed weight (n_out, n_in) and add bias (n_out,): (n, n_out) in x's dtype."""
+    """Multiply x (n, n_in) by the transposed weight (n_out, n_in) and add bias (n_out,): (n, n_out)
+    in x's dtype.
+    """
     library = cpu.library()
     assert library is not None
     x = x if x.stride(-1) == 1 else x.contiguous()
@@ -58,7 +72,8 @@ def linear(x: Tensor, weight: Tensor | CodedMatrix | BlockMatrix, bias: Tensor |
         matrix.bias, matrix.bias_dtype = bias.data_ptr(), cpu.DTYPES[bias.dtype]
     y = torch.empty(len(x), matrix.n_out, dtype=x.dtype)
     library.offload_rt_linear(
-        ctypes.byref(matrix), x.data_ptr(), len(x), x.stride(0), y.data_ptr(), matrix.n_out, cpu.DTYPES[x.dtype],
+        ctypes.byref(matrix), x.data_ptr(), len(x), x.stride(0), y.data_ptr(), matrix.n_out,
+        cpu.DTYPES[x.dtype],
         torch.get_num_threads(), cpu.level(),
     )  # fmt: skip
     return y
@@ -80,25 +95,34 @@ def _describe(weight: Tensor | CodedMatrix | BlockMatrix) -> _Matrix:
     """The library's description, which holds addresses of the weight's tensors."""
     if isinstance(weight, Tensor):
         nbytes = weight.stride(0) * weight.itemsize
-        return _Matrix(codes=weight.data_ptr(), row_nbytes=nbytes, n_out=len(weight), n_in=weight.shape[1],
+        return _Matrix(codes=weight.data_ptr(), row_nbytes=nbytes, n_out=len(weight),
+            n_in=weight.shape[1],
                        block_out=1, block_in=1, kind=cpu.DTYPES[weight.dtype])  # fmt: skip
     if isinstance(weight, BlockMatrix):
         kind = _FIRST_BLOCKS + list(KERNEL_BLOCKS).index(weight.type)
-        return _Matrix(codes=weight.blocks.data_ptr(), row_nbytes=weight.blocks.stride(0), n_out=weight.shape[0],
+        return _Matrix(codes=weight.blocks.data_ptr(), row_nbytes=weight.blocks.stride(0),
+            n_out=weight.shape[0],
                        n_in=weight.shape[1], block_out=1, block_in=1, kind=kind)  # fmt: skip
-    packing, codes, scales, zeros = weight.packing, weight.codes, weight.scales, weight.zeros
+    packing = weight.packing
+    codes = weight.codes
+    scales = weight.scales
+    zeros = weight.zeros
     is_float8 = codes.dtype == torch.float8_e4m3fn
     block_out, block_in = packing.block[::-1] if weight.is_transposed else packing.block
     is_power = scales.dtype in POWERS_OF_TWO
     matrix = _Matrix(
-        codes=codes.data_ptr(), row_nbytes=codes.stride(0) * codes.itemsize, scales=scales.data_ptr(),
+        codes=codes.data_ptr(), row_nbytes=codes.stride(0) * codes.itemsize,
+        scales=scales.data_ptr(),
         n_out=weight.shape[0], n_in=weight.shape[1], block_out=block_out, block_in=block_in,
-        grid_columns=scales.shape[1], kind=_FLOAT8 if is_float8 else _FIRST_ORDER + ORDERS.index(packing.order),
+        grid_columns=scales.shape[1],
+        kind=_FLOAT8 if is_float8 else _FIRST_ORDER + ORDERS.index(packing.order),
         bits=packing.bits, offset=packing.offset,
-        scale_dtype=_POWER_OF_TWO if is_power else cpu.DTYPES[scales.dtype], product_dtype=cpu.DTYPES[weight.product],
+        scale_dtype=_POWER_OF_TWO if is_power else cpu.DTYPES[scales.dtype],
+        product_dtype=cpu.DTYPES[weight.product],
     )  # fmt: skip
     if zeros is not None:
-        matrix.zeros, matrix.zero_plus = zeros.codes.data_ptr(), zeros.plus
+        matrix.zeros = zeros.codes.data_ptr()
+        matrix.zero_plus = zeros.plus
         matrix.zero_order = _FIRST_ORDER + ORDERS.index(zeros.order)
     if weight.groups is not None:
         matrix.groups = weight.groups.data_ptr()

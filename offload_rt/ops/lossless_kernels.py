@@ -1,4 +1,6 @@
-"""Lossless weights by numba, see `offload_rt.ops.lossless`: encoding, and decoding where no C++ was built."""
+"""Lossless weights by numba, see `offload_rt.ops.lossless`: encoding, and decoding where no C++ was
+built.
+"""
 
 from typing import Any
 
@@ -12,8 +14,10 @@ from offload_rt.ops.lossless import BLOCK, FLOAT, GROUP, HALF
 from offload_rt.system.numba_cache import compiled
 
 _LANES = 64
-_PRIME, _PRIME64 = np.uint32(0x9E3779B1), np.uint64(0x9E3779B97F4A7C15)
-_BYTES, _MASK = ir.VectorType(ir.IntType(8), GROUP), ir.VectorType(ir.IntType(1), GROUP)
+_PRIME = np.uint32(0x9E3779B1)
+_PRIME64 = np.uint64(0x9E3779B97F4A7C15)
+_BYTES = ir.VectorType(ir.IntType(8), GROUP)
+_MASK = ir.VectorType(ir.IntType(1), GROUP)
 
 
 @compiled(nogil=True)
@@ -55,7 +59,8 @@ def _other(word, is_half):  # type: ignore[no-untyped-def]  # numba infers the t
 @compiled(nogil=True)
 def count_others(words, is_half):  # type: ignore[no-untyped-def]  # numba infers the types
     """See `lossless.count_others`."""
-    counts = np.zeros((4, 256), np.int64)  # four, for neighbours are often equal, and adding to one place takes turns
+    # four, for neighbours are often equal, and adding to one place takes turns
+    counts = np.zeros((4, 256), np.int64)
     for i in range(len(words)):
         counts[i & 3, _other(np.int64(words[i]), is_half)] += 1
     return counts.sum(axis=0)
@@ -64,9 +69,11 @@ def count_others(words, is_half):  # type: ignore[no-untyped-def]  # numba infer
 @compiled(nogil=True)
 def encode(words, is_half, out):  # type: ignore[no-untyped-def]  # numba infers the types
     """See `lossless.encode`."""
-    n, n_groups = len(words), -(-len(words) // GROUP)
+    n = len(words)
+    n_groups = -(-len(words) // GROUP)
     n_blocks = -(-n // BLOCK)
-    starts, escapes = out[8 : 12 + 4 * n_blocks].view(np.uint32), out[12 + 4 * n_blocks :]
+    starts = out[8 : 12 + 4 * n_blocks].view(np.uint32)
+    escapes = out[12 + 4 * n_blocks :]
     codes = np.zeros(256, np.uint8)
     for k in range(1, 8):
         codes[out[k]] = k
@@ -76,7 +83,9 @@ def encode(words, is_half, out):  # type: ignore[no-untyped-def]  # numba infers
     for g in range(n_groups):
         if g % (BLOCK // GROUP) == 0:
             starts[g // (BLOCK // GROUP)] = n_escapes
-        a, b, c = np.uint64(0), np.uint64(0), np.uint64(0)
+        a = np.uint64(0)
+        b = np.uint64(0)
+        c = np.uint64(0)
         first = g * GROUP
         for i in range(GROUP):
             word = np.int64(words[first + i]) if first + i < n else np.int64(0)
@@ -90,27 +99,36 @@ def encode(words, is_half, out):  # type: ignore[no-untyped-def]  # numba infers
             a |= np.uint64(code & 1) << np.uint64(i)
             b |= np.uint64(code >> 1 & 1) << np.uint64(i)
             c |= np.uint64(code >> 2) << np.uint64(i)
-        planes[3 * g], planes[3 * g + 1], planes[3 * g + 2] = a, b, c
+        planes[3 * g] = a
+        planes[3 * g + 1] = b
+        planes[3 * g + 2] = c
     starts[n_blocks] = n_escapes
 
 
 @compiled(nogil=True)
 def decode(chunk, kind, n, out):  # type: ignore[no-untyped-def]  # numba infers the types
     """See `lossless.decode`; kinds but RAW."""
-    n_groups, n_blocks = -(-n // GROUP), -(-n // BLOCK)
-    starts, escapes = chunk[8 : 12 + 4 * n_blocks].view(np.uint32), chunk[12 + 4 * n_blocks :]
+    n_groups = -(-n // GROUP)
+    n_blocks = -(-n // BLOCK)
+    starts = chunk[8 : 12 + 4 * n_blocks].view(np.uint32)
+    escapes = chunk[12 + 4 * n_blocks :]
     signs = chunk[len(chunk) - 88 * n_groups :]
     planes = signs[GROUP * n_groups :].view(np.uint64)
-    others, words = np.empty(BLOCK, np.uint8), np.empty(BLOCK, np.uint16)
+    others = np.empty(BLOCK, np.uint8)
+    words = np.empty(BLOCK, np.uint16)
     n_escapes = 0
-    # A block at a time: what views and slices cost is shared by all of it, and loops over it are vectorised.
+    # A block at a time: what views and slices cost is shared by all of it, and loops over it are
+    # vectorised.
     for block in range(n_blocks):
         if starts[block] != n_escapes:
             return False
-        first, last = block * BLOCK, min((block + 1) * BLOCK, n)
+        first = block * BLOCK
+        last = min((block + 1) * BLOCK, n)
         own = planes[3 * (first // GROUP) : 3 * -(-last // GROUP)]
         for g in range(len(own) // 3):
-            a, b, c = own[3 * g], own[3 * g + 1], own[3 * g + 2]
+            a = own[3 * g]
+            b = own[3 * g + 1]
+            c = own[3 * g + 2]
             n_escapes += _look_up(a, b, c, chunk, escapes, n_escapes, others, GROUP * g)  # type: ignore[call-arg]
         if kind == FLOAT:
             _assemble(signs[first:last], others, False, words)
@@ -118,34 +136,44 @@ def decode(chunk, kind, n, out):  # type: ignore[no-untyped-def]  # numba infers
             for i in range(len(wide)):
                 wide[i] = np.uint32(words[i]) << np.uint32(16)
         else:
-            _assemble(signs[first:last], others, kind == HALF, out[2 * first : 2 * last].view(np.uint16))
+            _assemble(
+                signs[first:last], others, kind == HALF, out[2 * first : 2 * last].view(np.uint16)
+            )
     return starts[n_blocks] == n_escapes and n_escapes <= len(escapes) - 88 * n_groups
 
 
 @intrinsic
 def _look_up(typing, a, b, c, table, escapes, n_escapes, others, at):  # type: ignore[no-untyped-def]  # numba gives types
-    """What the codes of 64 weights stand for, written to others[at:]; returns how many of them are escapes.
+    """What the codes of 64 weights stand for, written to others[at:]; returns how many of them are
+    escapes.
 
-    By instructions that LLVM has for vectors of any width, but numba has no words for: a plane is a mask.
+    By instructions that LLVM has for vectors of any width, but numba has no words for: a plane is a
+    mask.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        planes, n_escapes, at = args[:3], args[5], args[7]
+        planes = args[:3]
+        n_escapes = args[5]
+        at = args[7]
         table, escapes, others = (
             context.make_array(signature.args[i])(context, builder, args[i]).data for i in (3, 4, 6)
         )
-        none, zeros = ir.Constant(_BYTES, ir.Undefined), ir.Constant(ir.VectorType(ir.IntType(32), GROUP), [0] * GROUP)
+        none = ir.Constant(_BYTES, ir.Undefined)
+        zeros = ir.Constant(ir.VectorType(ir.IntType(32), GROUP), [0] * GROUP)
         each = [builder.load(builder.gep(table, [ir.Constant(at.type, code)])) for code in range(8)]
         found = [builder.insert_element(none, one, ir.Constant(at.type, 0)) for one in each]
         found = [builder.shuffle_vector(one, none, zeros) for one in found]
         for plane in planes:
-            mask, pairs = builder.bitcast(plane, _MASK), zip(found[1::2], found[::2], strict=True)
+            mask = builder.bitcast(plane, _MASK)
+            pairs = zip(found[1::2], found[::2], strict=True)
             found = [builder.select(mask, odd, even) for odd, even in pairs]
         left = builder.not_(builder.or_(builder.or_(*planes[:2]), planes[2]))
         load = ir.FunctionType(_BYTES, [escapes.type, _MASK, _BYTES])
         name = "llvm.masked.expandload.v64i8"
         load = cgutils.get_or_insert_function(builder.module, load, name)  # type: ignore[no-untyped-call]
-        all = builder.call(load, [builder.gep(escapes, [n_escapes]), builder.bitcast(left, _MASK), *found])
+        all = builder.call(
+            load, [builder.gep(escapes, [n_escapes]), builder.bitcast(left, _MASK), *found]
+        )
         builder.store(all, builder.bitcast(builder.gep(others, [at]), _BYTES.as_pointer()), align=1)
         return builder.ctpop(left)
 
@@ -156,9 +184,16 @@ def _look_up(typing, a, b, c, table, escapes, n_escapes, others, at):  # type: i
 def _assemble(kept, others, is_half, words):  # type: ignore[no-untyped-def]  # numba infers the types
     """Words of signs and mantissas, and of the other bits."""
     for i in range(len(kept)):
-        sign, other = np.uint16(kept[i]), np.uint16(others[i])
-        top, low = (sign & np.uint16(0x80)) << np.uint16(8), sign & np.uint16(0x7F)
+        sign = np.uint16(kept[i])
+        other = np.uint16(others[i])
+        top = (sign & np.uint16(0x80)) << np.uint16(8)
+        low = sign & np.uint16(0x7F)
         if is_half:
-            words[i] = top | (other & np.uint16(0xF8)) << np.uint16(7) | low << np.uint16(3) | other & np.uint16(7)
+            words[i] = (
+                top
+                | (other & np.uint16(0xF8)) << np.uint16(7)
+                | low << np.uint16(3)
+                | other & np.uint16(7)
+            )
         else:
             words[i] = top | other << np.uint16(7) | low

@@ -10,7 +10,8 @@ from offload_rt.chunks import MOST_SCORES
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last dimension, in float32 or better as transformers computes it.
+    """Root-mean-square norm over the last dimension, in float32 or better as transformers computes
+    it.
 
     x (..., d), weight (d,); returns x's shape and dtype.
     """
@@ -40,10 +41,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate_and_store(
-    q: Tensor, k: Tensor, v: Tensor, rotary: tuple[Tensor, Tensor] | None, keys: Tensor, values: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, rotary: tuple[Tensor, Tensor] | None, keys: Tensor,
+    values: Tensor,
     rows: slice | Tensor,
 ) -> Tensor:  # fmt: skip
-    """Rotate q and k by the cosines and sines of `rotary`, None: not at all; write k and v to rows of a layer's cache.
+    """Rotate q and k by the cosines and sines of `rotary`, None: not at all; write k and v to rows
+    of a layer's cache.
 
     q             (n, heads, head_dim)
     k, v          (n, kv_heads, head_dim)
@@ -52,7 +55,8 @@ def rotate_and_store(
     Returns q, rotated.
     """
     if rotary is not None:
-        q, k = rotate(q, *rotary), rotate(k, *rotary)
+        q = rotate(q, *rotary)
+        k = rotate(k, *rotary)
     keys[:, rows] = k.transpose(0, 1)
     values[:, rows] = v.transpose(0, 1)
     return q
@@ -68,39 +72,63 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scal
     """
     if q.is_cuda and visible is not None and q.shape[1] != k.shape[0]:
         return grouped_attention(q, k, v, visible, scale)
-    if q.device.type == "cpu" and visible is None and q.shape[1] != k.shape[0]:  # torch copies keys for each head
+    # torch copies keys for each head
+    if q.device.type == "cpu" and visible is None and q.shape[1] != k.shape[0]:
         return partial_attention(q, k, v, None, scale)[0]
     return torch_attention(q, k, v, visible, scale)
 
 
-def torch_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float) -> Tensor:
+def torch_attention(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float
+) -> Tensor:
     """The same by torch's own kernels."""
     out = F.scaled_dot_product_attention(
-        q.transpose(0, 1)[None], k[None], v[None], attn_mask=visible, scale=scale, enable_gqa=q.shape[1] != k.shape[0]
+        q.transpose(0, 1)[None],
+        k[None],
+        v[None],
+        attn_mask=visible,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[0],
     )
     return out[0].transpose(0, 1)
 
 
 def grouped_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
-    """The same, with the heads of a group as rows of one head: torch's fast CUDA kernels take a mask or groups, not both."""
-    n, n_groups, head_dim = q.shape[0], k.shape[0], q.shape[2]
+    """The same, with the heads of a group as rows of one head: torch's fast CUDA kernels take a
+    mask or groups, not both.
+    """
+    n = q.shape[0]
+    n_groups = k.shape[0]
+    head_dim = q.shape[2]
     rows = q.view(n, n_groups, -1, head_dim).permute(1, 2, 0, 3).reshape(n_groups, -1, head_dim)
     mask = visible.repeat(rows.shape[1] // n, 1)
-    out = F.scaled_dot_product_attention(rows[None], k[None], v[None], attn_mask=mask, scale=scale)[0]
+    out = F.scaled_dot_product_attention(rows[None], k[None], v[None], attn_mask=mask, scale=scale)[
+        0
+    ]
     return out.view(n_groups, -1, n, head_dim).permute(2, 0, 1, 3).reshape(q.shape)
 
 
 def partial_attention(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float, softcap: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor | None,
+    scale: float,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention to a part of the keys, computed in float32 or better, to be merged with that to the others.
+    """Attention to a part of the keys, computed in float32 or better, to be merged with that to the
+    others.
 
-    Arguments as of `tree_attention`; a row may see nothing here. Scores s become softcap * tanh(s / softcap).
-    Returns the output (n, heads, head_dim), zeros for a row that sees nothing, and (n, heads) float32 or better: the
-    log-sum-exp of the scaled scores, minus infinity for such a row.
+    Arguments as of `tree_attention`; a row may see nothing here. Scores s become softcap * tanh(s /
+    softcap).
+    Returns the output (n, heads, head_dim), zeros for a row that sees nothing, and (n, heads)
+    float32 or better: the log-sum-exp of the scaled scores, minus infinity for such a row.
     """
-    wide, (n, heads, head_dim) = torch.promote_types(q.dtype, torch.float32), q.shape
-    is_flash = q.device.type == "cpu" and softcap is None and head_dim == v.shape[-1] and k.shape[1] > 0
+    wide = torch.promote_types(q.dtype, torch.float32)
+    n, heads, head_dim = q.shape
+    is_flash = (
+        q.device.type == "cpu" and softcap is None and head_dim == v.shape[-1] and k.shape[1] > 0
+    )
     most = max(MOST_SCORES // max(k.shape[1] * (1 if is_flash else heads), 1), 1)
     if n > most:
         masks = repeat(None) if visible is None else torch.split(visible, most)
@@ -117,27 +145,43 @@ def partial_attention(
         scores = scores.masked_fill(~visible.repeat(heads // len(k), 1), -torch.inf)
     lse = scores.logsumexp(-1, keepdim=True)
     out = (scores - lse.clamp_min(torch.finfo(wide).min)).exp() @ v.to(wide)
-    out, lse = (x.view(len(k), -1, n, x.shape[-1]).permute(2, 0, 1, 3).reshape(n, heads, -1) for x in (out, lse))
+    out, lse = (
+        x.view(len(k), -1, n, x.shape[-1]).permute(2, 0, 1, 3).reshape(n, heads, -1)
+        for x in (out, lse)
+    )
     return out.to(q.dtype), lse[..., 0]
 
 
-def _flash_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """`partial_attention` by torch's own kernel for a CPU, where products and a softmax take five to ten times as long."""
-    n, n_groups, head_dim = q.shape[0], k.shape[0], q.shape[2]
-    rows, mask = q.view(n, n_groups, -1, head_dim).permute(2, 1, 0, 3), None
+def _flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """`partial_attention` by torch's own kernel for a CPU, where products and a softmax take five
+    to ten times as long.
+    """
+    n = q.shape[0]
+    n_groups = k.shape[0]
+    head_dim = q.shape[2]
+    rows = q.view(n, n_groups, -1, head_dim).permute(2, 1, 0, 3)
+    mask = None
     if visible is not None:
         mask = q.new_zeros(visible.shape).masked_fill_(~visible, -torch.inf)
-    else:  # the heads of a group are rows of one and read its keys together; a mask would have to be there for each of them
+    # the heads of a group are rows of one and read its keys together; a mask would have to be there
+    # for each of them
+    else:
         rows = rows.transpose(0, 1).reshape(1, n_groups, -1, head_dim)
     pair = (one.expand(len(rows), *one.shape) for one in (k, v))
-    found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(rows, *pair, attn_mask=mask, scale=scale)
-    out, lse = found[0], found[1][..., None]
+    found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        rows, *pair, attn_mask=mask, scale=scale
+    )
+    out = found[0]
+    lse = found[1][..., None]
     if visible is None:
         out, lse = (one.view(n_groups, -1, n, one.shape[-1]).transpose(0, 1) for one in (out, lse))
     out, lse = (one.permute(2, 1, 0, 3).reshape(n, q.shape[1], -1) for one in (out, lse))
     if visible is not None:
         is_blind = ~visible.any(1)[:, None, None]
-        out, lse = out.masked_fill(is_blind, 0.0), lse.masked_fill(is_blind, -torch.inf)
+        out = out.masked_fill(is_blind, 0.0)
+        lse = lse.masked_fill(is_blind, -torch.inf)
     return out, lse[..., 0]
 
 
@@ -145,7 +189,8 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     """Join attention to two parts of the keys.
 
     out_a, out_b  (n, heads, head_dim)
-    lse_a, lse_b  (n, heads) log-sum-exp of the scores, minus infinity where a row saw nothing of a part
+    lse_a, lse_b  (n, heads) log-sum-exp of the scores, minus infinity where a row saw nothing of a
+                  part
     Returns both, joined, in the same shapes and dtypes.
     """
     lse = torch.logaddexp(lse_a, lse_b)

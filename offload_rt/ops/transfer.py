@@ -1,8 +1,9 @@
 """Small tensors between host and card.
 
-A card's copy engine serves its copies in the order in which they are ready, and whole layers stand in that queue. So small
-tensors do not go by it: a kernel reads and writes pinned memory of the host. Where the kernels are not built, copies that
-nobody waits for serve. On a CPU nothing is copied.
+A card's copy engine serves its copies in the order in which they are ready, and whole layers stand
+in that queue. So small tensors do not go by it: a kernel reads and writes pinned memory of the
+host. Where the kernels are not built, copies that nobody waits for serve. On a CPU nothing is
+copied.
 """
 
 import itertools
@@ -21,7 +22,9 @@ _ALIGNMENT = 16
 
 
 def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Copies of tensors of the host on a device, by one transfer that nobody waits for; on a CPU the tensors themselves."""
+    """Copies of tensors of the host on a device, by one transfer that nobody waits for; on a CPU
+    the tensors themselves.
+    """
     if device.type == "cpu":
         return list(tensors)
     block = _pinned(_starts(tensors)[-1])
@@ -33,7 +36,9 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def fill(there: Tensor, block: Tensor) -> None:
-    """Copy a block of the host to one of the same size, (n,) uint8, without waiting; `block` may change at once."""
+    """Copy a block of the host to one of the same size, (n,) uint8, without waiting; `block` may
+    change at once.
+    """
     if there.device.type == "cpu":
         there.copy_(block)
         return
@@ -43,9 +48,11 @@ def fill(there: Tensor, block: Tensor) -> None:
 
 
 def to_host(tensors: Sequence[Tensor], is_long: bool = False) -> list[Tensor]:
-    """Copies of dense tensors on the host, after one wait for all that the device was given; on a CPU the tensors themselves.
+    """Copies of dense tensors on the host, after one wait for all that the device was given; on a
+    CPU the tensors themselves.
 
-    is_long  the wait is long: the thread sleeps, which costs some microseconds at its end, instead of asking again and again
+    is_long  the wait is long: the thread sleeps, which costs some microseconds at its end, instead
+             of asking again and again
     """
     if not tensors or tensors[0].device.type == "cpu":
         return list(tensors)
@@ -70,7 +77,9 @@ def _send(pinned: Tensor, there: Tensor) -> None:
 
 
 class _Reading:
-    """Pinned memory of the host that kernels of a device may still read: torch knows only of those that it copies from."""
+    """Pinned memory of the host that kernels of a device may still read: torch knows only of those
+    that it copies from.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._lock = device, Lock()

@@ -15,14 +15,17 @@ def packed_ancestors(parents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Packed ancestor masks and depths of one or more trees.
 
     parents  (n,) int64, parents[i] < i; negative for a root
-    Returns (n, ceil(n / 32)) int32, where bit j % 32 of word j // 32 in row i says that row j is row i or an ancestor of it,
-    and (n,) int32 depths, 0 at a root.
+    Returns (n, ceil(n / 32)) int32, where bit j % 32 of word j // 32 in row i says that row j is
+    row i or an ancestor of it, and (n,) int32 depths, 0 at a root.
     """
-    n, nodes = len(parents), np.arange(len(parents))
-    words, depths = np.zeros((n + 1, -(-n // 32)), dtype=np.uint32), np.zeros(n + 1, dtype=np.int32)
+    n = len(parents)
+    nodes = np.arange(len(parents))
+    words = np.zeros((n + 1, -(-n // 32)), dtype=np.uint32)
+    depths = np.zeros(n + 1, dtype=np.int32)
     words[nodes, nodes // 32] = own_bits(nodes)
     depths[:n] = parents >= 0
-    # Row n stands above all roots. A round adds what the ancestor at the end of the reach has gathered, and doubles the reach.
+    # Row n stands above all roots. A round adds what the ancestor at the end of the reach has
+    # gathered, and doubles the reach.
     above = np.append(np.where(parents < 0, n, parents), n)
     while (above < n).any():
         words |= words[above]
@@ -46,9 +49,15 @@ def make_tree_mask(parents: np.ndarray, first: int, n_before: int) -> "TreeMask"
     return packed_mask(bits[first:], depths[first:], depths, n_before)
 
 
-def packed_mask(bits: np.ndarray, depths: np.ndarray, key_depths: np.ndarray, n_before: int) -> "TreeMask":
-    """A mask without a window, on the host, of arrays as `TreeMask` has them; `n_before` keys stand before the tree."""
-    rows, at, keys_at = (torch.from_numpy(np.ascontiguousarray(one)) for one in (bits, depths, key_depths))
+def packed_mask(
+    bits: np.ndarray, depths: np.ndarray, key_depths: np.ndarray, n_before: int
+) -> "TreeMask":
+    """A mask without a window, on the host, of arrays as `TreeMask` has them; `n_before` keys stand
+    before the tree.
+    """
+    rows, at, keys_at = (
+        torch.from_numpy(np.ascontiguousarray(one)) for one in (bits, depths, key_depths)
+    )
     extent = torch.tensor((n_before, len(key_depths)), dtype=torch.int32)
     return TreeMask(rows, at, keys_at, extent, n_before + len(key_depths))
 
@@ -57,13 +66,15 @@ def packed_mask(bits: np.ndarray, depths: np.ndarray, key_depths: np.ndarray, n_
 class TreeMask:
     """n rows of a tree see the keys before the tree, their ancestors and themselves.
 
-    bits        (n, words) int32: bit j % 32 of word j // 32 of row i says whether row i sees key j of the tree;
+    bits        (n, words) int32: bit j % 32 of word j // 32 of row i says whether row i sees key j
+                of the tree;
                 0 where there is no such key
     depths      (n,) int32, 0 at a root, whose position is the number of keys before the tree
     key_depths  (keys of the tree,) int32, likewise
     extent      (2,) int32: keys before the tree, which all rows see, and keys of the tree
     n_keys      both together
-    is_exact    False: the tensors' content changes, n_keys is an upper bound, and key_depths may be longer
+    is_exact    False: the tensors' content changes, n_keys is an upper bound, and key_depths may be
+                longer
     window      a row sees positions greater than its own minus the window; None: all of them
     """
 
@@ -104,7 +115,9 @@ class TreeMask:
         )
 
     def part(self, first: int, stop: int) -> "TreeMask":
-        """The mask of the keys [first, stop), all of them before the tree or up to its end; one and the same for all layers."""
+        """The mask of the keys [first, stop), all of them before the tree or up to its end; one and
+        the same for all layers.
+        """
         is_tail = stop == self.n_keys
         if self.window is None and not is_tail:  # all rows see all of them
             first, stop = 0, stop - first
@@ -113,9 +126,13 @@ class TreeMask:
         return self._parts[first, stop]
 
     def dense(self) -> Tensor | None:
-        """(n, n_keys) bool, True where a row sees a key; None: everywhere. Nothing is copied to the host."""
+        """(n, n_keys) bool, True where a row sees a key; None: everywhere. Nothing is copied to the
+        host.
+        """
         n_tree = len(self.key_depths)
-        is_alone = len(self.bits) == n_tree == 1 and (self.window is None or self.n_keys <= self.window)
+        is_alone = len(self.bits) == n_tree == 1 and (
+            self.window is None or self.n_keys <= self.window
+        )
         if self.is_exact and (is_alone or (n_tree == 0 and self.window is None)):
             return None
         if "dense" in self._kept:
@@ -126,7 +143,9 @@ class TreeMask:
         return mask
 
     def _unpacked(self) -> Tensor:
-        device, n_before, n_most = self.bits.device, self.extent[0], len(self.key_depths)
+        device = self.bits.device
+        n_before = self.extent[0]
+        n_most = len(self.key_depths)
         keys = torch.arange(self.n_keys, device=device)
         shifts = torch.arange(32, dtype=torch.int32, device=device)
         tree = (self.bits[:, :, None] >> shifts & 1).bool().flatten(1)[:, :n_most]
@@ -135,7 +154,9 @@ class TreeMask:
         mask = tree.new_zeros(len(tree), self.n_keys).index_copy_(1, place, tree)
         mask |= keys < n_before
         if self.window is not None:
-            positions = self.key_depths.new_zeros(self.n_keys).index_copy_(0, place, self.key_depths)
+            positions = self.key_depths.new_zeros(self.n_keys).index_copy_(
+                0, place, self.key_depths
+            )
             positions = torch.where(keys < n_before, keys - n_before, positions)
             mask &= positions > self.depths[:, None] - self.window
         return mask

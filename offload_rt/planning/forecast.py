@@ -1,4 +1,6 @@
-"""What a model would do on a machine: the engine's own placement and choice of tree, run on the simulator's virtual clock."""
+"""What a model would do on a machine: the engine's own placement and choice of tree, run on the
+simulator's virtual clock.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -8,7 +10,14 @@ import numpy as np
 
 from offload_rt.config import EngineConfig, format_size
 from offload_rt.dtypes import DType
-from offload_rt.engine.memory_plan import LIBRARIES, MemoryPlan, Sizes, less_margin, plan_memory, reserved_memory
+from offload_rt.engine.memory_plan import (
+    LIBRARIES,
+    MemoryPlan,
+    Sizes,
+    less_margin,
+    plan_memory,
+    reserved_memory,
+)
 from offload_rt.errors import CapacityError, SettingsError
 from offload_rt.executor.cost import CostEstimator
 from offload_rt.offload.placement import MemoryBudget, Plan, least_budget
@@ -25,21 +34,27 @@ from offload_rt.tree.choose import choose, sizes_up_to
 from offload_rt.tree.search import search
 from offload_rt.tree.topology import Topology
 
-# Seconds of a pass on a card besides its layers and its head: embedding, sampling, verification (assumed).
+# Seconds of a pass on a card besides its layers and its head: embedding, sampling, verification
+# (assumed).
 _FIXED_S = 0.01
-# Seconds between two levels of a draft on a card (assumed): the host wakes up, chooses nodes, and launches the next level. Of
-# trees of 256 nodes 1.25 ms of CPU time were counted, on busy cores and with products and sorting that a card does.
+# Seconds between two levels of a draft on a card (assumed): the host wakes up, chooses nodes, and
+# launches the next level. Of trees of 256 nodes 1.25 ms of CPU time were counted, on busy cores and
+# with products and sorting that a card does.
 LEVEL_S = 5e-4
-# GB/s of weights that are written where encoded or quantised ones are decoded (assumed): bytes of a card's memory are read
-# and written several times as fast; on a CPU int4 gives 1.4 to 2.2, lossless layers 2.8 to 5.4 on one thread.
-DECODE_GBPS, CPU_DECODE_GBPS = 300.0, 3.0
+# GB/s of weights that are written where encoded or quantised ones are decoded (assumed): bytes of a
+# card's memory are read and written several times as fast; on a CPU int4 gives 1.4 to 2.2, lossless
+# layers 2.8 to 5.4 on one thread.
+DECODE_GBPS = 300.0
+CPU_DECODE_GBPS = 3.0
 # Points of a curve over the device's memory, and the first of one over the memory beside it.
-_N_POINTS, _FIRST_RAM = 12, 16 << 30
+_N_POINTS = 12
+_FIRST_RAM = 16 << 30
 # A context of fewer tokens is short.
 _SHORT_CONTEXT = 2048
 # Choosing a tree asks what a level of the draft takes, and that depends on the tree.
 _ROUNDS = 3
-# A pass so much longer than one of a single row is limited by its products, not by reading the weights.
+# A pass so much longer than one of a single row is limited by its products, not by reading the
+# weights.
 _OF_PRODUCTS = 1.5
 
 
@@ -70,7 +85,12 @@ class Machine:
 
     @classmethod
     def with_card(
-        cls, card: Card, ram: int, disk_gbps: float, device_memory: int | None = None, link_gbps: float | None = None
+        cls,
+        card: Card,
+        ram: int,
+        disk_gbps: float,
+        device_memory: int | None = None,
+        link_gbps: float | None = None,
     ) -> "Machine":
         """A card in a machine with so much memory and such a disk.
 
@@ -93,10 +113,13 @@ class Machine:
         )
 
     def costs(self, target: Sizes, draft: Sizes | None, plan: Plan) -> Costs:
-        """What computing takes. A draft model is replayed as graphs, and so is a native target that is resident as a whole."""
+        """What computing takes. A draft model is replayed as graphs, and so is a native target that
+        is resident as a whole.
+        """
         is_encoded = [target.link is not None and tier != "device" for tier in plan.tiers]
         decode_s = decoded_nbytes(target, is_encoded) / self.decode_gbps / 1e9
-        of_target, of_draft = self._times(target, plan.is_resident, self.ranks, decode_s=decode_s), None
+        of_target = self._times(target, plan.is_resident, self.ranks, decode_s=decode_s)
+        of_draft = None
         if draft is not None:
             share = draft_nbytes(draft, plan) / decoded_nbytes(draft) if draft.stand_in else 1.0
             ranks = self.ranks if draft.stand_in or self.ranks.split_draft else ALONE
@@ -104,30 +127,52 @@ class Machine:
         return Costs(of_target, of_draft, head_share(target.spec), self.fixed_s, self.level_s)
 
     def _times(
-        self, sizes: Sizes, is_replayed: bool, ranks: Parallelism, share: float = 1.0, decode_s: float = 0.0
+        self,
+        sizes: Sizes,
+        is_replayed: bool,
+        ranks: Parallelism,
+        share: float = 1.0,
+        decode_s: float = 0.0,
     ) -> ComputeTimes:
-        """Of a rank's part; quantised layers are decoded as they are read, others in `decode_s`; see `Roof.product_s`."""
-        spec, itemsize = ranks.with_part_of_head(sizes.spec), sizes.dtype.itemsize
+        """Of a rank's part; quantised layers are decoded as they are read, others in `decode_s`;
+        see `Roof.product_s`.
+        """
+        spec = ranks.with_part_of_head(sizes.spec)
+        itemsize = sizes.dtype.itemsize
         is_quantised = not (sizes.stand_in or is_plain(sizes))
         return self.roof(sizes.dtype).compute_times(
-            spec, sizes.dtype, is_replayed and spec.is_native, share, is_quantised * itemsize / self.decode_gbps / 1e9,
+            spec, sizes.dtype, is_replayed and spec.is_native, share,
+            is_quantised * itemsize / self.decode_gbps / 1e9,
             lambda n_rows: decode_s + ranks.exchange_s(sizes.spec, itemsize, n_rows),
         )  # fmt: skip
 
     def of_rank(self, ranks: Parallelism) -> "Machine":
-        """What each of several cards has of the machine; in a pipeline, the memory of all and the link of one."""
+        """What each of several cards has of the machine; in a pipeline, the memory of all and the
+        link of one.
+        """
         if ranks.n == 1:
             return self
-        n, n_cards, links, own = ranks.n_parts, ranks.n // ranks.n_parts, dict(self.links), self.budget
+        n = ranks.n_parts
+        n_cards = ranks.n // ranks.n_parts
+        links = dict(self.links)
+        own = self.budget
         host = own.host // n
-        budget = replace(own, device=n_cards * own.device, libraries=n_cards * own.libraries, host=host)
-        rates = ("disk", links["disk"] / n), ("host", links["host"] / (2 if ranks.shared_link and n > 1 else 1))
-        title, sources = f"{ranks.n} x {self.title}", (*self.sources, ranks.source)
+        budget = replace(
+            own, device=n_cards * own.device, libraries=n_cards * own.libraries, host=host
+        )
+        rates = (
+            ("disk", links["disk"] / n),
+            ("host", links["host"] / (2 if ranks.shared_link and n > 1 else 1)),
+        )
+        title = f"{ranks.n} x {self.title}"
+        sources = (*self.sources, ranks.source)
         return replace(self, title=title, budget=budget, links=rates, sources=sources, ranks=ranks)
 
 
 def draft_nbytes(draft: Sizes, plan: Plan) -> int:
-    """Bytes of the layers that a level of a draft reads: of a target that drafts itself the resident ones and the copies."""
+    """Bytes of the layers that a level of a draft reads: of a target that drafts itself the
+    resident ones and the copies.
+    """
     return plan.on("device") + plan.copies_nbytes if draft.stand_in else sum(draft.layer_nbytes)
 
 
@@ -148,7 +193,9 @@ class PlanRequest:
 
 
 class DraftLevel(NamedTuple):
-    """A level of the draft: its seconds, bytes of weights that it reads, GB/s of the device; ratio of its time to reading."""
+    """A level of the draft: its seconds, bytes of weights that it reads, GB/s of the device; ratio
+    of its time to reading.
+    """
 
     seconds: float
     nbytes: int
@@ -188,14 +235,18 @@ class Forecast:
         if draft is None or len(self.topology) == 1:
             return None
         head = draft.spec.vocab_size * draft.spec.hidden_size * draft.dtype.itemsize
-        nbytes, rate = draft_nbytes(draft, self.memory_plan.plan) + head, self.machine.roof(draft.dtype).bandwidth
+        nbytes = draft_nbytes(draft, self.memory_plan.plan) + head
+        rate = self.machine.roof(draft.dtype).bandwidth
         seconds = self.draft_s / (self.topology.n_levels - 1)
         return DraftLevel(seconds, nbytes, rate / 1e9, seconds / (nbytes / rate))
 
     @property
     def link_s(self) -> dict[str, float]:
         """Seconds for which a pass keeps each link busy."""
-        return {name: nbytes / dict(self.machine.links)[name] / 1e9 for name, nbytes in self.moved.items()}
+        return {
+            name: nbytes / dict(self.machine.links)[name] / 1e9
+            for name, nbytes in self.moved.items()
+        }
 
     @property
     def busy(self) -> dict[str, float]:
@@ -205,11 +256,15 @@ class Forecast:
     @property
     def bound(self) -> str:
         """What a pass waits for, and by how much."""
-        of_device = "matrix products" if self.compute_s > _OF_PRODUCTS * self.row_s else "memory bandwidth"
+        of_device = (
+            "matrix products" if self.compute_s > _OF_PRODUCTS * self.row_s else "memory bandwidth"
+        )
         drafting = "drafting and " if self.draft_s > self.compute_s / 4 else ""
         names = {"host": "the host-to-card link", "disk": "the disk"}
         shares = {names[name]: seconds for name, seconds in self.link_s.items()}
-        shares[f"{drafting}the device's {of_device}"] = self.draft_s + self.compute_s - self.exchange_s
+        shares[f"{drafting}the device's {of_device}"] = (
+            self.draft_s + self.compute_s - self.exchange_s
+        )
         if self.exchange_s:
             shares["the exchange between ranks"] = self.exchange_s
         first, *others = sorted(shares, key=lambda name: shares[name], reverse=True)
@@ -218,21 +273,33 @@ class Forecast:
 
 
 def predict(request: PlanRequest, machine: Machine) -> Forecast:
-    """Place the model, choose the tree, and run the loop. Raises CapacityError where it does not fit."""
-    config, (target, draft), context = request.config, request.models, request.context
+    """Place the model, choose the tree, and run the loop. Raises CapacityError where it does not
+    fit.
+    """
+    config = request.config
+    target, draft = request.models
+    context = request.context
     fitted = plan_memory(config, pick_drafter(config), request.models, target.dtype, machine.budget)
     if context + request.tokens > fitted.max_model_len:
         raise CapacityError(
             "the context is too long", need=f"{context} tokens and {request.tokens} more",
-            have=f"room for {fitted.max_model_len}", change="lower --context or --max-new-tokens, or raise --max-model-len",
+            have=f"room for "
+                 f"{fitted.max_model_len}", change="lower --context or --max-new-tokens, or raise "
+                                                   "--max-model-len",
         )  # fmt: skip
-    costs, itemsize = machine.costs(target, draft, fitted.plan), target.dtype.itemsize
+    costs = machine.costs(target, draft, fitted.plan)
+    itemsize = target.dtype.itemsize
     exchanged = machine.ranks.crossing(target.spec, itemsize) if fitted.plan.streamed_nbytes else 0
-    schedule = replace(StreamSchedule.of(fitted.plan, machine.links, machine.contention), exchanged=exchanged)
-    profile = MachineProfile(machine.title, False, machine.links, 1.0, machine.fixed_s, costs.target)
+    schedule = replace(
+        StreamSchedule.of(fitted.plan, machine.links, machine.contention), exchanged=exchanged
+    )
+    profile = MachineProfile(
+        machine.title, False, machine.links, 1.0, machine.fixed_s, costs.target
+    )
     moved = replace(fitted.plan.pass_bytes, exchanged=exchanged)
     topology = _tree(request, fitted.limits, costs, CostEstimator(profile, moved))
-    by_rank, draft_s = request.acceptance.by_rank, costs.draft_s(topology, context)
+    by_rank = request.acceptance.by_rank
+    draft_s = costs.draft_s(topology, context)
     row_s, compute_s = costs.target.at(np.array([1, len(topology)]), context).tolist()
     return Forecast(
         request=request,
@@ -250,23 +317,36 @@ def predict(request: PlanRequest, machine: Machine) -> Forecast:
 
 
 def short_context(forecast: Forecast) -> str:
-    """What would give a context that is not short, and what it costs; empty where it is long enough, or as it was asked for."""
-    request, spec = forecast.request, forecast.request.models[0].spec
-    asked, wanted = request.config.max_model_len, min(_SHORT_CONTEXT, spec.max_positions)
+    """What would give a context that is not short, and what it costs; empty where it is long
+    enough, or as it was asked for.
+    """
+    request = forecast.request
+    spec = forecast.request.models[0].spec
+    asked = request.config.max_model_len
+    wanted = min(_SHORT_CONTEXT, spec.max_positions)
     if asked is not None or forecast.memory_plan.max_model_len >= wanted:
         return ""
     short = f"the context is short, {forecast.memory_plan.max_model_len} tokens"
     try:
-        wide = predict(replace(request, config=replace(request.config, max_model_len=wanted)), forecast.machine)
+        wide = predict(
+            replace(request, config=replace(request.config, max_model_len=wanted)), forecast.machine
+        )
     except CapacityError as error:
         return f"{short}; with --max-model-len {wanted} {error}"
-    nbytes = (wanted - forecast.memory_plan.max_model_len) * spec.kv_nbytes(request.models[0].dtype.itemsize)
+    nbytes = (wanted - forecast.memory_plan.max_model_len) * spec.kv_nbytes(
+        request.models[0].dtype.itemsize
+    )
     seconds = wide.run.seconds_per_token
-    return f"{short}: --max-model-len {wanted} takes {format_size(nbytes)} more and gives {seconds:.3f} s per token"
+    return (
+        f"{short}: --max-model-len {wanted} takes {format_size(nbytes)} more and gives"
+        f" {seconds:.3f} s per token"
+    )
 
 
 def _tree(request: PlanRequest, limits: DraftLimits, costs: Costs, cost: CostEstimator) -> Topology:
-    """The tree with the least time for a token, by the cost model, as drafters of a chosen shape choose it."""
+    """The tree with the least time for a token, by the cost model, as drafters of a chosen shape
+    choose it.
+    """
     if costs.draft is None or limits.n_nodes == 1:
         return Topology.chain(1)
     table = search(request.acceptance.by_rank, limits.n_nodes, limits.n_levels)
@@ -275,7 +355,9 @@ def _tree(request: PlanRequest, limits: DraftLimits, costs: Costs, cost: CostEst
     topology = Topology.chain(2)
     for _ in range(_ROUNDS):
         level_s = costs.draft_s(topology, request.context) / max(topology.n_levels - 1, 1)
-        seconds = cost.seconds(sizes[:, None], request.context, level_s * np.arange(limits.n_levels))
+        seconds = cost.seconds(
+            sizes[:, None], request.context, level_s * np.arange(limits.n_levels)
+        )
         n_nodes, n_levels, _ = choose(table.values, sizes, seconds, least_levels)
         topology = table.topology(n_nodes, n_levels)
         if len(topology) == 1:
@@ -285,29 +367,44 @@ def _tree(request: PlanRequest, limits: DraftLimits, costs: Costs, cost: CostEst
 
 @dataclass(frozen=True)
 class Sweep:
-    """A curve: what x is, and for each x, ascending, what would happen; None where the model does not fit."""
+    """A curve: what x is, and for each x, ascending, what would happen; None where the model does
+    not fit.
+    """
 
     what: str
     points: tuple[tuple[float, Forecast | None], ...]
 
 
 def sweep(over: str, request: PlanRequest, machine: Machine) -> Sweep:
-    """Predict along "ram" or "memory". Raises SettingsError for "ram" where there is no card beside it."""
-    (target, draft), config, budget = request.models, request.config, machine.budget
+    """Predict along "ram" or "memory". Raises SettingsError for "ram" where there is no card beside
+    it.
+    """
+    target, draft = request.models
+    config = request.config
+    budget = machine.budget
     if over == "ram":
         if not budget.has_card:
             need = "a card beside that memory"
-            raise SettingsError("--sweep ram", need=need, have=machine.title, change="use --sweep memory")
-        what, ram = "GiB of memory beside the card", _FIRST_RAM
+            raise SettingsError(
+                "--sweep ram", need=need, have=machine.title, change="use --sweep memory"
+            )
+        what = "GiB of memory beside the card"
+        ram = _FIRST_RAM
         needed = sum((target.link or target).layer_nbytes)
         while less_margin(ram) < needed:
             ram *= 2
         sizes: np.ndarray = _FIRST_RAM * 2 ** np.arange((ram // _FIRST_RAM).bit_length())
-        budgets = [replace(budget, host=less_margin(int(nbytes)) // machine.ranks.n_parts) for nbytes in sizes]
+        budgets = [
+            replace(budget, host=less_margin(int(nbytes)) // machine.ranks.n_parts)
+            for nbytes in sizes
+        ]
     else:
         context = config.max_model_len or request.context + request.tokens
-        fixed = reserved_memory(target, draft, target.dtype, context, config.tree_size or 8, config.max_num_seqs)
-        least, most = least_budget(target.layer_nbytes, fixed), fixed.total + sum(target.layer_nbytes)
+        fixed = reserved_memory(
+            target, draft, target.dtype, context, config.tree_size or 8, config.max_num_seqs
+        )
+        least = least_budget(target.layer_nbytes, fixed)
+        most = fixed.total + sum(target.layer_nbytes)
         what = "GiB of memory on the device"
         sizes = np.linspace(1.02 * least, 1.1 * most, _N_POINTS)
         budgets = [replace(budget, device=int(nbytes)) for nbytes in sizes]
@@ -323,24 +420,30 @@ def predict_if_it_fits(request: PlanRequest, machine: Machine) -> Forecast | Non
         return None
 
 
-def alternatives(request: PlanRequest, of_self: Assumed, machine: Machine) -> dict[str, dict[str, Forecast | None]]:
-    """What others would give, by format of the weights and by drafter, its own and "none" first; None where it does not fit.
+def alternatives(
+    request: PlanRequest, of_self: Assumed, machine: Machine
+) -> dict[str, dict[str, Forecast | None]]:
+    """What others would give, by format of the weights and by drafter, its own and "none" first;
+    None where it does not fit.
 
-    of_self  acceptance where the target drafts itself, which takes weights that are not quantised and a native decoder
-    Nothing where the weights are not of 16 bits.
+    of_self  acceptance where the target drafts itself, which takes weights that are not quantised
+             and a native decoder Nothing where the weights are not of 16 bits.
     """
     target, draft = request.models
     if target.dtype not in (DType.BFLOAT16, DType.FLOAT16) or not is_plain(target):
         return {}
     on_card = machine.budget.has_card
     found: dict[str, dict[str, Forecast | None]] = {}
-    plain = replace(request.config, drafter="none", draft_model=None, tree_size=None, tree_depth=None)
+    plain = replace(
+        request.config, drafter="none", draft_model=None, tree_size=None, tree_depth=None
+    )
     for name, sizes in formats(target, on_card).items():
         requests = {"none": replace(request, config=plain, models=(sizes, None))}
         if draft is not None and not draft.stand_in:
             requests["draft model"] = replace(request, models=(sizes, draft))
         if is_plain(sizes) and sizes.spec.is_native:
-            config, models = replace(request.config, drafter=SELF, draft_model=None), (sizes, copies(sizes, on_card))
+            config = replace(request.config, drafter=SELF, draft_model=None)
+            models = (sizes, copies(sizes, on_card))
             requests[SELF] = replace(request, config=config, models=models, acceptance=of_self)
         found[name] = {key: predict_if_it_fits(one, machine) for key, one in requests.items()}
     return found

@@ -18,7 +18,9 @@ from offload_rt.planning.roofline import Roof
 from offload_rt.planning.sizes import find_checkpoint
 
 # A matrix of so many columns is multiplied with so many rows, until that has taken so long.
-_N_COLUMNS, _WIDTHS, _PATIENCE_S = 4096, (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024), 0.5
+_N_COLUMNS = 4096
+_WIDTHS = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+_PATIENCE_S = 0.5
 
 
 def this_machine(config: EngineConfig, disk_gbps: float | None, else_gbps: float) -> Machine:
@@ -29,13 +31,16 @@ def this_machine(config: EngineConfig, disk_gbps: float | None, else_gbps: float
     """
     device = pick_device(config.device)
     if device.type == "cpu" and config.host_memory is not None:
-        raise SettingsError("--ram is for memory beside a GPU", change="on a CPU, set --device-memory alone")
+        raise SettingsError(
+            "--ram is for memory beside a GPU", change="on a CPU, set --device-memory alone"
+        )
     source = "the disk: given"
     if disk_gbps is None:
         source = "the disk: measured with the model's own files"
         disk_gbps = _disk_gbps(config)
     if disk_gbps is None:
-        source, disk_gbps = f"--disk was not given: {else_gbps:g} GB/s are assumed", else_gbps
+        source = f"--disk was not given: {else_gbps:g} GB/s are assumed"
+        disk_gbps = else_gbps
     host_gbps = profile.upload_gbps(device) if device.type == "cuda" else 1.0
     roof = cache(lambda dtype: measure_roof(dtype, device))
     return Machine(
@@ -51,7 +56,9 @@ def this_machine(config: EngineConfig, disk_gbps: float | None, else_gbps: float
 
 @torch.inference_mode()
 def measure_roof(dtype: DType, device: torch.device) -> Roof:
-    """Time products of one matrix with more and more rows; takes a second or two, whatever the model."""
+    """Time products of one matrix with more and more rows; takes a second or two, whatever the
+    model.
+    """
     of_tensors = dtype.torch
     shape = profile.beyond_caches(device) // dtype.itemsize // _N_COLUMNS, _N_COLUMNS
     # One row again and again: to make so many random numbers takes longer than all products.
@@ -61,7 +68,9 @@ def measure_roof(dtype: DType, device: torch.device) -> Roof:
     for n_rows in _WIDTHS:
         rows = torch.randn(n_rows, _N_COLUMNS, device=device).to(of_tensors)
         seconds = min(_timed_product(rows, matrix) for _ in range(3))
-        products.append((n_rows, max(seconds / matrix.numel(), products[-1][1] if products else 0.0)))
+        products.append(
+            (n_rows, max(seconds / matrix.numel(), products[-1][1] if products else 0.0))
+        )
         if time.perf_counter() - started > _PATIENCE_S:
             break
     n_rows, seconds = products[-1]

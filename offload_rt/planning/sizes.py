@@ -1,4 +1,6 @@
-"""What planning has to know of models: of files that lie here or a config alone, and what they would take in other formats."""
+"""What planning has to know of models: of files that lie here or a config alone, and what they
+would take in other formats.
+"""
 
 import math
 from collections.abc import Iterable
@@ -18,11 +20,18 @@ from offload_rt.planning.known_models import KNOWN
 from offload_rt.planning.roofline import layer_weights
 from offload_rt.speculate.select import check_pair
 from offload_rt.weights import gguf, int4
-from offload_rt.weights.checkpoint import Checkpoint, find_config, locate, open_checkpoint, open_headers
+from offload_rt.weights.checkpoint import (
+    Checkpoint,
+    find_config,
+    locate,
+    open_checkpoint,
+    open_headers,
+)
 from offload_rt.weights.formats import format_of
 from offload_rt.weights.layout import decoded_layout, packed_layout
 
-# Part of their bytes that layers of 16-bit weights take encoded without loss (docs/formats.md: 0.70 of two models).
+# Part of their bytes that layers of 16-bit weights take encoded without loss (docs/formats.md: 0.70
+# of two models).
 LOSSLESS_SHARE = 0.70
 # As DeepSeek and Qwen publish float8, and llm-compressor makes W4A16.
 _FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -40,9 +49,15 @@ def find_models(config: EngineConfig) -> tuple[Sizes, Sizes | None]:
     """
     target = _sizes_of(config.model, config.revision, config)
     if config.draft_model is None:
-        head = head_of(None, target.spec) if target.spec.is_native and config.drafter == "auto" else None
+        head = (
+            head_of(None, target.spec)
+            if target.spec.is_native and config.drafter == "auto"
+            else None
+        )
         return target, None if head is None else Sizes.of_spec(head, target.dtype)
-    raw = KNOWN.get(config.draft_model.lower()) or find_config(config.draft_model, None, config.offline)
+    raw = KNOWN.get(config.draft_model.lower()) or find_config(
+        config.draft_model, None, config.offline
+    )
     head = head_of(raw, target.spec) if target.spec.is_native else None
     if head is not None:
         return target, Sizes.of_spec(head, target.dtype)
@@ -57,9 +72,15 @@ def _sizes_of(name: str, revision: str | None, config: EngineConfig) -> Sizes:
     checkpoint = None if raw else find_checkpoint(name, revision)
     if checkpoint is None and not raw:
         if "/" not in name and not Path(name).exists():
-            need = "a config.json, its directory, a GGUF file, a hub id like org/name, or a shape that is built in"
+            need = (
+                "a config.json, its directory, a GGUF file, a hub id like org/name, or a shape that"
+                " is built in"
+            )
             raise CheckpointError(
-                f"no model called {name}", need=need, have=", ".join(KNOWN), change="give one of these"
+                f"no model called {name}",
+                need=need,
+                have=", ".join(KNOWN),
+                change="give one of these",
             )
         raw = find_config(name, revision, config.offline)
         if "quantization_config" in raw and not Path(name).exists():
@@ -77,17 +98,27 @@ def _sizes_of(name: str, revision: str | None, config: EngineConfig) -> Sizes:
         return _mxfp4(sizes)
     if stored is not None and is_plain(sizes):
         problem = f"{name}: which of its weights are quantised is said by their headers"
-        raise UnsupportedModelError(problem, change="download it, or plan for its unquantised original")
+        raise UnsupportedModelError(
+            problem, change="download it, or plan for its unquantised original"
+        )
     return sizes
 
 
 def _mxfp4(sizes: Sizes) -> Sizes:
-    """The same as gpt-oss is published: of its experts 32 numbers are 16 bytes and a scale. Only headers have their names."""
+    """The same as gpt-oss is published: of its experts 32 numbers are 16 bytes and a scale. Only
+    headers have their names.
+    """
     layers = [
-        [one.shape for one in sizes.spec.layer_tensors(i) if len(one.shape) == 3] for i in range(sizes.spec.n_layers)
+        [one.shape for one in sizes.spec.layer_tensors(i) if len(one.shape) == 3]
+        for i in range(sizes.spec.n_layers)
     ]
-    saved = [sum(map(math.prod, shapes)) * (32 * sizes.dtype.itemsize - 17) // 32 for shapes in layers]
-    largest = max((math.prod(shape[1:]) for shapes in layers for shape in shapes), default=0) * sizes.dtype.itemsize
+    saved = [
+        sum(map(math.prod, shapes)) * (32 * sizes.dtype.itemsize - 17) // 32 for shapes in layers
+    ]
+    largest = (
+        max((math.prod(shape[1:]) for shapes in layers for shape in shapes), default=0)
+        * sizes.dtype.itemsize
+    )
     layer_nbytes = tuple(n - less for n, less in zip(sizes.layer_nbytes, saved, strict=True))
     return replace(sizes, layer_nbytes=layer_nbytes, view_nbytes=largest + REFERENCE_NBYTES)
 
@@ -105,7 +136,8 @@ def find_checkpoint(name: str, revision: str | None) -> Checkpoint | None:
 def is_plain(sizes: Sizes) -> bool:
     """Whether products take the weights of layers as they are stored."""
     decoded = decoded_nbytes(sizes)
-    return abs(sum(sizes.layer_nbytes) - decoded) <= 0.1 * decoded  # vectors in other dtypes, and padding
+    # vectors in other dtypes, and padding
+    return abs(sum(sizes.layer_nbytes) - decoded) <= 0.1 * decoded
 
 
 def _check_plain(sizes: Sizes, flag: str) -> None:
@@ -114,25 +146,37 @@ def _check_plain(sizes: Sizes, flag: str) -> None:
 
 
 def decoded_nbytes(sizes: Sizes, layers: Iterable[bool] = repeat(True)) -> int:
-    """Bytes of the numbers in layers, in those of which it is true, in the dtype of the computation."""
+    """Bytes of the numbers in layers, in those of which it is true, in the dtype of the
+    computation.
+    """
     chosen = zip(range(sizes.spec.n_layers), layers, strict=False)
-    return sum(layer_weights(sizes.spec, i) for i, is_chosen in chosen if is_chosen) * sizes.dtype.itemsize
+    return (
+        sum(layer_weights(sizes.spec, i) for i, is_chosen in chosen if is_chosen)
+        * sizes.dtype.itemsize
+    )
 
 
 def lossless(sizes: Sizes, on_card: bool) -> Sizes:
-    """The same whose streamed layers are encoded on their way. Raises SettingsError for weights that are quantised."""
+    """The same whose streamed layers are encoded on their way. Raises SettingsError for weights
+    that are quantised.
+    """
     _check_plain(sizes, "--link-format lossless")
-    encoded, decoded = tuple(int(LOSSLESS_SHARE * n) for n in sizes.layer_nbytes), max(sizes.layer_nbytes)
+    encoded = tuple(int(LOSSLESS_SHARE * n) for n in sizes.layer_nbytes)
+    decoded = max(sizes.layer_nbytes)
     link = LinkSizes(encoded, max(encoded), decoded) if on_card else LinkSizes(encoded, decoded, 0)
     return replace(sizes, link=link)
 
 
 def copies(sizes: Sizes, on_card: bool) -> Sizes:
-    """The copies of layers by which a target drafts itself. Raises SettingsError for weights that are quantised."""
+    """The copies of layers by which a target drafts itself. Raises SettingsError for weights that
+    are quantised.
+    """
     _check_plain(sizes, "--drafter self")
     spec = sizes.spec
     layers = {spec.layer_tensors(i) for i in range(spec.n_layers)}
-    layouts = [packed_layout((name, shape, sizes.dtype) for name, shape in layer) for layer in layers]
+    layouts = [
+        packed_layout((name, shape, sizes.dtype) for name, shape in layer) for layer in layers
+    ]
     stand_in = max(int4.copy_layout(layout, on_card).nbytes for layout in layouts)
     return Sizes(spec, (0,) * spec.n_layers, 0, int4.DTYPE, stand_in=stand_in)
 
@@ -142,7 +186,12 @@ def formats(sizes: Sizes, on_card: bool) -> dict[str, Sizes]:
     name = {DType.BFLOAT16: "bf16", DType.FLOAT16: "fp16"}[sizes.dtype]
     plain = replace(sizes, link=None)
     quantised = {"fp8, blocks 128x128": _FP8, "int4, groups of 128": _INT4}
-    others = {one: Sizes.of_spec(sizes.spec, sizes.dtype, format_of(config)) for one, config in quantised.items()}
+    others = {
+        one: Sizes.of_spec(sizes.spec, sizes.dtype, format_of(config))
+        for one, config in quantised.items()
+    }
     # Quantised are layers alone, and of embedding and head a rank may have a part.
-    others = {key: replace(one, non_layer_nbytes=sizes.non_layer_nbytes) for key, one in others.items()}
+    others = {
+        key: replace(one, non_layer_nbytes=sizes.non_layer_nbytes) for key, one in others.items()
+    }
     return {name: plain, "lossless": lossless(plain, on_card), **others}

@@ -23,7 +23,9 @@ from offload_rt.server.service import Refused, ServerLimits, Service
 
 _PAGE = Path(__file__).with_name("page")
 # The page loads scripts and styles from this server only.
-_CONTENT_POLICY = "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'"
+_CONTENT_POLICY = (
+    "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'"
+)
 _PAGE_HEADERS = {"Content-Security-Policy": _CONTENT_POLICY, "Referrer-Policy": "no-referrer"}
 
 
@@ -42,7 +44,9 @@ def make_app(
     """
     service = Service(llm, name, limits, Metrics(llm))
     # A redirect to the path with a slash would name the host of the client's choice.
-    app = FastAPI(title="offload_rt", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    app = FastAPI(
+        title="offload_rt", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
+    )
     app.state.service = service
     app.add_middleware(Limits, api_key=api_key, hosts=hosts, body_nbytes=limits.body_nbytes)
     for kind in (HTTPException, OffloadError, Refused, Exception):

@@ -56,7 +56,9 @@ class ServerLimits:
 class Refused(Exception):
     """A refused request: HTTP status, reason, and OpenAI's error code."""
 
-    def __init__(self, status: int, reason: str, code: str | None = None, retry_after_s: int | None = None) -> None:
+    def __init__(
+        self, status: int, reason: str, code: str | None = None, retry_after_s: int | None = None
+    ) -> None:
         super().__init__(reason)
         self.status = status
         self.code = code
@@ -168,7 +170,9 @@ class Service:
             self.metrics.requests.labels(end).inc()
             self.metrics.request_seconds.observe(time.perf_counter() - started)
 
-    async def _run(self, i: int, prompt: list[int], params: SamplingParams, arrivals: Arrivals) -> None:
+    async def _run(
+        self, i: int, prompt: list[int], params: SamplingParams, arrivals: Arrivals
+    ) -> None:
         """Generate one answer into the queue."""
         seed = None if params.seed is None else (params.seed + i % params.n) % 2**63
         try:
@@ -213,7 +217,8 @@ class Service:
         else:
             special = request.add_special_tokens
             prompts = [
-                self.llm.encode(prompt, special) if isinstance(prompt, str) else prompt for prompt in request.prompt
+                self.llm.encode(prompt, special) if isinstance(prompt, str) else prompt
+                for prompt in request.prompt
             ]
         prompts = [request.truncate(prompt, self.llm.max_model_len) for prompt in prompts]
         for prompt in prompts:

@@ -73,7 +73,9 @@ def probs_of(logits: Tensor, temperature: float) -> Tensor:
     return probs.masked_fill_(probs < torch.finfo(probs.dtype).tiny, 0.0)
 
 
-def without_replacement(probs: Tensor, n: int, generator: Generator, excluded: Tensor | None = None) -> Tensor:
+def without_replacement(
+    probs: Tensor, n: int, generator: Generator, excluded: Tensor | None = None
+) -> Tensor:
     """Draw n distinct tokens per distribution by an exponential race (Vieira 2014).
 
     Used for tree drafting by Chen et al. 2024.
@@ -82,7 +84,11 @@ def without_replacement(probs: Tensor, n: int, generator: Generator, excluded: T
     Returns (rows, n). Once a distribution is exhausted, remaining tokens are drawn uniformly.
     """
     # float32 exponential noise can be 0; its logarithm would win every race.
-    noise = torch.empty_like(probs).exponential_(generator=generator).clamp_min_(torch.finfo(probs.dtype).tiny)
+    noise = (
+        torch.empty_like(probs)
+        .exponential_(generator=generator)
+        .clamp_min_(torch.finfo(probs.dtype).tiny)
+    )
     keys = probs.log().clamp_min_(_LOG_ZERO).sub_(noise.log_())
     if excluded is not None:
         keys.masked_fill_(excluded, -torch.inf)

@@ -22,7 +22,8 @@ from offload_rt.system.trace import DRAFT, Trace
 from offload_rt.tree.topology import GrowingTree, Topology
 
 # First tokens kept visible by a short-context draft without retrieval; tokens per retrieved chunk.
-_N_SINKS, _CHUNK = 16, 32
+_N_SINKS = 16
+_CHUNK = 32
 # Divisor of logits with noise before the softmax: the size of a draft's errors, at any temperature.
 _ERROR = 0.75
 
@@ -43,7 +44,9 @@ class TreeState:
 
     error: NumericsError | None = None
 
-    def __init__(self, vocab_size: int, most_rows: int, sequence: Sequence, device: torch.device) -> None:
+    def __init__(
+        self, vocab_size: int, most_rows: int, sequence: Sequence, device: torch.device
+    ) -> None:
         self.vocab_size = vocab_size
         self.sequence = sequence
         self.generator = generator_on(device, sequence.generator)
@@ -103,7 +106,9 @@ class DraftState(TreeState):
     Target tokens outside the draft's vocabulary are replaced by the draft's last token.
     """
 
-    def __init__(self, runner: Runner, cache: int, vocab_size: int, most_rows: int, sequence: Sequence) -> None:
+    def __init__(
+        self, runner: Runner, cache: int, vocab_size: int, most_rows: int, sequence: Sequence
+    ) -> None:
         super().__init__(vocab_size, most_rows, sequence, runner.device)
         self._runner = runner
         self.cache = cache
@@ -124,7 +129,9 @@ class DraftState(TreeState):
         # Missing tokens are computed together with the root, before all further rows.
         tree = Topology.chain(len(tokens)) if self.lacking else self._tree
         n_new = len(self.tokens) - self.n_done
-        return Step(self.cache, tokens, tree, n_new, self.n_prompt, self.n_done, reduce, len(self.lacking))
+        return Step(
+            self.cache, tokens, tree, n_new, self.n_prompt, self.n_done, reduce, len(self.lacking)
+        )
 
     def computed(self) -> None:
         """Commit missing tokens and mark all rows as computed."""
@@ -142,7 +149,9 @@ class DraftState(TreeState):
 
     def _path(self, tokens: list[int]) -> list[int]:
         """Return the root and the longest path of rows with these tokens."""
-        children = {(int(self._tree.parents[row]), self.tokens[row]): row for row in range(1, self.n_done)}
+        children = {
+            (int(self._tree.parents[row]), self.tokens[row]): row for row in range(1, self.n_done)
+        }
         rows = [0]
         for token in tokens:
             row = children.get((rows[-1], token))
@@ -193,7 +202,12 @@ class DraftModel:
     target: Runner | None = None
 
     def __init__(
-        self, runner: Runner, vocab_size: int, max_levels: int, trace: Trace, context: int | None = None
+        self,
+        runner: Runner,
+        vocab_size: int,
+        max_levels: int,
+        trace: Trace,
+        context: int | None = None,
     ) -> None:
         self._runner = runner
         self.vocab_size = vocab_size
@@ -218,7 +232,12 @@ class DraftModel:
         """Receive hidden states of the target, see `Drafter.observe`; draft models ignore them."""
 
     def start(
-        self, sequence: Sequence, n_nodes: int, is_alone: bool, n_coupled: int = 0, path: abc.Sequence[int] = ()
+        self,
+        sequence: Sequence,
+        n_nodes: int,
+        is_alone: bool,
+        n_coupled: int = 0,
+        path: abc.Sequence[int] = (),
     ) -> TreeState:
         """Start a tree at the end of a sequence, or of the visible part in a shorter context.
 
@@ -232,11 +251,15 @@ class DraftModel:
         if n_coupled:
             place = len(sequence.tokens)
             n_levels = n_ahead + n_coupled
-            noise = sequence.noise.at(place, n_levels, self.vocab_size, self._runner.device)[n_ahead:]
+            noise = sequence.noise.at(place, n_levels, self.vocab_size, self._runner.device)[
+                n_ahead:
+            ]
             state.noise = noise.log().mul_(-sequence.temperature)
         return state
 
-    def _begin(self, sequence: Sequence, n_nodes: int, is_alone: bool, path: abc.Sequence[int] = ()) -> TreeState:
+    def _begin(
+        self, sequence: Sequence, n_nodes: int, is_alone: bool, path: abc.Sequence[int] = ()
+    ) -> TreeState:
         known = self._states.get(sequence)
         if known is None or known.sequence is not sequence:
             if self._runner.has_graphs:  # graphs need a single buffer, so free finished caches
@@ -247,7 +270,9 @@ class DraftModel:
             if known is None:
                 cache = self._runner.new_cache(n_rows, is_alone)
             else:
-                cache = self._runner.renew_cache(known.cache, n_rows, ROWS_PER_NODE * n_nodes, is_alone)
+                cache = self._runner.renew_cache(
+                    known.cache, n_rows, ROWS_PER_NODE * n_nodes, is_alone
+                )
             self._add_state(sequence, cache, n_nodes)
         state = self._states[sequence]
         seen = self._seen(sequence)
@@ -298,7 +323,11 @@ class DraftModel:
         if state is not None:
             self._runner.free_cache(state.cache)
 
-    def grow(self, builders: abc.Sequence[_Builder], guess: Callable[[list[_Builder]], None] | None = None) -> int:
+    def grow(
+        self,
+        builders: abc.Sequence[_Builder],
+        guess: Callable[[list[_Builder]], None] | None = None,
+    ) -> int:
         """Grow all trees to completion, a level or round per pass; return the number of passes.
 
         Each pass synchronizes with the device once. A tree with NaN or Inf logits stops with an
@@ -308,12 +337,19 @@ class DraftModel:
         """
         growing = list(builders)
         n_passes = 0
-        while growing := [builder for builder in growing if len(builder.state.tokens) > builder.state.n_done]:
+        while growing := [
+            builder for builder in growing if len(builder.state.tokens) > builder.state.n_done
+        ]:
             if guess is not None:
                 guess(growing)
             with self._trace.span(DRAFT, f"level {n_passes + 1}"):
                 outs = self._forward(growing)
-                selected = to_host([select_tokens(builder, out) for builder, out in zip(growing, outs, strict=True)])
+                selected = to_host(
+                    [
+                        select_tokens(builder, out)
+                        for builder, out in zip(growing, outs, strict=True)
+                    ]
+                )
                 for builder, tokens in zip(growing, selected, strict=True):
                     builder.state.computed()
                     try:
@@ -326,7 +362,9 @@ class DraftModel:
     def _forward(self, builders: abc.Sequence[TreeBuilder]) -> list[Tensor]:
         """Compute the latest rows in a single pass."""
         states = [(builder.state, captured(builder)) for builder in builders]
-        return self._runner.forward([state.step(reduce) for state, reduce in states if isinstance(state, DraftState)])
+        return self._runner.forward(
+            [state.step(reduce) for state, reduce in states if isinstance(state, DraftState)]
+        )
 
 
 class SelfDraftModel(DraftModel):
@@ -340,7 +378,13 @@ class SelfDraftModel(DraftModel):
     """
 
     def __init__(
-        self, runner: Runner, max_levels: int, trace: Trace, kind: type[SparseCache], budget: int, n_rows: int
+        self,
+        runner: Runner,
+        max_levels: int,
+        trace: Trace,
+        kind: type[SparseCache],
+        budget: int,
+        n_rows: int,
     ) -> None:
         super().__init__(runner, runner.spec.vocab_size, max_levels, trace)
         self._limit = runner.spec.max_positions
@@ -364,7 +408,9 @@ class SelfDraftModel(DraftModel):
     def can_draft(self, sequence: Sequence) -> bool:
         """Return whether the target has computed the prompt."""
         source = self._views.get(sequence)
-        return source is not None and self._runner.n_committed(source[0]) == len(sequence.tokens) - 1
+        return (
+            source is not None and self._runner.n_committed(source[0]) == len(sequence.tokens) - 1
+        )
 
     def transfer(self, old: Sequence, new: Sequence, n: int) -> int:
         """Drop the view; a new view is filled from the target's cache. See `Drafter.transfer`."""

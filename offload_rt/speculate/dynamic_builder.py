@@ -40,7 +40,10 @@ class _Nodes:
 
     def merged(self, new: "_Nodes", n: int) -> "_Nodes":
         """Return the n most probable nodes of both sets; parents of `new` index into `self`."""
-        both = [np.concatenate(pair) for pair in zip(vars(self).values(), vars(new).values(), strict=True)]
+        both = [
+            np.concatenate(pair)
+            for pair in zip(vars(self).values(), vars(new).values(), strict=True)
+        ]
         # A child never exceeds its parent's probability; stable sorting keeps it behind its parent.
         order = np.argsort(-both[0], kind="stable")[:n]
         chances, parents, tokens, depths, rows = (part[order] for part in both)
@@ -95,7 +98,9 @@ class DynamicTreeBuilder:
         candidates = zip(tokens, probabilities, strict=True)
         self._seen.update(zip(nodes.rows[parents].tolist(), candidates, strict=True))
         children = _Nodes(
-            chances=(nodes.chances[parents, None] * self.estimates.calibration.chances(probabilities)).ravel(),
+            chances=(
+                nodes.chances[parents, None] * self.estimates.calibration.chances(probabilities)
+            ).ravel(),
             parents=parents.repeat(k),
             tokens=tokens.ravel(),
             depths=nodes.depths[parents].repeat(k) + 1,
@@ -117,7 +122,9 @@ class DynamicTreeBuilder:
         parts = (waiting[waiting <= share * self._n_nodes] for share in _SHARES)
         places = next((part for part in parts if len(part)), waiting)
         places = places[: ROWS_PER_NODE * self._n_nodes - len(self.state.tokens)]
-        nodes.rows[places] = self._add(nodes.rows[nodes.parents[places]].tolist(), nodes.tokens[places].tolist())
+        nodes.rows[places] = self._add(
+            nodes.rows[nodes.parents[places]].tolist(), nodes.tokens[places].tolist()
+        )
         self._expanded = places
 
     @property
@@ -133,7 +140,9 @@ class DynamicTreeBuilder:
         """Return the root and its `size` best candidates."""
         best = self._nodes = _Nodes(*(part[: 1 + size] for part in vars(self._nodes).values()))
         return DraftTree(
-            Topology(best.parents), torch.from_numpy(best.tokens.copy()), expected=float(best.chances.sum())
+            Topology(best.parents),
+            torch.from_numpy(best.tokens.copy()),
+            expected=float(best.chances.sum()),
         )
 
     def learn(self, path: list[int], after: list[int]) -> None:

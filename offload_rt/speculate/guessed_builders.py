@@ -56,13 +56,16 @@ class GuessedTreeBuilder(DynamicTreeBuilder):
         self._outs += selected
         while len(ready := self._ready()):
             self._expanded = ready
-            super().extend(torch.stack([self._outs[row] for row in self._nodes.rows[ready].tolist()]))
+            super().extend(
+                torch.stack([self._outs[row] for row in self._nodes.rows[ready].tolist()])
+            )
 
     def _ready(self) -> np.ndarray:
         """Return the nodes with a computed row whose children are not candidates yet."""
         rows = enumerate(self._nodes.rows.tolist())
         return np.array(
-            [place for place, row in rows if 0 <= row < len(self._outs) and row not in self._seen], dtype=np.int64
+            [place for place, row in rows if 0 <= row < len(self._outs) and row not in self._seen],
+            dtype=np.int64,
         )
 
     def _tip(self) -> int:

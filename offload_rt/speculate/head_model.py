@@ -13,7 +13,13 @@ from offload_rt.executor.sequence import Sequence
 from offload_rt.executor.step import Step
 from offload_rt.models.heads import Head, HeadDecoder, Medusa
 from offload_rt.ops import to_device
-from offload_rt.speculate.draft_model import DraftModel, DraftState, TreeBuilder, TreeState, captured
+from offload_rt.speculate.draft_model import (
+    DraftModel,
+    DraftState,
+    TreeBuilder,
+    TreeState,
+    captured,
+)
 from offload_rt.speculate.protocols import ROWS_PER_NODE
 from offload_rt.system.trace import Trace
 from offload_rt.tree.topology import Topology
@@ -41,7 +47,16 @@ class HeadState(DraftState):
         while len(self.lacking) > n:
             tokens = torch.tensor(self.lacking[:n])
             self._runner.forward(
-                [Step(self.cache, tokens, Topology.chain(n), 1, self.n_prompt, states=self.inputs[:n])]
+                [
+                    Step(
+                        self.cache,
+                        tokens,
+                        Topology.chain(n),
+                        1,
+                        self.n_prompt,
+                        states=self.inputs[:n],
+                    )
+                ]
             )
             self._runner.commit(self.cache, range(n))
             self.lacking, self.inputs = self.lacking[n:], self.inputs[n:]
@@ -70,7 +85,12 @@ class HeadModel(DraftModel):
     state_type = HeadState
 
     def __init__(
-        self, runner: Runner, vocab_size: int, max_levels: int, trace: Trace, context: int | None = None
+        self,
+        runner: Runner,
+        vocab_size: int,
+        max_levels: int,
+        trace: Trace,
+        context: int | None = None,
     ) -> None:
         super().__init__(runner, vocab_size, max_levels, trace, context)
         self._inputs: dict[Sequence, tuple[int, Tensor]] = {}  # (first token, inputs from there on)
@@ -115,7 +135,9 @@ class HeadModel(DraftModel):
     def _seen(self, sequence: Sequence) -> list[int]:
         return sequence.tokens[1:]
 
-    def _begin(self, sequence: Sequence, n_nodes: int, is_alone: bool, path: abc.Sequence[int] = ()) -> TreeState:
+    def _begin(
+        self, sequence: Sequence, n_nodes: int, is_alone: bool, path: abc.Sequence[int] = ()
+    ) -> TreeState:
         state = super()._begin(sequence, n_nodes, is_alone, path)
         assert isinstance(state, HeadState), "state_type is HeadState"
         first, known = self._inputs[sequence]
@@ -141,7 +163,12 @@ class MedusaModel(HeadModel):
     """Medusa heads: each predicts a tree level from the target's last hidden state. No cache."""
 
     def __init__(
-        self, runner: Runner, vocab_size: int, max_levels: int, trace: Trace, context: int | None = None
+        self,
+        runner: Runner,
+        vocab_size: int,
+        max_levels: int,
+        trace: Trace,
+        context: int | None = None,
     ) -> None:
         super().__init__(runner, vocab_size, min(max_levels, runner.spec.n_layers + 1), trace)
         self._layers = runner.resident_layers()
@@ -161,20 +188,25 @@ class MedusaModel(HeadModel):
         super().end(sequence)
 
     @torch.inference_mode()
-    def _begin(self, sequence: Sequence, n_nodes: int, is_alone: bool, path: abc.Sequence[int] = ()) -> TreeState:
+    def _begin(
+        self, sequence: Sequence, n_nodes: int, is_alone: bool, path: abc.Sequence[int] = ()
+    ) -> TreeState:
         state = TreeState(self.vocab_size, ROWS_PER_NODE * n_nodes, sequence, self._runner.device)
         first, known = self._inputs[sequence]
         spec = self._runner.spec
         assert isinstance(spec, Medusa), "MedusaModel requires Medusa heads"
         last = known[-1:].clone()
         self._inputs[sequence] = first + len(known) - 1, last
-        self._logits[sequence] = torch.cat([spec.predict(weights, last) for weights in self._layers])
+        self._logits[sequence] = torch.cat(
+            [spec.predict(weights, last) for weights in self._layers]
+        )
         state.clear(sequence.tokens[-1])
         return state
 
     def _forward(self, builders: abc.Sequence[TreeBuilder]) -> list[Tensor]:
         depths = to_device(
-            [torch.from_numpy(builder.state.new_depths).long() for builder in builders], self._runner.device
+            [torch.from_numpy(builder.state.new_depths).long() for builder in builders],
+            self._runner.device,
         )
         outs = []
         for builder, rows in zip(builders, depths, strict=True):

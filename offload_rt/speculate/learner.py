@@ -36,15 +36,21 @@ from offload_rt.weights.formats import dense
 
 _RANK = 16
 # Minimum labelled tokens of a passage (a pass may add more), and context tokens before them.
-_N_LABELLED, _N_BEFORE = 32, 96
+_N_LABELLED = 32
+_N_BEFORE = 96
 # Training steps per passage, and number of recent passages to draw from.
-_N_USES, _N_RECENT = 16, 64
+_N_USES = 16
+_N_RECENT = 64
 # Learning rate, and number of warm-up steps.
-_RATE, _WARM_UP = 2e-3, 20
+_RATE = 2e-3
+_WARM_UP = 20
 # Passages per evaluation (minimum, maximum), and passages without gain before training stops.
-_LEAST_JUDGED, _MOST_JUDGED, _PATIENCE = 8, 32, 256
+_LEAST_JUDGED = 8
+_MOST_JUDGED = 32
+_PATIENCE = 256
 # Weight of the newest slice in the estimated slice time, and decay of the estimate when skipped.
-_NEWEST, _DOUBT = 0.25, 0.99
+_NEWEST = 0.25
+_DOUBT = 0.99
 
 
 class Passage(NamedTuple):
@@ -94,7 +100,10 @@ class AdaptedView(dense.View):
     def __init__(self, block: LayerView, draft: Runner, generator: torch.Generator) -> None:
         super().__init__(block.layout, block.data, draft.dtype)
         matrices = [name for name, shape in draft.spec.layer_tensors(block.i) if len(shape) == 2]
-        self.adapters = {name.removesuffix(".weight"): Adapter(self._tensors[name], generator) for name in matrices}
+        self.adapters = {
+            name.removesuffix(".weight"): Adapter(self._tensors[name], generator)
+            for name in matrices
+        }
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         """See `LayerWeights.linear`."""
@@ -209,7 +218,11 @@ class Learner:
             view.share = share
             x = spec.layer(i, view, x, TextContext(layer_inputs))
         logits = spec.head(self._rest, x[n - len(tokens) :]).float()
-        best = logits.log_softmax(-1).gather(1, tokens.clamp(max=last)).masked_fill(tokens > last, -1e4)
+        best = (
+            logits.log_softmax(-1)
+            .gather(1, tokens.clamp(max=last))
+            .masked_fill(tokens > last, -1e4)
+        )
         rest = torch.log1p(-best.exp().sum(-1).clamp(max=1 - 1e-6))
         probs = probs.masked_fill(tokens > last, 0.0)
         return -((probs * best).sum(-1) + (1 - probs.sum(-1)).clamp(min=0) * rest)
@@ -219,7 +232,9 @@ class Learner:
         with suppress(OSError, RuntimeError):
             if self._kept_as is not None and self._serves:
                 cache_directory().mkdir(parents=True, exist_ok=True)
-                parameters = {name: parameter.data for name, parameter in self._parameters().items()}
+                parameters = {
+                    name: parameter.data for name, parameter in self._parameters().items()
+                }
                 write_atomically(self._path, save(parameters))
             elif self._kept_as is not None:
                 self._path.unlink(missing_ok=True)
@@ -242,7 +257,9 @@ class Learner:
         with suppress(OSError, RuntimeError, SafetensorError):
             saved = load_file(self._path) if self._kept_as else {}
         shapes = {name: tensor.shape for name, tensor in parameters.items()}
-        if {name: tensor.shape for name, tensor in saved.items() if tensor.isfinite().all()} == shapes:
+        if {
+            name: tensor.shape for name, tensor in saved.items() if tensor.isfinite().all()
+        } == shapes:
             for name, tensor in parameters.items():
                 tensor.data.copy_(saved[name])
             self._serve(True)
@@ -304,10 +321,16 @@ class Learner:
 
 def learning_nbytes(spec: Architecture, dtype: DType, device: torch.device) -> int:
     """Return device bytes for training a draft in `dtype`, besides its weights."""
-    matrices = [shape for i in range(spec.n_layers) for _, shape in spec.layer_tensors(i) if len(shape) == 2]
+    matrices = [
+        shape for i in range(spec.n_layers) for _, shape in spec.layer_tensors(i) if len(shape) == 2
+    ]
     # Adapters, gradients, two moments, merged adapters; and the change of the largest matrix.
     adapters = 4 * (6 * _RANK * sum(map(sum, matrices)) + 2 * max(map(math.prod, matrices)))
     originals = dtype.itemsize * sum(map(math.prod, matrices)) if device.type == "cpu" else 0
     n_labelled = 2 * _N_LABELLED
     layer = spec.scratch_nbytes(_N_BEFORE + n_labelled, 0, dtype.itemsize)
-    return adapters + originals + 2 * (spec.n_layers * layer + spec.scratch_nbytes(0, n_labelled, dtype.itemsize))
+    return (
+        adapters
+        + originals
+        + 2 * (spec.n_layers * layer + spec.scratch_nbytes(0, n_labelled, dtype.itemsize))
+    )

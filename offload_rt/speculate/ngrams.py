@@ -42,7 +42,10 @@ def find_matches(tokens: list[int], n_next: int) -> list[NgramMatch]:
             break
         lengths += going
     best = np.lexsort((-ends, -lengths))[:_PLACES]
-    return [NgramMatch(int(lengths[i]), tuple(text[ends[i] + 1 : ends[i] + 1 + n_next].tolist())) for i in best]
+    return [
+        NgramMatch(int(lengths[i]), tuple(text[ends[i] + 1 : ends[i] + 1 + n_next].tolist()))
+        for i in best
+    ]
 
 
 class MatchRates:
@@ -59,7 +62,9 @@ class MatchRates:
     def observe(self, match: NgramMatch, next_tokens: list[int]) -> None:
         """Record the actual tokens after a match."""
         pairs = list(zip(match.tokens, next_tokens, strict=False))
-        n_right = next((i for i, (copied, token) in enumerate(pairs) if copied != token), len(pairs))
+        n_right = next(
+            (i for i, (copied, token) in enumerate(pairs) if copied != token), len(pairs)
+        )
         self._right[match.n_equal] += n_right
         self._tried[match.n_equal] += min(n_right + 1, len(pairs))
 
@@ -81,7 +86,8 @@ def copied_paths(matches: list[NgramMatch], rates: MatchRates) -> dict[tuple[int
 def path_tree(root: int, paths: Iterable[tuple[int, ...]]) -> tuple[list[int], list[int]]:
     """Build parents and tokens of a prefix tree; each path extends an earlier path by a token."""
     at: dict[tuple[int, ...], int] = {(): 0}
-    parents, tokens = [-1], [root]
+    parents = [-1]
+    tokens = [root]
     for path in paths:
         at[path] = len(parents)
         parents.append(at[path[:-1]])
@@ -117,4 +123,6 @@ def append_ngram(tree: DraftTree, tokens: tuple[int, ...], n_nodes: int) -> Draf
         is_sampled = np.pad(sampled.is_sampled, (0, n_new))
         row_of = np.pad(sampled.row_of, (0, n_new), constant_values=-1)
         sampled = replace(sampled, is_sampled=is_sampled, row_of=row_of)
-    return replace(tree, topology=Topology(np.array(parents)), tokens=torch.tensor(all_tokens), sampled=sampled)
+    return replace(
+        tree, topology=Topology(np.array(parents)), tokens=torch.tensor(all_tokens), sampled=sampled
+    )

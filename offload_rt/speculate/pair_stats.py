@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from offload_rt.system.files import read_cached, write_cached
 from offload_rt.tree.choose import Acceptance, Calibration, ExpectedTokensBias
 
-_FILE, _VERSION = "pairs.json", 4
+_FILE = "pairs.json"
+_VERSION = 4
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,11 @@ class PairStats:
         entry = read_cached(_FILE, _VERSION).get(pair, {})
         try:
             kinds = {
-                key: Estimates(Acceptance.of(*acceptance), Calibration.of(*calibration), ExpectedTokensBias.of(*bias))
+                key: Estimates(
+                    Acceptance.of(*acceptance),
+                    Calibration.of(*calibration),
+                    ExpectedTokensBias.of(*bias),
+                )
                 for key, (acceptance, calibration, bias) in entry.items()
             }
         except (TypeError, ValueError, AttributeError, OverflowError):
@@ -61,7 +66,11 @@ class PairStats:
         """Save the estimates for later runs."""
         if self.pair and self.estimates:
             entry = {
-                key: (estimates.acceptance.counts(), estimates.calibration.counts(), estimates.bias.counts())
+                key: (
+                    estimates.acceptance.counts(),
+                    estimates.calibration.counts(),
+                    estimates.bias.counts(),
+                )
                 for key, estimates in self.estimates.items()
             }
             write_cached(_FILE, _VERSION, {**read_cached(_FILE, _VERSION), self.pair: entry})

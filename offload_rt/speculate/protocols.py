@@ -63,7 +63,9 @@ class Drafter(Protocol):
         No node, verified or unverified, is deeper than `sequence.n_left - 1`.
         """
 
-    def learn(self, sequence: Sequence, tree: DraftTree, verdict: Verdict, predicted: TopTokens | None) -> None:
+    def learn(
+        self, sequence: Sequence, tree: DraftTree, verdict: Verdict, predicted: TopTokens | None
+    ) -> None:
         """Learn from the verdict on the latest tree, before the sequence is extended.
 
         predicted  top target tokens after every node, including rejected and unverified nodes;
@@ -182,7 +184,8 @@ def tree_drafter(
     view: type[SparseCache] | None = None,
     drafts_by_copy: bool = False,
 ) -> DrafterType:
-    """Type of a `TreeDrafter`; above temperature 0, the rule decides the sampling of children of static trees.
+    """Type of a `TreeDrafter`; above temperature 0, the rule decides the sampling of children of
+    static trees.
 
     The other arguments are fields of `DrafterType`.
     """
@@ -205,7 +208,9 @@ def tree_drafter(
 
 
 def draft_rows(longest: int, n_nodes: int) -> int:
-    """Rows of the draft's cache for a sequence of up to `longest` tokens and trees of up to `n_nodes`."""
+    """Rows of the draft's cache for a sequence of up to `longest` tokens and trees of up to
+    `n_nodes`.
+    """
     return longest - 1 + ROWS_PER_NODE * n_nodes
 
 

@@ -52,7 +52,9 @@ class ResidualRule:
         if tree.sampled is None:  # deterministic: `match` accepts as much, without loading numba
             return MatchRule().verify(tree, target, sequence)
         decision = self.decide(tree, target.cpu(), uniforms)
-        return Verdict(tuple(tree.topology.path_to(decision.end)), draw(decision.probs[None], generator)[0])
+        return Verdict(
+            tuple(tree.topology.path_to(decision.end)), draw(decision.probs[None], generator)[0]
+        )
 
     def decide(self, tree: DraftTree, target: Tensor, uniforms: Tensor) -> Decision:
         """Verify with given noise.
@@ -76,7 +78,9 @@ _NO_PROBS = np.zeros((0, 0), dtype=np.float32)
 
 def draft_probs(tree: DraftTree, target: Tensor) -> Tensor:
     """Return the draft's distributions (rows, vocabulary), with zero rows if none were sampled."""
-    return target.new_empty((0, target.shape[1])) if tree.sampled is None else tree.sampled.draft_probs
+    return (
+        target.new_empty((0, target.shape[1])) if tree.sampled is None else tree.sampled.draft_probs
+    )
 
 
 def candidates(tree: DraftTree, draft_probs: np.ndarray = _NO_PROBS) -> Candidates:

@@ -72,7 +72,9 @@ def _remainder(tree, node, i):  # type: ignore[no-untyped-def]
             is_excluded = False
             for j in range(first, last):
                 sibling = tree.children[j]
-                if (j < first + i or not tree.is_sampled[sibling]) and tree.tokens[sibling] == token:
+                if (j < first + i or not tree.is_sampled[sibling]) and tree.tokens[
+                    sibling
+                ] == token:
                     is_excluded = True
             if not is_excluded:
                 left += probs[token]
@@ -158,7 +160,9 @@ def verify_top_down(tree, target, uniforms, acceptance):  # type: ignore[no-unty
         child = tree.children[tree.starts[node] + i]
         acceptance[child] = _acceptance(tree, node, i, scale, rest)
         if uniforms[child] < acceptance[child]:
-            node, i, scale = child, 0, 1.0
+            node = child
+            i = 0
+            scale = 1.0
             rest[:] = target[child]
             continue
         left, scale = _reject(tree, node, i, 1.0, scale, rest)
@@ -185,16 +189,21 @@ def verify_bottom_up(tree, target, uniforms, acceptance):  # type: ignore[no-unt
     rests[0] = target[0]
     level = 0
     while True:
-        node, i, accept = nodes[level], at[level], accepts[level]
+        node = nodes[level]
+        i = at[level]
+        accept = accepts[level]
         n_children = tree.starts[node + 1] - tree.starts[node]
         if i < n_children:
             below = _acceptance(tree, node, i, accept * scales[level], rests[level])
             at[level] += 1
             if below > 0.0:
                 level += 1
-                nodes[level], at[level] = tree.children[tree.starts[node] + i], 0
-                accepts[level], scales[level] = below, 1.0
-                if tree.starts[nodes[level]] < tree.starts[nodes[level] + 1]:  # a leaf needs no residual
+                nodes[level] = tree.children[tree.starts[node] + i]
+                at[level] = 0
+                accepts[level] = below
+                scales[level] = 1.0
+                # a leaf needs no residual
+                if tree.starts[nodes[level]] < tree.starts[nodes[level] + 1]:
                     rests[level] = target[nodes[level]]
                 continue
         else:
@@ -202,7 +211,9 @@ def verify_bottom_up(tree, target, uniforms, acceptance):  # type: ignore[no-unt
             if level == 0 or uniforms[node] < accept:
                 break
             level -= 1
-            node, i, accept = nodes[level], at[level] - 1, accepts[level]
+            node = nodes[level]
+            i = at[level] - 1
+            accept = accepts[level]
             n_children = tree.starts[node + 1] - tree.starts[node]
         # The child and its subtree are rejected. Acceptance only falls, so after the last child a
         # lost node stays lost.
@@ -212,9 +223,11 @@ def verify_bottom_up(tree, target, uniforms, acceptance):  # type: ignore[no-unt
         if left > 0.0:
             accepts[level] = left / (left + (1.0 - accept))  # this order yields exactly 1 - 1 = 0
         elif level > 0:
-            accepts[level], at[level] = 0.0, n_children
+            accepts[level] = 0.0
+            at[level] = n_children
         else:
-            rests[0], scales[0] = target[0], 1.0
+            rests[0] = target[0]
+            scales[0] = 1.0
     if tree.starts[nodes[level]] == tree.starts[nodes[level] + 1]:
         return nodes[level], target[nodes[level]].copy()
     return nodes[level], (rests[level] * scales[level]).astype(target.dtype)

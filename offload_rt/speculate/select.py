@@ -95,7 +95,11 @@ def pick_drafter(config: EngineConfig) -> Drafting:
         name = "recycle" if config.draft_model is None else "adaptive_tree"
     chosen = drafter_type(name)
     if config.draft_model is not None and not (chosen.needs_model or name == "mtp"):
-        users = [drafter for drafter in registry.names("speculate.draft") if drafter_type(drafter).needs_model]
+        users = [
+            drafter
+            for drafter in registry.names("speculate.draft")
+            if drafter_type(drafter).needs_model
+        ]
         raise SettingsError(
             f"--draft-model with --drafter {name}",
             need="a drafter that uses a draft model",
@@ -104,17 +108,27 @@ def pick_drafter(config: EngineConfig) -> Drafting:
         )
     if name == "none" and (config.tree_size or config.tree_depth):
         flag = "--tree-size" if config.tree_size else "--tree-depth"
-        raise SettingsError(f"{flag} with --drafter none", need="a tree drafter", change=f"omit {flag} or --drafter")
+        raise SettingsError(
+            f"{flag} with --drafter none", need="a tree drafter", change=f"omit {flag} or --drafter"
+        )
     if config.draft_model is None and chosen.needs_model:
-        raise SettingsError(f"--drafter {name}", need="a draft model", change="add --draft-model PATH")
+        raise SettingsError(
+            f"--drafter {name}", need="a draft model", change="add --draft-model PATH"
+        )
     has_draft = chosen.needs_model and chosen.model is whole_model
-    if config.draft_context is not None and (not (chosen.view or has_draft) or config.draft_context < LEAST_BUDGET):
+    if config.draft_context is not None and (
+        not (chosen.view or has_draft) or config.draft_context < LEAST_BUDGET
+    ):
         problem = f"--draft-context {config.draft_context} with --drafter {name}"
         need = f"at least {LEAST_BUDGET} tokens, and a draft model or a self-drafting drafter"
         change = f"use --draft-context {LEAST_BUDGET} or more, or omit it"
         raise SettingsError(problem, need=need, change=change)
     rule = chosen.best_rule if config.rule == "auto" else config.rule
-    if config.rule != "auto" and rule_of(rule).child_sampling is not None and not chosen.gives_draft_probs:
+    if (
+        config.rule != "auto"
+        and rule_of(rule).child_sampling is not None
+        and not chosen.gives_draft_probs
+    ):
         raise SettingsError(
             f"--rule {config.rule}",
             need="a drafter with draft probabilities",
@@ -123,13 +137,18 @@ def pick_drafter(config: EngineConfig) -> Drafting:
         )
     learning = config.learn_draft
     if chosen.view is None:
-        return Drafting(name, replace(chosen, draft_context=config.draft_context), rule, learning=learning)
+        return Drafting(
+            name, replace(chosen, draft_context=config.draft_context), rule, learning=learning
+        )
     view_rows = config.draft_context or chosen.view_rows
     return Drafting(name, chosen, rule, view_rows=view_rows, learning=learning)
 
 
 def find_draft(
-    config: EngineConfig, drafting: Drafting | None, target: Checkpoint, tokenizer: "PreTrainedTokenizerBase | None"
+    config: EngineConfig,
+    drafting: Drafting | None,
+    target: Checkpoint,
+    tokenizer: "PreTrainedTokenizerBase | None",
 ) -> Drafting:
     """Locate the draft checkpoint. Given or built-in heads select their drafter.
 
@@ -153,15 +172,24 @@ def find_draft(
             return chosen
         need = f"a checkpoint with {chosen.name} heads"
         have = "a checkpoint without heads"
-        raise SettingsError(f"--drafter {chosen.name}", need=need, have=have, change="use another drafter")
+        raise SettingsError(
+            f"--drafter {chosen.name}", need=need, have=have, change="use another drafter"
+        )
     if config.drafter not in ("auto", head.spec.family):
         change = f"omit --drafter, or use --drafter {head.spec.family}"
-        raise SettingsError(f"--drafter {config.drafter}", need="a complete draft model", have="heads", change=change)
+        raise SettingsError(
+            f"--drafter {config.drafter}",
+            need="a complete draft model",
+            have="heads",
+            change=change,
+        )
     return replace(drafting or pick_drafter(replace(config, drafter=head.spec.family)), draft=head)
 
 
 def check_pair(
-    target: Architecture, draft: Architecture, tokenizers: "tuple[PreTrainedTokenizerBase | None, ...]"
+    target: Architecture,
+    draft: Architecture,
+    tokenizers: "tuple[PreTrainedTokenizerBase | None, ...]",
 ) -> None:
     """Check that both models share a tokenizer.
 
@@ -178,7 +206,10 @@ def check_pair(
         token = next((i for i in ids if target_text.get(i) != draft_text.get(i)), None)
         if token is None:
             return
-        have, need = (repr(texts[token]) if token in texts else "no token" for texts in (draft_text, target_text))
+        have, need = (
+            repr(texts[token]) if token in texts else "no token"
+            for texts in (draft_text, target_text)
+        )
         have = f"{have} for token {token}"
         need = f"{need}, as in the target"
     if have != need:

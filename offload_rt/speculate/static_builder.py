@@ -44,7 +44,9 @@ def shape_of(topology: Topology) -> Shape:
     has_children[topology.parents[1:]] = True
     levels = [np.flatnonzero(depths == depth) for depth in range(topology.n_levels)]
     row_of = np.where(has_children, np.cumsum(has_children) - 1, -1)
-    return Shape(topology, tuple(level[has_children[level]] for level in levels), tuple(levels[1:]), row_of)
+    return Shape(
+        topology, tuple(level[has_children[level]] for level in levels), tuple(levels[1:]), row_of
+    )
 
 
 @dataclass(frozen=True)

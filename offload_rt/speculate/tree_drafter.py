@@ -21,7 +21,8 @@ from offload_rt.tree.topology import DraftTree, Topology, Verdict
 
 # A copied continuation is appended if its acceptance rate reaches `_NGRAM_RATE`, up to
 # `_NGRAM_LENGTH` tokens.
-_NGRAM_RATE, _NGRAM_LENGTH = 0.5, 8
+_NGRAM_RATE = 0.5
+_NGRAM_LENGTH = 8
 
 
 @dataclass
@@ -71,22 +72,33 @@ class TreeDrafter(Drafter):
     def propose(self, sequences: abc.Sequence[Sequence], n_nodes: int) -> list[DraftTree]:
         """Propose a tree of at most `n_nodes` nodes per sequence."""
         started = time.perf_counter()
-        begun = {sequence: self._start_tree(sequence, n_nodes, len(sequences)) for sequence in sequences}
-        self._proposals = {sequence: proposal for sequence, proposal in begun.items() if proposal is not None}
+        begun = {
+            sequence: self._start_tree(sequence, n_nodes, len(sequences)) for sequence in sequences
+        }
+        self._proposals = {
+            sequence: proposal for sequence, proposal in begun.items() if proposal is not None
+        }
         n_grown = self._grow([proposal.builder for proposal in self._proposals.values()])
         failed = {
-            sequence: error for sequence, proposal in self._proposals.items() if (error := proposal.builder.state.error)
+            sequence: error
+            for sequence, proposal in self._proposals.items()
+            if (error := proposal.builder.state.error)
         }
         for sequence, error in failed.items():
             del self._proposals[sequence]
             # Python's warning filter shows it once.
             warnings.warn(f"drafting skipped: {error}", RuntimeWarning, stacklevel=2)
         sizes = self._sizes(sequences, time.perf_counter() - started)
-        trees = [self._finish_tree(sequence, n_nodes, size) for sequence, size in zip(sequences, sizes, strict=True)]
+        trees = [
+            self._finish_tree(sequence, n_nodes, size)
+            for sequence, size in zip(sequences, sizes, strict=True)
+        ]
         self._cost.drafted(n_grown, time.perf_counter() - started, len(sequences))
         return trees
 
-    def learn(self, sequence: Sequence, tree: DraftTree, verdict: Verdict, predicted: TopTokens | None) -> None:
+    def learn(
+        self, sequence: Sequence, tree: DraftTree, verdict: Verdict, predicted: TopTokens | None
+    ) -> None:
         """Record acceptance; pass predictions on the accepted path to the learner."""
         if self._learner is not None and predicted is not None:
             nodes = [0, *verdict.path]
@@ -128,7 +140,9 @@ class TreeDrafter(Drafter):
     def estimates_at(self, temperature: float) -> Estimates:
         """Return the estimates for the kind of tree proposed at a temperature."""
         kind = self._kind(temperature)
-        return self.pair_stats.at(f"coupled-{kind}" if self._is_coupled(temperature) else kind, temperature)
+        return self.pair_stats.at(
+            f"coupled-{kind}" if self._is_coupled(temperature) else kind, temperature
+        )
 
     def _kind(self, temperature: float) -> str:
         is_sampled = temperature > 0 and not self._is_coupled(temperature)
@@ -155,7 +169,8 @@ class TreeDrafter(Drafter):
         estimates = self.estimates_at(temperature)
         n_coupled = 0
         if self._is_coupled(temperature):
-            n_coupled, temperature = n_levels - 1, 0.0
+            n_coupled = n_levels - 1
+            temperature = 0.0
         match = self._likely_match(sequence, min(n_levels - 1, n_nodes - 2))
         copied = match.tokens if match else ()
         n_nodes -= len(copied)
@@ -232,7 +247,9 @@ class TreeDrafter(Drafter):
         if key not in self._tables or acceptance.n_seen >= self._tables[key][1]:
             # Sampling may exclude a copied token, so at most `vocab_size - 1` children exist.
             n_ranks = min(self._n_ranks, self.limits.n_nodes, self._model.vocab_size - 1)
-            trees = search(acceptance.by_rank()[:n_ranks], self.limits.n_nodes, self.limits.n_levels)
+            trees = search(
+                acceptance.by_rank()[:n_ranks], self.limits.n_nodes, self.limits.n_levels
+            )
             self._tables[key] = trees, max(2 * acceptance.n_seen, 4)
         return self._tables[key][0]
 

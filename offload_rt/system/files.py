@@ -44,6 +44,8 @@ def write_cached(name: str, version: int, entries: dict[str, Any]) -> None:
     """Write a cache file; ignore an unwritable cache, so that later runs measure again."""
     try:
         cache_directory().mkdir(parents=True, exist_ok=True)
-        write_atomically(cache_directory() / name, json.dumps({"version": version, "entries": entries}))
+        write_atomically(
+            cache_directory() / name, json.dumps({"version": version, "entries": entries})
+        )
     except (OSError, RuntimeError):
         return

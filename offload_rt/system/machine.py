@@ -11,13 +11,16 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-# Exponent of the norm by which link and compute add up to a pass; infinite would be the longer of the two. Measured on two
-# cores and a disk: a pass of 150 rows whose compute and link took 1.05 s each took 1.13 s, one of 0.94 and 1.03 took 1.09.
+# Exponent of the norm by which link and compute add up to a pass; infinite would be the longer of
+# the two. Measured on two cores and a disk: a pass of 150 rows whose compute and link took 1.05 s
+# each took 1.13 s, one of 0.94 and 1.03 took 1.09.
 _ROUNDING = 8.0
-# Parts of a pass through the stages of a pipeline at most, and how much longer than the best fewer of them may take: each
-# costs a hand-over, which nobody measures.
-_MOST_PARTS, _WORTH_PARTS = 16, 1.05
-# Of control groups, by the controller that their line names (none in version 2): folder, files of the limit and the usage.
+# Parts of a pass through the stages of a pipeline at most, and how much longer than the best fewer
+# of them may take: each costs a hand-over, which nobody measures.
+_MOST_PARTS = 16
+_WORTH_PARTS = 1.05
+# Of control groups, by the controller that their line names (none in version 2): folder, files of
+# the limit and the usage.
 _CGROUPS = {
     "": (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
     "memory": (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
@@ -33,7 +36,8 @@ class MachineProfile:
     link_gbps    GB/s at which streamed layers arrive: tier name -> rate, as pairs
     memory_gbps  GB/s at which the device reads weights while computing one token
     fixed_s      seconds a pass takes besides its layers: embedding, head, sampling
-    compute      seconds of computing a whole pass of this model, by rows and context; None until measured
+    compute      seconds of computing a whole pass of this model, by rows and context; None until
+                 measured
     """
 
     source: str
@@ -62,7 +66,8 @@ class ComputeTimes:
     seconds: tuple[tuple[float, ...], ...]
 
     def at(self, n_rows: np.ndarray, context: int, n_sequences: int = 1) -> np.ndarray:
-        """Seconds at any number of rows and context, linear between the measured ones and beyond the largest.
+        """Seconds at any number of rows and context, linear between the measured ones and beyond
+        the largest.
 
         n_sequences  that the rows belong to, each with a context of its own
         """
@@ -71,7 +76,9 @@ class ComputeTimes:
         return np.asarray(self._at(n_rows, least) + n_sequences * attention)
 
     def n_parts(self, n_rows: int, n_stages: int) -> int:
-        """In how many parts so many rows are soonest through stages that take as long as each other, one behind the other."""
+        """In how many parts so many rows are soonest through stages that take as long as each
+        other, one behind the other.
+        """
         parts = np.arange(1, min(n_rows, _MOST_PARTS) + 1)
         seconds = self._in_parts(n_rows, parts, n_stages)
         return int(parts[seconds < _WORTH_PARTS * seconds.min()][0])
@@ -82,17 +89,22 @@ class ComputeTimes:
         def seconds(width: int, context: int) -> float:
             return float(self._in_parts(width, np.array([self.n_parts(width, n)]), n, context)[0])
 
-        rows = tuple(tuple(seconds(width, context) for width in self.widths) for context in self.contexts)
+        rows = tuple(
+            tuple(seconds(width, context) for width in self.widths) for context in self.contexts
+        )
         return replace(self, seconds=rows)
 
-    def _in_parts(self, n_rows: int, parts: np.ndarray, n_stages: int, context: int = 0) -> np.ndarray:
+    def _in_parts(
+        self, n_rows: int, parts: np.ndarray, n_stages: int, context: int = 0
+    ) -> np.ndarray:
         seconds = self._at(n_rows / parts, max(context, self.contexts[0]))
         return np.asarray(seconds * (1 + (parts - 1) / n_stages))
 
     def _at(self, n_rows: np.ndarray, context: int) -> np.ndarray:
         table = np.array(self.seconds)
         by_width = [_line(np.array([context]), self.contexts, column)[0] for column in table.T]
-        # Beyond the measured widths a noisy line may fall below zero. No pass is faster than the fastest measured pass.
+        # Beyond the measured widths a noisy line may fall below zero. No pass is faster than the
+        # fastest measured pass.
         return np.asarray(np.maximum(_line(n_rows, self.widths, by_width), min(by_width)))
 
 
@@ -114,7 +126,9 @@ class StreamedRows:
     chunk_rows: int
 
     def of_layer(self, i: int, context: int, n_rows: int = 1, n_sequences: int = 1) -> int:
-        """Bytes that come for layer i in a pass of so many rows of some sequences, after `context` others of each."""
+        """Bytes that come for layer i in a pass of so many rows of some sequences, after `context`
+        others of each.
+        """
         first = max(self.n_resident, n_sequences * (context - (self.windows[i] or context)))
         return max(n_sequences * context - first, 0) * self.nbytes * -(-n_rows // self.chunk_rows)
 
@@ -158,16 +172,22 @@ class TouchedExperts:
     bias: Callable[[np.ndarray], np.ndarray] | None = None
 
     def of_pass(self, n_rows: np.ndarray, gbps: float = 0.0) -> np.ndarray:
-        """Bytes that come in a pass of so many rows, if each took any experts as often as others but for the bias.
+        """Bytes that come in a pass of so many rows, if each took any experts as often as others
+        but for the bias.
 
-        gbps  of the link: the host and it end together, but one of them has the last expert to itself; 0: all come
+        gbps  of the link: the host and it end together, but one of them has the last expert to
+              itself; 0: all come
         """
         touched = 1 - (1 - self.n_used / self.n_experts) ** n_rows
         n_missing = touched * (self.n_experts - self.n_resident)
         n_missing = n_missing if self.bias is None else n_missing * self.bias(n_rows)
         if self.host is not None and gbps:
-            share = self.host.at(n_rows * self.n_used / (touched * self.n_experts)) / (self.nbytes / gbps / 1e9)
-            n_missing = np.maximum(n_missing * share / (1 + share), np.minimum(n_missing, 1) * np.minimum(share, 1))
+            share = self.host.at(n_rows * self.n_used / (touched * self.n_experts)) / (
+                self.nbytes / gbps / 1e9
+            )
+            n_missing = np.maximum(
+                n_missing * share / (1 + share), np.minimum(n_missing, 1) * np.minimum(share, 1)
+            )
         return np.asarray(n_missing * self.n_layers * self.nbytes)
 
 
@@ -179,8 +199,9 @@ class PassBytes:
     computed  bytes of weights the device reads while computing, resident ones included
     ahead     bytes of the next pass that the slots take in while nothing is computed
     rows      keys and values that cross a link as well; None: all are on the device
-    experts   that cross a link as well, where only those come that a pass needs; None: they are in `streamed`
-    exchanged bytes from other ranks for each row, where they cross the link of the host as well
+    experts   that cross a link as well, where only those come that a pass needs; None: they are in
+              `streamed` exchanged bytes from other ranks for each row, where they cross the link of
+              the host as well
     far       experts that are brought to the host before, with as many resident as are there
     """
 
@@ -193,10 +214,14 @@ class PassBytes:
     far: TouchedExperts | None = None
 
     def at(self, context: int, n_rows: int = 1, n_sequences: int = 1) -> dict[str, int]:
-        """Bytes that cross each link, by the tier's name, without zeros; see `StreamedRows.of_layer`."""
+        """Bytes that cross each link, by the tier's name, without zeros; see
+        `StreamedRows.of_layer`.
+        """
         moved = dict(self.streamed)
         if self.rows is not None:
-            moved[self.rows.tier] = moved.get(self.rows.tier, 0) + self.rows.of_pass(context, n_rows, n_sequences)
+            moved[self.rows.tier] = moved.get(self.rows.tier, 0) + self.rows.of_pass(
+                context, n_rows, n_sequences
+            )
         for one in filter(None, (self.experts, self.far)):
             moved[one.tier] = moved.get(one.tier, 0) + int(one.of_pass(np.array(n_rows)))
         moved["host"] = moved.get("host", 0) + n_rows * self.exchanged
@@ -204,35 +229,49 @@ class PassBytes:
 
 
 def pass_time(
-    profile: MachineProfile, moved: PassBytes, n_rows: int = 1, context: int = 0, between_s: float = 0.0
+    profile: MachineProfile,
+    moved: PassBytes,
+    n_rows: int = 1,
+    context: int = 0,
+    between_s: float = 0.0,
 ) -> float:
     """Seconds of one pass; see `pass_times`."""
     return float(pass_times(profile, moved, np.array([n_rows]), context, between_s)[0])
 
 
 def pass_times(
-    profile: MachineProfile, moved: PassBytes, n_rows: np.ndarray, context: int, between_s: np.ndarray | float = 0.0,
+    profile: MachineProfile, moved: PassBytes, n_rows: np.ndarray, context: int,
+    between_s: np.ndarray | float = 0.0,
     n_sequences: int = 1,
 ) -> np.ndarray:  # fmt: skip
-    """Seconds from the start of a pass to that of the next: the slower of link and compute, and what neither hides.
+    """Seconds from the start of a pass to that of the next: the slower of link and compute, and
+    what neither hides.
 
     n_rows     of each pass
-    between_s  seconds of drafting between two passes, of the shape of `n_rows` or one that broadcasts with it: the device is
+    between_s  seconds of drafting between two passes, of the shape of `n_rows` or one that
+               broadcasts with it: the device is
                busy, and the link goes on until the slots are full
     n_sequences  that share the rows, after `context` tokens each
 
-    Links are stages that overlap: the slowest one counts. Where link and compute are about equal, now one waits and now the
-    other: see `_ROUNDING`.
+    Links are stages that overlap: the slowest one counts. Where link and compute are about equal,
+    now one waits and now the other: see `_ROUNDING`.
     """
     alike = replace(moved, experts=None, exchanged=0, far=None)
-    once, of_chunk = moved.at(context, 0), alike.at(context, n_sequences=n_sequences)
+    once = moved.at(context, 0)
+    of_chunk = alike.at(context, n_sequences=n_sequences)
     tiers = moved.at(context, n_sequences=n_sequences)
-    links = [(tier, once.get(tier, 0), of_chunk.get(tier, 0), profile.link(tier) * 1e9) for tier in tiers]
+    links = [
+        (tier, once.get(tier, 0), of_chunk.get(tier, 0), profile.link(tier) * 1e9) for tier in tiers
+    ]
     _, rate = max(((nbytes / rate, rate) for _, _, nbytes, rate in links), default=(0.0, 1.0))
-    n_chunks = np.ceil(n_rows / moved.rows.chunk_rows) if moved.rows is not None else np.ones(n_rows.shape)
+    n_chunks = (
+        np.ceil(n_rows / moved.rows.chunk_rows) if moved.rows is not None else np.ones(n_rows.shape)
+    )
     link = np.zeros(n_rows.shape)
     for tier, weights, nbytes, its_rate in links:
-        touched = (one for one in (moved.experts, moved.far) if one is not None and one.tier == tier)
+        touched = (
+            one for one in (moved.experts, moved.far) if one is not None and one.tier == tier
+        )
         by_rows = sum(one.of_pass(n_rows, its_rate / 1e9) for one in touched)
         by_rows = by_rows + n_rows * moved.exchanged * (tier == "host")
         link = np.maximum(link, (weights + (nbytes - weights) * n_chunks + by_rows) / its_rate)
@@ -250,7 +289,9 @@ def pass_times(
 
 
 def _line(x: np.ndarray, xs: Sequence[float], ys: Sequence[float]) -> np.ndarray:
-    """Through the points (xs, ys): straight between them and on beyond the last, level before the first."""
+    """Through the points (xs, ys): straight between them and on beyond the last, level before the
+    first.
+    """
     if len(xs) > 1:
         far = 1e3 * xs[-1]
         xs, ys = [*xs, far], [*ys, ys[-1] + (ys[-1] - ys[-2]) * (far - xs[-1]) / (xs[-1] - xs[-2])]
@@ -258,21 +299,31 @@ def _line(x: np.ndarray, xs: Sequence[float], ys: Sequence[float]) -> np.ndarray
 
 
 def memory_limit() -> int:
-    """Bytes of memory this process may use: the machine's, its container's, or its address-space limit."""
+    """Bytes of memory this process may use: the machine's, its container's, or its address-space
+    limit.
+    """
     of_groups = (limit for _, limit, _ in _cgroups())
-    of_process = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
+    of_process = (
+        resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)
+    )
     limits = [limit for limit in (*of_groups, *of_process) if limit != resource.RLIM_INFINITY]
     return min([int(psutil.virtual_memory().total), *limits])
 
 
 def cache_nbytes() -> int:
-    """Bytes of the largest cache of the first core, as the kernel tells them; 0 where it does not."""
-    sizes = (_lines(path)[0] for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"))
+    """Bytes of the largest cache of the first core, as the kernel tells them; 0 where it does
+    not.
+    """
+    sizes = (
+        _lines(path)[0] for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    )
     return max((int(size.removesuffix("K")) << 10 for size in sizes), default=0)
 
 
 def cards() -> list[str]:
-    """Names of the NVIDIA cards that the driver sees, whether torch can use them or not; none where there is no driver."""
+    """Names of the NVIDIA cards that the driver sees, whether torch can use them or not; none where
+    there is no driver.
+    """
     import pynvml
 
     try:
@@ -287,19 +338,28 @@ def cards() -> list[str]:
 
 def memory_free() -> int:
     """Bytes this process may still take without swapping or being killed by its container."""
-    free = min(psutil.virtual_memory().available, memory_limit() - psutil.Process().memory_info().rss)
+    free = min(
+        psutil.virtual_memory().available, memory_limit() - psutil.Process().memory_info().rss
+    )
     for folder, limit, usage in _cgroups():
         stat = dict(line.split(" ", 1) for line in _lines(folder / "memory.stat"))
         # Page cache counts as usage and is given back on demand.
-        free = min(free, limit - usage + int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0)))
+        free = min(
+            free,
+            limit - usage + int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0)),
+        )
     return max(int(free), 0)
 
 
 def _cgroups() -> Iterator[tuple[Path, int, int]]:
-    """Folder, limit and usage in bytes of each control group that limits the memory of this process."""
+    """Folder, limit and usage in bytes of each control group that limits the memory of this
+    process.
+    """
     for line in _lines(Path("/proc/self/cgroup")):
         _, controllers, path = line.split(":", 2)
-        for root, limit_name, usage_name in (_CGROUPS[one] for one in controllers.split(",") if one in _CGROUPS):
+        for root, limit_name, usage_name in (
+            _CGROUPS[one] for one in controllers.split(",") if one in _CGROUPS
+        ):
             folder = root / path.strip("/")
             for group in (folder, *folder.parents):
                 limit = _read_number(group / limit_name) if group.is_relative_to(root) else None

@@ -24,7 +24,9 @@ def cpus_near(device: torch.device) -> Cpus:
     except OSError:
         return frozenset()
     bounds = [part.partition("-") for part in ranges if part]
-    local = frozenset(cpu for first, _, last in bounds for cpu in range(int(first), int(last or first) + 1))
+    local = frozenset(
+        cpu for first, _, last in bounds for cpu in range(int(first), int(last or first) + 1)
+    )
     allowed = os.sched_getaffinity(0)
     return frozenset() if local >= allowed else local & allowed
 

@@ -25,7 +25,9 @@ def progress_bar(console: Console, title: str, *columns: progress.ProgressColumn
 
     # Drawn by the caller: an interrupt can break the wait for a separate drawing thread.
     shown = progress.TextColumn(title), progress.BarColumn(), *columns, progress.TimeElapsedColumn()
-    with progress.Progress(*shown, console=console, disable=not console.is_terminal, auto_refresh=False) as bar:
+    with progress.Progress(
+        *shown, console=console, disable=not console.is_terminal, auto_refresh=False
+    ) as bar:
         task = bar.add_task(title, total=None)
         yield draw
 
@@ -42,9 +44,13 @@ def loading_bar(console: Console, verb: str = "loaded") -> Iterator[Draw]:
         loaded = total
         bar(done, total)
 
-    with progress_bar(console, verb, progress.DownloadColumn(), progress.TransferSpeedColumn()) as bar:
+    with progress_bar(
+        console, verb, progress.DownloadColumn(), progress.TransferSpeedColumn()
+    ) as bar:
         yield draw
     if loaded and not console.is_terminal:
         seconds = time.perf_counter() - started
         rate = loaded / seconds / 1e9
-        console.print(f"{verb} {loaded / 1e9:.2f} GB in {seconds:.2f} s, {rate:.2f} GB/s", highlight=False)
+        console.print(
+            f"{verb} {loaded / 1e9:.2f} GB in {seconds:.2f} s, {rate:.2f} GB/s", highlight=False
+        )

@@ -34,7 +34,8 @@ _SOON_S = 0.5
 # Seconds for this process to end after a further rank has ended; a GPU collective may never return.
 _GRACE_S = 5.0
 # Timeout for all ranks to connect (torch's default), and polling interval, in seconds.
-_COME_S, _LOOK_S = 1800.0, 0.02
+_COME_S = 1800.0
+_LOOK_S = 0.02
 # Final message of a rank at normal end, or after a further rank has ended.
 _DONE = "done"
 
@@ -124,7 +125,10 @@ class Ranks:
         key = secrets.token_bytes(32)
         with Listener((host, 0), backlog=self.size, authkey=key) as listener:
             self._await(store, names_of_others)
-            store.set(first, json.dumps([host or os.environ["MASTER_ADDR"], listener.address[1], key.hex()]))
+            store.set(
+                first,
+                json.dumps([host or os.environ["MASTER_ADDR"], listener.address[1], key.hex()]),
+            )
             accepted = [listener.accept() for _ in names_of_others]
         for connection in accepted:
             connection.send(me)
@@ -173,7 +177,9 @@ class Ranks:
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Concatenate x (n, width) of all ranks: (n, size * width)."""
-        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        parts = [
+            torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)
+        ]
         with self._together():
             dist.all_gather(parts, x.contiguous())
         return torch.cat(parts, 1)
@@ -238,7 +244,9 @@ class Ranks:
             speaks = speaks or (self.rank == 1 and self.failure.rank == 0)
         return code, sentence if speaks else ""
 
-    def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def _uncaught(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
         """Handle an uncaught exception: rank 0 prints a traceback, further ranks notify rank 0."""
         is_known = isinstance(error, OffloadError | KeyboardInterrupt)
         if self.rank == 0 or not is_known:
@@ -297,7 +305,9 @@ class Ranks:
 
         def abandon() -> None:
             time.sleep(_GRACE_S)
-            sentence = f"error: {OffloadError(str(self._broken))}" if self._broken is not None else ""
+            sentence = (
+                f"error: {OffloadError(str(self._broken))}" if self._broken is not None else ""
+            )
             code = OffloadError.exit_code if self.failure or sentence else 0
             code, sentence = self.end(code, sentence)
             if sentence:

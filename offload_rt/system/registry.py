@@ -18,6 +18,8 @@ def find(folder: str, name: str) -> ModuleType:
     if name not in names(folder):
         kind = folder.rpartition(".")[2]
         raise SettingsError(
-            f"no {kind} entry called {name!r}", have=", ".join(names(folder)), change="use one of the available entries"
+            f"no {kind} entry called {name!r}",
+            have=", ".join(names(folder)),
+            change="use one of the available entries",
         )
     return import_module(f"offload_rt.{folder}.{name}")

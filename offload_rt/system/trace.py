@@ -13,12 +13,18 @@ from offload_rt.system.files import write_atomically
 FORMAT = "offload_rt timeline 1"
 # Lanes. A link has a lane per slot, and a lane for idle reasons; see `slot_lane` and `waits`.
 # KV rows cross the layers' link through separate slots.
-DISK, LINK, KV, WAIT = "disk", "link", "keys and values", "wait"
-COMPUTE, DRAFT, VERIFY = "compute", "draft", "verify"
+DISK = "disk"
+LINK = "link"
+KV = "keys and values"
+WAIT = "wait"
+COMPUTE = "compute"
+DRAFT = "draft"
+VERIFY = "verify"
 EXPERTS = "experts"
 _ORDER = (DISK, LINK, EXPERTS, KV, WAIT, COMPUTE, DRAFT, VERIFY)
 # Reasons for an idle link.
-SLOTS_FULL, NOTHING_ASKED = "slots full", "nothing asked for"
+SLOTS_FULL = "slots full"
+NOTHING_ASKED = "nothing asked for"
 
 
 def slot_lane(link: str, slot: int) -> str:
@@ -95,7 +101,10 @@ class Trace:
         start = spans[0].start_s if spans else 0.0
         events = [event for i, lane in enumerate(lanes) for event in _titles(i, lane)]
         for lane, name, start_s, end_s in spans:
-            times = {"ts": round((start_s - start) * 1e6, 1), "dur": round((end_s - start_s) * 1e6, 1)}
+            times = {
+                "ts": round((start_s - start) * 1e6, 1),
+                "dur": round((end_s - start_s) * 1e6, 1),
+            }
             events.append({"ph": "X", "name": name, "pid": 0, "tid": lanes.index(lane), **times})
         write_atomically(path, json.dumps({"traceEvents": events, "otherData": {"format": FORMAT}}))
 

@@ -29,7 +29,9 @@ class TextStream:
     It also delays whole characters before an incomplete character.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", prompt: Sequence[int], stop: Sequence[str]) -> None:
+    def __init__(
+        self, tokenizer: "PreTrainedTokenizerBase", prompt: Sequence[int], stop: Sequence[str]
+    ) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         # Prompt tokens at the start of the window preserve the leading space of the answer.
@@ -138,12 +140,18 @@ def load_tokenizer(path: Path) -> "PreTrainedTokenizerBase | None":
 
 
 def _type_of_model(path: Path) -> "PreTrainedConfig | None":
-    """A config of the model's type alone, where tokenizer_config.json names the class; None: transformers reads the whole.
+    """A config of the model's type alone, where tokenizer_config.json names the class; None:
+    transformers reads the whole.
 
     The whole config loads the model's config class, which takes longer than the tokenizer itself.
     """
-    about, config = path / "tokenizer_config.json", path / "config.json"
-    named = json.loads(about.read_text(encoding="utf-8")).get("tokenizer_class") if about.exists() else None
+    about = path / "tokenizer_config.json"
+    config = path / "config.json"
+    named = (
+        json.loads(about.read_text(encoding="utf-8")).get("tokenizer_class")
+        if about.exists()
+        else None
+    )
     if not named or not config.exists():
         return None
     from transformers import PreTrainedConfig

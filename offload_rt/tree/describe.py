@@ -34,6 +34,10 @@ def _families(topology: Topology, nodes: np.ndarray, n_children: np.ndarray) -> 
     if not n_children[nodes].any():
         return "leaves"
     parents = topology.parents
-    families = groupby(sorted(nodes, key=lambda node: parents[node]), key=lambda node: parents[node])
-    line = " | ".join(" ".join(str(n_children[node] or ".") for node in nodes) for _, nodes in families)
+    families = groupby(
+        sorted(nodes, key=lambda node: parents[node]), key=lambda node: parents[node]
+    )
+    line = " | ".join(
+        " ".join(str(n_children[node] or ".") for node in nodes) for _, nodes in families
+    )
     return shorten(line, _WIDTH, placeholder=" ...")

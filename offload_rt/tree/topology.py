@@ -106,7 +106,8 @@ class Topology:
         A prefix visible to all of these nodes, e.g. a prompt above a tree, counts as keys before
         the tree. Masks quadratic in the prompt length are thus avoided.
         """
-        from offload_rt.ops.tree_mask import make_tree_mask  # not at the top: a plan has shapes alone
+        # not at the top: a plan has shapes alone
+        from offload_rt.ops.tree_mask import make_tree_mask
 
         trunk = min(int(self._last_in_run[start:stop].min()) + 1, start)
         # Earlier nodes may branch off inside the trunk; none of these nodes attends to them.
@@ -224,7 +225,9 @@ class DraftTree:
         sampled = self.sampled
         if sampled is not None:
             sampled = replace(sampled, is_sampled=sampled.is_sampled[:n], row_of=sampled.row_of[:n])
-        return DraftTree(Topology(self.topology.parents[:n]), self.tokens[:n], sampled, self.expected)
+        return DraftTree(
+            Topology(self.topology.parents[:n]), self.tokens[:n], sampled, self.expected
+        )
 
     def path_to(self, node: int) -> list[int]:
         """Return the tokens from below the root to `node`."""

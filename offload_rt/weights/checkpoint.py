@@ -22,11 +22,13 @@ from offload_rt.weights.header import FLOATS, TensorRecord, read_header
 from offload_rt.weights.layout import PAGE
 from offload_rt.weights.source import OTHER_CONFIG, Source
 
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
 _HEADS = "medusa_lm_head.safetensors"
 # What comes from the hub before it is known which weights are wanted.
 _ABOUT = (
-    _INDEX, "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    _INDEX, "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json",
     "merges.txt", "chat_template.jinja", "additional_chat_templates/*.jinja",
 )  # fmt: skip
 _DAMAGED = "download it again"
@@ -64,20 +66,28 @@ class Checkpoint:
 
     @property
     def dtype(self) -> DType:
-        """The dtype of the embedding, or where that is quantised the one of the config or of the first vector or matrix."""
+        """The dtype of the embedding, or where that is quantised the one of the config or of the
+        first vector or matrix.
+        """
         if self.non_layer[0].dtype not in FLOATS and self.spec.dtype_name is not None:
             return DTYPES[self.spec.dtype_name]
-        floats = (FLOATS[one.dtype] for one in (*self.non_layer, *self.layers[0]) if one.dtype in FLOATS)
+        floats = (
+            FLOATS[one.dtype] for one in (*self.non_layer, *self.layers[0]) if one.dtype in FLOATS
+        )
         return next(floats, DType.FLOAT32)
 
     def by_expert(self) -> "tuple[Checkpoint, tuple[tuple[TensorRecord, ...], ...]] | None":
-        """The same without the experts of its mixtures, and each expert, layer by layer; None where it cannot be divided so."""
+        """The same without the experts of its mixtures, and each expert, layer by layer; None where
+        it cannot be divided so.
+        """
         mixture = self.spec.mixture
         if mixture is None:
             return None
-        layers, found = list(self.layers), list[tuple[TensorRecord, ...]]()
+        layers = list(self.layers)
+        found = list[tuple[TensorRecord, ...]]()
         for i in mixture.layers:
-            owners, rest = self.spec.expert_names(i), list[TensorRecord]()
+            owners = self.spec.expert_names(i)
+            rest = list[TensorRecord]()
             of_experts: list[list[TensorRecord]] = [[] for _ in range(mixture.n_experts)]
             for record in self.layers[i]:
                 names = accumulate(record.key.split("."), "{}.{}".format)
@@ -99,10 +109,12 @@ class Checkpoint:
 
     @cached_property
     def identity(self) -> str:
-        """A short hash of what makes the whole weights: the config, and of each tensor its name, shape, dtype and one page.
+        """A short hash of what makes the whole weights: the config, and of each tensor its name,
+        shape, dtype and one page.
 
-        A page of content tells a fine-tune from its base, which have the same headers; unlike times of files it stays
-        the same in a copy, a new download or other shards. It costs one small read a tensor.
+        A page of content tells a fine-tune from its base, which have the same headers; unlike times
+        of files it stays the same in a copy, a new download or other shards. It costs one small
+        read a tensor.
         Raises CheckpointError where a file cannot be read.
         """
         found = hashlib.sha256(repr(sorted(read_config(self.path).items())).encode())
@@ -118,22 +130,33 @@ class Checkpoint:
         return found.hexdigest()[:24]
 
 
-def locate(model: str, revision: str | None = None, offline: bool = False, has_weights: bool = True) -> Path:
-    """The local directory of a checkpoint, fetched from the hub where it is not there already, or its GGUF file.
+def locate(
+    model: str, revision: str | None = None, offline: bool = False, has_weights: bool = True
+) -> Path:
+    """The local directory of a checkpoint, fetched from the hub where it is not there already, or
+    its GGUF file.
 
-    has_weights  else all but the weights is fetched
-    Of the hub's weights only those come that the index names, and none before the config has been understood.
+    has_weights  else all but the weights is fetched Of the hub's weights only those come that the
+                 index names, and none before the config has been understood.
     Raises CheckpointError if there is none, UnsupportedModelError for such a config.
     """
     path = _local(model)
     if path is None:
         about = _fetch_about(model, revision, offline)
-        return _snapshot(model, about.name, offline, (*_ABOUT, *_weight_files(about))) if has_weights else about
+        return (
+            _snapshot(model, about.name, offline, (*_ABOUT, *_weight_files(about)))
+            if has_weights
+            else about
+        )
     if path.suffix == gguf.SUFFIX and path.is_file():
         return gguf.parts(path)[0]
     if not path.is_dir():
-        raise CheckpointError(f"{model} is a file", change="give the directory of a checkpoint that it lies in")
-    return path if (path / _INDEX).exists() or (path / _SINGLE).exists() else _only_gguf(path) or path
+        raise CheckpointError(
+            f"{model} is a file", change="give the directory of a checkpoint that it lies in"
+        )
+    return (
+        path if (path / _INDEX).exists() or (path / _SINGLE).exists() else _only_gguf(path) or path
+    )
 
 
 def check_paths(config: EngineConfig) -> None:
@@ -148,7 +171,9 @@ def check_paths(config: EngineConfig) -> None:
 
 
 def is_here(model: str, revision: str | None = None) -> bool:
-    """Whether nothing of a model has to be fetched from the hub. Raises as `locate` where its config is not understood."""
+    """Whether nothing of a model has to be fetched from the hub. Raises as `locate` where its
+    config is not understood.
+    """
     try:
         return _local(model) is not None or bool(tensors_of(locate(model, revision, offline=True)))
     except CheckpointError:
@@ -156,7 +181,9 @@ def is_here(model: str, revision: str | None = None) -> bool:
 
 
 def _fetch_about(model: str, revision: str | None, offline: bool) -> Path:
-    """The directory of what is known of a model on the hub beside its weights; its config has been checked."""
+    """The directory of what is known of a model on the hub beside its weights; its config has been
+    checked.
+    """
     directory = _snapshot(model, revision, offline, _ABOUT)
     config = read_config(directory)
     format_of(config.pop("quantization_config", None))
@@ -166,10 +193,17 @@ def _fetch_about(model: str, revision: str | None, offline: bool) -> Path:
 
 
 def _snapshot(model: str, revision: str | None, offline: bool, files: Iterable[str]) -> Path:
-    """The directory of some files of the hub, its config.json among them. What is here already is not fetched again."""
+    """The directory of some files of the hub, its config.json among them. What is here already is
+    not fetched again.
+    """
     import huggingface_hub  # not at the top: checkpoints in directories need none
 
-    fetch = partial(huggingface_hub.snapshot_download, model, allow_patterns=list(files), local_files_only=offline)
+    fetch = partial(
+        huggingface_hub.snapshot_download,
+        model,
+        allow_patterns=list(files),
+        local_files_only=offline,
+    )
     directory = Path(_from_hub(model, offline, partial(fetch, revision=revision)))
     if not (directory / "config.json").exists():
         change = "take one of safetensors weights, or download a GGUF file of it and give its path"
@@ -178,37 +212,52 @@ def _snapshot(model: str, revision: str | None, offline: bool, files: Iterable[s
 
 
 def _weight_files(directory: Path) -> set[str]:
-    """The names of the files that hold the weights: those of the index, else the one that there may be."""
-    return set(_weight_map(directory).values()) if (directory / _INDEX).exists() else {_SINGLE, _HEADS}
+    """The names of the files that hold the weights: those of the index, else the one that there may
+    be.
+    """
+    return (
+        set(_weight_map(directory).values()) if (directory / _INDEX).exists() else {_SINGLE, _HEADS}
+    )
 
 
 def _only_gguf(directory: Path) -> Path | None:
-    """The one GGUF file of a directory, the first part of it; None where there is none. Raises CheckpointError for several."""
+    """The one GGUF file of a directory, the first part of it; None where there is none. Raises
+    CheckpointError for several.
+    """
     found = sorted({gguf.parts(path)[0] for path in directory.glob(f"*{gguf.SUFFIX}")})
     if len(found) > 1:
         have = ", ".join(path.name for path in found[:3])
-        raise CheckpointError(f"{directory} has {len(found)} GGUF files", have=have, change="give one of them")
+        raise CheckpointError(
+            f"{directory} has {len(found)} GGUF files", have=have, change="give one of them"
+        )
     return found[0] if found else None
 
 
 def find_config(model: str, revision: str | None = None, offline: bool = False) -> dict[str, Any]:
-    """The config of a model whose weights need not be there: of a file, a GGUF file, a directory, or the hub.
+    """The config of a model whose weights need not be there: of a file, a GGUF file, a directory,
+    or the hub.
 
     Raises CheckpointError if there is none.
     """
     path = _local(model)
     if path is not None:
-        return read_config(locate(model)) if path.is_dir() or path.suffix == gguf.SUFFIX else read_json(path)
+        return (
+            read_config(locate(model))
+            if path.is_dir() or path.suffix == gguf.SUFFIX
+            else read_json(path)
+        )
     if model.endswith(".json") or "/" not in model:
         raise CheckpointError(
-            f"no model called {model}", need="a config.json, its directory, or a hub id like org/name",
+            f"no model called "
+            f"{model}", need="a config.json, its directory, or a hub id like org/name",
             change="give one of these, or the name of a shape that is built in",
         )  # fmt: skip
     return read_config(_snapshot(model, revision, offline, ("config.json",)))
 
 
 def open_headers(model: str, revision: str | None = None, offline: bool = False) -> Checkpoint:
-    """A checkpoint by its headers, which alone are fetched where it is on the hub: no weight of it can be read then.
+    """A checkpoint by its headers, which alone are fetched where it is on the hub: no weight of it
+    can be read then.
 
     Raises as `locate` and `open_checkpoint`.
     """
@@ -219,10 +268,18 @@ def open_headers(model: str, revision: str | None = None, offline: bool = False)
     import huggingface_hub
 
     api = huggingface_hub.HfApi()
-    found = _from_hub(model, offline, partial(api.get_safetensors_metadata, model, revision=revision))
+    found = _from_hub(
+        model, offline, partial(api.get_safetensors_metadata, model, revision=revision)
+    )
     stored = {
         name: TensorRecord(
-            name, one.dtype, tuple(one.shape), Path(file), one.data_offsets[0], one.data_offsets[1], name
+            name,
+            one.dtype,
+            tuple(one.shape),
+            Path(file),
+            one.data_offsets[0],
+            one.data_offsets[1],
+            name,
         )
         for file, about in found.files_metadata.items()
         for name, one in about.tensors.items()
@@ -237,7 +294,8 @@ def _local(model: str) -> Path | None:
         path = Path(model).expanduser()
         if path.exists():
             return path
-    except (OSError, RuntimeError) as error:  # a name too long, a folder that may not be entered, the home of nobody
+    # a name too long, a folder that may not be entered, the home of nobody
+    except (OSError, RuntimeError) as error:
         raise CheckpointError(f"{model}: {error}", change=advice) from error
     if model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise CheckpointError(f"no model called {model}: no such directory", change=advice)
@@ -255,25 +313,33 @@ def _from_hub(model: str, offline: bool, fetch: Callable[[], Any]) -> Any:
         raise CheckpointError(problem, change="accept its terms there and set HF_TOKEN") from error
     except Exception as error:  # its client raises what the HTTP library below it does
         if offline:
-            problem, change = f"{model} is no directory and not in the hub cache as a whole", "leave out --offline"
+            problem = f"{model} is no directory and not in the hub cache as a whole"
+            change = "leave out --offline"
             raise CheckpointError(problem, change=change) from error
         raise CheckpointError(
             f"{model} is no directory and could not be fetched from the hub",
             have=str(error).strip().split("\n")[0][:200],
-            change="check the name, or give the directory of a checkpoint; a private one needs HF_TOKEN",
+            change=(
+                "check the name, or give the directory of a checkpoint; a private one needs"
+                " HF_TOKEN"
+            ),
         ) from error
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Read config and headers and check that all tensors are there, once, with the right shape and dtype.
+    """Read config and headers and check that all tensors are there, once, with the right shape and
+    dtype.
 
     path  of a directory or a GGUF file, as `locate` gives it
 
-    Raises UnsupportedModelError for a config that is not understood, CheckpointError for everything else.
+    Raises UnsupportedModelError for a config that is not understood, CheckpointError for everything
+    else.
     """
     config, found = _read(path)
     weight_format = format_of(config.pop("quantization_config", None))
-    return assemble(path, spec_of(config), weight_format, tensors_of(path) if found is None else found)
+    return assemble(
+        path, spec_of(config), weight_format, tensors_of(path) if found is None else found
+    )
 
 
 def assemble(
@@ -288,17 +354,26 @@ def assemble(
 
     def records(tensors: Iterable[TensorShape], prefix: str = "") -> tuple[TensorRecord, ...]:
         source = Source(found, prefix)
-        stored = [one for name, shape in tensors for one in weight_format.stored(name, shape, None, source)]
+        stored = [
+            one
+            for name, shape in tensors
+            for one in weight_format.stored(name, shape, None, source)
+        ]
         return tuple(source.expect(one) for one in stored)
 
-    layers = tuple(records(spec.layer_tensors(i), spec.layer_prefix(i)) for i in range(spec.n_layers))
-    checkpoint = Checkpoint(path, spec, weight_format, layers, records(spec.non_layer_tensors()), found)
+    layers = tuple(
+        records(spec.layer_tensors(i), spec.layer_prefix(i)) for i in range(spec.n_layers)
+    )
+    checkpoint = Checkpoint(
+        path, spec, weight_format, layers, records(spec.non_layer_tensors()), found
+    )
     expected = {(record.name, record.start) for record in checkpoint.records}
     for name, record in found.items():
         is_expected = (record.name, record.start) in expected or spec.is_unused(name)
         if not is_expected and not weight_format.is_unused(name, Source(found)):
             raise CheckpointError(
-                f"{record.path.name}: tensor {name!r} belongs to no part of a {spec.family} model", change=OTHER_CONFIG
+                f"{record.path.name}: tensor {name!r} belongs to no part of a {spec.family} model",
+                change=OTHER_CONFIG,
             )
     return checkpoint
 
@@ -309,7 +384,12 @@ def rows_of(record: TensorRecord, part: Part) -> TensorRecord:
         return record
     nbytes = (record.stop - record.start) // record.shape[0]
     start = record.start + part.first * nbytes
-    return replace(record, shape=(part.n_rows, *record.shape[1:]), start=start, stop=start + part.n_rows * nbytes)
+    return replace(
+        record,
+        shape=(part.n_rows, *record.shape[1:]),
+        start=start,
+        stop=start + part.n_rows * nbytes,
+    )
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -326,13 +406,19 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The config of a checkpoint: of its directory or its GGUF file. Raises what reading these does."""
+    """The config of a checkpoint: of its directory or its GGUF file. Raises what reading these
+    does.
+    """
     return _read(path)[0]
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, TensorRecord] | None]:
     """The config, and the tensors where one file has both."""
-    return gguf.read_gguf(path) if path.suffix == gguf.SUFFIX else (read_json(path / "config.json"), None)
+    return (
+        gguf.read_gguf(path)
+        if path.suffix == gguf.SUFFIX
+        else (read_json(path / "config.json"), None)
+    )
 
 
 def tensors_of(directory: Path) -> dict[str, TensorRecord]:
@@ -345,31 +431,43 @@ def tensors_of(directory: Path) -> dict[str, TensorRecord]:
     for name in (_SINGLE, _HEADS):
         if (directory / name).exists():
             return read_header(directory / name)
-    others = sorted(path.name for path in directory.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
+    others = sorted(
+        path.name for path in directory.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf")
+    )
     raise CheckpointError(
         f"{directory} has no safetensors weights", need=f"{_SINGLE} or {_INDEX}",
         have=", ".join(others[:3]) or "no weights at all",
-        change="give the directory of a whole checkpoint, or convert this one with transformers' save_pretrained",
+        change="give the directory of a whole checkpoint, or convert this one with transformers' "
+               "save_pretrained",
     )  # fmt: skip
 
 
 def _weight_map(directory: Path) -> dict[str, str]:
-    """The file of each tensor, by the index. Raises CheckpointError for an index that is damaged."""
+    """The file of each tensor, by the index. Raises CheckpointError for an index that is
+    damaged.
+    """
     where = read_json(directory / _INDEX).get("weight_map")
     if not isinstance(where, dict) or not where:
         raise CheckpointError(f"{_INDEX} has no weight_map", change=_DAMAGED)
     for name, shard in where.items():
         if not isinstance(shard, str) or Path(shard).name != shard:
-            raise CheckpointError(f"{_INDEX}: {shard!r}, given for {name!r}, is no file name", change=_DAMAGED)
+            raise CheckpointError(
+                f"{_INDEX}: {shard!r}, given for {name!r}, is no file name", change=_DAMAGED
+            )
     return where
 
 
 def _sharded(directory: Path) -> dict[str, TensorRecord]:
-    where, found = _weight_map(directory), dict[str, TensorRecord]()
+    where = _weight_map(directory)
+    found = dict[str, TensorRecord]()
     for shard in sorted(set(where.values())):
         if not (directory / shard).exists():
             raise CheckpointError(f"shard {shard} is missing", change=_DAMAGED)
-        found |= {name: record for name, record in read_header(directory / shard).items() if where.get(name) == shard}
+        found |= {
+            name: record
+            for name, record in read_header(directory / shard).items()
+            if where.get(name) == shard
+        }
     missing = sorted(set(where) - set(found))
     if missing:
         problem = f"the index says {missing[0]!r} is in {where[missing[0]]}, but it is not"
@@ -378,8 +476,14 @@ def _sharded(directory: Path) -> dict[str, TensorRecord]:
 
 
 def end_ids(path: Path) -> frozenset[int]:
-    """Every token id that ends a text, from generation_config.json or, where that names none, config.json or a GGUF file."""
-    files = [path / name for name in ("generation_config.json", "config.json")] if path.is_dir() else [path]
+    """Every token id that ends a text, from generation_config.json or, where that names none,
+    config.json or a GGUF file.
+    """
+    files = (
+        [path / name for name in ("generation_config.json", "config.json")]
+        if path.is_dir()
+        else [path]
+    )
     for file in files:
         if file.exists():
             ids = (read_json(file) if path.is_dir() else read_config(file)).get("eos_token_id")
@@ -389,7 +493,8 @@ def end_ids(path: Path) -> frozenset[int]:
 
 
 def sampling_defaults(path: Path) -> SamplingParams:
-    """How generation_config.json has tokens chosen; None for what it leaves open. Raises CheckpointError if that cannot be.
+    """How generation_config.json has tokens chosen; None for what it leaves open. Raises
+    CheckpointError if that cannot be.
 
     As in transformers, the most probable token is taken unless it says `do_sample`.
     """
@@ -403,4 +508,6 @@ def sampling_defaults(path: Path) -> SamplingParams:
     try:
         return SamplingParams(**given)
     except SettingsError as error:
-        raise CheckpointError(f"{file}: {error.problem}", need=error.need, change="mend it") from error
+        raise CheckpointError(
+            f"{file}: {error.problem}", need=error.need, change="mend it"
+        ) from error

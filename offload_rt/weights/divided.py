@@ -1,4 +1,6 @@
-"""The part of a checkpoint that a rank of several has: of each stored tensor the bytes of its part of the matrix."""
+"""The part of a checkpoint that a rank of several has: of each stored tensor the bytes of its part
+of the matrix.
+"""
 
 import math
 from contextlib import suppress
@@ -19,7 +21,8 @@ from offload_rt.weights.source import Source
 def divide(checkpoint: Checkpoint, model: TensorParallelModel) -> Checkpoint:
     """The records of a rank's part of a model.
 
-    Where a format has no parts by inputs, as of groups in any order, the styles of the model come to say outputs.
+    Where a format has no parts by inputs, as of groups in any order, the styles of the model come
+    to say outputs.
     Raises UnsupportedModelError where a tensor is stored as one.
     """
     whole = model.whole
@@ -33,7 +36,8 @@ def divide(checkpoint: Checkpoint, model: TensorParallelModel) -> Checkpoint:
                     model.cut_by_outputs(tensor.name)
 
     def records(tensors: tuple[TensorShape, ...], prefix: str = "") -> tuple[TensorRecord, ...]:
-        source, found = Source(checkpoint.found, prefix), list[TensorRecord]()
+        source = Source(checkpoint.found, prefix)
+        found = list[TensorRecord]()
         for tensor in tensors:
             if model.has(tensor.name):
                 try:
@@ -44,18 +48,27 @@ def divide(checkpoint: Checkpoint, model: TensorParallelModel) -> Checkpoint:
                     raise UnsupportedModelError(problem, change="start fewer ranks") from error
         return tuple(found)
 
-    layers = tuple(records(whole.layer_tensors(i), whole.layer_prefix(i)) for i in range(whole.n_layers))
-    return replace(checkpoint, spec=model, layers=layers, non_layer=records(whole.non_layer_tensors()))
+    layers = tuple(
+        records(whole.layer_tensors(i), whole.layer_prefix(i)) for i in range(whole.n_layers)
+    )
+    return replace(
+        checkpoint, spec=model, layers=layers, non_layer=records(whole.non_layer_tensors())
+    )
 
 
 def part_of(checkpoint: Checkpoint, rank: int, size: int, is_exact: bool) -> Checkpoint:
-    """The part of a rank that is not there: nothing can be computed with it. Raises UnsupportedModelError as `divide`."""
+    """The part of a rank that is not there: nothing can be computed with it. Raises
+    UnsupportedModelError as `divide`.
+    """
     ranks = cast(Ranks, SimpleNamespace(rank=rank, size=size))
     return divide(checkpoint, TensorParallelModel.of(checkpoint.spec, ranks, is_exact))
 
 
-def parts(format: WeightFormat, tensor: TensorShape, cut: Cut | None, source: Source) -> list[TensorRecord]:
-    """The records of a part of a matrix, however a format stores it: what it says of the part's shape tells where to cut.
+def parts(
+    format: WeightFormat, tensor: TensorShape, cut: Cut | None, source: Source
+) -> list[TensorRecord]:
+    """The records of a part of a matrix, however a format stores it: what it says of the part's
+    shape tells where to cut.
 
     Raises CheckpointError where parts cannot be told apart.
     """
@@ -65,19 +78,28 @@ def parts(format: WeightFormat, tensor: TensorShape, cut: Cut | None, source: So
     if cut is None:
         return records
     # A rank's part is a checkpoint of its own, in which nothing but this matrix is known.
-    names, first = (source.prefix + one.name for one in stored), cut.first if cut.dim == 0 else 0
+    names = (source.prefix + one.name for one in stored)
+    first = cut.first if cut.dim == 0 else 0
     own = Source({one: source.records[one] for one in names}, source.prefix, (source, shape, first))
     part = format.stored(name, cut.shape(shape), None, own)
     more: tuple[StoredTensor, ...] | None = None
-    with suppress(CheckpointError):  # where parts of such a size cannot be stored, this one is of whole groups
+    # where parts of such a size cannot be stored, this one is of whole groups
+    with suppress(CheckpointError):
         more = format.stored(name, cut._replace(n=cut.n + 1).shape(shape), None, own)
     return [
-        _part(replace(record, key=one.key), one, (cut, shape[cut.dim]), None if more is None else more[i].shape)
+        _part(
+            replace(record, key=one.key),
+            one,
+            (cut, shape[cut.dim]),
+            None if more is None else more[i].shape,
+        )
         for i, (record, one) in enumerate(zip(records, part, strict=True))
     ]
 
 
-def _part(record: TensorRecord, part: StoredTensor, of: tuple[Cut, int], more: tuple[int, ...] | None) -> TensorRecord:
+def _part(
+    record: TensorRecord, part: StoredTensor, of: tuple[Cut, int], more: tuple[int, ...] | None
+) -> TensorRecord:
     """The bytes of a stored tensor that are of a part of its matrix.
 
     of    the part, and the rows or columns of the whole
@@ -87,11 +109,15 @@ def _part(record: TensorRecord, part: StoredTensor, of: tuple[Cut, int], more: t
     dims = [i for i, (a, b) in enumerate(zip(shape, part.shape, strict=True)) if a != b]
     if not dims:
         return replace(record, shape=part.shape)
-    at, n = dims[0], part.shape[dims[0]]
+    at = dims[0]
+    n = part.shape[dims[0]]
     is_even = cut.first * shape[at] % whole == 0 and n * whole == cut.n * shape[at]
     if len(dims) > 1 or not is_even or (more is not None and more[at] == n):
         raise CheckpointError(f"{record.name} has no part")
     row = record.nbytes // math.prod(shape[:at])
-    nbytes, start = row // shape[at] * n, record.start + cut.first * shape[at] // whole * (row // shape[at])
+    nbytes = row // shape[at] * n
+    start = record.start + cut.first * shape[at] // whole * (row // shape[at])
     n_pieces = math.prod(shape[:at])
-    return replace(record, shape=part.shape, start=start, stop=start + nbytes, n_pieces=n_pieces, stride=row)
+    return replace(
+        record, shape=part.shape, start=start, stop=start + nbytes, n_pieces=n_pieces, stride=row
+    )

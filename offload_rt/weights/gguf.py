@@ -1,7 +1,9 @@
-"""GGUF files: their header, every count and length of it bounded, as the config and tensors of a transformers checkpoint.
+"""GGUF files: their header, every count and length of it bounded, as the config and tensors of a
+transformers checkpoint.
 
-Layout: the magic word, counts of tensors and metadata, the metadata, the tensors' names, shapes, types and offsets, and
-behind padding their bytes (github.com/ggml-org/ggml/blob/master/docs/gguf.md).
+Layout: the magic word, counts of tensors and metadata, the metadata, the tensors' names, shapes,
+types and offsets, and behind padding their bytes
+(github.com/ggml-org/ggml/blob/master/docs/gguf.md).
 """
 
 import math
@@ -22,23 +24,42 @@ from offload_rt.weights.layout import align_up
 from offload_rt.weights.source import Source, StoredTensor
 
 SUFFIX = ".gguf"
-_NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
-_TEXT, _ARRAY = 8, 9
+_NUMBERS = {
+    0: "<B",
+    1: "<b",
+    2: "<H",
+    3: "<h",
+    4: "<I",
+    5: "<i",
+    6: "<f",
+    7: "<?",
+    10: "<Q",
+    11: "<q",
+    12: "<d",
+}
+_TEXT = 8
+_ARRAY = 9
 _FLOATS = {0: "F32", 1: "F16", 28: "F64", 30: "BF16"}
 _BLOCKS = {block.number: name for name, block in BLOCKS.items()}
 # A vocabulary has some 2^18 entries, a chat template some kilobytes.
-_MOST_ENTRIES, _LONGEST, _LONGEST_KEPT = 1 << 22, 1 << 24, 1 << 10
+_MOST_ENTRIES = 1 << 22
+_LONGEST = 1 << 24
+_LONGEST_KEPT = 1 << 10
 _PART = re.compile(r"(.*-)(\d{5})(-of-)(\d{5})\.gguf")
 _MODULES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _IN_LAYER = {
-    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
 }  # fmt: skip
 ROPE_FREQS = "rope_freqs.weight"
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")  # Mistral's are llama
 _SIZES = {
-    "context_length": "max_position_embeddings", "block_count": "num_hidden_layers", "embedding_length": "hidden_size",
+    "context_length": "max_position_embeddings", "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
     "feed_forward_length": "intermediate_size", "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads", "attention.key_length": "head_dim",
 }  # fmt: skip
@@ -46,8 +67,10 @@ _EPS = "attention.layer_norm_rms_epsilon"
 _SCALING = "rope.scaling."
 _BETAS = ("beta_fast", "beta_slow")
 _KNOWN = {
-    *_SIZES, _EPS, "vocab_size", "attention.value_length", "rope.dimension_count", "rope.freq_base", "rope.scale_linear",
-    "tensor_data_layout", *(_SCALING + key for key in ("type", "factor", "original_context_length", "finetuned")),
+    *_SIZES, _EPS, "vocab_size", "attention.value_length", "rope.dimension_count", "rope.freq_base",
+    "rope.scale_linear",
+    "tensor_data_layout",
+    *(_SCALING + key for key in ("type", "factor", "original_context_length", "finetuned")),
     *(f"{_SCALING}yarn_{beta}" for beta in _BETAS),
 }  # fmt: skip
 _END_IDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
@@ -57,17 +80,21 @@ _END_IDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "e
 class Storage:
     """What stands for a quantization_config.
 
-    head_dim  where the rows of queries and keys lie in the order of llama.cpp's rotation, pairs together; else None
+    head_dim  where the rows of queries and keys lie in the order of llama.cpp's rotation, pairs
+              together; else None
     """
 
     head_dim: int | None
 
 
 class _Fields:
-    """The fields of a mapped file, one after the other. Raises ValueError or struct.error for what cannot be one."""
+    """The fields of a mapped file, one after the other. Raises ValueError or struct.error for what
+    cannot be one.
+    """
 
     def __init__(self, data: mmap.mmap) -> None:
-        self._data, self.at = data, 0
+        self._data = data
+        self.at = 0
 
     def number(self, form: str) -> Any:
         value = struct.unpack_from(form, self._data, self.at)[0]
@@ -92,7 +119,8 @@ class _Fields:
             return self.text()
         if kind != _ARRAY:
             return self.number(_form(kind))
-        kind, n = self.number("<I"), self.count()
+        kind = self.number("<I")
+        n = self.count()
         if kind == _TEXT:
             at = self.at
             for _ in range(n):
@@ -112,9 +140,11 @@ def _form(kind: int) -> str:
 
 
 def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, TensorRecord]]:
-    """The config of a file, which may be split, as config.json would have it, and its tensors by transformers' names.
+    """The config of a file, which may be split, as config.json would have it, and its tensors by
+    transformers' names.
 
-    Raises CheckpointError for a file that is damaged or cut short, UnsupportedModelError for a model that is not understood.
+    Raises CheckpointError for a file that is damaged or cut short, UnsupportedModelError for a
+    model that is not understood.
     """
     metadata: dict[str, Any] = {}
     tensors: dict[str, TensorRecord] = {}
@@ -129,7 +159,10 @@ def parts(path: Path) -> list[Path]:
     match = _PART.fullmatch(path.name)
     if match is None:
         return [path]
-    return [path.with_name(f"{match[1]}{i + 1:05}{match[3]}{match[4]}{SUFFIX}") for i in range(int(match[4]) or 1)]
+    return [
+        path.with_name(f"{match[1]}{i + 1:05}{match[3]}{match[4]}{SUFFIX}")
+        for i in range(int(match[4]) or 1)
+    ]
 
 
 def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, TensorRecord]]:
@@ -142,7 +175,8 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, TensorRecord]]:
                 raise ValueError(f"it begins with {magic}")
             if (version := fields.number("<I")) not in (2, 3):
                 raise ValueError(f"version {version}, not 2 or 3")
-            n_tensors, n_values = fields.count(), fields.count()
+            n_tensors = fields.count()
+            n_values = fields.count()
             metadata = {fields.text(): fields.value() for _ in range(n_values)}
             entries = [_entry(fields) for _ in range(n_tensors)]
             alignment = metadata.get("general.alignment", 32)
@@ -154,17 +188,21 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, TensorRecord]]:
         if len(tensors) < len(records):
             raise ValueError("two tensors have the same name")
     except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror or error}", change="give all parts of a whole file") from error
+        raise CheckpointError(
+            f"{path}: {error.strerror or error}", change="give all parts of a whole file"
+        ) from error
     except (ValueError, OverflowError, struct.error) as error:
         raise CheckpointError(
-            f"{path.name} is damaged, cut short or not a GGUF file: {error}", change="download it again"
+            f"{path.name} is damaged, cut short or not a GGUF file: {error}",
+            change="download it again",
         ) from error
     return metadata, tensors
 
 
 def _entry(fields: _Fields) -> tuple[str, tuple[int, ...], int, int]:
     """Name, shape, number of the type and offset of a tensor."""
-    name, n_dims = fields.text(), fields.number("<I")
+    name = fields.text()
+    n_dims = fields.number("<I")
     if not 1 <= n_dims <= 4:
         raise ValueError(f"tensor {name!r} of {n_dims} dimensions")
     shape = tuple(fields.number("<Q") for _ in range(n_dims))[::-1]
@@ -179,11 +217,15 @@ def _record(
     dtype = _FLOATS.get(kind) or _BLOCKS.get(kind)
     if dtype is None:
         known = ", ".join([*_FLOATS.values(), *_BLOCKS.values()])
-        raise UnsupportedModelError(f"{path.name}: tensor {name!r} is of ggml type {kind}", need=f"one of {known}")
+        raise UnsupportedModelError(
+            f"{path.name}: tensor {name!r} is of ggml type {kind}", need=f"one of {known}"
+        )
     if dtype in BLOCKS:
         block = BLOCKS[dtype]
         if shape[-1] % block.n:
-            raise ValueError(f"tensor {name!r} has rows of {shape[-1]} weights in blocks of {block.n}")
+            raise ValueError(
+                f"tensor {name!r} has rows of {shape[-1]} weights in blocks of {block.n}"
+            )
         shape = (*shape[:-1], shape[-1] // block.n * block.size)
     first = start + offset
     last = first + math.prod(shape) * (1 if dtype in BLOCKS else FLOATS[dtype].itemsize)
@@ -202,55 +244,87 @@ def _renamed(name: str) -> str:
     return f"{_MODULES[module]}.{kind}" if module in _MODULES else name
 
 
-def _config(metadata: dict[str, Any], tensors: dict[str, TensorRecord], name: str) -> dict[str, Any]:
+def _config(
+    metadata: dict[str, Any], tensors: dict[str, TensorRecord], name: str
+) -> dict[str, Any]:
     """What a config.json of the model would say."""
     family = metadata.get("general.architecture")
     if family not in _ARCHITECTURES:
         have = ", ".join(_ARCHITECTURES)
-        raise UnsupportedModelError(f"{name}: general.architecture {family!r} is not supported", have=have)
-    own = {key.removeprefix(f"{family}."): value for key, value in metadata.items() if key.startswith(f"{family}.")}
+        raise UnsupportedModelError(
+            f"{name}: general.architecture {family!r} is not supported", have=have
+        )
+    own = {
+        key.removeprefix(f"{family}."): value
+        for key, value in metadata.items()
+        if key.startswith(f"{family}.")
+    }
     for key, value in own.items():
         if key not in _KNOWN and value:
-            raise UnsupportedModelError(f"{name}: {family}.{key} is not understood", have=str(value))
+            raise UnsupportedModelError(
+                f"{name}: {family}.{key} is not understood", have=str(value)
+            )
     own.setdefault("attention.head_count_kv", own.get("attention.head_count"))
-    sizes: dict[str, Any] = {theirs: own.get(theirs) for theirs in _SIZES if theirs != "attention.key_length"}
+    sizes: dict[str, Any] = {
+        theirs: own.get(theirs) for theirs in _SIZES if theirs != "attention.key_length"
+    }
     for key, value in sizes.items():
         if type(value) is not int or not 1 <= value < 1 << 24:
-            raise UnsupportedModelError(f"{name}: {family}.{key} is {value!r}", need="a whole number")
-    plain = own.get("rope.dimension_count", sizes["embedding_length"] // sizes["attention.head_count"])
+            raise UnsupportedModelError(
+                f"{name}: {family}.{key} is {value!r}", need="a whole number"
+            )
+    plain = own.get(
+        "rope.dimension_count", sizes["embedding_length"] // sizes["attention.head_count"]
+    )
     head_dim = sizes["attention.key_length"] = own.get("attention.key_length", plain)
     for key in ("rope.dimension_count", "attention.value_length"):
         if own.get(key, head_dim) != head_dim:
-            raise UnsupportedModelError(f"{name}: {family}.{key} is {own[key]!r}", need=f"{head_dim!r}, that of a head")
+            raise UnsupportedModelError(
+                f"{name}: {family}.{key} is {own[key]!r}", need=f"{head_dim!r}, that of a head"
+            )
     embedding = tensors.get("model.embed_tokens.weight")
     config = {ours: sizes[theirs] for theirs, ours in _SIZES.items()} | {
-        "model_type": family, "rms_norm_eps": own.get(_EPS), "torch_dtype": _dtype(tensors.values()),
+        "model_type": family, "rms_norm_eps": own.get(_EPS),
+        "torch_dtype": _dtype(tensors.values()),
         "vocab_size": own.get("vocab_size") if embedding is None else embedding.shape[0],
-        "tie_word_embeddings": "lm_head.weight" not in tensors, "rope_parameters": _rope(own, tensors, head_dim, name),
-        "eos_token_id": sorted({metadata[key] for key in _END_IDS if type(metadata.get(key)) is int}),
+        "tie_word_embeddings": "lm_head.weight" not in tensors,
+        "rope_parameters": _rope(own, tensors, head_dim, name),
+        "eos_token_id": sorted(
+            {metadata[key] for key in _END_IDS if type(metadata.get(key)) is int}
+        ),
         "quantization_config": Storage(head_dim if family == "llama" else None),
     }  # fmt: skip
     for key, module in (("attention_bias", "self_attn.q_proj"), ("mlp_bias", "mlp.down_proj")):
-        if f"model.layers.0.{module}.bias" in tensors and family != "qwen2":  # which always has the former
+        # which always has the former
+        if f"model.layers.0.{module}.bias" in tensors and family != "qwen2":
             config[key] = True
     return config
 
 
 def _dtype(records: Iterable[TensorRecord]) -> str:
-    """Matrices in 16 bits are computed with in their dtype, quantised ones in bfloat16, which does not overflow."""
+    """Matrices in 16 bits are computed with in their dtype, quantised ones in bfloat16, which does
+    not overflow.
+    """
     found = {record.dtype for record in records}
     if found <= {"F32", "F64"}:
         return "float32"
     return "float16" if "F16" in found and found.isdisjoint((*BLOCKS, "BF16")) else "bfloat16"
 
 
-def _rope(own: dict[str, Any], tensors: dict[str, TensorRecord], head_dim: int, name: str) -> dict[str, Any]:
+def _rope(
+    own: dict[str, Any], tensors: dict[str, TensorRecord], head_dim: int, name: str
+) -> dict[str, Any]:
     """Rotary embeddings: plain, scaled, or with a divisor for each frequency, as of Llama 3."""
-    rope = {"rope_type": own.get(f"{_SCALING}type") or "linear", "rope_theta": own.get("rope.freq_base", 10000.0)}
+    rope = {
+        "rope_type": own.get(f"{_SCALING}type") or "linear",
+        "rope_theta": own.get("rope.freq_base", 10000.0),
+    }
     factor = own.get(f"{_SCALING}factor", own.get("rope.scale_linear")) or 1.0
     if ROPE_FREQS in tensors:
         record = tensors[ROPE_FREQS]
-        divisors = Source({ROPE_FREQS: record}).read(StoredTensor(ROPE_FREQS, (head_dim // 2,), DType.FLOAT32))
+        divisors = Source({ROPE_FREQS: record}).read(
+            StoredTensor(ROPE_FREQS, (head_dim // 2,), DType.FLOAT32)
+        )
         if factor != 1.0 or not bool((divisors.isfinite() & (divisors > 0)).all()):
             raise UnsupportedModelError(
                 f"{name}: {ROPE_FREQS} is not understood", need="positive numbers, and no scaling"
@@ -258,13 +332,29 @@ def _rope(own: dict[str, Any], tensors: dict[str, TensorRecord], head_dim: int, 
         # Those of a long context and those of a short one are the same.
         both = dict.fromkeys(("short_factor", "long_factor"), divisors.tolist())
         original = {"original_max_position_embeddings": own["context_length"]}
-        return {**rope, "rope_type": "longrope", "factor": 1.0, "attention_factor": 1.0, **both, **original}
+        return {
+            **rope,
+            "rope_type": "longrope",
+            "factor": 1.0,
+            "attention_factor": 1.0,
+            **both,
+            **original,
+        }
     if factor == 1.0 or rope["rope_type"] == "none":
         return {**rope, "rope_type": "default"}
     if rope["rope_type"] == "yarn":
-        betas = {beta: own[f"{_SCALING}yarn_{beta}"] for beta in _BETAS if f"{_SCALING}yarn_{beta}" in own}
-        rope |= {"original_max_position_embeddings": own.get(f"{_SCALING}original_context_length"), **betas}
+        betas = {
+            beta: own[f"{_SCALING}yarn_{beta}"]
+            for beta in _BETAS
+            if f"{_SCALING}yarn_{beta}" in own
+        }
+        rope |= {
+            "original_max_position_embeddings": own.get(f"{_SCALING}original_context_length"),
+            **betas,
+        }
     elif rope["rope_type"] != "linear":
         have = "none, linear, yarn"
-        raise UnsupportedModelError(f"{name}: {_SCALING}type {rope['rope_type']!r} is not understood", have=have)
+        raise UnsupportedModelError(
+            f"{name}: {_SCALING}type {rope['rope_type']!r} is not understood", have=have
+        )
     return {**rope, "factor": factor}

@@ -1,4 +1,6 @@
-"""Where the tensors of a safetensors file lie: the library validates the file, the offsets are read from its header."""
+"""Where the tensors of a safetensors file lie: the library validates the file, the offsets are read
+from its header.
+"""
 
 import json
 import os
@@ -23,7 +25,8 @@ _DTYPES = FLOATS | {
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """Where a tensor lies: bytes [start, stop) of a file, or several pieces of so many bytes, one `stride` after the other.
+    """Where a tensor lies: bytes [start, stop) of a file, or several pieces of so many bytes, one
+    `stride` after the other.
 
     dtype  the file's own word for it
     key    its name in a block, without the prefix of its layer
@@ -47,10 +50,13 @@ class TensorRecord:
         return (self.stop - self.start) * self.n_pieces
 
     def stored_dtype(self) -> DType:
-        """Of the numbers in the file. Raises CheckpointError for a dtype without tensors in torch."""
+        """Of the numbers in the file. Raises CheckpointError for a dtype without tensors in
+        torch.
+        """
         if self.dtype not in _DTYPES:
             raise CheckpointError(
-                f"{self.path.name}: tensor {self.name!r} has dtype {self.dtype!r}", need="one of " + ", ".join(_DTYPES)
+                f"{self.path.name}: tensor {self.name!r} has dtype {self.dtype!r}",
+                need="one of " + ", ".join(_DTYPES),
             )
         return _DTYPES[self.dtype]
 
@@ -68,7 +74,8 @@ def read_header(path: Path) -> dict[str, TensorRecord]:
     try:
         with path.open("rb") as file:
             stamp = stamp_of(os.fstat(file.fileno()))
-            with safe_open(path, "np"):  # maps the file and checks its header; "pt" would map a writable copy
+            # maps the file and checks its header; "pt" would map a writable copy
+            with safe_open(path, "np"):
                 n_header = struct.unpack("<Q", file.read(8))[0]
             header = json.loads(file.read(n_header))
     except OSError as error:
@@ -81,5 +88,7 @@ def read_header(path: Path) -> dict[str, TensorRecord]:
     records = {}
     for name, entry in header.items():
         start, stop = (8 + n_header + offset for offset in entry["data_offsets"])
-        records[name] = TensorRecord(name, entry["dtype"], tuple(entry["shape"]), path, start, stop, name, stamp)
+        records[name] = TensorRecord(
+            name, entry["dtype"], tuple(entry["shape"]), path, start, stop, name, stamp
+        )
     return records

@@ -1,6 +1,8 @@
-"""Layers in about a third of their bytes: matrices at four bits, for a draft that is the target itself.
+"""Layers in about a third of their bytes: matrices at four bits, for a draft that is the target
+itself.
 
-The products are torch's own (tinygemm): they are fast for few rows, and what they round is of no matter to a draft.
+The products are torch's own (tinygemm): they are fast for few rows, and what they round is of no
+matter to a draft.
 """
 
 from __future__ import annotations
@@ -20,24 +22,34 @@ if TYPE_CHECKING:
 DTYPE = DType.BFLOAT16
 # Weights of a row that share scale and zero point: the first of these numbers that divides it.
 _GROUPS = (64, 32)
-# Rows that are packed together: a multiple of what torch interleaves, and few enough that little memory is taken on the way.
+# Rows that are packed together: a multiple of what torch interleaves, and few enough that little
+# memory is taken on the way.
 _N_ROWS = 512
-_CODES, _SCALES = "codes", "scales"
+_CODES = "codes"
+_SCALES = "scales"
 
 
 def packed(layer: PackedLayer, device: torch.device) -> PackedLayer:
-    """A copy of a layer of original weights, on the device; vectors and matrices of odd widths stay as they are."""
+    """A copy of a layer of original weights, on the device; vectors and matrices of odd widths stay
+    as they are.
+    """
     import torch  # not at the top: a plan asks for the layout alone
 
     on_card = device.type == "cuda"
-    layout, views = copy_layout(layer.layout, on_card), layer.layout.views(layer.block)
-    block = torch.empty(layout.nbytes, dtype=torch.uint8, device=device) if on_card else host_block(layout.nbytes)
+    layout = copy_layout(layer.layout, on_card)
+    views = layer.layout.views(layer.block)
+    block = (
+        torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
+        if on_card
+        else host_block(layout.nbytes)
+    )
     into = layout.views(block)
     for name, tensor in views.items():
         if name in into:
             into[name].copy_(tensor)
             continue
-        codes, scales = into[f"{name}.{_CODES}"], into[f"{name}.{_SCALES}"]
+        codes = into[f"{name}.{_CODES}"]
+        scales = into[f"{name}.{_SCALES}"]
         for first in range(0, len(tensor), _N_ROWS):
             rows = slice(first, min(first + _N_ROWS, len(tensor)))
             found, scales[:, rows] = _rounded(tensor[rows].to(device), len(scales))
@@ -56,7 +68,9 @@ def copy_layout(layout: Layout, on_card: bool) -> Layout:
             continue
         n, k = entry.shape
         if on_card:  # tiles of 8 rows and a group's columns
-            tensors.append((f"{entry.name}.{_CODES}", (n // 8, k // group, 32, group // 32), DType.INT32))
+            tensors.append(
+                (f"{entry.name}.{_CODES}", (n // 8, k // group, 32, group // 32), DType.INT32)
+            )
         else:
             tensors.append((f"{entry.name}.{_CODES}", (n, k // 2), DType.UINT8))
         tensors.append((f"{entry.name}.{_SCALES}", (k // group, n, 2), DTYPE))
@@ -71,15 +85,20 @@ def _group(shape: tuple[int, ...]) -> int | None:
 
 
 def _rounded(weight: Tensor, n_groups: int) -> tuple[Tensor, Tensor]:
-    """Codes (n, k) int32 of 0 to 15, and scales and zero points (n_groups, n, 2): scale * (code - 8) + zero."""
+    """Codes (n, k) int32 of 0 to 15, and scales and zero points (n_groups, n, 2): scale * (code -
+    8) + zero.
+    """
     import torch
 
     groups = weight.float().view(len(weight), n_groups, -1)
-    least, largest = groups.amin(-1), groups.amax(-1)
+    least = groups.amin(-1)
+    largest = groups.amax(-1)
     dtype = DTYPE.torch
     scale = ((largest - least) / 15).to(dtype)
     zero = (least + 8 * scale.float()).to(dtype)
-    steps = (groups - zero.float()[..., None]) / scale.float().clamp_min(torch.finfo(dtype).tiny)[..., None]
+    steps = (groups - zero.float()[..., None]) / scale.float().clamp_min(torch.finfo(dtype).tiny)[
+        ..., None
+    ]
     codes = (steps.round() + 8).clamp_(0, 15).int()
     return codes.flatten(1), torch.stack((scale, zero), -1).transpose(0, 1)
 
@@ -91,7 +110,9 @@ def _interleaved(codes: Tensor, n_groups: int) -> Tensor:
     pack = torch.ops.aten
     if codes.is_cuda:
         bytes_of = (codes[:, ::2] << 4 | codes[:, 1::2]).to(torch.uint8)
-        of_card: Tensor = pack._convert_weight_to_int4pack(bytes_of, codes.shape[1] // n_groups // 16)
+        of_card: Tensor = pack._convert_weight_to_int4pack(
+            bytes_of, codes.shape[1] // n_groups // 16
+        )
         return of_card
     of_host: Tensor = pack._convert_weight_to_int4pack_for_cpu(codes, 1)
     return of_host
@@ -120,7 +141,11 @@ class View(dense.View):
         if codes is None:
             return super().linear(x, name)
         scales = self._tensors[f"{name}.weight.{_SCALES}"]
-        product = torch.ops.aten._weight_int4pack_mm if x.is_cuda else torch.ops.aten._weight_int4pack_mm_for_cpu
+        product = (
+            torch.ops.aten._weight_int4pack_mm
+            if x.is_cuda
+            else torch.ops.aten._weight_int4pack_mm_for_cpu
+        )
         out: Tensor = product(x, codes, x.shape[1] // len(scales), scales)
         bias = self._tensors.get(f"{name}.bias")
         return out if bias is None else out.add_(bias)

@@ -34,7 +34,9 @@ class TensorEntry:
 
     def view(self, block: "Tensor") -> "Tensor":
         """The tensor in a block, without copying."""
-        return block[self.offset : self.offset + self.nbytes].view(self.dtype.torch).view(self.shape)
+        return (
+            block[self.offset : self.offset + self.nbytes].view(self.dtype.torch).view(self.shape)
+        )
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,9 @@ class Layout:
         return {entry.name: entry.view(block) for entry in self.entries}
 
     def joined(self, names: Sequence[str]) -> TensorEntry | None:
-        """Tensors that lie back to back in this order, as one along their first dimension; None where there are none such."""
+        """Tensors that lie back to back in this order, as one along their first dimension; None
+        where there are none such.
+        """
         if not all(name in self.by_name for name in names):
             return None
         parts = [self.by_name[name] for name in names]
@@ -88,7 +92,8 @@ def packed_layout(tensors: Iterable[tuple[str, tuple[int, ...], DType]]) -> Layo
 
     tensors  (name, shape, dtype) in order
     """
-    entries, offset = [], 0
+    entries = []
+    offset = 0
     for name, shape, dtype in tensors:
         entries.append(TensorEntry(name, offset, shape, dtype))
         offset = align_up(offset + entries[-1].nbytes)
@@ -108,7 +113,13 @@ def host_block(nbytes: int) -> "Tensor":
     import torch  # not at the top: a plan lays out blocks without memory
 
     # Private: shared memory is in huge pages only where the system's owner has said so.
-    pages = mmap.mmap(-1, align_up(max(nbytes, 1), PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages = mmap.mmap(
+        -1, align_up(max(nbytes, 1), PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    )
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=torch.uint8, count=nbytes) if nbytes else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(pages, dtype=torch.uint8, count=nbytes)
+        if nbytes
+        else torch.empty(0, dtype=torch.uint8)
+    )

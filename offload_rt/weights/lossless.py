@@ -1,4 +1,6 @@
-"""Layers encoded without loss, see `offload_rt.ops.lossless`, and the files of a sidecar, which hold one each."""
+"""Layers encoded without loss, see `offload_rt.ops.lossless`, and the files of a sidecar, which
+hold one each.
+"""
 
 import math
 from collections.abc import Sequence
@@ -33,7 +35,9 @@ _VERSION = 2
 # What does not shrink below this stays as it is.
 _WORTH = 0.95
 # Of a sample: pages of each tensor, and how many times the escapes found in it are reckoned with.
-_PAGES, _PAGE_WEIGHTS, _CAUTION = 16, 2048, 2
+_PAGES = 16
+_PAGE_WEIGHTS = 2048
+_CAUTION = 2
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,11 @@ class Coding:
 
     def admits(self, n: int, nbytes: int) -> bool:
         """Whether a chunk of n weights can have so many bytes."""
-        least, most = (align_up(n, 8),) * 2 if self.kind == RAW else (lossless.chunk_nbytes(n, m) for m in (0, n))
+        least, most = (
+            (align_up(n, 8),) * 2
+            if self.kind == RAW
+            else (lossless.chunk_nbytes(n, m) for m in (0, n))
+        )
         return least <= nbytes <= most and nbytes % 8 == 0
 
 
@@ -67,13 +75,17 @@ class EncodedLayer:
     @classmethod
     def of(cls, layout: Layout, codings: Sequence[Coding]) -> "EncodedLayer":
         """Of the tensors of a layout, which are encoded so."""
-        chunks, k = np.zeros(sum(len(one.sizes) for one in codings), CHUNKS), 0
+        chunks = np.zeros(sum(len(one.sizes) for one in codings), CHUNKS)
+        k = 0
         source = align_up(chunks.nbytes)
         for entry, coding in zip(layout.entries, codings, strict=True):
-            target, unit = entry.offset, 1 if coding.kind == RAW else entry.dtype.itemsize
+            target = entry.offset
+            unit = 1 if coding.kind == RAW else entry.dtype.itemsize
             for n_weights, nbytes in zip(cut(entry, coding.kind), coding.sizes, strict=True):
                 chunks[k] = (source, target, n_weights, nbytes, coding.kind)
-                source, target, k = source + nbytes, target + n_weights * unit, k + 1
+                source = source + nbytes
+                target = target + n_weights * unit
+                k = k + 1
         return cls(layout, tuple(codings), chunks, align_up(source))
 
     @property
@@ -110,9 +122,14 @@ def cut(entry: TensorEntry, kind: int) -> list[int]:
 
 
 def encode_layer(image: PackedLayer, n_threads: int, is_raw: bool = False) -> EncodedImage:
-    """Encode a layer in memory of the host, whose tensors are aligned, to fresh memory; is_raw: leave it as it is."""
+    """Encode a layer in memory of the host, whose tensors are aligned, to fresh memory; is_raw:
+    leave it as it is.
+    """
     content = image.block.numpy()
-    entries = [(entry, content[entry.offset : entry.offset + entry.nbytes]) for entry in image.layout.entries]
+    entries = [
+        (entry, content[entry.offset : entry.offset + entry.nbytes])
+        for entry in image.layout.entries
+    ]
     layout = packed_layout((entry.name, entry.shape, entry.dtype) for entry, _ in entries)
     with ThreadPoolExecutor(n_threads, "encodes") as pool:
         codings = []
@@ -124,7 +141,11 @@ def encode_layer(image: PackedLayer, n_threads: int, is_raw: bool = False) -> En
         block = host_block(encoded.nbytes)
         encoded.write_table(block)
         parts = (_parts(*one, coding.kind) for one, coding in zip(entries, codings, strict=True))
-        list(pool.map(partial(_encode_chunk, block.numpy()), encoded.chunks, chain.from_iterable(parts)))
+        list(
+            pool.map(
+                partial(_encode_chunk, block.numpy()), encoded.chunks, chain.from_iterable(parts)
+            )
+        )
     return EncodedImage(block, encoded.block_layout, encoded)
 
 
@@ -144,7 +165,10 @@ def _coding(entry: TensorEntry, escapes: Sequence[int | None]) -> Coding:
     """Of a tensor whose chunks have so many escapes, if that shrinks it."""
     kind = KIND_OF.get(entry.dtype, RAW)
     if None not in escapes:
-        sizes = tuple(lossless.chunk_nbytes(n, one or 0) for n, one in zip(cut(entry, kind), escapes, strict=True))
+        sizes = tuple(
+            lossless.chunk_nbytes(n, one or 0)
+            for n, one in zip(cut(entry, kind), escapes, strict=True)
+        )
         if sum(sizes) < _WORTH * entry.nbytes:
             return Coding(kind, sizes)
     return Coding(RAW, tuple(align_up(n, 8) for n in cut(entry, RAW)))
@@ -171,19 +195,33 @@ def estimate(records: Sequence[TensorRecord]) -> int:
 
     Raises CheckpointError where a file cannot be read.
     """
-    layout, codings = decoded_layout(records), []
+    layout = decoded_layout(records)
+    codings = []
     for record, entry in zip(records, layout.entries, strict=True):
-        kind, sample = KIND_OF.get(entry.dtype, RAW), _sample(record, entry.dtype.itemsize)
+        kind = KIND_OF.get(entry.dtype, RAW)
+        sample = _sample(record, entry.dtype.itemsize)
         found = _n_escapes(kind, sample)
-        share = None if found is None else min(_CAUTION * found * entry.dtype.itemsize / len(sample), 1.0)
-        codings.append(_coding(entry, [None if share is None else math.ceil(share * n) for n in cut(entry, kind)]))
+        share = (
+            None
+            if found is None
+            else min(_CAUTION * found * entry.dtype.itemsize / len(sample), 1.0)
+        )
+        codings.append(
+            _coding(
+                entry, [None if share is None else math.ceil(share * n) for n in cut(entry, kind)]
+            )
+        )
     return EncodedLayer.of(layout, codings).nbytes
 
 
 def _sample(record: TensorRecord, itemsize: int) -> np.ndarray:
     """Some stretches of a tensor (n,) uint8, spread over it."""
     n = min(_PAGE_WEIGHTS * itemsize, record.stop - record.start)
-    starts = np.linspace(0, record.stop - record.start - n, _PAGES).astype(np.int64) // itemsize * itemsize
+    starts = (
+        np.linspace(0, record.stop - record.start - n, _PAGES).astype(np.int64)
+        // itemsize
+        * itemsize
+    )
     try:
         with record.path.open("rb", buffering=0) as file:
             pieces = []
@@ -197,7 +235,8 @@ def _sample(record: TensorRecord, itemsize: int) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class SidecarLayer:
-    """A layer in a file of a sidecar: its chunks lie one behind the other in the bytes of `payload`.
+    """A layer in a file of a sidecar: its chunks lie one behind the other in the bytes of
+    `payload`.
 
     digests  (n,) uint64, of each chunk
     """
@@ -208,12 +247,20 @@ class SidecarLayer:
 
     def records(self, tensors: Sequence[TensorRecord]) -> tuple[TensorRecord, ...]:
         """Where these tensors, which lie as they are, lie in the file."""
-        starts, own = (
-            accumulate((sum(one.sizes) for one in self.encoded.codings), initial=self.payload.start),
-            self.payload,
+        starts = accumulate(
+            (sum(one.sizes) for one in self.encoded.codings), initial=self.payload.start
         )
+        own = self.payload
         return tuple(
-            replace(one, path=own.path, stamp=own.stamp, start=at, stop=at + one.nbytes, n_pieces=1, stride=0)
+            replace(
+                one,
+                path=own.path,
+                stamp=own.stamp,
+                start=at,
+                stop=at + one.nbytes,
+                n_pieces=1,
+                stride=0,
+            )
             for one, at in zip(tensors, starts, strict=False)
         )
 
@@ -225,7 +272,8 @@ def layer_path(sidecar: Path, i: int) -> Path:
 
 def write_layer(path: Path, identity: str, i: int, image: EncodedImage) -> None:
     """Write layer i of the checkpoint of this identity, whole or not at all. Raises OSError."""
-    content, encoded = image.block.numpy(), image.encoded
+    content = image.block.numpy()
+    encoded = image.encoded
     index = np.zeros((len(encoded.chunks), 3), np.uint64)  # kind, bytes and digest of each chunk
     for row, (source, _, _, nbytes, kind) in zip(index, encoded.chunks.tolist(), strict=True):
         row[:] = kind, nbytes, chunk_digest(content[source : source + nbytes], kind)
@@ -234,7 +282,8 @@ def write_layer(path: Path, identity: str, i: int, image: EncodedImage) -> None:
 
 
 def _label(identity: str, i: int) -> dict[str, str]:
-    return {"layer": f"{i} of {identity}, version {_VERSION}"}  # one entry: the library writes several in any order
+    # one entry: the library writes several in any order
+    return {"layer": f"{i} of {identity}, version {_VERSION}"}
 
 
 def read_layer(path: Path, identity: str, i: int, layout: Layout) -> SidecarLayer:
@@ -246,16 +295,20 @@ def read_layer(path: Path, identity: str, i: int, layout: Layout) -> SidecarLaye
     if records.keys() != {"index", "payload"} or records["index"].dtype != "U64":
         raise refuse(path, "is no layer of a sidecar")
     with safe_open(path, "np") as file:
-        label, index = file.metadata(), file.get_tensor("index")
+        label = file.metadata()
+        index = file.get_tensor("index")
     if label != _label(identity, i):
         raise refuse(path, f"is not layer {i} of this checkpoint")
     if index.shape[1:] != (3,):
         raise refuse(path, "is damaged")
-    codings, rest, payload = [], index, records["payload"]
+    codings = []
+    rest = index
+    payload = records["payload"]
     for entry in layout.entries:
         kind = int(rest[0, 0]) if len(rest) else -1
         cuts = cut(entry, kind) if kind in (RAW, KIND_OF.get(entry.dtype)) else []
-        own, rest = rest[: len(cuts)], rest[len(cuts) :]
+        own = rest[: len(cuts)]
+        rest = rest[len(cuts) :]
         coding = Coding(kind, tuple(own[:, 1].tolist()))
         if not cuts or len(own) < len(cuts) or not all(map(coding.admits, cuts, coding.sizes)):
             raise refuse(path, "is damaged")
@@ -268,4 +321,6 @@ def read_layer(path: Path, identity: str, i: int, layout: Layout) -> SidecarLaye
 
 def refuse(path: Path, problem: str) -> CheckpointError:
     """An error about a file of a sidecar."""
-    return CheckpointError(f"{path} {problem}", change="run offload-rt convert again, or use --link-format raw")
+    return CheckpointError(
+        f"{path} {problem}", change="run offload-rt convert again, or use --link-format raw"
+    )

@@ -1,4 +1,6 @@
-"""What the quantised formats share: matrices that are dequantised one at a time, just before their product."""
+"""What the quantised formats share: matrices that are dequantised one at a time, just before their
+product.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ if TYPE_CHECKING:
 
 # Bytes of the largest tensor that is read to see whether it holds zeros.
 _MOST_ZEROS = 1 << 26
-_FINER = "the checkpoint is made for quantised {}; here they are kept in the dtype of the computation, which is finer"
+_FINER = (
+    "the checkpoint is made for quantised {}; here they are kept in the dtype of the computation,"
+    " which is finer"
+)
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,8 @@ class ZeroPoints:
 
 @dataclass(frozen=True)
 class NestedScales:
-    """Scales that are codes themselves: table[code] times the scale of each `block` of them, plus `offset`, in float32.
+    """Scales that are codes themselves: table[code] times the scale of each `block` of them, plus
+    `offset`, in float32.
 
     first  of a part of a matrix, its first scale among those of the whole
     """
@@ -61,7 +67,8 @@ class NestedScales:
 
 @dataclass(frozen=True)
 class Matrix(ABC):
-    """How a matrix is stored; its tensors have names behind that of the module, such as "weight_packed".
+    """How a matrix is stored; its tensors have names behind that of the module, such as
+    "weight_packed".
 
     shape  (n_out, n_in)
     codes  the tensor that tells that the matrix is there
@@ -82,7 +89,8 @@ class Matrix(ABC):
 
 @dataclass(frozen=True)
 class QuantizedMatrix(Matrix):
-    """One of codes and scales; where the codes are packed by columns or for AWQ, they are of its transpose.
+    """One of codes and scales; where the codes are packed by columns or for AWQ, they are of its
+    transpose.
 
     product  dtype of code times scale; None: that of the scales
     """
@@ -109,12 +117,17 @@ class QuantizedMatrix(Matrix):
         from offload_rt.ops.dequantize import POWERS_OF_TWO, CodedMatrix
 
         stored_shape = self.shape[::-1] if self.packing.groups_rows else self.shape
-        grid = tuple(-(-n // size) for n, size in zip(stored_shape, self.packing.block, strict=True))
+        grid = tuple(
+            -(-n // size) for n, size in zip(stored_shape, self.packing.block, strict=True)
+        )
         scales = self._scales(tensors).view(grid)
         is_power = scales.dtype in POWERS_OF_TWO
-        product = self.product.torch if self.product else torch.float32 if is_power else scales.dtype
+        product = (
+            self.product.torch if self.product else torch.float32 if is_power else scales.dtype
+        )
         return CodedMatrix(
-            self.shape, self.packing, tensors[self.codes.name].view(self.packing.words(*stored_shape)), scales,
+            self.shape, self.packing,
+            tensors[self.codes.name].view(self.packing.words(*stored_shape)), scales,
             None if self.zeros is None else self.zeros.of(tensors),
             None if self.groups is None else tensors[self.groups.name], product,
         )  # fmt: skip
@@ -123,14 +136,18 @@ class QuantizedMatrix(Matrix):
         scales = tensors[self.scales.name]
         if self.nested is None:
             return scales
-        first, block, n = self.nested.first, self.nested.block, scales.numel()
+        first = self.nested.first
+        block = self.nested.block
+        n = scales.numel()
         outer = tensors[self.nested.scales.name][first // block : -(-(first + n) // block)]
         spread = outer.repeat_interleave(block)[first % block :][:n]
         return tensors[self.nested.table.name][scales.int()] * spread + self.nested.offset
 
 
 class QuantizedFormat(WeightFormat):
-    """Which tensors are quantised is what the file says: a matrix that lies in it as floats is used as it is."""
+    """Which tensors are quantised is what the file says: a matrix that lies in it as floats is used
+    as it is.
+    """
 
     # Tensors of a checkpoint that are not read, by the last part of their names.
     unused: frozenset[str] = frozenset()
@@ -144,27 +161,37 @@ class QuantizedFormat(WeightFormat):
 
     @abstractmethod
     def matrix(self, module: str, shape: tuple[int, int], source: Source) -> Matrix | None:
-        """How the matrix of this module (n_out, n_in), which the source does not hold as floats, is stored.
+        """How the matrix of this module (n_out, n_in), which the source does not hold as floats, is
+        stored.
 
-        None where the config has it unquantised. Raises CheckpointError where the source contradicts the config.
+        None where the config has it unquantised. Raises CheckpointError where the source
+        contradicts the config.
         """
 
     def stored(
         self, name: str, shape: tuple[int, ...], dtype: DType | None, source: Source
     ) -> tuple[StoredTensor, ...]:
         """See `WeightFormat.stored`."""
-        record, module = source.find(name), name.removesuffix(".weight")
+        record = source.find(name)
+        module = name.removesuffix(".weight")
         if len(shape) == 2 and module != name and (record is None or record.dtype not in FLOATS):
             matrix = self.matrix(module, (shape[0], shape[1]), source)
             if matrix is not None:
                 self._matrices.setdefault(module, set()).add(matrix)
-                return tuple(one.of(module)._replace(dtype=one.dtype or dtype) for one in matrix.stored)
+                return tuple(
+                    one.of(module)._replace(dtype=one.dtype or dtype) for one in matrix.stored
+                )
         return super().stored(name, shape, dtype, source)
 
     def is_unused(self, name: str, source: Source) -> bool:
         """See `WeightFormat.is_unused`."""
-        kind, record = name.rpartition(".")[2], source.find(name)
-        if kind not in self.unused_zeros or record is None or record.stop - record.start > _MOST_ZEROS:
+        kind = name.rpartition(".")[2]
+        record = source.find(name)
+        if (
+            kind not in self.unused_zeros
+            or record is None
+            or record.stop - record.start > _MOST_ZEROS
+        ):
             return kind in self.unused
         if record.stamp is None:  # of a header on the hub
             return True
@@ -180,7 +207,9 @@ class QuantizedFormat(WeightFormat):
         module, _, part = stored.name.rpartition(".")
         own = (part, stored.shape, stored.dtype)
         found = ((one.codes, math.prod(one.shape)) for one in self._matrices.get(module, ()))
-        numbers = max((n for codes, n in found if (codes.key, codes.shape, codes.dtype) == own), default=0)
+        numbers = max(
+            (n for codes, n in found if (codes.key, codes.shape, codes.dtype) == own), default=0
+        )
         if numbers:
             return numbers * dtype.itemsize + REFERENCE_NBYTES
         return super().scratch_nbytes(stored, n_rows, dtype) if part in ("weight", "bias") else 0
@@ -191,7 +220,10 @@ class QuantizedFormat(WeightFormat):
             entries = {(entry.name, entry.shape): entry.dtype for entry in layout.entries}
 
             def is_there(module: str, matrix: Matrix) -> bool:
-                found = [(entries.get((one.of(module).key, one.shape)), one.dtype) for one in matrix.stored]
+                found = [
+                    (entries.get((one.of(module).key, one.shape)), one.dtype)
+                    for one in matrix.stored
+                ]
                 return all(dtype is not None and wanted in (None, dtype) for dtype, wanted in found)
 
             # Without its groups a matrix is a part of one with them.
@@ -206,12 +238,16 @@ class QuantizedFormat(WeightFormat):
 class View(dense.View):
     """The weights of one layer, see `WeightFormat.view`."""
 
-    def __init__(self, format: QuantizedFormat, layout: Layout, block: Tensor, dtype: torch.dtype) -> None:
+    def __init__(
+        self, format: QuantizedFormat, layout: Layout, block: Tensor, dtype: torch.dtype
+    ) -> None:
         super().__init__(layout, block, dtype, format.is_batch_invariant)
         self._format, self._matrices = format, format.matrices(layout)
 
     def rows(self, ids: Tensor, name: str) -> Tensor:
-        """See `LayerWeights.rows`; only these rows are dequantised, if the matrix is stored by rows."""
+        """See `LayerWeights.rows`; only these rows are dequantised, if the matrix is stored by
+        rows.
+        """
         import torch
 
         from offload_rt.ops.linear import dequantize
@@ -231,7 +267,9 @@ class View(dense.View):
 
 
 def finer_notice(what: list[str]) -> str:
-    """That these are not quantised here although the checkpoint asks for it; empty if there are none."""
+    """That these are not quantised here although the checkpoint asks for it; empty if there are
+    none.
+    """
     return _FINER.format(" and ".join(what)) if what else ""
 
 
@@ -251,8 +289,12 @@ def _first(config: Mapping[str, Any], names: tuple[str, ...], default: object) -
     return next(found, (names[0], default))
 
 
-def setting(config: Mapping[str, Any], names: tuple[str, ...], default: object, allowed: tuple[object, ...]) -> Any:
-    """The value of the first of these keys that the config has. Raises UnsupportedModelError if it is none of `allowed`."""
+def setting(
+    config: Mapping[str, Any], names: tuple[str, ...], default: object, allowed: tuple[object, ...]
+) -> Any:
+    """The value of the first of these keys that the config has. Raises UnsupportedModelError if it
+    is none of `allowed`.
+    """
     name, value = _first(config, names, default)
     if not any(type(value) is type(one) and value == one for one in allowed):
         raise refuse(f"{name} is {value!r}", need="one of " + ", ".join(map(str, allowed)))
@@ -260,7 +302,9 @@ def setting(config: Mapping[str, Any], names: tuple[str, ...], default: object, 
 
 
 def group_size(config: Mapping[str, Any], names: tuple[str, ...], default: int) -> int:
-    """Numbers that share a scale; -1: all of a row. Raises UnsupportedModelError for what is no such number."""
+    """Numbers that share a scale; -1: all of a row. Raises UnsupportedModelError for what is no
+    such number.
+    """
     name, value = _first(config, names, default)
     if type(value) is not int or not (value == -1 or 1 <= value <= 1 << 24):
         raise refuse(f"{name} is {value!r}", need="a positive number, or -1")
@@ -270,13 +314,20 @@ def group_size(config: Mapping[str, Any], names: tuple[str, ...], default: int) 
 def two_numbers(config: Mapping[str, Any], name: str) -> tuple[int, int]:
     """A pair of positive numbers. Raises UnsupportedModelError if the value of the key is none."""
     value = config.get(name)
-    if not (isinstance(value, list) and len(value) == 2 and all(type(one) is int and one > 0 for one in value)):
+    if not (
+        isinstance(value, list)
+        and len(value) == 2
+        and all(type(one) is int and one > 0 for one in value)
+    ):
         raise refuse(f"{name} is {value!r}", need="two positive numbers")
     return value[0], value[1]
 
 
-def groups_of(source: Source, module: str, stored: StoredTensor, size: int, n_groups: int) -> StoredTensor | None:
-    """The tensor of the groups of inputs, unless it is not there or only says that they lie one behind the other.
+def groups_of(
+    source: Source, module: str, stored: StoredTensor, size: int, n_groups: int
+) -> StoredTensor | None:
+    """The tensor of the groups of inputs, unless it is not there or only says that they lie one
+    behind the other.
 
     Raises CheckpointError where it names a group that is not there.
     """
@@ -287,12 +338,17 @@ def groups_of(source: Source, module: str, stored: StoredTensor, size: int, n_gr
     import torch
 
     groups = source.read(full)
-    if torch.equal(groups, (torch.arange(len(groups)) // size).to(groups.dtype)) or (groups == -1).all():
+    if (
+        torch.equal(groups, (torch.arange(len(groups)) // size).to(groups.dtype))
+        or (groups == -1).all()
+    ):
         return None
     if int(groups.min()) < 0 or int(groups.max()) >= n_groups:
         raise CheckpointError(
-            f"tensor {source.prefix + full.name!r} names groups that are not there", need=f"0 to {n_groups - 1}",
-            have=f"{int(groups.min())} to {int(groups.max())}", change="download the checkpoint again",
+            f"tensor {source.prefix + full.name!r} names groups that are not "
+            f"there", need=f"0 to {n_groups - 1}",
+            have=f"{int(groups.min())} to "
+                 f"{int(groups.max())}", change="download the checkpoint again",
         )  # fmt: skip
     return stored
 
@@ -304,7 +360,9 @@ def shape_of(source: Source, name: str, shapes: tuple[tuple[int, ...], ...]) -> 
 
 
 def matches_pattern(pattern: str, name: str) -> bool:
-    """Whether a regular expression of a config matches the beginning of a name. Raises UnsupportedModelError if it is none."""
+    """Whether a regular expression of a config matches the beginning of a name. Raises
+    UnsupportedModelError if it is none.
+    """
     try:
         return re.match(pattern, name) is not None
     except (re.error, RecursionError, OverflowError) as error:

@@ -1,4 +1,6 @@
-"""The tensors of a checkpoint, by name: what a format finds, expects and reads while a checkpoint is opened."""
+"""The tensors of a checkpoint, by name: what a format finds, expects and reads while a checkpoint
+is opened.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -15,7 +17,8 @@ OTHER_CONFIG = "use the config.json that belongs to these weights"
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of a file or block. A `dtype` of None stands for any that a computation can be done in.
+    """A tensor of a file or block. A `dtype` of None stands for any that a computation can be done
+    in.
 
     alias  its name in a block, where that is another than in the file
     """
@@ -32,14 +35,17 @@ class StoredTensor(NamedTuple):
 
     def of(self, module: str) -> "StoredTensor":
         """The same with the name of a module before its own."""
-        return self._replace(name=f"{module}.{self.name}", alias=self.alias and f"{module}.{self.alias}")
+        return self._replace(
+            name=f"{module}.{self.name}", alias=self.alias and f"{module}.{self.alias}"
+        )
 
 
 @dataclass(frozen=True)
 class Source:
     """Tensors under their names without `prefix`, which is that of a layer.
 
-    whole  where they are those of a part of a matrix: the source of that, its shape, and its output that the part begins with
+    whole  where they are those of a part of a matrix: the source of that, its shape, and its output
+           that the part begins with
     """
 
     records: Mapping[str, TensorRecord]
@@ -51,7 +57,9 @@ class Source:
         return self.records.get(self.prefix + name)
 
     def expect(self, stored: StoredTensor) -> TensorRecord:
-        """The record of a stored tensor. Raises CheckpointError if there is none of its shape and dtype."""
+        """The record of a stored tensor. Raises CheckpointError if there is none of its shape and
+        dtype.
+        """
         name = self.prefix + stored.name
         record = self.find(stored.name)
         if record is None:
@@ -74,12 +82,17 @@ class Source:
         return replace(record, key=stored.key)
 
     def read(self, stored: StoredTensor) -> "Tensor":
-        """The content of a stored tensor, for small ones. Raises CheckpointError where `expect` does or it cannot be read."""
+        """The content of a stored tensor, for small ones. Raises CheckpointError where `expect`
+        does or it cannot be read.
+        """
         import torch  # not at the top: a plan reads sizes alone
 
         record = self.expect(stored)
         if record.stamp is None:  # its header was read on the hub
-            problem = f"tensor {record.name!r} says how weights are stored, and no weight is fetched for a plan"
+            problem = (
+                f"tensor {record.name!r} says how weights are stored, and no weight is fetched for"
+                " a plan"
+            )
             raise CheckpointError(problem, change="download the checkpoint first")
         try:
             with record.path.open("rb", buffering=0) as file:
@@ -88,7 +101,9 @@ class Source:
         except OSError as error:
             raise CheckpointError(f"{record.path}: {error.strerror or error}") from error
         if len(content) != record.stop - record.start:
-            raise CheckpointError(f"{record.path.name} has become shorter", change="download it again")
+            raise CheckpointError(
+                f"{record.path.name} has become shorter", change="download it again"
+            )
         if not content:
             return torch.empty(stored.shape, dtype=record.stored_dtype().torch)
         return torch.frombuffer(content, dtype=record.stored_dtype().torch).view(stored.shape)

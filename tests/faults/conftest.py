@@ -1,4 +1,6 @@
-"""What the tests of faults share: a model that talks without end, and the command line inside this process."""
+"""What the tests of faults share: a model that talks without end, and the command line inside this
+process.
+"""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -43,7 +45,15 @@ def begins_with(model: Path) -> str:
 @pytest.fixture(scope="session")
 def speaks(model: Path) -> Speaks:
     """The arguments of a run that says no more than its text."""
-    return lambda *more, model=model: ["--model", str(model), *SMALL, "--prompt", PROMPT, "--quiet", *more]
+    return lambda *more, model=model: [
+        "--model",
+        str(model),
+        *SMALL,
+        "--prompt",
+        PROMPT,
+        "--quiet",
+        *more,
+    ]
 
 
 @pytest.fixture

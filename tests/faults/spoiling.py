@@ -29,14 +29,21 @@ def spoil_value(value: Any, chance: random.Random) -> Any:
         i = chance.randrange(len(value))
         inner = spoil_value(value[i], chance)
         return chance.choice(
-            ([*value[:i], inner, *value[i + 1 :]], value[:i] + value[i + 1 :], [*value, *value], value[::-1])
+            (
+                [*value[:i], inner, *value[i + 1 :]],
+                value[:i] + value[i + 1 :],
+                [*value, *value],
+                value[::-1],
+            )
         )
     key = chance.choice(list(value))
     match chance.randrange(8):
         case 0:
             return {name: one for name, one in value.items() if name != key}
         case 1:
-            return {str(chance.choice(ODD)) if name == key else name: one for name, one in value.items()}
+            return {
+                str(chance.choice(ODD)) if name == key else name: one for name, one in value.items()
+            }
         case 2:
             return {**value, str(chance.choice(ODD)): value[key]}
         case _:
@@ -55,7 +62,8 @@ def spoil_text(text: str, chance: random.Random) -> str:
 
 def spoil_bytes(raw: bytes, chance: random.Random) -> bytes:
     """Bytes cut, lengthened, flipped, repeated or moved."""
-    at, n = chance.randrange(len(raw) + 1), chance.choice((1, 2, 7, 8, 64, 1000))
+    at = chance.randrange(len(raw) + 1)
+    n = chance.choice((1, 2, 7, 8, 64, 1000))
     match chance.randrange(6):
         case 0:
             return raw[:at]
@@ -74,7 +82,19 @@ def spoil_bytes(raw: bytes, chance: random.Random) -> bytes:
 def spoil_length(raw: bytes, chance: random.Random) -> bytes:
     """A safetensors file whose header's length is another: off by one, or beyond all reason."""
     length = struct.unpack("<Q", raw[:8])[0]
-    others = (length - 1, length + 1, 0, 1, 2 * length, len(raw), len(raw) - 8, 10**8, 10**18, 2**63, 2**64 - 1)
+    others = (
+        length - 1,
+        length + 1,
+        0,
+        1,
+        2 * length,
+        len(raw),
+        len(raw) - 8,
+        10**8,
+        10**18,
+        2**63,
+        2**64 - 1,
+    )
     return struct.pack("<Q", chance.choice(others)) + raw[8:]
 
 

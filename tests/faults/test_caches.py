@@ -1,4 +1,6 @@
-"""What is kept between runs: folders that cannot be written, full disks, damage, and several writers at once."""
+"""What is kept between runs: folders that cannot be written, full disks, damage, and several
+writers at once.
+"""
 
 import json
 import os
@@ -41,7 +43,10 @@ def drafted(model: Path, draft: Path) -> list[str]:
         "model": model, "draft-model": draft, "tree-size": 8, "tree-depth": 3, "max-model-len": 128, "device": "cpu",
         "prompt": "the quick brown", "max-new-tokens": 12, "device-memory": 1_600_000,
     }  # fmt: skip
-    return [*(part for name, value in flags.items() for part in (f"--{name}", str(value))), "--quiet"]
+    return [
+        *(part for name, value in flags.items() for part in (f"--{name}", str(value))),
+        "--quiet",
+    ]
 
 
 @pytest.fixture
@@ -63,10 +68,16 @@ def test_a_cache_folder_that_cannot_be_written_ends_no_run(
 
 
 def test_a_full_disk_under_the_cache_ends_no_run(
-    drafted: list[str], line: Line, whole: tuple[int, str, str], cache: Path, monkeypatch: pytest.MonkeyPatch
+    drafted: list[str],
+    line: Line,
+    whole: tuple[int, str, str],
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before = {path.name: path.read_bytes() for path in cache.iterdir()}
-    monkeypatch.setattr(os, "fsync", lambda file: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(
+        os, "fsync", lambda file: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
     assert line(*drafted) == whole
     assert {path.name: path.read_bytes() for path in cache.iterdir()} == before
 
@@ -88,11 +99,15 @@ def test_a_damaged_cache_file_is_empty(damage: bytes, cache: Path) -> None:
     assert files.read_cached("x.json", 1) == {}
 
 
-def test_damaged_caches_are_rebuilt(drafted: list[str], line: Line, whole: tuple[int, str, str], cache: Path) -> None:
+def test_damaged_caches_are_rebuilt(
+    drafted: list[str], line: Line, whole: tuple[int, str, str], cache: Path
+) -> None:
     for name in NAMES:
         (cache / name).write_bytes(DAMAGE["cut"])
     assert line(*drafted) == whole
-    assert all(set(json.loads((cache / name).read_text())) == {"version", "entries"} for name in NAMES)
+    assert all(
+        set(json.loads((cache / name).read_text())) == {"version", "entries"} for name in NAMES
+    )
 
 
 def _spoilt(value: Any, chance: random.Random) -> Any:
@@ -134,7 +149,9 @@ def test_writers_of_one_file_never_show_half_of_it(cache: Path) -> None:
     assert os.listdir(cache) == ["x.json"]
 
 
-def test_functions_are_compiled_where_no_folder_can_keep_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_are_compiled_where_no_folder_can_keep_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     njit = numba_cache.njit
 
     def without_folder(cache: bool = False, **options: Any) -> Callable[..., Any]:

@@ -1,4 +1,6 @@
-"""A checkpoint that changes while it is used: the run ends after what it had produced, or goes on unharmed."""
+"""A checkpoint that changes while it is used: the run ends after what it had produced, or goes on
+unharmed.
+"""
 
 import json
 import os
@@ -54,8 +56,11 @@ GOES_ON = {
 
 
 @pytest.mark.parametrize("name", [*ENDS, *GOES_ON])
-def test_a_checkpoint_that_changes_while_it_is_used(name: str, model: Path, begins_with: str, tmp_path: Path) -> None:
-    copy, text = Path(shutil.copytree(model, tmp_path / "copy")), ""
+def test_a_checkpoint_that_changes_while_it_is_used(
+    name: str, model: Path, begins_with: str, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(model, tmp_path / "copy"))
+    text = ""
     with LLM(str(copy), device="cpu", max_model_len=128, device_memory=1_000_000) as llm:
         assert llm.plan.tiers.count("disk") > 3
         pieces = llm.stream(PROMPT, SamplingParams(max_new_tokens=60))
@@ -71,7 +76,9 @@ def test_a_checkpoint_that_changes_while_it_is_used(name: str, model: Path, begi
     assert text and begins_with.startswith(text)
 
 
-@pytest.mark.parametrize("change", [lambda path: _overwrite(path, None), _replace], ids=["overwritten", "replaced"])
+@pytest.mark.parametrize(
+    "change", [lambda path: _overwrite(path, None), _replace], ids=["overwritten", "replaced"]
+)
 def test_a_file_that_changes_between_its_header_and_its_weights(
     change: Callable[[Path], None], model: Path, tmp_path: Path
 ) -> None:

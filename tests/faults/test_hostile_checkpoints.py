@@ -1,4 +1,6 @@
-"""Headers, configs, indices and tokenizers that someone spoilt: opened and read right, or refused in one sentence, and soon."""
+"""Headers, configs, indices and tokenizers that someone spoilt: opened and read right, or refused
+in one sentence, and soon.
+"""
 
 import json
 import random
@@ -31,7 +33,11 @@ from offload_rt.text.detokenize import TextStream, encode, load_tokenizer
 from offload_rt.weights.checkpoint import open_checkpoint, read_json
 from offload_rt.weights.header import read_header
 
-N_HEADERS, N_CONFIGS, N_INDICES, N_TOKENIZERS, N_PROCESSES = 1000, 1000, 400, 400, 24
+N_HEADERS = 1000
+N_CONFIGS = 1000
+N_INDICES = 400
+N_TOKENIZERS = 400
+N_PROCESSES = 24
 SLOW_S = 5.0  # of one case, on a machine that does other things besides
 GROWTH = 600 << 20  # bytes that all cases together may take beyond what was taken before
 
@@ -111,7 +117,11 @@ def test_headers(tmp_path: Path) -> None:
         chance = random.Random(seed)
         whole = seed % 8 == 0
         path.write_bytes(_header(chance, entries if whole else few, data if whole else few_data))
-        call = (lambda: check_bytes(open_checkpoint(tmp_path).layers)) if whole else (lambda: read_header(path))
+        call = (
+            (lambda: check_bytes(open_checkpoint(tmp_path).layers))
+            if whole
+            else (lambda: read_header(path))
+        )
         _survives(call, seed)
 
 
@@ -121,7 +131,10 @@ def test_configs(tmp_path: Path) -> None:
         chance = random.Random(seed)
         config = llama_config(**chance.choice(list(FAMILIES.values())))
         if rope := chance.choice(ROPES):
-            config[chance.choice(("rope_scaling", "rope_parameters"))] = {"rope_theta": 10000.0, **rope}
+            config[chance.choice(("rope_scaling", "rope_parameters"))] = {
+                "rope_theta": 10000.0,
+                **rope,
+            }
         path.write_bytes(spoil_json(config, chance))
         _survives(lambda: spec_of(read_json(path)), seed)
 
@@ -158,7 +171,8 @@ def test_tokenizers(tmp_path: Path) -> None:
 
 def test_the_same_through_the_command_line(model: Path, tmp_path: Path, line: Line) -> None:
     for seed in range(N_PROCESSES):
-        chance, copy = random.Random(seed), tmp_path / f"m{seed}"
+        chance = random.Random(seed)
+        copy = tmp_path / f"m{seed}"
         shutil.copytree(model, copy)
         name = ("config.json", "tokenizer.json", "model.safetensors")[seed % 3]
         if name == "model.safetensors":
@@ -167,7 +181,17 @@ def test_the_same_through_the_command_line(model: Path, tmp_path: Path, line: Li
             (copy / name).write_bytes(_header(chance, json.loads(raw[8 : 8 + n]), raw[8 + n :]))
         else:
             (copy / name).write_bytes(spoil_json(json.loads((copy / name).read_text()), chance))
-        arguments = ["--model", str(copy), "--prompt", PROMPT, "--device", "cpu", "--quiet", "--max-new-tokens", "3"]
+        arguments = [
+            "--model",
+            str(copy),
+            "--prompt",
+            PROMPT,
+            "--device",
+            "cpu",
+            "--quiet",
+            "--max-new-tokens",
+            "3",
+        ]
         code, _, err = line(*arguments, "--device-memory", "100MB", "--max-model-len", "64")
         assert code in (0, 2, 3), (seed, err)
         if code:
@@ -180,7 +204,17 @@ def test_a_folder_in_place_of_a_file(name: str, model: Path, tmp_path: Path, lin
     shutil.copytree(model, copy)
     (copy / name).unlink(missing_ok=True)
     (copy / name).mkdir()
-    arguments = ["--model", str(copy), "--prompt", PROMPT, "--device", "cpu", "--quiet", "--max-new-tokens", "3"]
+    arguments = [
+        "--model",
+        str(copy),
+        "--prompt",
+        PROMPT,
+        "--device",
+        "cpu",
+        "--quiet",
+        "--max-new-tokens",
+        "3",
+    ]
     code, out, err = line(*arguments)
     assert (code, out) == (2, "")
     one_sentence(err, str(copy))

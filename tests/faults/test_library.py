@@ -1,4 +1,6 @@
-"""The same inside one process: what a run tells when a read fails, and what an `LLM` is good for afterwards."""
+"""The same inside one process: what a run tells when a read fails, and what an `LLM` is good for
+afterwards.
+"""
 
 import _thread
 import contextlib
@@ -25,7 +27,8 @@ from offload_rt.offload.disk import DirectFiles, DiskTier
 
 def _spoil_after(n_reads: int, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     """Let so many reads of the disk through, then fail each."""
-    reads, count = DiskTier.reads, 0
+    reads = DiskTier.reads
+    count = 0
 
     def spoilt(self: DiskTier, i: int, into: torch.Tensor) -> list[Callable[[], int]]:
         def failing(part: Callable[[], int]) -> Callable[[], int]:
@@ -57,7 +60,12 @@ def _spoil_after(n_reads: int, monkeypatch: pytest.MonkeyPatch, error: BaseExcep
             "error",
             "error: the card cannot be",
         ),
-        (RuntimeError("Found no NVIDIA driver on your system"), 3, "error", "error: the card cannot be used"),
+        (
+            RuntimeError("Found no NVIDIA driver on your system"),
+            3,
+            "error",
+            "error: the card cannot be used",
+        ),
         (KeyboardInterrupt(), 130, "interrupted", "interrupted"),
     ],
 )
@@ -65,7 +73,17 @@ def test_json_tells_what_came_out_before_the_end(
     error: BaseException, code: int, reason: str, said: str, line: Line, model: Path, begins_with: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    flags = ["--model", str(model), *SMALL, "--prompt", PROMPT, "--quiet", "--json", "--max-new-tokens", "40"]
+    flags = [
+        "--model",
+        str(model),
+        *SMALL,
+        "--prompt",
+        PROMPT,
+        "--quiet",
+        "--json",
+        "--max-new-tokens",
+        "40",
+    ]
     assert line(*flags)[0] == 0  # measures the disk, which reads it too
     _spoil_after(60, monkeypatch, error)
     got, out, err = line(*flags)
@@ -90,7 +108,12 @@ def test_a_run_that_fails_before_the_first_token_prints_no_json(
 
 
 @pytest.mark.parametrize(
-    "name", ["model.layers.0.mlp.up_proj.weight", "model.layers.5.input_layernorm.weight", "lm_head.weight"]
+    "name",
+    [
+        "model.layers.0.mlp.up_proj.weight",
+        "model.layers.5.input_layernorm.weight",
+        "lm_head.weight",
+    ],
 )
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_not_numbers_are_told(
@@ -133,7 +156,8 @@ def _nothing_is_left(model: Path) -> Iterator[None]:
     """No thread and no file more than before, once what a first run leaves for ever is there."""
     with _streaming(model):
         pass
-    threads, files = {*threading.enumerate()}, len(os.listdir("/proc/self/fd"))
+    threads = {*threading.enumerate()}
+    files = len(os.listdir("/proc/self/fd"))
     yield
     until = time.monotonic() + 30
     while not {*threading.enumerate()} <= threads and time.monotonic() < until:
@@ -142,7 +166,9 @@ def _nothing_is_left(model: Path) -> Iterator[None]:
     assert len(os.listdir("/proc/self/fd")) == files
 
 
-def test_an_llm_goes_on_after_a_failed_pass(model: Path, begins_with: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_llm_goes_on_after_a_failed_pass(
+    model: Path, begins_with: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     params = SamplingParams(max_new_tokens=20)
     with _streaming(model) as llm:
         whole = llm.generate(PROMPT, params)[0]
@@ -211,7 +237,8 @@ def test_an_llm_that_nobody_holds_leaves_no_thread_and_no_file(model: Path) -> N
 def test_an_interrupt_while_loading_ends_the_run_and_leaves_no_thread(
     line: Line, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fill, begun = DirectFiles.fill, []
+    fill = DirectFiles.fill
+    begun = []
 
     def interrupted(*arguments: object) -> None:
         begun.append(1)
@@ -221,10 +248,16 @@ def test_an_interrupt_while_loading_ends_the_run_and_leaves_no_thread(
 
     with _nothing_is_left(model), monkeypatch.context() as patch:
         patch.setattr(DirectFiles, "fill", interrupted)
-        assert line("--model", str(model), "--device", "cpu", "--prompt", PROMPT) == (130, "", "interrupted\n")
+        assert line("--model", str(model), "--device", "cpu", "--prompt", PROMPT) == (
+            130,
+            "",
+            "interrupted\n",
+        )
 
 
-def test_a_file_lost_while_loading_leaves_no_thread_and_no_file(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_lost_while_loading_leaves_no_thread_and_no_file(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with _nothing_is_left(model), monkeypatch.context() as patch:
         _spoil_after(1, patch, LinkError("the disk has gone"))
         with pytest.raises(LinkError):
@@ -236,7 +269,10 @@ def test_a_disk_lost_once_the_streamer_runs_leaves_no_thread_and_no_file(
     n_reads: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the draft is loaded, or while passes are timed."""
-    draft = {"draft_model": str(speaking_checkpoint(tmp_path / "draft", num_hidden_layers=2)), "tree_size": 8}
+    draft = {
+        "draft_model": str(speaking_checkpoint(tmp_path / "draft", num_hidden_layers=2)),
+        "tree_size": 8,
+    }
     for settings in ({"device_memory": 1_000_000}, {"device_memory": 1_500_000, **draft}):
         with _nothing_is_left(model), monkeypatch.context() as patch:
             _spoil_after(n_reads, patch, LinkError("the disk has gone"))
@@ -257,13 +293,13 @@ def test_a_draft_that_computes_no_numbers_is_left_out_of_that_sequence_alone(
     target = str(write_checkpoint(tmp_path / "target", config, tensors))
     tensors["model.embed_tokens.weight"][7] = float("nan")
     draft = str(write_checkpoint(tmp_path / "draft", config, tensors))
-    prompts, params = (
-        [[1, 7], [1, 2]],
-        SamplingParams(max_new_tokens=8, temperature=temperature, seed=1, ignore_eos=True),
-    )
+    prompts = [[1, 7], [1, 2]]
+    params = SamplingParams(max_new_tokens=8, temperature=temperature, seed=1, ignore_eos=True)
     with LLM(target, device="cpu", drafter="none", rule="coupled") as plain:
         expected = [one.token_ids for one in plain.generate(prompts, params)]
-    told = pytest.warns(RuntimeWarning, match="drafting skipped: the draft model's logits contain NaN or Inf")
+    told = pytest.warns(
+        RuntimeWarning, match="drafting skipped: the draft model's logits contain NaN or Inf"
+    )
     with LLM(target, draft, device="cpu", drafter=drafter, rule=rule, tree_size=8) as llm, told:
         found = llm.generate(prompts, params)
     assert rule != "coupled" or [one.token_ids for one in found] == expected

@@ -30,7 +30,9 @@ def stdout(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], TextIO]]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_reader_that_has_gone_ends_a_run_quietly(kind: str, stdout: Callable, line: Line, speaks: Speaks) -> None:
+def test_a_reader_that_has_gone_ends_a_run_quietly(
+    kind: str, stdout: Callable, line: Line, speaks: Speaks
+) -> None:
     read, write = os.pipe()
     os.close(read)
     stdout(write)
@@ -38,7 +40,9 @@ def test_a_reader_that_has_gone_ends_a_run_quietly(kind: str, stdout: Callable, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_full_disk_under_stdout_is_told(kind: str, stdout: Callable, line: Line, speaks: Speaks) -> None:
+def test_a_full_disk_under_stdout_is_told(
+    kind: str, stdout: Callable, line: Line, speaks: Speaks
+) -> None:
     stdout(os.open("/dev/full", os.O_WRONLY))
     code, _, err = line(*speaks("--max-new-tokens", "4", *KINDS[kind]))
     assert code == 3
@@ -59,7 +63,9 @@ def test_a_trace_that_cannot_be_written_is_told_before_the_work(
 def test_trace_write_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Trace().write(tmp_path / "t.json")
     before = (tmp_path / "t.json").read_text()
-    monkeypatch.setattr(os, "fsync", lambda file: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(
+        os, "fsync", lambda file: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
     with pytest.raises(OSError, match="No space"):
         Trace().write(tmp_path / "t.json")
     assert (tmp_path / "t.json").read_text() == before

@@ -1,4 +1,6 @@
-"""Several ranks of which one dies, is interrupted or fails: all end soon, with one sentence that says why."""
+"""Several ranks of which one dies, is interrupted or fails: all end soon, with one sentence that
+says why.
+"""
 
 import json
 import os
@@ -18,7 +20,17 @@ from run_ranks import PATIENCE_S, Rank, started
 from test_command_line import surroundings
 
 # What runs go on with until they are stopped.
-ENDLESS = ["--device", "cpu", "--prompt", "the quick brown", "--quiet", "--max-tokens", "8000", "--drafter", "none"]
+ENDLESS = [
+    "--device",
+    "cpu",
+    "--prompt",
+    "the quick brown",
+    "--quiet",
+    "--max-tokens",
+    "8000",
+    "--drafter",
+    "none",
+]
 SHORT = ["--device", "cpu", "--prompt", "the quick brown", "--max-tokens", "5", "--pipeline", "2"]
 SOON_S = 10.0
 
@@ -97,13 +109,17 @@ def test_a_rank_that_is_killed_in_a_pass_ends_the_other_with_its_name(
 
 
 @pytest.mark.parametrize("how", ["dies", "fails", "/no/such/model"])
-def test_a_rank_that_does_not_come_up_is_named_with_its_reason(how: str, model: Path, tmp_path: Path) -> None:
+def test_a_rank_that_does_not_come_up_is_named_with_its_reason(
+    how: str, model: Path, tmp_path: Path
+) -> None:
     script = tmp_path / "script.py"
     script.write_text(_LOADS)
     with started(str(script), [how, "1", "--model", str(model), *ENDLESS], tmp_path) as ranks:
         _when(lambda: ranks[1].process.exitcode is not None)
         codes = _ends(ranks)
-        why = {"dies": " has ended\n", "fails": ": the disk has gone\n"}.get(how, f": no model called {how}: no such")
+        why = {"dies": " has ended\n", "fails": ": the disk has gone\n"}.get(
+            how, f": no model called {how}: no such"
+        )
         assert codes == [3, {"dies": -9, "fails": 3}.get(how, 2)]
         assert ranks[0].err.startswith(_named(1, ranks) + why) and ranks[0].err.count("\n") == 1
         assert ranks[1].err == ""
@@ -131,34 +147,52 @@ def test_a_script_has_one_llm_and_may_forget_to_close_it(model: Path, tmp_path: 
         assert (ranks[1].out, ranks[1].err) == ("", "")
 
 
-def test_a_script_that_handles_no_errors_says_which_rank_failed(model: Path, tmp_path: Path) -> None:
+def test_a_script_that_handles_no_errors_says_which_rank_failed(
+    model: Path, tmp_path: Path
+) -> None:
     script = tmp_path / "script.py"
     script.write_text(_RAISING)
     with started(str(script), [str(model)], tmp_path) as ranks:
         assert _ends(ranks) == [1, 1]
-        assert f"{_named(1, ranks)[7:]}: no model called /no/such/model" in ranks[0].err.splitlines()[-1]
+        assert (
+            f"{_named(1, ranks)[7:]}: no model called /no/such/model"
+            in ranks[0].err.splitlines()[-1]
+        )
         assert ranks[1].err == ""
 
 
 def test_rank_0_alone_prints_and_writes(model: Path, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    with started("offload_rt.run", ["--model", str(model), *SHORT, "--json", "--trace", str(path)], tmp_path) as ranks:
+    with started(
+        "offload_rt.run", ["--model", str(model), *SHORT, "--json", "--trace", str(path)], tmp_path
+    ) as ranks:
         assert [one.code() for one in ranks] == [0, 0]
-        assert len(json.loads(ranks[0].out)["token_ids"]) == 5 and json.loads(path.read_text())["traceEvents"]
+        assert (
+            len(json.loads(ranks[0].out)["token_ids"]) == 5
+            and json.loads(path.read_text())["traceEvents"]
+        )
         assert "5 tokens in" in ranks[0].err and (ranks[1].out, ranks[1].err) == ("", "")
 
 
 def test_a_plan_is_that_of_rank_0(model: Path, tmp_path: Path) -> None:
     with started(
-        "offload_rt.run", ["--model", str(model), "--device", "cpu", "--plan", "--pipeline", "2"], tmp_path
+        "offload_rt.run",
+        ["--model", str(model), "--device", "cpu", "--plan", "--pipeline", "2"],
+        tmp_path,
     ) as ranks:
         assert [one.code() for one in ranks] == [0, 0]
-        assert "3 of 3 layers" in ranks[0].out and (ranks[0].err, ranks[1].out, ranks[1].err) == ("", "", "")
+        assert "3 of 3 layers" in ranks[0].out and (ranks[0].err, ranks[1].out, ranks[1].err) == (
+            "",
+            "",
+            "",
+        )
 
 
 def test_a_conversation_is_had_with_all_ranks(model: Path, tmp_path: Path) -> None:
     shutil.copytree(model, tmp_path / "model")
-    (tmp_path / "model" / "chat_template.jinja").write_text("{% for one in messages %}{{ one.content }}{% endfor %}")
+    (tmp_path / "model" / "chat_template.jinja").write_text(
+        "{% for one in messages %}{{ one.content }}{% endfor %}"
+    )
     line = [
         "--model",
         str(tmp_path / "model"),
@@ -187,13 +221,25 @@ def test_a_server_whose_rank_dies_between_passes_ends(model: Path, tmp_path: Pat
         assert answer["usage"]["completion_tokens"] == 4
         _kill(ranks[1])
         assert _ends(ranks) == [3, -9]
-        assert ranks[0].err.splitlines()[-1] == f"{_named(1, ranks)} has ended" and ranks[1].err == ""
+        assert (
+            ranks[0].err.splitlines()[-1] == f"{_named(1, ranks)} has ended" and ranks[1].err == ""
+        )
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_torchrun_ends_what_it_has_started(number: signal.Signals, model: Path, tmp_path: Path) -> None:
+def test_torchrun_ends_what_it_has_started(
+    number: signal.Signals, model: Path, tmp_path: Path
+) -> None:
     """An interrupt of all its processes, as of a terminal, or one rank that is killed."""
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    line = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+    ]
     env = surroundings(XDG_CACHE_HOME=str(tmp_path / "cache"))
     with (tmp_path / "err").open("w") as err:
         run = subprocess.Popen(
@@ -212,6 +258,8 @@ def test_torchrun_ends_what_it_has_started(number: signal.Signals, model: Path, 
         assert run.returncode != 0 and not any(one.is_running() for one in ranks)
         lines = (tmp_path / "err").read_text().splitlines()
         (said,) = (one for one in lines if one.startswith(("error: ", "interrupted")))
-        assert said.startswith("interrupted" if number == signal.SIGINT else f"error: rank 1 (process {killed.pid} on ")
+        assert said.startswith(
+            "interrupted" if number == signal.SIGINT else f"error: rank 1 (process {killed.pid} on "
+        )
     finally:
         run.kill()

@@ -1,4 +1,6 @@
-"""Signals and readers that go, in processes of their own: a run ends soon, with what it had produced."""
+"""Signals and readers that go, in processes of their own: a run ends soon, with what it had
+produced.
+"""
 
 import os
 import re
@@ -25,13 +27,24 @@ def endless(model: Path) -> list[str]:
     with pytest.raises(CapacityError) as least:
         LLM(str(model), device="cpu", max_model_len=8192, device_memory=1)
     budget = re.search(r"set --device-memory to (\d+)", str(least.value)).group(1)
-    flags = ["--model", str(model), "--prompt", PROMPT, "--quiet", "--device", "cpu", "--max-model-len", "8192"]
+    flags = [
+        "--model",
+        str(model),
+        "--prompt",
+        PROMPT,
+        "--quiet",
+        "--device",
+        "cpu",
+        "--max-model-len",
+        "8192",
+    ]
     return command(*flags, "--max-new-tokens", "8000", "--device-memory", budget)
 
 
 @contextmanager
 def _started(line: list[str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    # What a shell starts in the background ignores SIGINT, what nohup starts SIGHUP, and so would their children.
+    # What a shell starts in the background ignores SIGINT, what nohup starts SIGHUP, and so would
+    # their children.
     heeds = (
         "import os, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
         "signal.signal(signal.SIGHUP, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
@@ -67,7 +80,9 @@ def test_a_signal_ends_a_run_soon_with_what_it_had_produced(
     assert all(path.suffix == ".json" for path in (tmp_path / "cache" / "offload_rt").iterdir())
 
 
-def test_a_reader_that_has_had_enough_ends_a_run_quietly(endless: list[str], begins_with: str, tmp_path: Path) -> None:
+def test_a_reader_that_has_had_enough_ends_a_run_quietly(
+    endless: list[str], begins_with: str, tmp_path: Path
+) -> None:
     with _started(endless, tmp_path) as process:
         assert _read(process, ENOUGH) == begins_with[:ENOUGH]
         process.stdout.close()
@@ -85,7 +100,9 @@ print(len(llm.generate("a", SamplingParams(max_new_tokens=20))[0].token_ids))
 """
 
 
-def test_a_program_that_forgets_to_close_ends_well_and_remembers(model: Path, draft: Path, tmp_path: Path) -> None:
+def test_a_program_that_forgets_to_close_ends_well_and_remembers(
+    model: Path, draft: Path, tmp_path: Path
+) -> None:
     with _started([sys.executable, "-c", _FORGETFUL, str(model), str(draft)], tmp_path) as process:
         out, err = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, out, err) == (0, b"20\n", b"")

@@ -1,4 +1,6 @@
-"""A second weight format: every matrix as int8 rows with a float32 scale each, vectors as they are."""
+"""A second weight format: every matrix as int8 rows with a float32 scale each, vectors as they
+are.
+"""
 
 import math
 
@@ -24,7 +26,8 @@ def quantized(tensors):
             stored[name] = tensor
             continue
         scale = tensor.abs().amax(-1, keepdim=True).float() / 127
-        stored[name], stored[f"{name}_scale"] = (tensor / scale).round().to(torch.int8), scale
+        stored[name] = (tensor / scale).round().to(torch.int8)
+        stored[f"{name}_scale"] = scale
     return stored
 
 
@@ -47,7 +50,10 @@ class Format:
     def stored(self, name, shape, dtype, source):
         if len(shape) == 1:
             return (StoredTensor(name, shape, dtype),)
-        return (StoredTensor(name, shape, DType.INT8), StoredTensor(f"{name}_scale", (shape[0], 1), DType.FLOAT32))
+        return (
+            StoredTensor(name, shape, DType.INT8),
+            StoredTensor(f"{name}_scale", (shape[0], 1), DType.FLOAT32),
+        )
 
     def is_unused(self, name, source):
         return False
@@ -61,7 +67,8 @@ class Format:
 
 class View(LayerWeights):
     def __init__(self, tensors, dtype):
-        self._tensors, self._dtype = tensors, dtype
+        self._tensors = tensors
+        self._dtype = dtype
 
     def vector(self, name):
         return self._tensors[f"{name}.weight"].to(self._dtype)
@@ -72,4 +79,6 @@ class View(LayerWeights):
         return F.linear(x, weight.to(self._dtype), None if bias is None else bias.to(self._dtype))
 
     def rows(self, ids, name):
-        return (self._tensors[f"{name}.weight"][ids] * self._tensors[f"{name}.weight_scale"][ids]).to(self._dtype)
+        return (
+            self._tensors[f"{name}.weight"][ids] * self._tensors[f"{name}.weight_scale"][ids]
+        ).to(self._dtype)

@@ -24,7 +24,9 @@ from offload_rt.tree.topology import DraftTree, Topology, Verdict
 # rows equal their 15 columns and 15 n-grams. More than 60 columns gained nothing, longer n-grams
 # almost nothing.
 _SIZES = (840, 480, 240, 120, 56, 24, 8, 1)
-_LENGTH, _LONGEST, _MOST_COLUMNS = 5, 8, 60
+_LENGTH = 5
+_LONGEST = 8
+_MOST_COLUMNS = 60
 # Levels of the largest window.
 _N_LEVELS = _MOST_COLUMNS + _LONGEST - 2
 # Rows count as free while they extend the pass by at most this factor.
@@ -47,7 +49,9 @@ class NgramPool:
         """Add n-grams, each as the newest of its first token."""
         for first, *rest in ngrams:
             known = self._ngrams.pop(first, [])
-            newer = [*(ngram for ngram in known if ngram != tuple(rest)), tuple(rest)][-_MOST_COLUMNS:]
+            newer = [*(ngram for ngram in known if ngram != tuple(rest)), tuple(rest)][
+                -_MOST_COLUMNS:
+            ]
             self._ngrams[first] = newer
             self._n += len(newer) - len(known)
         while self._n > self._capacity:
@@ -136,7 +140,9 @@ class Lookahead(Drafter):
         n = len(sequences)
         return [self._tree(sequence, self._n_free(sequence, n_nodes, n)) for sequence in sequences]
 
-    def learn(self, sequence: Sequence, tree: DraftTree, verdict: Verdict, predicted: TopTokens | None) -> None:
+    def learn(
+        self, sequence: Sequence, tree: DraftTree, verdict: Verdict, predicted: TopTokens | None
+    ) -> None:
         """Advance the window, and add its n-grams and the n-grams of the accepted text."""
         state = self._states[sequence]
         taken = [*tree.tokens[list(verdict.path)].tolist(), verdict.bonus]
@@ -171,7 +177,9 @@ class Lookahead(Drafter):
         n_columns = min(n_rows // (2 * (state.length - 1)), _MOST_COLUMNS)
         state.fit(sequence.tokens, n_columns, n_levels)
         ngrams = state.pool.after(sequence.tokens[-1], max(n_columns, 1))
-        paths = dict.fromkeys(ngram[:k] for ngram in ngrams for k in range(1, min(len(ngram) + 1, n_levels)))
+        paths = dict.fromkeys(
+            ngram[:k] for ngram in ngrams for k in range(1, min(len(ngram) + 1, n_levels))
+        )
         n_candidates = n_rows - max(n_columns * (state.length - 1) - 1, 0)
         parents, tokens = path_tree(sequence.tokens[-1], [*paths][: n_candidates - 1])
         n_candidates = len(tokens)
@@ -179,7 +187,9 @@ class Lookahead(Drafter):
             _append_window(parents, tokens, state.window.rows)
         expected = min(self._expected, max(map(len, paths), default=0) + 1)
         n_unverified = len(tokens) - n_candidates
-        return DraftTree(Topology(np.array(parents)), torch.tensor(tokens), None, expected, n_unverified)
+        return DraftTree(
+            Topology(np.array(parents)), torch.tensor(tokens), None, expected, n_unverified
+        )
 
 
 def _append_window(parents: list[int], tokens: list[int], rows: list[list[int]]) -> None:
@@ -194,5 +204,10 @@ def _append_window(parents: list[int], tokens: list[int], rows: list[list[int]])
 
 
 DRAFTER = DrafterType(
-    Lookahead, needs_model=False, gives_draft_probs=False, best_rule="match", default_sizes=_SIZES, n_levels=_N_LEVELS
+    Lookahead,
+    needs_model=False,
+    gives_draft_probs=False,
+    best_rule="match",
+    default_sizes=_SIZES,
+    n_levels=_N_LEVELS,
 )

@@ -14,4 +14,6 @@ def _head_model(*parts: Any) -> "HeadModel":
     return HeadModel(*parts)
 
 
-DRAFTER = tree_drafter(dynamic_at_zero=True, dynamic_above=True, needs_model=False, model=_head_model)
+DRAFTER = tree_drafter(
+    dynamic_at_zero=True, dynamic_above=True, needs_model=False, model=_head_model
+)

@@ -35,7 +35,9 @@ class PromptLookup(Drafter):
         self._best.clear()
         return [self._tree(sequence, n_nodes, len(sequences)) for sequence in sequences]
 
-    def learn(self, sequence: Sequence, tree: DraftTree, verdict: Verdict, predicted: TopTokens | None) -> None:
+    def learn(
+        self, sequence: Sequence, tree: DraftTree, verdict: Verdict, predicted: TopTokens | None
+    ) -> None:
         """Update the acceptance rate of copied tokens."""
         if match := self._best.get(sequence):
             self._rates.observe(match, [*tree.tokens[list(verdict.path)].tolist(), verdict.bonus])
@@ -54,9 +56,21 @@ class PromptLookup(Drafter):
         order = np.argsort(-chances, kind="stable")[: n_nodes - 1]
         if not self.limits.fixed_size:
             rows = n_sequences * np.arange(1, len(order) + 2)
-            order = order[: best_prefix(chances[order], self._cost.seconds(rows, len(sequence.tokens)))]
+            order = order[
+                : best_prefix(chances[order], self._cost.seconds(rows, len(sequence.tokens)))
+            ]
         parents, tokens = path_tree(sequence.tokens[-1], [[*paths][i] for i in order])
-        return DraftTree(Topology(np.array(parents)), torch.tensor(tokens), expected=1.0 + float(chances[order].sum()))
+        return DraftTree(
+            Topology(np.array(parents)),
+            torch.tensor(tokens),
+            expected=1.0 + float(chances[order].sum()),
+        )
 
 
-DRAFTER = DrafterType(PromptLookup, needs_model=False, gives_draft_probs=False, best_rule="match", default_sizes=_SIZES)
+DRAFTER = DrafterType(
+    PromptLookup,
+    needs_model=False,
+    gives_draft_probs=False,
+    best_rule="match",
+    default_sizes=_SIZES,
+)

@@ -23,4 +23,6 @@ class PlainDecoding(Drafter):
         return [DraftTree.root_only(sequence.tokens[-1]) for sequence in sequences]
 
 
-DRAFTER = DrafterType(PlainDecoding, needs_model=False, gives_draft_probs=False, best_rule="match", default_sizes=(1,))
+DRAFTER = DrafterType(
+    PlainDecoding, needs_model=False, gives_draft_probs=False, best_rule="match", default_sizes=(1,)
+)

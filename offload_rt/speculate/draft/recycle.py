@@ -70,7 +70,11 @@ class PredictedTree:
     """
 
     def __init__(
-        self, table: PredictionTable, tokens: list[int], copied: dict[tuple[int, ...], float], n_levels: int
+        self,
+        table: PredictionTable,
+        tokens: list[int],
+        copied: dict[tuple[int, ...], float],
+        n_levels: int,
     ) -> None:
         self._table = table
         self._copied = copied
@@ -100,7 +104,8 @@ class PredictedTree:
 
     def _open(self, node: int) -> None:
         """Push the children of a node onto the candidate heap."""
-        path, chance = self._paths[node], self.chances[node]
+        path = self._paths[node]
+        chance = self.chances[node]
         if len(path) + 1 >= self._n_levels:
             return
         chances = {token: chance * p for token, p in self._table.find(self.contexts[node])}
@@ -143,7 +148,9 @@ class Recycling(Drafter):
         if not self.limits.fixed_size:
             context = max(len(sequence.tokens) for sequence in sequences)
             draft_s = time.perf_counter() - started
-            sizes = best_prefixes(chances, lambda n_rows: self._cost.seconds(n_rows, context, draft_s))
+            sizes = best_prefixes(
+                chances, lambda n_rows: self._cost.seconds(n_rows, context, draft_s)
+            )
         sized = zip(sequences, proposals, sizes, strict=True)
         return [self._finish(sequence, proposal, n_below) for sequence, proposal, n_below in sized]
 
@@ -154,7 +161,9 @@ class Recycling(Drafter):
         ends = range(len(tokens) - n, len(tokens))
         self._keep([tuple(tokens[max(end - _LONGEST, 0) : end]) for end in ends], predicted)
 
-    def learn(self, sequence: Sequence, tree: DraftTree, verdict: Verdict, predicted: TopTokens | None) -> None:
+    def learn(
+        self, sequence: Sequence, tree: DraftTree, verdict: Verdict, predicted: TopTokens | None
+    ) -> None:
         """Store the target's predictions at every node, those on the accepted path last.
 
         Later entries overwrite earlier ones, and the sequence continues along the accepted path.
@@ -188,7 +197,9 @@ class Recycling(Drafter):
         n_levels = min(self.limits.n_levels, sequence.n_left)
         started = time.perf_counter()
         matches = find_matches(sequence.tokens, n_levels - 1) if n_nodes > 1 else []
-        tree = PredictedTree(self._table, sequence.tokens, copied_paths(matches, self._rates), n_levels)
+        tree = PredictedTree(
+            self._table, sequence.tokens, copied_paths(matches, self._rates), n_levels
+        )
         size = n_nodes if self.limits.fixed_size else min(_N_FIRST, n_nodes)
         while True:
             tree.grow(size)
@@ -215,4 +226,6 @@ class Recycling(Drafter):
         return DraftTree(topology, torch.tensor(tree.tokens[:n]), expected=expected)
 
 
-DRAFTER = DrafterType(Recycling, needs_model=False, gives_draft_probs=False, best_rule="match", default_sizes=_SIZES)
+DRAFTER = DrafterType(
+    Recycling, needs_model=False, gives_draft_probs=False, best_rule="match", default_sizes=_SIZES
+)

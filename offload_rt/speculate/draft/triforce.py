@@ -31,7 +31,8 @@ _NEWEST = 0.25
 class TriForce(TreeDrafter):
     """Grow dynamic trees at temperature 0 or with coupled noise; otherwise draw chains."""
 
-    _dynamic, _static = GuessedTreeBuilder, ResampledChainBuilder
+    _dynamic = GuessedTreeBuilder
+    _static = ResampledChainBuilder
     _n_ranks = 1
 
     def __init__(self, parts: DraftParts) -> None:
@@ -55,7 +56,11 @@ class TriForce(TreeDrafter):
         return super()._start_tree(sequence, n_nodes, n_sequences)
 
     def _grow(self, builders: abc.Sequence[StaticTreeBuilder | DynamicTreeBuilder]) -> int:
-        mine = [builder for builder in builders if isinstance(builder, GuessedTreeBuilder | ResampledChainBuilder)]
+        mine = [
+            builder
+            for builder in builders
+            if isinstance(builder, GuessedTreeBuilder | ResampledChainBuilder)
+        ]
         if not mine:
             return 0
         self._n_trees += 1
@@ -81,7 +86,9 @@ class TriForce(TreeDrafter):
             is_coupled = builder.state.noise is not None
             is_chain = isinstance(builder, ResampledChainBuilder)
             kind = "without_replacement" if is_chain else "deterministic"
-            state = self._small.start(sequence, 1 + _N_GUESSES, len(growing) == 1, n * is_coupled, path)
+            state = self._small.start(
+                sequence, 1 + _N_GUESSES, len(growing) == 1, n * is_coupled, path
+            )
             plan = StaticTree(Topology.chain(1 + n), 1.0, kind, sequence.temperature)
             begun.append((builder, StaticTreeBuilder(state, plan, Acceptance())))
         self._small.grow([small_builder for _, small_builder in begun])

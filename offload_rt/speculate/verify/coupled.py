@@ -28,11 +28,15 @@ class Coupled:
         """Verify a tree; see `MatchRule.verify`."""
         depths = torch.from_numpy(tree.topology.depths)
         n_tokens = target.shape[1]
-        noise = sequence.noise.at(len(sequence.tokens), tree.topology.n_levels, n_tokens, target.device)
+        noise = sequence.noise.at(
+            len(sequence.tokens), tree.topology.n_levels, n_tokens, target.device
+        )
         if target.is_cuda:
             (rows,) = to_device([depths], target.device)
             parts = zip(torch.split(target, _N_ROWS), torch.split(rows, _N_ROWS), strict=True)
-            tokens = torch.cat([draw(probs, noise.index_select(0, levels)) for probs, levels in parts])
+            tokens = torch.cat(
+                [draw(probs, noise.index_select(0, levels)) for probs, levels in parts]
+            )
             return walk(tree, to_host([tokens])[0].tolist().__getitem__)
         return walk(tree, lambda node: int(draw(target[node], noise[depths[node]])))
 

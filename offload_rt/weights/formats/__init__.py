@@ -1,7 +1,8 @@
 """How weights are stored and used: one file for each format.
 
-Each file has `matches(quantization_config) -> bool` and a class `Format`, a `WeightFormat` made from the same argument: the
-`quantization_config` of a config.json, None where there is none; of a GGUF file its `Storage`.
+Each file has `matches(quantization_config) -> bool` and a class `Format`, a `WeightFormat` made
+from the same argument: the `quantization_config` of a config.json, None where there is none; of a
+GGUF file its `Storage`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ __all__ = ["Source", "StoredTensor", "WeightFormat", "format_of"]
 
 
 class WeightFormat(ABC):
-    """How the tensors of an architecture are stored, and used where their bytes lie; as they are, unless a format says more.
+    """How the tensors of an architecture are stored, and used where their bytes lie; as they are,
+    unless a format says more.
 
     notice  what the user should know of how it computes; empty if nothing
     """
@@ -41,14 +43,17 @@ class WeightFormat(ABC):
     def stored(
         self, name: str, shape: tuple[int, ...], dtype: DType | None, source: Source
     ) -> tuple[StoredTensor, ...]:
-        """The stored tensors that hold the tensor `name` of the architecture; those that are no codes are of `dtype`.
+        """The stored tensors that hold the tensor `name` of the architecture; those that are no
+        codes are of `dtype`.
 
         Raises CheckpointError where what the source holds of it contradicts the config.
         """
         return (StoredTensor(name, shape, dtype),)
 
     def is_unused(self, name: str, source: Source) -> bool:
-        """Whether a checkpoint may hold this tensor, none of the stored ones, although nothing is computed with it."""
+        """Whether a checkpoint may hold this tensor, none of the stored ones, although nothing is
+        computed with it.
+        """
         return False
 
     @abstractmethod
@@ -59,7 +64,9 @@ class WeightFormat(ABC):
         """
 
     def scratch_nbytes(self, stored: StoredTensor, n_rows: int, dtype: DType) -> int:
-        """Bytes taken besides while up to `n_rows` rows go through the matrix in this stored tensor, in `dtype`."""
+        """Bytes taken besides while up to `n_rows` rows go through the matrix in this stored
+        tensor, in `dtype`.
+        """
         return math.prod(stored.shape) * dtype.itemsize if stored.dtype != dtype else 0
 
 
@@ -73,7 +80,11 @@ def format_of(quantization_config: object) -> WeightFormat:
         if module.matches(quantization_config):
             found: WeightFormat = module.Format(quantization_config)
             return found
-    method = quantization_config.get("quant_method") if isinstance(quantization_config, dict) else quantization_config
+    method = (
+        quantization_config.get("quant_method")
+        if isinstance(quantization_config, dict)
+        else quantization_config
+    )
     raise UnsupportedModelError(
         f"config.json: key 'quantization_config' of quant_method {method!r} is not understood",
         have=", ".join(names),

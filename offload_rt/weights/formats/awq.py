@@ -1,4 +1,6 @@
-"""AWQ in the layout of AutoAWQ's `gemm` kernels: 4 bits, packed along the outputs, in an order of its own."""
+"""AWQ in the layout of AutoAWQ's `gemm` kernels: 4 bits, packed along the outputs, in an order of
+its own.
+"""
 
 from typing import Any
 
@@ -25,7 +27,9 @@ class Format(QuantizedFormat):
         if quantization_config.get("backend") == "llm-awq":
             raise quantized.refuse("backend 'llm-awq' packs in another order", need="autoawq")
         self._size = quantized.group_size(quantization_config, ("group_size", "q_group_size"), 128)
-        self._has_zeros = quantized.setting(quantization_config, ("zero_point",), True, (False, True))
+        self._has_zeros = quantized.setting(
+            quantization_config, ("zero_point",), True, (False, True)
+        )
         super().__init__()
 
     def matrix(self, module: str, shape: tuple[int, int], source: Source) -> QuantizedMatrix | None:
@@ -34,7 +38,9 @@ class Format(QuantizedFormat):
         packing = Packing("awq", 4, (n_in if self._size == -1 else self._size, 1), 8)
         n_groups = -(-n_in // packing.block[0])
         codes = StoredTensor("qweight", packing.words(n_in, n_out), DType.INT32)
-        zeros = ZeroPoints(StoredTensor("qzeros", packing.words(n_groups, n_out), DType.INT32), "awq")
+        zeros = ZeroPoints(
+            StoredTensor("qzeros", packing.words(n_groups, n_out), DType.INT32), "awq"
+        )
         has_zeros = self._has_zeros or source.find(f"{module}.qzeros") is not None
         scales = StoredTensor("scales", (n_groups, n_out), None)
         return QuantizedMatrix(shape, codes, packing, scales, zeros if has_zeros else None)

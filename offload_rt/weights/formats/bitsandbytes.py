@@ -19,13 +19,17 @@ matches = quantized.of_method("bitsandbytes")
 
 
 class Format(QuantizedFormat):
-    """Value times scale in float32, then the dtype of the computation, as bitsandbytes' 4-bit products."""
+    """Value times scale in float32, then the dtype of the computation, as bitsandbytes' 4-bit
+    products.
+    """
 
     name = "bitsandbytes"
     unused = frozenset({"quant_map", "bitsandbytes__nf4"})
 
     def __init__(self, quantization_config: dict[str, Any]) -> None:
-        if not quantized.setting(quantization_config, ("load_in_4bit", "_load_in_4bit"), False, (False, True)):
+        if not quantized.setting(
+            quantization_config, ("load_in_4bit", "_load_in_4bit"), False, (False, True)
+        ):
             raise quantized.refuse("only load_in_4bit is understood")
         quantized.setting(quantization_config, ("bnb_4bit_quant_type",), "fp4", ("nf4",))
         quantized.setting(quantization_config, ("bnb_4bit_quant_storage",), "uint8", ("uint8",))
@@ -44,37 +48,58 @@ class Format(QuantizedFormat):
         state = _state(origin, f"{module}.{_STATE}", full)
         table = origin.read(StoredTensor(f"{module}.weight.quant_map", (16,), DType.FLOAT32))
         if not torch.equal(table, torch.tensor(NF4)):
-            raise CheckpointError(f"tensor {source.prefix + module + '.weight.quant_map'!r} is not the table of nf4")
+            raise CheckpointError(
+                f"tensor {source.prefix + module + '.weight.quant_map'!r} is not the table of nf4"
+            )
         size = _number(state, "blocksize", shape[1])
         codes = StoredTensor("weight", (shape[0] * shape[1] // 2, 1), DType.UINT8)
         n_scales = shape[0] * shape[1] // size
         is_nested = state.get("nested_blocksize") is not None
-        nested, offset = None, state.get("nested_offset")
+        nested = None
+        offset = state.get("nested_offset")
         if is_nested:
             if not isinstance(offset, float | int) or state.get("nested_dtype") != "float32":
-                raise CheckpointError(f"{source.prefix}{module}: nested scales are not of float32 with an offset")
+                raise CheckpointError(
+                    f"{source.prefix}{module}: nested scales are not of float32 with an offset"
+                )
             block = _number(state, "nested_blocksize")
-            # A part has those of the whole, which are few: it may begin within a block. The offset is another in each layer,
-            # the first scale in each part: the name in the block tells them.
-            name, begin = "weight.nested_absmax", first * shape[1] // size
+            # A part has those of the whole, which are few: it may begin within a block. The offset
+            # is another in each layer, the first scale in each part: the name in the block tells
+            # them.
+            name = "weight.nested_absmax"
+            begin = first * shape[1] // size
             n_all = -(-full[0] * full[1] // size // block)
             scales = StoredTensor(name, (n_all,), DType.FLOAT32, f"{name}{offset!r} {begin}")
             codes_of = StoredTensor("weight.nested_quant_map", (256,), DType.FLOAT32)
             nested = NestedScales(scales, codes_of, block, offset, begin)
-        own = StoredTensor("weight.absmax", (n_scales,), DType.UINT8 if is_nested else DType.FLOAT32)
-        return QuantizedMatrix(shape, codes, Packing("nf4", 4, (1, size)), own, product=DType.FLOAT32, nested=nested)
+        own = StoredTensor(
+            "weight.absmax", (n_scales,), DType.UINT8 if is_nested else DType.FLOAT32
+        )
+        return QuantizedMatrix(
+            shape, codes, Packing("nf4", 4, (1, size)), own, product=DType.FLOAT32, nested=nested
+        )
 
 
 def _state(source: Source, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
-    """What bitsandbytes notes of a matrix. Raises CheckpointError where it is damaged or of another matrix."""
+    """What bitsandbytes notes of a matrix. Raises CheckpointError where it is damaged or of another
+    matrix.
+    """
     record = source.find(name)
-    length = record.shape if record is not None and len(record.shape) == 1 and record.shape[0] < _LONGEST else (0,)
+    length = (
+        record.shape
+        if record is not None and len(record.shape) == 1 and record.shape[0] < _LONGEST
+        else (0,)
+    )
     content = bytes(source.read(StoredTensor(name, length, DType.UINT8)).tolist())
     try:
         state = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"tensor {source.prefix + name!r} is not JSON ({error})") from error
-    if not isinstance(state, dict) or state.get("quant_type") != "nf4" or state.get("shape") != list(shape):
+    if (
+        not isinstance(state, dict)
+        or state.get("quant_type") != "nf4"
+        or state.get("shape") != list(shape)
+    ):
         problem = f"tensor {source.prefix + name!r} tells of another matrix"
         raise CheckpointError(problem, need=f"nf4 of shape {list(shape)}", change=OTHER_CONFIG)
     return state
@@ -84,5 +109,7 @@ def _number(state: dict[str, Any], name: str, multiple: int = 0) -> int:
     """A positive number of which `multiple` is one."""
     value = state.get(name)
     if type(value) is not int or not 1 <= value <= 1 << 24 or multiple % value:
-        raise CheckpointError(f"{name} is {value!r}", need="a positive number that divides a row of weights")
+        raise CheckpointError(
+            f"{name} is {value!r}", need="a positive number that divides a row of weights"
+        )
     return value

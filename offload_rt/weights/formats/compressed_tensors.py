@@ -1,4 +1,6 @@
-"""compressed-tensors (llm-compressor): packed and plain integers, float8, MXFP4; scales by tensor, row, group or block."""
+"""compressed-tensors (llm-compressor): packed and plain integers, float8, MXFP4; scales by tensor,
+row, group or block.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,8 +14,10 @@ from offload_rt.weights.formats import Source, StoredTensor
 from offload_rt.weights.quantized import QuantizedFormat, QuantizedMatrix, ZeroPoints
 from offload_rt.weights.source import OTHER_CONFIG
 
-_ANY_BITS, _ANY_BLOCK = tuple(range(1, 9)), ("tensor", "channel", "group", "block")
-_PACKED, _MXFP4 = "pack-quantized", "mxfp4-pack-quantized"
+_ANY_BITS = tuple(range(1, 9))
+_ANY_BLOCK = ("tensor", "channel", "group", "block")
+_PACKED = "pack-quantized"
+_MXFP4 = "mxfp4-pack-quantized"
 # Types, numbers of bits and strategies that a format of the config may have.
 _ALLOWED: dict[str, tuple[tuple[str, ...], tuple[int, ...], tuple[str, ...]]] = {
     _PACKED: (("int",), _ANY_BITS, ("channel", "group")),
@@ -43,10 +47,15 @@ class _Scheme:
     block: tuple[int, int]
 
     def rank(self, module: str) -> int:
-        """How narrowly the targets name a module: 3 its name, 2 a regular expression, 1 a class; 0 not at all."""
+        """How narrowly the targets name a module: 3 its name, 2 a regular expression, 1 a class; 0
+        not at all.
+        """
         if module in self.targets:
             return 3
-        if any(one.startswith("re:") and quantized.matches_pattern(one[3:], module) for one in self.targets):
+        if any(
+            one.startswith("re:") and quantized.matches_pattern(one[3:], module)
+            for one in self.targets
+        ):
             return 2
         return int(("Embedding" if module.endswith("embed_tokens") else "Linear") in self.targets)
 
@@ -56,8 +65,10 @@ class Format(QuantizedFormat):
 
     name = "compressed_tensors"
     unused = frozenset({
-        "weight_shape", "weight_g_idx", "input_scale", "input_zero_point", "input_global_scale", "output_scale",
-        "output_zero_point", "k_scale", "v_scale", "q_scale", "k_zero_point", "v_zero_point", "q_zero_point",
+        "weight_shape", "weight_g_idx", "input_scale", "input_zero_point", "input_global_scale",
+        "output_scale",
+        "output_zero_point", "k_scale", "v_scale", "q_scale", "k_zero_point", "v_zero_point",
+        "q_zero_point",
     })  # fmt: skip
     unused_zeros = frozenset({"weight_zero_point"})
 
@@ -67,13 +78,19 @@ class Format(QuantizedFormat):
             if value and not (isinstance(value, dict) and value.get("format") == "dense"):
                 raise quantized.refuse(f"{key} is not understood")
         groups = quantization_config.get("config_groups")
-        if not isinstance(groups, dict) or not groups or not all(isinstance(one, dict) for one in groups.values()):
+        if (
+            not isinstance(groups, dict)
+            or not groups
+            or not all(isinstance(one, dict) for one in groups.values())
+        ):
             raise quantized.refuse("config_groups is missing or no table of tables")
         overall = quantization_config.get("format")
         weighed = [one for one in groups.values() if one.get("weights") is not None]
         self._schemes = [_scheme(one, one.get("format") or overall) for one in weighed]
         ways = ("input_activations", "output_activations")
-        finer = ["activations"] if any(one.get(way) for one in groups.values() for way in ways) else []
+        finer = (
+            ["activations"] if any(one.get(way) for one in groups.values() for way in ways) else []
+        )
         finer += ["keys and values"] if quantization_config.get("kv_cache_scheme") else []
         super().__init__(notice=quantized.finer_notice(finer))
 
@@ -92,14 +109,22 @@ class Format(QuantizedFormat):
         if scheme.format == _MXFP4:
             packing = Packing("e2m1", 4, block)
             codes = StoredTensor("weight_packed", packing.words(*shape), DType.UINT8)
-            return QuantizedMatrix(shape, codes, packing, scales._replace(dtype=DType.UINT8), product=DType.BFLOAT16)
-        codes = StoredTensor("weight", shape, DType.FLOAT8_E4M3FN if scheme.is_float else DType.INT8)
+            return QuantizedMatrix(
+                shape, codes, packing, scales._replace(dtype=DType.UINT8), product=DType.BFLOAT16
+            )
+        codes = StoredTensor(
+            "weight", shape, DType.FLOAT8_E4M3FN if scheme.is_float else DType.INT8
+        )
         zeros = ZeroPoints(StoredTensor("weight_zero_point", scales.shape, DType.INT8), "plain")
         packing = Packing("plain", 8, block)
-        return QuantizedMatrix(shape, codes, packing, scales, None if scheme.is_symmetric else zeros)
+        return QuantizedMatrix(
+            shape, codes, packing, scales, None if scheme.is_symmetric else zeros
+        )
 
     def _scheme_of(self, module: str) -> _Scheme | None:
-        """The scheme of the group that names a module most narrowly; where there is one group, what it quantises is its own."""
+        """The scheme of the group that names a module most narrowly; where there is one group, what
+        it quantises is its own.
+        """
         if len(self._schemes) < 2:
             return next(iter(self._schemes), None)
         best = max(self._schemes, key=lambda one: one.rank(module))
@@ -107,9 +132,15 @@ class Format(QuantizedFormat):
 
 
 def _packed(
-    bits: int, is_symmetric: bool, block: tuple[int, int], scales: StoredTensor, of: tuple[str, tuple[int, int], Source]
+    bits: int,
+    is_symmetric: bool,
+    block: tuple[int, int],
+    scales: StoredTensor,
+    of: tuple[str, tuple[int, int], Source],
 ) -> QuantizedMatrix:
-    """Integers packed along the inputs, zero points along the outputs; of: module, shape and source."""
+    """Integers packed along the inputs, zero points along the outputs; of: module, shape and
+    source.
+    """
     module, shape, source = of
     _check_shape(source, f"{module}.weight_shape", shape)
     packing = Packing("rows", bits, block, 1 << bits - 1)
@@ -131,24 +162,30 @@ def _check_shape(source: Source, name: str, shape: tuple[int, int]) -> None:
     said = source.read(StoredTensor(name, (2,), dtype)).tolist()
     if said != list(shape):
         raise CheckpointError(
-            f"{record.path.name}: tensor {source.prefix + name!r} tells of another matrix", need=str(list(shape)),
+            f"{record.path.name}: tensor {source.prefix + name!r} tells of another "
+            f"matrix", need=str(list(shape)),
             have=str(said), change=OTHER_CONFIG,
         )  # fmt: skip
 
 
 def _scheme(group: Mapping[str, Any], format: object) -> _Scheme:
     """A group of the config. Raises UnsupportedModelError for what is not understood."""
-    weights, targets = group["weights"], group.get("targets")
+    weights = group["weights"]
+    targets = group.get("targets")
     if not isinstance(weights, dict):
         raise quantized.refuse("weights of a group are no table")
     if not isinstance(targets, list) or not all(isinstance(one, str) for one in targets):
         raise quantized.refuse("targets of a group are no list of names")
     if not isinstance(format, str) or format not in _ALLOWED:
-        raise quantized.refuse(f"format {format!r} is not understood", need="one of " + ", ".join(_ALLOWED))
+        raise quantized.refuse(
+            f"format {format!r} is not understood", need="one of " + ", ".join(_ALLOWED)
+        )
     types, all_bits, strategies = _ALLOWED[format]
     quantized.setting(weights, ("dynamic",), False, (False,))
     is_float = quantized.setting(weights, ("type",), "int", types) == "float"
-    symmetric = quantized.setting(weights, ("symmetric",), True, (True,) if is_float else (True, False))
+    symmetric = quantized.setting(
+        weights, ("symmetric",), True, (True,) if is_float else (True, False)
+    )
     bits = quantized.setting(weights, ("num_bits",), 8, all_bits)
     return _Scheme(tuple(targets), format, bits, is_float, symmetric, _block(weights, strategies))
 

@@ -36,7 +36,8 @@ class _Views(dict[str, "Tensor"]):
 
     def __init__(self, layout: Layout, block: Tensor) -> None:
         super().__init__()
-        self._entries, self._block = layout.by_name, block
+        self._entries = layout.by_name
+        self._block = block
 
     def __missing__(self, name: str) -> Tensor:
         self[name] = made = self._entries[name].view(self._block)
@@ -49,7 +50,9 @@ class _Views(dict[str, "Tensor"]):
 class View(LayerWeights):
     """The weights of one layer, read in place, see `WeightFormat.view`."""
 
-    def __init__(self, layout: Layout, block: Tensor, dtype: torch.dtype, is_batch_invariant: bool = False) -> None:
+    def __init__(
+        self, layout: Layout, block: Tensor, dtype: torch.dtype, is_batch_invariant: bool = False
+    ) -> None:
         self._tensors = _Views(layout, block)
         self.layout = layout
         self.block = block
@@ -66,7 +69,9 @@ class View(LayerWeights):
         return self._tensors[name].to(dtype or self._dtype)
 
     def linear(self, x: Tensor, name: str) -> Tensor:
-        """Multiply x (n, n_in) by `<name>.weight` (n_out, n_in) and add `<name>.bias` if it exists: (n, n_out)."""
+        """Multiply x (n, n_in) by `<name>.weight` (n_out, n_in) and add `<name>.bias` if it exists:
+        (n, n_out).
+        """
         from offload_rt.ops.linear import linear  # not at the top: a plan computes nothing
 
         return linear(x, self._weight(name), self._bias(name), self._is_batch_invariant)
@@ -80,24 +85,36 @@ class View(LayerWeights):
         return self._tensors[f"{name}.weight"]
 
     def linears(self, x: Tensor, names: Sequence[str]) -> tuple[Tensor, ...]:
-        """See `LayerWeights.linears`; one product on a card, where each takes a launch, if the matrices lie back to back."""
+        """See `LayerWeights.linears`; one product on a card, where each takes a launch, if the
+        matrices lie back to back.
+        """
         import torch
         from torch.nn.functional import linear
 
         weight = self.joined(names) if x.is_cuda else None
         bias = self.joined(names, "bias") if weight is not None else None
-        if weight is None or (bias is None and any(f"{name}.bias" in self.layout.by_name for name in names)):
+        if weight is None or (
+            bias is None and any(f"{name}.bias" in self.layout.by_name for name in names)
+        ):
             return tuple(self.linear(x, name) for name in names)
         widths = [len(self._tensors[f"{name}.weight"]) for name in names]
         return tuple(torch.split(linear(x, weight, bias), widths, dim=1))
 
     def joined(self, names: Sequence[str], part: str = "weight") -> Tensor | None:
-        """See `LayerWeights.joined`, of the tensors `<name>.<part>`. What is converted is planned one by one."""
+        """See `LayerWeights.joined`, of the tensors `<name>.<part>`. What is converted is planned
+        one by one.
+        """
         entry = self.layout.joined([f"{name}.{part}" for name in names])
-        return entry.view(self.block) if entry is not None and entry.dtype.torch == self._dtype else None
+        return (
+            entry.view(self.block)
+            if entry is not None and entry.dtype.torch == self._dtype
+            else None
+        )
 
     def rows(self, ids: Tensor, name: str) -> Tensor:
-        """Rows `ids` (n,) of the table `<name>.weight`, in the dtype of the computation: (n, width)."""
+        """Rows `ids` (n,) of the table `<name>.weight`, in the dtype of the computation: (n,
+        width).
+        """
         from torch.nn.functional import embedding
 
         return embedding(ids, self._tensors[f"{name}.weight"]).to(self._dtype)

@@ -1,4 +1,6 @@
-"""float8 weights with a scale for each block, as DeepSeek and Qwen publish them, or one for the whole matrix."""
+"""float8 weights with a scale for each block, as DeepSeek and Qwen publish them, or one for the
+whole matrix.
+"""
 
 from typing import Any
 
@@ -12,14 +14,18 @@ matches = quantized.of_method("fp8")
 
 
 class Format(QuantizedFormat):
-    """Weight times `weight_scale_inv`, in float32, as transformers computes with `dequantize=True`."""
+    """Weight times `weight_scale_inv`, in float32, as transformers computes with
+    `dequantize=True`.
+    """
 
     name = "fp8"
     unused = frozenset({"input_scale", "activation_scale", "k_scale", "v_scale"})
 
     def __init__(self, quantization_config: dict[str, Any]) -> None:
         quantized.setting(quantization_config, ("fmt",), "e4m3", ("e4m3",))
-        quantized.setting(quantization_config, ("activation_scheme",), "dynamic", ("dynamic", "static"))
+        quantized.setting(
+            quantization_config, ("activation_scheme",), "dynamic", ("dynamic", "static")
+        )
         name = "weight_block_size"
         has_block = quantization_config.get(name) is not None
         self._block = quantized.two_numbers(quantization_config, name) if has_block else None
@@ -38,4 +44,6 @@ class Format(QuantizedFormat):
         shapes = ((), (1,), grid) if self._block is None else (grid,)
         scales = StoredTensor(name, quantized.shape_of(source, full, shapes), dtype)
         codes = StoredTensor("weight", shape, DType.FLOAT8_E4M3FN)
-        return QuantizedMatrix(shape, codes, Packing("plain", 8, block), scales, product=DType.FLOAT32)
+        return QuantizedMatrix(
+            shape, codes, Packing("plain", 8, block), scales, product=DType.FLOAT32
+        )

@@ -1,4 +1,6 @@
-"""The types of GGUF: blocks along the inputs with their scales in them. Each matrix of a file has its own."""
+"""The types of GGUF: blocks along the inputs with their scales in them. Each matrix of a file has
+its own.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ class GgufMatrix(quantized.Matrix):
 
 
 class Format(quantized.QuantizedFormat):
-    """Scale times code, less a minimum, in float32, as llama.cpp and transformers do; then the dtype of the computation."""
+    """Scale times code, less a minimum, in float32, as llama.cpp and transformers do; then the
+    dtype of the computation.
+    """
 
     name = "gguf"
 
@@ -59,7 +63,10 @@ class Format(quantized.QuantizedFormat):
             return None
         block = BLOCKS[record.dtype]
         if shape[1] % block.n:
-            problem = f"{record.path.name}: tensor {record.name!r} is of {record.dtype}, in blocks of {block.n} weights"
+            problem = (
+                f"{record.path.name}: tensor {record.name!r} is of {record.dtype}, in blocks of"
+                f" {block.n} weights"
+            )
             raise CheckpointError(problem, have=f"rows of {shape[1]}", change=OTHER_CONFIG)
         nbytes = shape[1] // block.n * block.size
         # The type is another in each layer: the name in the block tells it.
@@ -83,7 +90,9 @@ class View(quantized.View):
         self._head_dim = format.head_dim
 
     def linear(self, x: Tensor, name: str) -> Tensor:
-        """See `LayerWeights.linear`; numbers that llama.cpp rotates as a pair go half a head apart."""
+        """See `LayerWeights.linear`; numbers that llama.cpp rotates as a pair go half a head
+        apart.
+        """
         y = super().linear(x, name)
         if self._head_dim is None or name not in _ROTATED:
             return y

@@ -1,4 +1,6 @@
-"""MXFP4 as gpt-oss has it: the codes of all experts in one tensor, in blocks of 32 inputs, and a power of two for each."""
+"""MXFP4 as gpt-oss has it: the codes of all experts in one tensor, in blocks of 32 inputs, and a
+power of two for each.
+"""
 
 from offload_rt.dtypes import DType
 from offload_rt.packing import Packing
@@ -11,7 +13,9 @@ matches = of_method("mxfp4")
 
 
 class Format(QuantizedFormat):
-    """Value times power of two, as transformers with `Mxfp4Config(dequantize=True)`; bfloat16 holds every product."""
+    """Value times power of two, as transformers with `Mxfp4Config(dequantize=True)`; bfloat16 holds
+    every product.
+    """
 
     name = "mxfp4"
 
@@ -22,4 +26,6 @@ class Format(QuantizedFormat):
             return None
         codes = StoredTensor("blocks", (1, n_out, n_in // _SIZE, _SIZE // 2), DType.UINT8)
         scales = StoredTensor("scales", codes.shape[:3], DType.UINT8)
-        return QuantizedMatrix(shape, codes, Packing("e2m1", 4, (1, _SIZE)), scales, product=DType.BFLOAT16)
+        return QuantizedMatrix(
+            shape, codes, Packing("e2m1", 4, (1, _SIZE)), scales, product=DType.BFLOAT16
+        )
